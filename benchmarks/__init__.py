@@ -1,0 +1,1 @@
+"""Benchmarks: each module runs alone, compares with a peer in the same run, and can be checked (`--check`)."""

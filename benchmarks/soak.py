@@ -1,0 +1,471 @@
+"""Ten minutes in which members of a real job join, leave, die and freeze, and what the training made of it.
+
+Processes train scikit-learn's digits with the plain `Trainer`; every few seconds one of them is hurt, as drawn by
+`FaultPlan.random` from a seed: a join, a polite leave, SIGKILL at a random place of the loop or from outside, SIGSTOP
+and waking. Each dozen of events keeps two members unhurt, and who they are is drawn anew, so the commit root dies, too.
+Steps are slowed down by a pause (`--pace-s`) that stands for heavier computing: events need time, not load.
+
+Judged are DESIGN.md's points 1 to 5, twice: by the audit of the event logs, and by soak_checks.py from journals that
+the members wrote on their own (states at every step, samples as the data set handed them out). The peer is training
+that nobody disturbed, in the same run: the same epochs without pause, with several world sizes and seeds. The final
+loss must lie within the 95 % prediction interval for one more such run, and within the 99 % interval of what as many
+steps would have given (log loss over log steps: more members make fewer and larger steps of the same epochs).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import random
+import signal
+import statistics
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Result, parser, run
+from benchmarks.soak_checks import Freeze, Verdict, check, read
+from benchmarks.soak_member import HELD_OUT, QUOTA, digits, make, member, training_length
+from benchmarks.victims import fingerprint
+from benchmarks.workers import Worker, context, scheduler, scratch
+
+T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+T_99 = {1: 63.657, 2: 9.925, 3: 5.841, 4: 4.604, 5: 4.032, 6: 3.707, 7: 3.499, 8: 3.355, 9: 3.250}
+"""Two-sided quantiles of Student's t by degrees of freedom."""
+MOST, FOUNDERS, KEPT = 6, 4, 2
+DOZEN = 12
+
+
+@dataclass
+class Process:
+    """A member as the parent sees it."""
+
+    name: str
+    worker: Worker
+    inside: bool = False
+    thaw_ns: int = 0
+    """When to continue it; 0: it is not frozen."""
+    froze_ns: int = 0
+    may_die: bool = False
+    word: str = ""
+    """Its last one: done, left or refused."""
+
+    @property
+    def pid(self) -> int:
+        assert self.worker.process.pid is not None
+        return self.worker.process.pid
+
+
+@dataclass
+class Crew:
+    """All processes of one job."""
+
+    endpoint: str
+    folder: Path
+    seed: int
+    epochs: int
+    pace_s: float
+    step: int = 0
+    alive: dict[str, Process] = field(default_factory=dict)
+    freezes: list[Freeze] = field(default_factory=list)
+    killed: set[str] = field(default_factory=set)
+    undeclared: list[str] = field(default_factory=list)
+    over: bool = False
+
+    def start(self, name: str) -> None:
+        ctx = context("benchmarks.soak_member", "torch._dynamo", "chaos_lightning.trainer", "sklearn.datasets")
+        args = (self.endpoint, name, str(self.folder), self.seed, self.epochs, self.pace_s)
+        self.alive[name] = Process(name, Worker(ctx, member, *args))
+
+    def able(self) -> list[Process]:
+        """Those that train right now."""
+        return [p for p in self.alive.values() if p.inside and not p.thaw_ns and not p.may_die]
+
+    def turn(self, seconds: float = 0.05) -> None:
+        """Takes in what the members say, wakes the frozen, notices the dead."""
+        pipes: dict[Any, Process] = {p.worker.pipe: p for p in self.alive.values()}
+        for pipe in wait([*pipes, *(p.worker.process.sentinel for p in self.alive.values())], seconds):
+            if pipe in pipes:
+                self._hear(pipes[pipe])
+        now = time.monotonic_ns()
+        for process in self.alive.values():
+            if process.thaw_ns and process.thaw_ns <= now:
+                self.wake(process)
+        for name, process in list(self.alive.items()):
+            code = process.worker.process.exitcode
+            if code is None:
+                continue
+            self._hear(process)
+            if code != 0:
+                self.killed.add(f"{name}-{process.pid}")
+                if not process.may_die:
+                    self.undeclared.append(f"{name} ended with exit code {code}")
+                    print(f"    {self.undeclared[-1]} at step {self.step}", flush=True)
+            del self.alive[name]
+
+    def _hear(self, process: Process) -> None:
+        try:
+            while process.worker.pipe.poll():
+                word, step = process.worker.pipe.recv()
+                self.step = max(self.step, step)
+                process.inside = process.inside or word == "in"
+                if word in ("done", "left", "refused"):
+                    process.word, process.inside = word, False
+                self.over = self.over or word == "done"
+        except (EOFError, ConnectionResetError):
+            pass
+
+    def freeze(self, process: Process, seconds: float) -> None:
+        process.froze_ns = time.monotonic_ns()
+        process.thaw_ns = process.froze_ns + int(seconds * 1e9)
+        os.kill(process.pid, signal.SIGSTOP)
+
+    def wake(self, process: Process) -> None:
+        self.freezes.append(Freeze(process.name, process.pid, process.froze_ns, time.monotonic_ns()))
+        process.thaw_ns = 0
+        os.kill(process.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        for process in self.alive.values():
+            process.worker.kill()
+
+
+class Driver:
+    """Draws faults and carries them out, a dozen at a time."""
+
+    def __init__(self, crew: Crew, log: Any, seed: int, every_s: float) -> None:
+        self.crew, self._log, self._every_s = crew, log, every_s
+        self._rng = random.Random(seed)
+        self._seed = seed
+        self._spares = (f"n{i}" for i in itertools.count(FOUNDERS))
+        self._due: list[Any] = []
+        self._began = (time.monotonic(), 0)
+        self.done: list[tuple[int, str, str]] = []
+        """(ns, action, node)."""
+        self.skipped: Counter[str] = Counter()
+        self.plans: list[str] = []
+
+    def turn(self) -> None:
+        if not self._due:
+            self._draw()
+        while self._due and self._due[0].step <= self.crew.step:
+            fault = self._due.pop(0)
+            self.skipped[str(fault.action)] += not self._strike(fault)
+
+    def _draw(self) -> None:
+        from chaos_lightning.testing.faults import FaultPlan
+
+        seconds, steps = time.monotonic() - self._began[0], self.crew.step - self._began[1]
+        pace = steps / seconds if steps else 1.0 / (self.crew.pace_s + 0.01)
+        self._began = (time.monotonic(), self.crew.step)
+        living = [p.name for p in self.crew.able()]
+        self._rng.shuffle(living)
+        self._seed += 1
+        plan = FaultPlan.random(
+            self._seed,
+            nodes=living,
+            spares=[next(self._spares) for _ in range(DOZEN)],
+            steps=max(DOZEN, int(DOZEN * self._every_s * pace)),
+            count=DOZEN,
+            keep=KEPT,
+        )
+        self._due = [replace(f, step=(f.step or 0) + self.crew.step) for f in plan]
+        self.plans += [str(f) for f in self._due]
+
+    def _strike(self, fault: Any) -> bool:
+        """Carries a fault out if the world allows it: two members must stay that are neither dead nor frozen."""
+        from chaos_lightning.testing.faults import Action
+
+        crew, name = self.crew, fault.node
+        process = crew.alive.get(name)
+        if fault.action is Action.JOIN:
+            if process is not None or len(crew.alive) >= MOST:
+                return False
+            crew.start(name)
+        elif process is None or process not in crew.able() or len(crew.able()) <= KEPT:
+            return False
+        elif fault.action is Action.SIGKILL:
+            process.may_die = True
+            if fault.phase is not None:
+                process.worker.pipe.send(("die", str(fault.phase)))
+            else:
+                self._log.emit("fault_injected", kind="sigkill", node=name)
+                os.kill(process.pid, signal.SIGKILL)
+        elif fault.action is Action.SIGSTOP:
+            self._log.emit("fault_injected", kind="sigstop", node=name, seconds=fault.seconds)
+            crew.freeze(process, fault.seconds)
+        else:
+            self._log.emit("fault_injected", kind="sigint", node=name)
+            process.may_die, process.inside = False, False
+            os.kill(process.pid, signal.SIGINT)
+        self.done.append((time.monotonic_ns(), str(fault.action), name))
+        return True
+
+
+# ------------------------------------------------------------------------------------------------ runs
+
+
+@dataclass
+class Run:
+    """What one run left behind."""
+
+    verdict: Verdict
+    curve: list[tuple[float, float]]
+    """(epochs, training loss), from checkpoints."""
+    final: dict[str, float]
+    """Loss on training and held-out samples, and accuracy on the latter."""
+    differing: int = 0
+    """Members whose final checkpoint is not the others'."""
+
+
+def evaluate(path: Path) -> tuple[dict[str, float], str]:
+    """(losses and accuracy of a checkpoint, SHA-256 of its state)."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    model, optimizer = make(0)
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    images, labels = digits()
+    with torch.no_grad():
+        out = model(images)
+    train, held = out[:-HELD_OUT], out[-HELD_OUT:]
+    return {
+        "training loss": float(cross_entropy(train, labels[:-HELD_OUT])),
+        "held-out loss": float(cross_entropy(held, labels[-HELD_OUT:])),
+        "held-out accuracy": float((held.argmax(1) == labels[-HELD_OUT:]).float().mean()),
+    }, fingerprint(model, optimizer)
+
+
+def gather(crew: Crew, length: int) -> Run:
+    """Judges a run and evaluates its checkpoints."""
+    verdict = check(read(crew.folder / "journals"), length, crew.freezes, crew.killed)
+    curve: dict[float, float] = {}
+    finals: dict[str, dict[str, float]] = {}
+    for path in sorted((crew.folder / "checkpoints").glob("*.pt")):
+        label, head, _ = path.stem.split("-", 2)
+        if head not in verdict.used:
+            continue  # its writer's last word, which the job did not keep
+        epochs = round(verdict.used[head] / length, 4)
+        if label == "step" and epochs in curve:
+            continue
+        losses, sha = evaluate(path)
+        if sha != verdict.headers[head]["sha"]:
+            verdict.problems[1].append(f"checkpoint {path.name} is not the state that was hashed at its header")
+        curve[epochs] = losses["training loss"]
+        if label == "final":
+            finals[sha] = losses
+    final = next(iter(finals.values()), {})
+    return Run(verdict, sorted(curve.items()), final, max(0, len(finals) - 1))
+
+
+def undisturbed(folder: Path, seed: int, world: int, epochs: int, length: int) -> Run:
+    """The same training with nobody hurt."""
+    with scheduler(world) as endpoint:
+        crew = Crew(endpoint, folder, seed, epochs, 0.0)
+        try:
+            for index in range(world):
+                crew.start(f"u{index}")
+            end = time.monotonic() + 60 + 30 * epochs
+            while crew.alive:
+                crew.turn()
+                if time.monotonic() > end or crew.undeclared:
+                    raise RuntimeError(f"undisturbed training of {world} stuck at step {crew.step}: {crew.undeclared}")
+        finally:
+            crew.close()
+    return gather(crew, length)
+
+
+def disturbed(folder: Path, args: argparse.Namespace, epochs: int) -> tuple[Crew, Driver, float]:
+    """The soak itself; returns the crew, the driver and how long it took, s."""
+    from chaos_lightning.observe.events import EventLog
+
+    logs = str(folder / "events")
+    with scheduler(2, log_dir=logs) as endpoint, EventLog.in_directory(logs, "soak", role="harness") as log:
+        crew = Crew(endpoint, folder, args.seed, epochs, args.pace_s)
+        try:
+            for index in range(FOUNDERS):
+                crew.start(f"n{index}")
+            patience = time.monotonic() + 60
+            while len(crew.able()) < FOUNDERS and time.monotonic() < patience:
+                crew.turn()
+            began, told = time.monotonic(), time.monotonic()
+            driver = Driver(crew, log, args.seed, args.every_s)
+            stuck_at, stuck_since = crew.step, began
+            while crew.alive:
+                crew.turn()
+                now = time.monotonic()
+                if crew.over:
+                    for process in crew.alive.values():
+                        if process.thaw_ns:
+                            crew.wake(process)
+                else:
+                    driver.turn()
+                if crew.step > stuck_at or crew.over != (stuck_at < 0):
+                    stuck_at, stuck_since = (-1 if crew.over else crew.step), now
+                if now - stuck_since > args.stuck_s:
+                    names = ", ".join(f"{p.name} ({p.pid})" for p in crew.alive.values())
+                    crew.undeclared.append(f"no progress for {args.stuck_s:g} s at step {crew.step}; alive: {names}")
+                    break
+                if now - told > 30:
+                    told = now
+                    print(f"    {now - began:.0f} s: step {crew.step}, {len(crew.alive)} processes", flush=True)
+            return crew, driver, time.monotonic() - began
+        finally:
+            crew.close()
+
+
+def beyond(values: list[float], value: float) -> float:
+    """Distance from the mean in half widths of the 95 % prediction interval for one more draw; 1 is its border."""
+    half = T_95[min(9, len(values) - 1)] * statistics.stdev(values) * math.sqrt(1 + 1 / len(values))
+    return abs(value - statistics.fmean(values)) / half
+
+
+def beyond_line(points: list[tuple[float, float]], x: float, y: float) -> float:
+    """Distance from the line through the points, in half widths of its 99 % prediction interval at x; 1 is the border.
+
+    Args:
+        points: At least three, with different x.
+        x: Where to look.
+        y: What is there.
+    """
+    xs, ys = [a for a, _ in points], [b for _, b in points]
+    slope, intercept = statistics.linear_regression(xs, ys)
+    freedom = len(points) - 2
+    residual = math.sqrt(sum((b - slope * a - intercept) ** 2 for a, b in points) / freedom)
+    middle = statistics.fmean(xs)
+    width = math.sqrt(1 + 1 / len(xs) + (x - middle) ** 2 / sum((a - middle) ** 2 for a in xs))
+    return abs(y - slope * x - intercept) / (T_99[min(9, freedom)] * residual * width)
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+def draw(path: str, run: Run, others: dict[str, Run], driver: Driver) -> None:
+    """Members over time with the events, and the loss curves."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    headers = [run.verdict.headers[h] for h in run.verdict.chain if run.verdict.headers[h]["kind"] == "step"]
+    zero = headers[0]["ns"]
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(10, 8), layout="constrained")
+    seconds = [(h["ns"] - zero) / 1e9 for h in headers]
+    top.step(seconds, [len(h["who"]) for h in headers], where="post", color="0.2", linewidth=1)
+    marks = {
+        "join": ("^", "tab:green"),
+        "leave": ("v", "tab:blue"),
+        "sigkill": ("x", "tab:red"),
+        "sigstop": ("s", "tab:orange"),
+    }
+    for action, (mark, color) in marks.items():
+        at = [(ns - zero) / 1e9 for ns, a, _ in driver.done if a == action]
+        top.plot(at, [0.4] * len(at), mark, color=color, label=f"{action} ({len(at)})", markersize=5)
+    top.set(xlabel="seconds", ylabel="members that committed the step", ylim=(0, MOST + 0.5))
+    top.legend(ncols=4, loc="upper center")
+    for label, other in others.items():
+        bottom.plot(*zip(*other.curve, strict=True), linewidth=1, alpha=0.7, label=label)
+    bottom.plot(*zip(*run.curve, strict=True), color="black", linewidth=1.5, label="with all these events")
+    bottom.set(xlabel="epochs", ylabel="training loss", yscale="log")
+    bottom.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def report(result: Result, crew: Crew, driver: Driver, run: Run, seconds: float, length: int) -> None:
+    """Adds the figures of the disturbed run."""
+    from chaos_lightning.observe.audit import NOT_SHOWN, audit, verdict, violations
+
+    counts = Counter(action for _, action, _ in driver.done)
+    result.add("length", seconds / 60, "min")
+    result.add("events carried out", len(driver.done), "count")
+    for action in ("join", "leave", "sigkill", "sigstop"):
+        result.add(f"events: {action}", counts[action], "count")
+    missing = sum(not counts[a] for a in ("join", "leave", "sigkill", "sigstop"))
+    result.add("kinds of events that did not occur", missing, "count", 0)
+    result.add("processes that ended or stood still undeclared", len(crew.undeclared), "count", 0)
+    seen = run.verdict
+    for what, count in seen.looked_at.items():
+        result.add(f"journals: {what}", count, "count")
+    for point, problems in seen.problems.items():
+        result.add(f"journals: violations of contract point {point}", len(problems), "count", 0)
+        for line in problems[:3]:
+            print(f"    {line}")
+    lengths = {("", epoch): length for epoch in range(crew.epochs)}
+    findings = audit(crew.folder / "events", lengths=lengths)
+    result.add("audit of the event logs: violations", len(violations(findings)), "count", 0)
+    for line in violations(findings)[:5]:
+        print(f"    {line}")
+    result.add("audit of the event logs: points not shown", sum(f.verdict == NOT_SHOWN for f in findings), "count", 0)
+    result.add("members whose final checkpoint differs", run.differing, "count", 0)
+    steps = [seen.headers[h]["ns"] for h in seen.chain if seen.headers[h]["kind"] == "step"]
+    gaps = [(b - a) / 1e9 for a, b in itertools.pairwise(steps)]
+    gaps = gaps or [math.inf]
+    result.add("time between steps, median", statistics.median(gaps), "s")
+    result.add("time between steps, longest", max(gaps), "s")
+    result.details |= {
+        "audit": verdict(findings).splitlines(),
+        "problems": seen.problems,
+        "undeclared": crew.undeclared,
+        "plan": driver.plans,
+        "skipped": dict(driver.skipped),
+        "curve": run.curve,
+        "final": run.final,
+    }
+
+
+def main() -> int:
+    p = parser(__doc__ or "")
+    p.add_argument("--minutes", type=float, default=0.0, help="of events; 0: 10, or 1 with --quick")
+    p.add_argument("--seed", type=int, default=1, help="of model, data order and events")
+    p.add_argument("--every-s", type=float, default=3.0, help="mean time between events")
+    p.add_argument("--pace-s", type=float, default=0.1, help="pause in each step")
+    p.add_argument("--stuck-s", type=float, default=60.0, help="give up after so long without a step")
+    p.add_argument("--plot", default="", help="draw members over time and loss curves into this file")
+    p.add_argument("--keep", default="", help="folder that keeps event logs, journals and checkpoints")
+    args = p.parse_args()
+    minutes = args.minutes or (1.0 if args.quick else 10.0)
+    length = training_length()
+    # Four members on average, each QUOTA samples a step; what a step takes beyond its pause is some 20 ms.
+    epochs = max(2, round(minutes * 60 / (args.pace_s + 0.02) * 4 * QUOTA / length))
+    result = Result("soak")
+    with scratch() as scratched:
+        root = Path(args.keep) if args.keep else scratched
+        print(f" {epochs} epochs of {length} samples, events every {args.every_s:g} s, seed {args.seed}", flush=True)
+        crew, driver, seconds = disturbed(root / "soak", args, epochs)
+        main_run = gather(crew, length)
+        report(result, crew, driver, main_run, seconds, length)
+        others: dict[str, Run] = {}
+        cases = [(2, 1), (3, 2), (5, 3)] if args.quick else [(2, 1), (3, 1), (5, 1), (2, 2), (3, 2), (5, 2)]
+        for world, offset in cases:
+            label = f"undisturbed, {world} members, seed {args.seed + offset}"
+            print(f" {label}", flush=True)
+            others[label] = undisturbed(root / label.replace(" ", "-"), args.seed + offset, world, epochs, length)
+    bad = sum(len(x) for r in others.values() for x in r.verdict.problems.values())
+    result.add("journals of undisturbed runs: violations", bad, "count", 0)
+    for what in ("training loss", "held-out loss"):
+        values = [r.final[what] for r in others.values()]
+        mine = main_run.final.get(what, math.inf)
+        result.add(f"{what}, undisturbed, mean of {len(values)}", statistics.fmean(values), "nats")
+        result.add(f"{what}, disturbed", mine, "nats")
+        result.add(f"{what}: off the mean, in half widths of the 95 % interval", beyond(values, mine), "ratio", 1)
+        if len(others) > 4 and main_run.final:
+            # More members make fewer, larger steps of the same epochs: compare at the same number of steps.
+            points = [(math.log(r.verdict.looked_at["steps"]), math.log(r.final[what])) for r in others.values()]
+            off = beyond_line(points, math.log(main_run.verdict.looked_at["steps"]), math.log(mine))
+            result.add(f"{what}: off what as many steps give, in half widths of the 99 % interval", off, "ratio", 1)
+    result.add("held-out accuracy, disturbed", main_run.final.get("held-out accuracy", 0.0), "share")
+    result.details["undisturbed"] = {k: {"final": r.final, "curve": r.curve} for k, r in others.items()}
+    if args.plot:
+        draw(args.plot, main_run, others, driver)
+    return result.finish(args)
+
+
+if __name__ == "__main__":
+    run(main)

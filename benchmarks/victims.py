@@ -1,0 +1,146 @@
+"""Member processes that benchmarks kill, freeze and replace: what runs in them, and a trap that kills at one instant.
+
+A member trains a plain loop on the engine, reports every committed step over its pipe with CLOCK_MONOTONIC, and obeys
+orders between steps: ("hash", step) sends a SHA-256 of parameters and optimizer state at that step, ("trap", way,
+chosen) sets a `Trap`, ("end", step) finishes the job there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import select
+import signal
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmarks.common import state_model
+
+BATCH = 32
+WAYS = ("header", "bytes", "split")
+"""What a trapped commit root has sent when it dies; see benchmarks/kill.py."""
+
+
+def fingerprint(model: Any, optimizer: Any) -> str:
+    """SHA-256 over parameters and optimizer state, by torch and hashlib alone."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode() + memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()))
+    state = optimizer.state_dict()["state"]
+    for index in sorted(state):
+        for key, value in sorted(state[index].items()):
+            flat = torch.as_tensor(value).contiguous().flatten().view(torch.uint8)
+            digest.update(f"{index}.{key}".encode() + memoryview(flat.numpy()))
+    return digest.hexdigest()
+
+
+class Trap:
+    """Kills this process, the commit root, once the header of slot `seq` has reached one survivor only (see WAYS)."""
+
+    def __init__(self, engine: Any, pipe: Connection, way: str, chosen: int, seq: int) -> None:
+        from chaos_lightning.runtime.codec import decode_peer
+
+        shell = engine._shell
+        self._decode, self._links, self._pipe, self._way, self._seq = decode_peer, shell.links, pipe, way, seq
+        self._events = engine.events
+        others = [m for m in engine.view.ids() if m != engine.member_id]
+        self._chosen, self._other = others[chosen], others[1 - chosen]
+        self._message, self._chunk = shell.links.message, shell.reducer._send
+        self._sizes: dict[int, int] = {}
+        shell.links.message, shell.reducer._send = self.message, self.chunk
+
+    def chunk(self, peer: str, kind: Any, view: Any, seq: int, start: int, payload: memoryview | None) -> None:
+        from chaos_lightning.transport.frames import FrameType
+
+        if seq == self._seq and kind == FrameType.DOWN:
+            place = self._sizes.setdefault(start, len(self._sizes))
+            if self._way == "bytes" and peer == self._other:
+                return
+            if self._way == "split" and (place % 2 == 0) is (peer == self._other):
+                return
+        self._chunk(peer, kind, view, seq, start, payload)
+
+    def message(self, peer: str, payload: bytes) -> None:
+        from chaos_lightning.membership.types import Header
+
+        value = self._decode(payload)
+        if not isinstance(value, Header) or value.seq != self._seq:
+            self._message(peer, payload)
+            return
+        if peer != self._chosen:
+            return
+        self._message(peer, payload)
+        for link in self._links._links.values():
+            while link.open and link._queue:  # what is not withheld must have left this process
+                select.select([], [link._fd], [], 1.0)
+                link._write()
+        self._events.emit("fault_injected", kind="sigkill", phase=f"handing out, {self._way}", step=value.step)
+        self._pipe.send(("trap", time.monotonic_ns(), value.seq, value.step, value.hash))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def member(pipe: Connection, endpoint: str, name: str, state_mib: float, logs: str) -> None:
+    """One training process of ours; see the module."""
+    import torch
+
+    from chaos_lightning.collectives.layout import Section
+    from chaos_lightning.errors import FencedError
+    from chaos_lightning.replication.access import ModuleState
+    from chaos_lightning.replication.table import state_hash
+    from chaos_lightning.runtime.config import EngineConfig
+    from chaos_lightning.runtime.engine import Engine
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = state_model(state_mib)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    state = ModuleState(model, optimizer)
+    width = int(next(model.parameters()).shape[1])
+    draw = torch.Generator().manual_seed(os.getpid())
+    engine = Engine(
+        EngineConfig(
+            endpoint=endpoint, name=name, host_scheduler=False, log_dir=logs, join_timeout_s=60, step_timeout_s=60
+        )
+    )
+    engine.prepare(sections=[Section("all", list(model.named_parameters()))])
+    engine.join(fingerprint={}, quota=BATCH, accumulate=1, state=state)
+    pipe.send(("in", time.monotonic_ns(), engine.member_id))
+    wanted: set[int] = set()
+    last = backwards = 0
+    while not last or engine.header.step < last:
+        while pipe.poll():
+            order, *values = pipe.recv()
+            if order == "hash":
+                wanted.add(values[0])
+            elif order == "trap":
+                Trap(engine, pipe, values[0], values[1], engine.header.seq + 2)
+            elif order == "end":
+                last = values[0]
+        try:
+            optimizer.zero_grad(set_to_none=True)
+            engine.arm(coefficient=1.0)
+            model(torch.randn(BATCH, width, generator=draw)).square().mean().backward()
+            backwards += 1
+            header = engine.step(weight=1.0, coefficient=1.0)
+            now = time.monotonic_ns()
+            optimizer.step()
+            pipe.send(
+                ("step", now, header.seq, header.step, header.hash, len(header.contributors), engine.rank, backwards)
+            )
+            if header.step in wanted:
+                value = state_hash(state.tensors())
+                engine.events.emit("state_hash", seq=header.seq, step=header.step, head=header.hash, hash=value)
+                pipe.send(("hash", header.step, header.hash, fingerprint(model, optimizer)))
+            if header.boundary:
+                engine.boundary(state)
+        except FencedError:
+            pipe.send(("fenced", time.monotonic_ns()))
+            engine.rejoin(state)
+            backwards = 0
+            pipe.send(("in", time.monotonic_ns(), engine.member_id))
+    engine.finish()
+    engine.close()
+    pipe.send(("bye",))

@@ -1,0 +1,149 @@
+"""ChaosExit: a polite leave on a signal, when a file appears, or when the time is up.
+
+Theory of operation. The first exit event asks the engine to leave: the member finishes the step it is in, the next
+header lets it go, `fit` returns and the script ends with exit code 0; the others go on without a pause. A second
+signal ends the process at once, as if there were no callback. Three neighbours handle signals too, and each is
+respected:
+
+- *Lightning* puts a SIGTERM handler in place before training, which would end `fit` with an exception at a batch
+  boundary, past the job's back. While this callback is active its own handler stands; afterwards Lightning's is back.
+- *The strategy* leaves on Ctrl+C and SIGTERM by itself (`leave_on_signals`). This callback takes over from it, and is
+  needed only for what it adds: other signals, a flag file, a time limit, or a strategy that knows nothing of leaving.
+- *torchrun* forwards a signal that it got to its workers, and a terminal sends Ctrl+C to its whole foreground group, so
+  one wish may arrive twice; repeats within `debounce_s` count as one. What torchrun sends after its
+  `--shutdown-timeout` is SIGKILL: a step must be shorter than that.
+
+Under a strategy without members the same events stop training after the step (`trainer.should_stop`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from chaos_lightning.callbacks.member import engine_of
+from chaos_lightning.errors import ConfigurationError
+
+log = logging.getLogger("chaos_lightning.callbacks")
+
+
+class ChaosExit(Callback):
+    """Leave the job politely on an exit event.
+
+    Args:
+        signals: Names of the signals that mean it.
+        flag_file: Leave when this file exists; looked for after each batch.
+        after_s: Leave so many seconds after training began; 0: never. (A time limit of the machine, say.)
+        debounce_s: Repeats of a signal within so many seconds are the same wish.
+    """
+
+    def __init__(
+        self,
+        signals: Sequence[str] = ("SIGINT", "SIGTERM"),
+        flag_file: str = "",
+        after_s: float = 0.0,
+        debounce_s: float = 1.0,
+    ) -> None:
+        unknown = [name for name in signals if not hasattr(signal.Signals, name)]
+        if unknown:
+            raise ConfigurationError(
+                f"ChaosExit: no signals {unknown}; expected names such as SIGINT, SIGTERM, SIGUSR1"
+            )
+        fixed = [name for name in signals if name in ("SIGKILL", "SIGSTOP")]
+        if fixed:
+            raise ConfigurationError(f"ChaosExit: {fixed} cannot be handled by any process")
+        if after_s < 0 or debounce_s < 0:
+            raise ConfigurationError(f"ChaosExit: after_s {after_s} and debounce_s {debounce_s} cannot be negative")
+        self.signals = tuple(signals)
+        self.flag_file = flag_file
+        self.after_s = after_s
+        self.debounce_s = debounce_s
+        self.reason = ""
+        """Why this member leaves; empty while it stays."""
+        self._clock: Callable[[], float] = time.monotonic
+        self._asked_at = 0.0
+        self._began = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+        self._trainer: Trainer | None = None
+        self._told = False
+
+    # ------------------------------------------------------------------ hooks
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._trainer, self._began, self.reason, self._told = trainer, self._clock(), "", False
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # Not earlier: Lightning sets its handlers before training starts, the strategy when the first batch is fetched.
+        if not self._before:
+            self._install()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self.reason:
+            if self.after_s and self._clock() - self._began >= self.after_s:
+                self._ask(f"time limit of {self.after_s:g} s")
+            elif self.flag_file and Path(self.flag_file).exists():
+                self._ask(f"file {self.flag_file}")
+        elif not self._told:
+            self._tell(trainer)  # the wish came before there was an engine to tell
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restore()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._restore()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._restore()
+        self._trainer = None
+
+    # ------------------------------------------------------------------ inside
+
+    def _install(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for name in self.signals:
+                number = signal.Signals[name]
+                self._before[number] = signal.signal(number, self._on_signal)
+
+    def _restore(self) -> None:
+        """What was before, unless somebody else has taken the signal over meanwhile."""
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if not self.reason:
+            self._asked_at = self._clock()
+            self._ask(f"signal {name}")
+        elif self._clock() - self._asked_at >= self.debounce_s:
+            # As if nobody handled it: KeyboardInterrupt for Ctrl+C, death for the others.
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _ask(self, reason: str) -> None:
+        self.reason = reason
+        log.warning("leaving after the present step (%s); a second signal ends this process at once", reason)
+        if self._trainer is not None:
+            self._tell(self._trainer)
+
+    def _tell(self, trainer: Trainer) -> None:
+        engine = engine_of(trainer)
+        if engine is not None:
+            self._told = True
+            # Not from within a handler: it may have interrupted whoever holds the locks that this needs.
+            threading.Thread(target=engine.leave, args=(self.reason,), name="chaos-exit", daemon=True).start()
+        elif not hasattr(trainer.strategy, "session"):
+            self._told = True
+            trainer.should_stop = True

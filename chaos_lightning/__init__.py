@@ -1,0 +1,33 @@
+"""Training that keeps going while machines, links and servers come and go.
+
+Importing this package is light: neither torch nor Lightning is loaded, yet `Trainer(strategy="chaos")` works
+afterwards (see `_register.py`). The engine lives in the subpackages; `chaos_lightning.strategies` and
+`chaos_lightning.callbacks` hold what a Lightning user touches.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from chaos_lightning._register import install
+
+__all__ = ["ChaosStrategy", "Engine", "EngineConfig"]
+
+_LAZY = {
+    "ChaosStrategy": "chaos_lightning.strategies",
+    "Engine": "chaos_lightning.runtime.engine",
+    "EngineConfig": "chaos_lightning.runtime.config",
+}
+
+install()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,99 @@
+"""Puts "chaos" into Lightning's strategy registry without importing Lightning.
+
+Theory of operation. There is no entry-point group for strategies, so `import chaos_lightning` has to register. If
+Lightning's strategy package is imported already, it registers at once. Otherwise a finder at the front of
+`sys.meta_path` waits for that one module: it lets the ordinary finders find it, wraps their loader, and registers
+after the module's own code has run. What is registered is a small factory, so `chaos_lightning.strategies` (and with
+it torch) is only imported when a Trainer asks for the strategy. Modules of any other name pass untouched.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+HOST = "lightning.pytorch.strategies"
+OTHER_HOST = "pytorch_lightning.strategies"
+NAME = "chaos"
+DESCRIPTION = "members may join, leave and die while training goes on"
+
+
+def make_strategy(**options: Any) -> Any:
+    """The registered factory: what `Trainer(strategy="chaos")` calls."""
+    from chaos_lightning.strategies import ChaosStrategy
+
+    return ChaosStrategy(**options)
+
+
+def refuse_other_host(**_: Any) -> Any:
+    """The same for the package `pytorch_lightning`, whose classes are not those of `lightning.pytorch`."""
+    from chaos_lightning.errors import UnsupportedError
+
+    raise UnsupportedError(
+        'Trainer(strategy="chaos") of the package `pytorch_lightning` is not supported, since its classes are others '
+        "than those of `lightning.pytorch`; write `import lightning.pytorch as pl` instead of `import "
+        "pytorch_lightning as pl`"
+    )
+
+
+_FACTORIES: dict[str, Callable[..., Any]] = {HOST: make_strategy, OTHER_HOST: refuse_other_host}
+
+
+def register(module: ModuleType) -> None:
+    """Registers with an imported strategy package."""
+    factory = _FACTORIES[module.__name__]
+    module.StrategyRegistry.register(NAME, factory, description=DESCRIPTION, override=True)
+
+
+class _Loader(Loader):
+    """The real loader, followed by `register`."""
+
+    def __init__(self, real: Loader) -> None:
+        self._real = real
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._real.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module keeps its real loader: tools look at it for sources and resources.
+        module.__loader__ = self._real
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._real
+        self._real.exec_module(module)
+        register(module)
+
+
+class _Finder(MetaPathFinder):
+    """Waits for the strategy packages; knows nothing else."""
+
+    def __init__(self) -> None:
+        self._busy = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _FACTORIES or self._busy:
+            return None
+        self._busy = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._busy = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+def install() -> None:
+    """Registers now where possible, later where Lightning is yet to be imported. Idempotent."""
+    for name in _FACTORIES:
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "StrategyRegistry"):
+            register(module)
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,107 @@
+"""The `chaos-lightning` command.
+
+Sub-commands are found by name in `COMMANDS` and imported when they are asked for, so that starting the command costs
+neither torch nor Lightning nor gRPC. To add one, write a function with typer annotations in a light module and add a
+line here: the name, where the function is, and one line for `--help`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from chaos_lightning.errors import ChaosError, ConfigurationError
+
+
+@dataclass(frozen=True)
+class Command:
+    """Where a sub-command is: `module:function`."""
+
+    place: str
+    help: str
+
+
+COMMANDS: dict[str, Command] = {
+    "scheduler": Command("chaos_lightning.runtime.commands:scheduler", "Run a job's scheduler in the foreground."),
+    "status": Command("chaos_lightning.runtime.commands:status", "Show who is in a job, and what it waits for."),
+    "drain": Command("chaos_lightning.runtime.commands:drain", "Ask a node to leave politely."),
+    "top": Command("chaos_lightning.observe.cli_top:top", "Watch a job live."),
+    "report": Command("chaos_lightning.observe.cli_report:report", "Write a page about a run from its event logs."),
+    "audit": Command("chaos_lightning.observe.cli_report:audit", "Check from the event logs that the contract held."),
+    "demo": Command("chaos_lightning.demo.command:demo", "Train here while nodes join, die, freeze and leave."),
+    "version": Command("chaos_lightning.runtime.commands:version", "Print the versions that a bug report needs."),
+}
+
+EPILOG = """
+A job on two machines, in three lines:
+
+$ (umask 077; head -c 32 /dev/urandom | base64 > token)          # the same file on both machines
+
+$ torchrun --rdzv-backend=chaos --rdzv-endpoint=HOST:29400 --rdzv-conf token_file=token --nnodes=1:16 train.py
+
+$ chaos-lightning status --endpoint HOST:29400 --token-file token
+
+The first torchrun on HOST starts the scheduler; `chaos-lightning scheduler` is for running it apart from training.
+"""
+
+
+class LazyGroup(TyperGroup):
+    """Lists all sub-commands by their lines here; imports the one that is to run."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        entry = COMMANDS.get(cmd_name)
+        return None if entry is None else TyperCommand(cmd_name, help=entry.help)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name not in COMMANDS else load(str(name)), rest
+
+
+def load(name: str) -> Any:
+    """The real command behind a line of COMMANDS."""
+    entry = COMMANDS[name]
+    module, _, function = entry.place.partition(":")
+    callback = getattr(importlib.import_module(module), function)
+    single = typer.Typer(add_completion=False)
+    single.command(name, help=None if callback.__doc__ else entry.help)(callback)
+    return typer.main.get_command(single)
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    name="chaos-lightning",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    epilog=EPILOG,
+    help="Training that keeps going while machines, links and servers come and go.",
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Training that keeps going while machines, links and servers come and go."""
+
+
+def main() -> None:
+    """Entry point: errors of ours are one line, not a traceback. Exit codes: 1 failed, 2 wrong usage."""
+    try:
+        app()
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ChaosError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""From autograd's hands to the reducer: hooks, the window's bookkeeping, and the way back into `.grad`.
+
+Theory of operation. A hook on every parameter fires when its gradient of this backward pass is complete; the gradient,
+times the member's coefficient, is copied into own memory (cache-hot), and grid cells whose parameters are all there are
+given to the reducer at once, while backward goes on. No DDP wrapper: its constructor and its bucket rebuild are
+collectives that a newcomer cannot join. What no hook reported is settled by `flush`: a gradient from an earlier pass is
+copied then, a parameter without one contributes zeros and an absent bit (PROTOCOL.md 5). On an accelerator copies run
+asynchronously into pinned memory; a thread waits for their events so that autograd never does.
+"""
+
+from __future__ import annotations
+
+import bisect
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chaos_lightning.collectives.layout import Layout
+from chaos_lightning.collectives.memory import Memory
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.membership.types import Header, PlanSpec, Span
+from chaos_lightning.planning.trees import expand
+
+Ready = Callable[[Sequence[int]], None]
+
+LEND_NBYTES = 32768
+"""Gradients from this size on are sent from autograd's own memory; smaller ones are cheaper to copy together."""
+
+
+def cells_of(layout: Layout, chunk_nbytes: int) -> tuple[Span, ...]:
+    """The grid at which readiness is reported: the borders that plans of this chunk size use where they can."""
+    trees = expand(PlanSpec("chain", chunk_nbytes), ("any",), layout.nbytes, layout.spans())
+    return tuple((tree.start, tree.stop) for tree in trees)
+
+
+class Gradients:
+    """One member's gradients for the open step.
+
+    Args:
+        layout: Where everything lies.
+        memory: The flat buffers.
+        grid: Cells, ascending.
+        device: Where parameters live.
+        overlap: Whether hooks launch cells during backward; else everything happens in `flush`.
+        ready: Called with the start offsets of cells that are final (any thread).
+    """
+
+    def __init__(
+        self, layout: Layout, memory: Memory, grid: Sequence[Span], device: torch.device, overlap: bool, ready: Ready
+    ) -> None:
+        self._layout = layout
+        self._memory = memory
+        self._device = device
+        self._ready = ready
+        self.overlap = overlap
+        self.enabled = False
+        self._coefficient = 1.0
+        self._section = 0
+        self._scope: range = range(0)
+        self._own = [memory.view(memory.own, i) for i in range(len(layout.slots))]
+        starts = [a for a, _ in grid]
+        self._cells: list[list[int]] = []
+        self._expected = [0] * len(grid)
+        for slot in layout.slots:
+            first = bisect.bisect_right(starts, slot.start) - 1
+            last = bisect.bisect_left(starts, max(slot.stop, slot.start + 1))
+            self._cells.append(list(range(first, last)))
+            for cell in self._cells[-1]:
+                self._expected[cell] += 1
+        self._starts = starts
+        self._missing: list[int] = []
+        self._fired: dict[int, tuple[Tensor | None, int]] = {}
+        """What was taken: the gradient and its version then."""
+        self._lent: list[int] = []
+        self._repeated = ""
+        self._hooks: list[Any] = []
+        self._flat: Tensor | None = None
+        self._stage: _Stage | None = None
+        if device.type != "cpu":
+            self._flat = torch.zeros(max(layout.nbytes, 1), dtype=torch.uint8, device=device)
+            self._stage = _Stage(device, ready)
+        for scope in layout.section_slots:
+            for index in scope:
+                tensor = layout.slots[index].tensor
+                self._hooks.append(tensor.register_post_accumulate_grad_hook(self._hook_for(index)))  # type: ignore[no-untyped-call]
+
+    # ------------------------------------------------------------------ a window
+
+    def arm(self, section: int, coefficient: float) -> None:
+        """The next backward pass is the window's last: its gradients are launched as they come."""
+        self._section = section
+        self._scope = self._layout.section_slots[section]
+        self._coefficient = coefficient
+        self._missing = list(self._expected)
+        self._fired = {}
+        self._repeated = ""
+        self._return_lent()
+        self.enabled = self.overlap
+
+    def disarm(self) -> None:
+        self.enabled = False
+
+    def _hook_for(self, index: int) -> Callable[[Tensor], None]:
+        def hook(param: Tensor) -> None:
+            if not self.enabled or index not in self._scope:
+                return
+            if index in self._fired:
+                self._repeated = self._layout.slots[index].name
+                return
+            self._take(index, param.grad)
+
+        return hook
+
+    def _take(self, index: int, grad: Tensor | None) -> None:
+        """Copies one gradient into own memory and launches the cells that it completes."""
+        self._fired[index] = (grad, grad._version if grad is not None else 0)
+        own = self._own[index]
+        if grad is None:
+            own.zero_()
+        elif grad.layout != torch.strided:
+            raise ConfigurationError(
+                f"the gradient of {self._layout.slots[index].name!r} is sparse; use sparse=False (dense gradients)"
+            )
+        elif self._stage is not None:
+            own.copy_(grad if self._coefficient == 1.0 else grad * self._coefficient, non_blocking=True)
+        elif grad.data_ptr() != own.data_ptr():
+            if self._coefficient == 1.0:
+                if grad.is_contiguous() and grad.dtype == own.dtype and own.nbytes >= LEND_NBYTES:
+                    self._memory.lend(index, grad)
+                    self._lent.append(index)
+                else:
+                    own.copy_(grad)
+            else:
+                torch.mul(grad.detach(), self._coefficient, out=own)
+        elif self._coefficient != 1.0:
+            own.mul_(self._coefficient)
+        done = []
+        for cell in self._cells[index]:
+            self._missing[cell] -= 1
+            if self._missing[cell] == 0:
+                done.append(self._starts[cell])
+        if done:
+            if self._stage is not None:
+                self._stage.after_copies(done)
+            else:
+                self._ready(done)
+
+    @torch.no_grad()
+    def flush(self) -> bytes:
+        """Settles what no hook reported; returns the presence bits of the section's parameters.
+
+        Raises:
+            ConfigurationError: A parameter's gradient grew after it had been launched (two backward passes in one
+                step, or re-entrant checkpointing): launching during backward must be switched off.
+        """
+        self.enabled = False
+        if self._repeated:
+            raise ConfigurationError(
+                f"parameter {self._repeated!r} received gradients twice in one step after they were sent; "
+                "this model needs overlap=False (send gradients after backward, not during it)"
+            )
+        for index, (grad, taken_version) in self._fired.items():
+            name, now = self._layout.slots[index].name, self._layout.slots[index].tensor.grad
+            if now is not grad or (now is not None and now._version != taken_version):
+                raise ConfigurationError(
+                    f"the gradient of {name!r} was changed between backward and the optimizer step, after it had been "
+                    "sent; change gradients in on_before_optimizer_step (then they are averaged), or set overlap=False"
+                )
+        bits = bytearray(-(-len(self._scope) // 8))
+        for place, index in enumerate(self._scope):
+            grad = self._layout.slots[index].tensor.grad
+            if grad is not None:
+                bits[place // 8] |= 1 << (place % 8)
+            if index not in self._fired:
+                self._take(index, grad)
+        for index in self._layout.buffer_slots:
+            buffer = self._layout.slots[index].tensor
+            self._own[index].copy_(buffer.to(torch.float32) * self._coefficient)
+            done = []
+            for cell in self._cells[index]:
+                self._missing[cell] -= 1
+                if self._missing[cell] == 0:
+                    done.append(self._starts[cell])
+            if done:
+                self._ready(done)
+        if self._stage is not None:
+            self._stage.settle()
+        return bytes(bits)
+
+    # ------------------------------------------------------------------ after the commit
+
+    @torch.no_grad()
+    def apply(self, header: Header) -> None:
+        """Writes the committed average into `.grad` and into the reduced buffers.
+
+        The sum over members of coefficient * gradient lies in results[seq % 2] and is not written to; its average
+        goes to own memory (the accelerator's flat memory), which `.grad` then views.
+        """
+        self._return_lent()
+        self._fired = {}
+        total = header.total_weight
+        if total <= 0:  # nobody had a sample: no gradient, and buffers as after the last step
+            for index in self._scope:
+                self._layout.slots[index].tensor.grad = None
+            return
+        raw = self._memory.results[header.seq % 2]
+        scale = 1.0 / total
+        target = self._memory.own
+        for run in self._layout.runs:
+            if run.stop > run.start and run.section in (self._section, len(self._layout.section_slots)):
+                source = raw[run.start : run.stop].view(run.dtype)
+                torch.mul(source, scale, out=target[run.start : run.stop].view(run.dtype))
+        home = target
+        if self._flat is not None:
+            for start, stop in self._layout.scope(self._section):
+                self._flat[start:stop].copy_(target[start:stop], non_blocking=True)
+            home = self._flat
+        for place, index in enumerate(self._scope):
+            slot = self._layout.slots[index]
+            present = header.presence[place // 8] >> (place % 8) & 1 if header.presence else 0
+            slot.tensor.grad = self._memory.view(home, index) if present else None
+        for index in self._layout.buffer_slots:
+            buffer = self._layout.slots[index].tensor
+            mean = self._memory.view(home, index)
+            buffer.copy_(mean.round() if not buffer.dtype.is_floating_point else mean)
+        if self._flat is not None:
+            torch.accelerator.synchronize(self._device)
+
+    def _return_lent(self) -> None:
+        for index in self._lent:
+            self._memory.lend(index, None)
+        self._lent.clear()
+
+    def close(self) -> None:
+        """Removes the hooks and ends the staging thread."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._stage is not None:
+            self._stage.close()
+
+
+class _Stage:
+    """Waits for device-to-host copies in its own thread and then reports their cells."""
+
+    def __init__(self, device: torch.device, ready: Ready) -> None:
+        self._device = device
+        self._ready = ready
+        self._queue: queue.SimpleQueue[tuple[torch.Event, Sequence[int]] | None] = queue.SimpleQueue()
+        self._pending = 0
+        self._idle = threading.Condition()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="chaos-stage", daemon=True)
+        self._thread.start()
+
+    def after_copies(self, cells: Sequence[int]) -> None:
+        """Reports `cells` when every copy issued so far on this device's stream is done."""
+        event = torch.Event(self._device)
+        event.record()
+        with self._idle:
+            self._pending += 1
+        self._queue.put((event, cells))
+
+    def settle(self, deadline_s: float = 60.0) -> None:
+        """Waits until all copies have landed: gradients may be overwritten by the optimizer afterwards."""
+        with self._idle:
+            if not self._idle.wait_for(lambda: self._pending == 0 or self._error is not None, deadline_s):
+                raise ConfigurationError(f"copies from {self._device} did not finish in {deadline_s} s")
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            event, cells = item
+            try:
+                event.synchronize()
+                self._ready(cells)
+            except BaseException as error:
+                self._error = error
+            with self._idle:
+                self._pending -= 1
+                self._idle.notify_all()
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(5.0)

@@ -1,0 +1,93 @@
+"""The three flat buffers of a member: its own gradients, and two for results that alternate (PROTOCOL.md 3).
+
+Theory of operation. A member's raw contribution is kept until the step is committed, so that it can be reduced again
+over other trees: large gradients where autograd put them (`lend`), small or scaled ones copied into `own`. Results of
+slot s lie in `results[s % 2]` and stay untouched until the header of s+1 was seen,
+so that they can be handed on. After the commit the average is written over `own`, which the parameters' `.grad` view:
+clipping, unscaling and the optimizer work there and never on the raw result.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chaos_lightning.collectives.layout import Layout
+
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+
+
+def _resident(nbytes: int, pinned: bool) -> Tensor:
+    """Zeroed host memory with every page touched: a lazily backed page would fault inside a training step."""
+    memory = torch.empty(max(nbytes, 1), dtype=torch.uint8, pin_memory=pinned)
+    return memory.fill_(0)
+
+
+def _bytes_of(flat: Tensor) -> memoryview:
+    """A flat uint8 host tensor's own memory."""
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+class Memory:
+    """Host buffers for a layout; pinned when gradients live on an accelerator."""
+
+    def __init__(self, layout: Layout, *, pinned: bool) -> None:
+        self.layout = layout
+        self.own = _resident(layout.nbytes, pinned)
+        self.results = (_resident(layout.nbytes, pinned), _resident(layout.nbytes, pinned))
+        self.own_bytes = _bytes_of(self.own)
+        self.result_bytes = tuple(_bytes_of(r) for r in self.results)
+        self._lent: list[memoryview | None] = [None] * len(layout.slots)
+        self._starts = [slot.start for slot in layout.slots]
+
+    def lend(self, index: int, gradient: Tensor | None) -> None:
+        """The slot's bytes are read from this contiguous host tensor instead of `own`; None ends that."""
+        self._lent[index] = None if gradient is None else _bytes_of(gradient.detach().reshape(-1).view(torch.uint8))
+
+    def pieces(self, start: int, stop: int) -> list[memoryview]:
+        """The member's own bytes [start, stop), in order, wherever they lie."""
+        found: list[memoryview] = []
+        cursor = start
+        for index in range(max(0, bisect.bisect_right(self._starts, start) - 1), len(self._starts)):
+            slot = self.layout.slots[index]
+            if slot.start >= stop:
+                break
+            lent = self._lent[index]
+            low, high = max(slot.start, start), min(slot.stop, stop)
+            if lent is None or high <= low:
+                continue
+            if cursor < low:
+                found.append(self.own_bytes[cursor:low])
+            found.append(lent[low - slot.start : high - slot.start])
+            cursor = high
+        if cursor < stop:
+            found.append(self.own_bytes[cursor:stop])
+        return found
+
+    def view(self, flat: Tensor, index: int) -> Tensor:
+        """The slot's tensor inside a flat buffer, in the slot's type and its tensor's shape."""
+        slot = self.layout.slots[index]
+        return flat[slot.start : slot.stop].view(slot.dtype).view(slot.tensor.shape)
+
+
+class Adder:
+    """out = a + b over a byte range of one type, without the GIL and on one thread.
+
+    numpy for float32 and float64: torch would start an OpenMP team in the I/O thread for large chunks and compete with
+    training for the cores. Other types go through torch.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._numpy = _NUMPY.get(dtype)
+
+    def __call__(self, a: memoryview, b: memoryview, out: memoryview) -> None:
+        if self._numpy is not None:
+            kind = self._numpy
+            np.add(np.frombuffer(a, kind), np.frombuffer(b, kind), out=np.frombuffer(out, kind))
+            return
+        x, y, z = (torch.frombuffer(m, dtype=self._dtype) for m in (a, b, out))
+        torch.add(x, y, out=z)

@@ -1,0 +1,371 @@
+"""The data plane of a step: chunks climb their trees, are summed on the way and come back down.
+
+Theory of operation. An *attempt* is one (view, slot): bytes of different attempts never meet (PROTOCOL.md 1). For each
+chunk a member waits until its own gradient and every child's partial sum are there, adds them in a fixed order (its own
+first, then children as the tree lists them: the sum does not depend on arrival), and passes the partial sum up; at the
+root it is complete, is marked and sent down. Leaves send straight from gradient memory; what comes down is received
+straight into result memory. Chunks that arrive before this member has opened their attempt are kept for it; chunks of
+an older view are diverted. All methods run in the loop's thread.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from chaos_lightning.collectives.memory import Adder, Memory
+from chaos_lightning.errors import WireError
+from chaos_lightning.membership.types import NO_VIEW, Span, View, ViewId
+from chaos_lightning.planning.trees import Tree, expand
+from chaos_lightning.transport.frames import Frame, FrameType
+
+SendChunk = Callable[[str, FrameType, ViewId, int, int, Sequence[memoryview]], None]
+"""(peer, type, view, slot, start, pieces of the payload; none means zeros)"""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """What never changes while a view rules: one chunk and this member's place in its tree."""
+
+    index: int
+    start: int
+    stop: int
+    parent: str
+    children: tuple[str, ...]
+    add: Adder
+    cells: tuple[int, ...]
+    """Grid cells it lies in, by start offset."""
+
+
+@dataclass(slots=True)
+class _Route:
+    """A view's plan as this member sees it."""
+
+    view: View
+    chunks: list[_Chunk]
+    by_start: dict[int, int]
+    by_cell: dict[int, list[int]]
+
+
+@dataclass(slots=True)
+class _Attempt:
+    route: _Route
+    seq: int
+    result: memoryview
+    inputs: list[dict[str, memoryview | None]]
+    done: bytearray
+    sent: bytearray
+    wanted: set[int] | None = None
+    """Chunks of the step's scope; known once the training thread began the step."""
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class _Own:
+    """The member's gradient for the open slot; outlives attempts."""
+
+    seq: int = -1
+    scope: tuple[Span, ...] = ()
+    ready: set[int] = field(default_factory=set)
+    """Start offsets of grid cells whose gradient is final."""
+    empty: bool = False
+
+
+def _copy(pieces: Sequence[memoryview], target: memoryview) -> None:
+    at = 0
+    for piece in pieces:
+        target[at : at + piece.nbytes] = piece
+        at += piece.nbytes
+
+
+def _overlaps(spans: Iterable[Span], start: int, stop: int) -> bool:
+    return any(a < stop and start < b for a, b in spans)
+
+
+class Reducer:
+    """See the module.
+
+    Args:
+        memory: The flat buffers.
+        grid: Borders at which the training thread reports readiness (cells), ascending, covering the layout.
+        me: This member's id.
+        send: Queues a chunk for a peer.
+        on_done: Told once when every chunk of an attempt is complete here.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        grid: Sequence[Span],
+        me: str,
+        send: SendChunk,
+        on_done: Callable[[ViewId, int], None],
+    ) -> None:
+        self._memory = memory
+        self._grid = grid
+        self._grid_starts = [start for start, _ in grid]
+        self._me = me
+        self._send = send
+        self._on_done = on_done
+        self._attempt: _Attempt | None = None
+        self._own = _Own()
+        self._routes: dict[ViewId, _Route] = {}
+        self._early: dict[tuple[ViewId, int], list[tuple[str, int, memoryview | None]]] = {}
+        self._early_nbytes = 0
+        self._dropped = NO_VIEW
+        self._pool: dict[int, list[memoryview]] = {}
+
+    # ------------------------------------------------------------------ attempts
+
+    def open(self, view: View, seq: int) -> None:
+        """Starts (view, seq); replaces any older attempt."""
+        route = self._route(view)
+        count = len(route.chunks)
+        attempt = _Attempt(
+            route,
+            seq,
+            self._memory.result_bytes[seq % 2],
+            [{} for _ in range(count)],
+            bytearray(count),
+            bytearray(count),
+        )
+        self._recycle()
+        self._attempt = attempt
+        stashed = self._early.pop((view.id, seq), [])
+        for key in [k for k in self._early if k[0] < view.id or k[1] < seq]:
+            del self._early[key]
+        self._early_nbytes = sum(p.nbytes for held in self._early.values() for _, _, p in held if p is not None)
+        for peer, start, payload in stashed:
+            self._input(attempt, peer, start, payload)
+        if self._own.seq == seq:
+            self._restart(attempt)
+
+    def drop(self, view: ViewId) -> None:
+        """Completes nothing of this or an older view any more."""
+        self._dropped = max(self._dropped, view)
+        if self._attempt is not None and self._attempt.route.view.id <= view:
+            self._attempt.finished = True
+
+    def held(self, of: tuple[ViewId, int] | None = None) -> tuple[Span, ...] | None:
+        """Byte ranges that are complete here, of the open attempt or of the attempt `of` (view, slot).
+
+        Returns:
+            None if there is no such attempt, or nobody has begun a step in it yet. What lies outside the step's scope
+            counts as complete: nobody has to fetch it (see membership/recovery.py).
+        """
+        attempt = self._attempt
+        if attempt is None or attempt.wanted is None or of not in (None, (attempt.route.view.id, attempt.seq)):
+            return None
+        spans: list[Span] = []
+        for chunk in attempt.route.chunks:
+            if attempt.done[chunk.index] or not _overlaps(self._own.scope, chunk.start, chunk.stop):
+                if spans and spans[-1][1] == chunk.start:
+                    spans[-1] = (spans[-1][0], chunk.stop)
+                else:
+                    spans.append((chunk.start, chunk.stop))
+        return tuple(spans)
+
+    def scope_spans(self) -> tuple[Span, ...]:
+        """What the open step reduces."""
+        return self._own.scope
+
+    # ------------------------------------------------------------------ the member's own gradient
+
+    def begin(self, seq: int, scope: tuple[Span, ...], *, empty: bool = False) -> None:
+        """The training thread starts slot `seq` as a step over `scope`; `empty`: it has no gradient (weight 0)."""
+        self._own = _Own(seq, scope, set(), empty)
+        attempt = self._attempt
+        if attempt is not None and attempt.seq == seq and not attempt.finished:
+            self._restart(attempt)
+
+    def ready(self, seq: int, cells: Iterable[int]) -> None:
+        """The gradient of these grid cells (by start offset) is final in own memory."""
+        if self._own.seq != seq:
+            return
+        cells = tuple(cells)
+        self._own.ready.update(cells)
+        attempt = self._attempt
+        if attempt is None or attempt.seq != seq or attempt.finished:
+            return
+        for cell in cells:
+            for index in attempt.route.by_cell[cell]:
+                self._advance(attempt, attempt.route.chunks[index])
+
+    def _restart(self, attempt: _Attempt) -> None:
+        attempt.wanted = {c.index for c in attempt.route.chunks if _overlaps(self._own.scope, c.start, c.stop)}
+        self._advance_all(attempt)
+        self._check_done(attempt)
+
+    def _advance_all(self, attempt: _Attempt) -> None:
+        for chunk in attempt.route.chunks:
+            self._advance(attempt, chunk)
+
+    # ------------------------------------------------------------------ the trees
+
+    def _advance(self, attempt: _Attempt, chunk: _Chunk) -> None:
+        index = chunk.index
+        if attempt.finished or attempt.sent[index] or attempt.wanted is None or index not in attempt.wanted:
+            return
+        inputs = attempt.inputs[index]
+        if len(inputs) < len(chunk.children) or not self._own_ready(chunk):
+            return
+        attempt.sent[index] = 1
+        result = attempt.result[chunk.start : chunk.stop]
+        own = [] if self._own.empty else self._memory.pieces(chunk.start, chunk.stop)
+        partials = [p for child in chunk.children if (p := inputs[child]) is not None]
+        total = self._sum(chunk, own, partials, result)
+        if chunk.parent:
+            self._send(chunk.parent, FrameType.UP, attempt.route.view.id, attempt.seq, chunk.start, total)
+        else:
+            if not total:
+                result[:] = bytes(result.nbytes)
+            elif total[0] is not result:
+                _copy(total, result)
+            self._complete(attempt, chunk)
+        for payload in inputs.values():
+            self._give_back(payload)
+        for child in chunk.children:
+            inputs[child] = None
+
+    @staticmethod
+    def _sum(chunk: _Chunk, own: list[memoryview], partials: list[memoryview], result: memoryview) -> list[memoryview]:
+        """Own gradient plus partial sums, in this order; where nothing is to be added, nothing is copied."""
+        if not partials:
+            return own
+        first, *others = partials
+        if not own:
+            result[:] = first
+        else:
+            at = 0
+            for piece in own:
+                end = at + piece.nbytes
+                chunk.add(piece, first[at:end], result[at:end])
+                at = end
+        for partial in others:
+            chunk.add(result, partial, result)
+        return [result]
+
+    def _own_ready(self, chunk: _Chunk) -> bool:
+        return self._own.empty or self._own.ready.issuperset(chunk.cells)
+
+    def _complete(self, attempt: _Attempt, chunk: _Chunk) -> None:
+        attempt.done[chunk.index] = 1
+        result = attempt.result[chunk.start : chunk.stop]
+        for child in chunk.children:
+            self._send(child, FrameType.DOWN, attempt.route.view.id, attempt.seq, chunk.start, [result])
+        if attempt.wanted is not None:
+            attempt.wanted.discard(chunk.index)
+            self._check_done(attempt)
+
+    def _check_done(self, attempt: _Attempt) -> None:
+        if not attempt.finished and attempt.wanted is not None and not attempt.wanted:
+            attempt.finished = True
+            self._on_done(attempt.route.view.id, attempt.seq)
+
+    # ------------------------------------------------------------------ frames
+
+    def target(self, peer: str, frame: Frame) -> memoryview | None:
+        """Where a chunk's payload goes; None diverts it."""
+        if frame.view <= self._dropped:
+            return None
+        attempt = self._attempt
+        current = attempt is not None and frame.view == attempt.route.view.id and frame.seq == attempt.seq
+        older = attempt is not None and (frame.view < attempt.route.view.id or frame.seq < attempt.seq)
+        if older and not current:
+            return None
+        if frame.type == FrameType.DOWN:
+            if attempt is None or not current:
+                return None
+            chunk = self._chunk(attempt.route, frame)
+            if chunk.parent != peer:
+                raise WireError(f"{peer} sends the result of bytes {frame.start}.. but is not the parent there")
+            return attempt.result[chunk.start : chunk.stop]
+        if attempt is not None and current and frame.length != 0:
+            chunk = self._chunk(attempt.route, frame)
+            if frame.length != chunk.stop - chunk.start:
+                raise WireError(f"{peer} sends {frame.length} bytes for a chunk of {chunk.stop - chunk.start}")
+        elif not current:
+            self._early_nbytes += frame.length
+            if self._early_nbytes > 64 * max(self._memory.layout.nbytes, 1 << 20):
+                raise WireError("peers sent more early gradients than the job can have: limit 64 layouts")
+        return self._take(frame.length)
+
+    def arrived(self, peer: str, frame: Frame, payload: memoryview) -> None:
+        """A chunk is here and its checksum holds."""
+        attempt = self._attempt
+        if frame.view <= self._dropped:
+            return
+        if attempt is None or frame.view != attempt.route.view.id or frame.seq != attempt.seq:
+            newer = attempt is None or (frame.view >= attempt.route.view.id and frame.seq >= attempt.seq)
+            if frame.type == FrameType.UP and newer:
+                key = (frame.view, frame.seq)
+                self._early.setdefault(key, []).append((peer, frame.start, payload if frame.length else None))
+            return
+        if frame.type == FrameType.UP:
+            self._input(attempt, peer, frame.start, payload if frame.length else None)
+            return
+        chunk = self._chunk(attempt.route, frame)
+        if not attempt.finished and not attempt.done[chunk.index]:
+            self._complete(attempt, chunk)
+
+    def _input(self, attempt: _Attempt, peer: str, start: int, payload: memoryview | None) -> None:
+        index = attempt.route.by_start.get(start)
+        chunk = None if index is None else attempt.route.chunks[index]
+        if chunk is None or peer not in chunk.children:
+            raise WireError(f"{peer} sends a partial sum at byte {start}, where it is no child of {self._me}")
+        inputs = attempt.inputs[chunk.index]
+        if peer in inputs or attempt.finished:
+            self._give_back(payload)
+            return
+        inputs[peer] = payload
+        self._advance(attempt, chunk)
+
+    @staticmethod
+    def _chunk(route: _Route, frame: Frame) -> _Chunk:
+        index = route.by_start.get(frame.start)
+        if index is None:
+            raise WireError(f"no chunk of view {route.view.id} starts at byte {frame.start}")
+        return route.chunks[index]
+
+    # ------------------------------------------------------------------ memory
+
+    def _take(self, nbytes: int) -> memoryview:
+        held = self._pool.get(nbytes)
+        return held.pop() if held else memoryview(bytearray(nbytes))
+
+    def _give_back(self, payload: memoryview | None) -> None:
+        if payload is not None:
+            self._pool.setdefault(payload.nbytes, []).append(payload)
+
+    def _recycle(self) -> None:
+        if self._attempt is not None:
+            for inputs in self._attempt.inputs:
+                for payload in inputs.values():
+                    self._give_back(payload)
+
+    def _route(self, view: View) -> _Route:
+        route = self._routes.get(view.id)
+        if route is None:
+            layout = self._memory.layout
+            members = [m.id for m in view.members]
+            chunks = []
+            shared: dict[int, Adder] = {}
+            for index, tree in enumerate(expand(view.plan, members, layout.nbytes, layout.spans())):
+                chunks.append(self._place(index, tree, shared))
+            by_cell: dict[int, list[int]] = {start: [] for start, _ in self._grid}
+            for chunk in chunks:
+                for cell in chunk.cells:
+                    by_cell[cell].append(chunk.index)
+            route = _Route(view, chunks, {c.start: c.index for c in chunks}, by_cell)
+            self._routes = {view.id: route}
+        return route
+
+    def _place(self, index: int, tree: Tree, shared: dict[int, Adder]) -> _Chunk:
+        dtype = self._memory.layout.dtype_at(tree.start)
+        add = shared.setdefault(id(dtype), Adder(dtype))
+        children = tuple(tree.children(self._me))
+        parent = tree.parent_of(self._me) or ""
+        first = bisect.bisect_right(self._grid_starts, tree.start) - 1
+        last = bisect.bisect_left(self._grid_starts, tree.stop)
+        return _Chunk(index, tree.start, tree.stop, parent, children, add, tuple(self._grid_starts[first:last]))

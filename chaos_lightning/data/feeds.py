@@ -1,0 +1,359 @@
+"""Where batches come from: the user's own DataLoader, fed with the deal.
+
+Theory of operation. `MapFeed` clones the user's loader with all its settings (workers, prefetch, pinning,
+collate_fn) but with a sampler of ours. The sampler draws from a *forecast*: the member's coming micro-batches if
+every step commits as dealt. It never blocks; where the forecast ends, it ends. What the DataLoader draws is
+remembered in a queue of tags (epoch, positions), in the order in which batches come out. At the beginning of a
+window that is not as forecast, `resync` compares the queue with the new forecast: what no longer fits is marked
+stale and thrown away when it comes out, and the sampler goes on with what the truth demands next. If the
+DataLoader's iterator has ended, because an epoch seemed to be over and was not, another one is opened (PROTOCOL.md
+25, 26). So a sample is delivered exactly when its tag is asked for.
+
+With num_workers=0 nothing is ahead: the sampler is asked when the batch is.
+
+`IterableFeed` walks a node's own iterable in order, one batch ahead, since only an iterable's end says how long it
+was. Batches that were handed out but not committed are kept: they cannot be drawn a second time.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from chaos_lightning.data.order import Orders, keyed_randomness
+from chaos_lightning.data.source import Stats
+from chaos_lightning.data.windows import Part
+from chaos_lightning.data.workers import WorkerInit
+from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.planning import orders
+
+Tag = tuple[int, Part]
+"""Epoch and positions: which micro-batch this is."""
+
+
+@dataclass(slots=True)
+class _Drawn:
+    tag: Tag
+    live: bool = True
+
+
+class _Sampler:
+    """What the cloned DataLoader iterates; every iterator draws from the feed's one forecast."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self._draw = draw
+
+    def __iter__(self) -> Iterator[Any]:
+        return _Draws(self._draw)
+
+
+class _Draws:
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self._draw = draw
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._draw()
+
+
+class MapFeed:
+    """Batches of a map-style data set by position."""
+
+    def __init__(self, loader: DataLoader[Any], units: Orders, *, seed: int, stats: Stats) -> None:
+        if type(loader).__iter__ is not DataLoader.__iter__:
+            raise UnsupportedError(
+                f"{type(loader).__name__} has an __iter__ of its own, which dealing samples would pass over. Use a "
+                "torch DataLoader with that logic in its collate_fn or data set."
+            )
+        self._units = units
+        self._seed = seed
+        self._stats = stats
+        self._queue: deque[_Drawn] = deque()
+        self._forecast: Iterator[Tag] = iter(())
+        self._iterator: Iterator[Any] | None = None
+        self._generator = torch.Generator()
+        self._init = WorkerInit(loader.worker_init_fn)
+        self._inner = self._clone(loader)
+        self._dummy: Any = None
+        self._has_dummy = False
+        self._who = ""
+        self._opened = 0
+
+    @property
+    def worker_init_fn(self) -> Callable[[int], object] | None:
+        """The user's (or the host framework's) own."""
+        return self._init.user
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Callable[[int], object] | None) -> None:
+        self._init.user = function
+
+    def open(self, who: str) -> None:
+        """A new pass; iterators are opened when a batch is wanted. `who` keys the workers' randomness."""
+        self._forget()
+        self._forecast = iter(())
+        self._who = who
+        self._opened = 0
+
+    def close(self) -> None:
+        """Let workers go, also persistent ones."""
+        self._forget()
+        if self._inner._iterator is not None:
+            _dismiss(self._inner._iterator)
+            self._inner._iterator = None
+
+    def resync(self, forecast: Iterator[Tag]) -> None:
+        """Go by this forecast from now on; what was drawn by another one and does not fit it is stale."""
+        expected = next(forecast, None)
+        for drawn in self._queue:
+            if not drawn.live:
+                continue
+            if drawn.tag == expected:
+                expected = next(forecast, None)
+            else:
+                drawn.live = False
+        self._forecast = _chain(expected, forecast)
+
+    def fetch(self, tag: Tag) -> Any:
+        """The batch of this micro-batch, which the forecast must name next."""
+        fruitless = 0
+        while True:
+            if self._iterator is None:
+                self._iterator = self._open()
+            try:
+                data = next(self._iterator)
+            except StopIteration:
+                self._iterator = None
+                fruitless += 1
+                if fruitless > 1:
+                    raise RuntimeError(
+                        f"the DataLoader gave no batch for positions {tag}; the forecast ended"
+                    ) from None
+                continue
+            except BaseException:
+                self._forget()  # the queue no longer tells what would come out next
+                raise
+            drawn = self._queue.popleft()
+            if not drawn.live:
+                self._stats.discarded += 1
+                fruitless = 0
+                continue
+            if drawn.tag != tag:
+                raise RuntimeError(f"the DataLoader gave positions {drawn.tag}; expected {tag}")
+            return data
+
+    def dummy(self, epoch: int) -> Any:
+        """A batch for an idle micro-batch: the epoch's first samples, made once, a fresh copy each time."""
+        if not self._has_dummy:
+            self._dummy = self._make_dummy(epoch)
+            self._has_dummy = True
+        try:
+            return copy.deepcopy(self._dummy)
+        except Exception:  # whatever a user's batch class raises
+            return self._make_dummy(epoch)
+
+    def samples(self, tag: Tag) -> int:
+        return self._units.samples(self._units.keys(*tag))
+
+    # ----------------------------------------------------------------------------------------------------------
+
+    def _clone(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        if loader.num_workers and not loader.in_order:
+            warnings.warn(
+                "in_order=False is not honoured: batches must come in the order in which they were dealt", stacklevel=4
+            )
+        kwargs: dict[str, Any] = {
+            "num_workers": loader.num_workers,
+            "collate_fn": loader.collate_fn,
+            "pin_memory": loader.pin_memory,
+            "timeout": loader.timeout,
+            "worker_init_fn": self._init,
+            "generator": self._generator,
+            "persistent_workers": loader.persistent_workers,
+            "pin_memory_device": loader.pin_memory_device,
+        }
+        if loader.num_workers:
+            kwargs["prefetch_factor"] = loader.prefetch_factor
+            kwargs["multiprocessing_context"] = loader.multiprocessing_context
+        sampler = _Sampler(self._draw)
+        if self._units.unit == "item":
+            return DataLoader(loader.dataset, batch_size=None, sampler=sampler, **kwargs)
+        return DataLoader(loader.dataset, batch_sampler=sampler, **kwargs)
+
+    def _open(self) -> Iterator[Any]:
+        # One number per (job, member, epoch, iterator) is where torch derives its workers' seeds from (PROTOCOL.md 22).
+        seed = orders.key("workers", self._seed, self._who, self._opened)
+        self._generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
+        self._init.arm()
+        self._queue.clear()  # an iterator that ended has delivered everything it drew
+        self._opened += 1
+        self._stats.opened += 1
+        return iter(self._inner)
+
+    def _forget(self) -> None:
+        self._stats.discarded += len(self._queue)
+        self._queue.clear()
+        if self._iterator is not None and not self._inner.persistent_workers:
+            _dismiss(self._iterator)
+        self._iterator = None
+
+    def _draw(self) -> Any:
+        tag = next(self._forecast)
+        self._queue.append(_Drawn(tag))
+        self._stats.drawn += 1
+        return self._flat(self._units.keys(*tag))
+
+    def _flat(self, units: list[Any]) -> Any:
+        """What the DataLoader's fetcher wants for one micro-batch."""
+        if self._units.unit == "item":
+            if len(units) != 1:
+                raise ConfigurationError(
+                    f"a loader with batch_size=None takes 1 item at a time; was dealt {len(units)}"
+                )
+            return units[0]
+        return [key for unit in units for key in unit] if self._units.unit == "batch" else units
+
+    def _make_dummy(self, epoch: int) -> Any:
+        size = min(self._units.quota, self._units.length(epoch))
+        keys = self._flat(self._units.keys(epoch, ((0, size),)))
+        dataset: Any = self._inner.dataset
+        collate: Any = self._inner.collate_fn
+        with keyed_randomness(orders.key("dummy", self._seed)):
+            if self._units.unit == "item":
+                return collate(dataset[keys])
+            if callable(many := getattr(dataset, "__getitems__", None)):
+                return collate(many(keys))
+            return collate([dataset[key] for key in keys])
+
+
+def _dismiss(iterator: object) -> None:
+    """End a DataLoader iterator's workers now: left to the garbage collector, it may be collected in a forked child."""
+    shut_down = getattr(iterator, "_shutdown_workers", None)
+    if shut_down is not None:
+        shut_down()
+
+
+def _chain(first: Tag | None, rest: Iterator[Tag]) -> Iterator[Tag]:
+    if first is not None:
+        yield first
+        yield from rest
+
+
+class IterableFeed:
+    """Batches of an iterable by ordinal number."""
+
+    def __init__(self, loader: Iterable[Any], *, seed: int, stats: Stats) -> None:
+        self._loader = loader
+        self._seed = seed
+        self._stats = stats
+        self._iterator: Iterator[Any] | None = None
+        self._buffer: dict[int, Any] = {}
+        self._next = 0
+        self._dummy: Any = None
+        self._has_dummy = False
+        self._init: WorkerInit | None = None
+        self._generator: torch.Generator | None = None
+        self.length: int | None = None
+        """Batches in this epoch, once the iterable has run dry."""
+        if isinstance(loader, DataLoader):
+            self._init = WorkerInit(loader.worker_init_fn)
+            loader.worker_init_fn = self._init
+            if loader.generator is None:
+                self._generator = loader.generator = torch.Generator()
+
+    @property
+    def worker_init_fn(self) -> Callable[[int], object] | None:
+        return self._init.user if self._init is not None else None
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Callable[[int], object] | None) -> None:
+        if self._init is not None:
+            self._init.user = function
+
+    def open(self, who: str) -> None:
+        """A new pass from the iterable's beginning. `who` keys the workers' randomness."""
+        self._buffer.clear()
+        self._next = 0
+        self.length = None
+        if self._iterator is not None and not getattr(self._loader, "persistent_workers", False):
+            _dismiss(self._iterator)
+        if self._init is not None:
+            self._init.arm()
+        if self._generator is not None:
+            self._generator.manual_seed(orders.key("workers", self._seed, who) & 0x7FFFFFFFFFFFFFFF)
+        self._stats.opened += 1
+        self._iterator = iter(self._loader)
+
+    def close(self) -> None:
+        if self._iterator is not None:
+            _dismiss(self._iterator)
+        self._iterator = None
+        self._buffer.clear()
+
+    def fetch(self, number: int, committed: int) -> Any:
+        """Batch `number`; IndexError if there is none. Everything below `committed` is not wanted any more.
+
+        Afterwards `length` is set if it was the last.
+        """
+        for old in [n for n in self._buffer if n < committed]:
+            del self._buffer[old]
+        self._pull(number + 1, committed)
+        if number not in self._buffer:
+            raise IndexError(number)
+        return _shell(self._buffer[number])
+
+    def dummy(self, epoch: int) -> Any:
+        """A batch for an idle micro-batch: a copy of the first one ever drawn."""
+        if not self._has_dummy:
+            self._pull(0, self._next)
+        if not self._has_dummy:
+            raise ConfigurationError(
+                f"the training loader yielded nothing in epoch {epoch}; expected at least one batch, if only as a "
+                "stand-in while others have data and this node has none"
+            )
+        return copy.deepcopy(self._dummy)
+
+    def _pull(self, upto: int, keep: int) -> None:
+        while self._next <= upto and self.length is None:
+            assert self._iterator is not None
+            try:
+                data = next(self._iterator)
+            except StopIteration:
+                self.length = self._next
+                return
+            self._stats.drawn += 1
+            if not self._has_dummy:
+                self._dummy = copy.deepcopy(data)
+                self._has_dummy = True
+            if self._next >= keep:
+                self._buffer[self._next] = data
+            self._next += 1
+
+
+def _shell(data: Any) -> Any:
+    """The same leaves in new containers, so that a training step may pop or replace entries of its batch."""
+    if type(data) is dict:
+        return {key: _shell(value) for key, value in data.items()}
+    if type(data) in (list, tuple):
+        return type(data)(_shell(value) for value in data)
+    return data
+
+
+def batch_length(data: Any) -> int:
+    """Samples in a batch of unknown make: the first tensor's first dimension, a list's length, else 1."""
+    if isinstance(data, torch.Tensor):
+        return int(data.shape[0]) if data.dim() else 1
+    if isinstance(data, dict):
+        return next((batch_length(value) for value in data.values()), 1)
+    if isinstance(data, tuple | list) and data:
+        return batch_length(data[0]) if not isinstance(data[0], str | bytes | int | float) else len(data)
+    return 1

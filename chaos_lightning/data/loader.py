@@ -1,0 +1,386 @@
+"""The user's DataLoader, dealt out to whoever is there.
+
+Theory of operation. `ElasticLoader` wraps the loader that the user wrote for one machine and yields this member's
+micro-batches: for each window `view.accumulate` of them, idle ones (a dummy batch, `current.idle`) where nothing
+was dealt to it. Who gets what is pure (`planning/deal.py`), when a window begins and ends is bookkeeping
+(`windows.py`), which samples an epoch has in which order is `order.py`, and the fetching with all workers and
+prefetching is `feeds.py`. The training loop reads `current` for the weight of a batch and `spent()` for its
+contribution; the loader learns what was committed from the next header, by itself. The epoch is over when the
+header's ledger says so, never sooner, whatever `len()` foresaw.
+
+Modes. "shared": one data set, every member has all of it; the ledger's stream "" makes every sample be used in
+exactly one committed step. "local": each member has data of its own, any iterable; its stream bears its name, its
+length is announced in the ledger (for an iterable: once it has run dry), and the epoch is over when everybody's
+data are spent. Members that are through sooner are idle until then; one that comes in the middle of an epoch brings
+all of its data into it.
+
+What drop_last means here: see `planning/deal.py`. At most (smallest quota - 1) samples of an epoch are unused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from chaos_lightning.data.feeds import IterableFeed, MapFeed, batch_length
+from chaos_lightning.data.order import Orders
+from chaos_lightning.data.source import DealSource, MicroBatch, Stats
+from chaos_lightning.data.windows import UNKNOWN_LENGTH, Resumed, Windows
+from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.membership.types import NO_VIEW, Ledger, Member, Spent, View
+from chaos_lightning.planning import ledger, orders
+
+_log = logging.getLogger(__name__)
+
+_VERSION = 1
+
+
+class ElasticLoader:
+    """One member's micro-batches of the job's data.
+
+    Args:
+        loader: the user's own. mode="shared" needs a torch DataLoader over a map-style data set, "local" takes any
+            iterable.
+        mode: whose data: "shared" or "local".
+        seed: keys the order of every epoch; equal on all members.
+        source: the job.
+
+    Attributes:
+        loader: the user's loader.
+        stats: counters.
+        current: what was yielded last; None before the first batch of a pass.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], *, mode: Literal["shared", "local"], seed: int, source: DealSource
+    ) -> None:
+        if mode not in ("shared", "local"):
+            raise ConfigurationError(f"data={mode!r}; expected 'shared' or 'local'")
+        self.loader = loader
+        self.stats = Stats()
+        self.current: MicroBatch | None = None
+        self._mode = mode
+        self._seed = seed
+        self._source = source
+        self._stream = ledger.SHARED if mode == "shared" else source.name
+        self._resumed = Resumed()
+        self._units: Orders | None = None
+        self._feed: MapFeed | IterableFeed
+        if isinstance(loader, DataLoader) and (mode == "shared" or _has_positions(loader)):
+            self._units = Orders(loader, seed=seed, stream=self._stream)
+            self._feed = MapFeed(loader, self._units, seed=seed, stats=self.stats)
+        elif mode == "shared":
+            raise UnsupportedError(
+                f"the training loader is a {type(loader).__name__}, whose samples have no positions that members could "
+                'share. Use a torch DataLoader over a map-style dataset, or data="local" if each node has its own data.'
+            )
+        else:
+            self._feed = IterableFeed(loader, seed=seed, stats=self.stats)
+        self._pass: _Pass | None = None
+        self._newest: _Pass | None = None
+        self._windows: Windows | None = None
+        self._finished = False
+        self._epoch: int | None = None
+        self._wanted: int | None = None
+        self._loaded: tuple[int, int, bool] | None = None
+        self._yielded = 0
+        self._resync = True
+        self._told = False
+
+    # --- iterating ---------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        """A pass over one epoch. Nothing happens before its first batch is asked for."""
+        self._newest = _Pass(self)
+        return self._newest
+
+    def __len__(self) -> int:
+        """Micro-batches of this pass: those yielded and those to come if nobody comes or goes.
+
+        Changes with the members, so whoever keeps it must ask again after each header. With mode="local" it is one
+        window more than yielded as long as somebody's length is not known.
+        """
+        if self._windows is not None and self._newest is self._pass:
+            return self._yielded if self._finished else self._yielded + self._windows.left()
+        epoch = self._next_epoch()
+        return self._start_count(epoch) + self._make_windows(epoch).left()
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the next pass. Without it, the one the ledger stands in, then one more each pass."""
+        self._wanted = epoch
+
+    def close(self) -> None:
+        """Let the workers go, persistent ones too."""
+        self._feed.close()
+        self._windows = self._pass = self._newest = None
+
+    # --- what the training loop reads --------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the present pass, or of the next one if none has begun."""
+        return self._next_epoch() if self._windows is None or self._epoch is None else self._epoch
+
+    @property
+    def quota(self) -> int:
+        """Units that this member takes per micro-batch, for Hello."""
+        return self._units.quota if self._units is not None else 1
+
+    @property
+    def stream(self) -> str:
+        """The ledger's name of this member's samples: "" if they are shared."""
+        return self._stream
+
+    @property
+    def windows_done(self) -> int:
+        """Windows of this pass whose micro-batches were all yielded."""
+        if self.current is None:
+            return 0
+        return self.current.window + (1 if self.current.last else 0)
+
+    @property
+    def at_rest(self) -> bool:
+        """Everything yielded is committed: a joiner may come in here."""
+        return self._windows is None or self._windows.at_rest
+
+    @property
+    def ledger(self) -> Ledger:
+        """What is spent, by the last header and by the checkpoint that the job resumed from."""
+        return self._resumed.united(self._source.header)
+
+    def epoch_spent(self) -> bool:
+        """Whether this epoch is over, by the last header."""
+        windows = self._windows if self._windows is not None else self._make_windows(self._next_epoch())
+        return windows.over()
+
+    def spent(self) -> tuple[Spent, ...]:
+        """What a contribution made now spends: yielded, and in no committed header yet.
+
+        The same until a step commits, empty after it; so a second optimizer's step on the same batch spends nothing.
+        """
+        windows = self._windows
+        if windows is None:
+            return ()
+        entries = windows.pending()
+        name = self._source.name
+        if (
+            self._mode == "local"
+            and windows.length != UNKNOWN_LENGTH
+            and ledger.announced_length(windows.ledger, name, windows.epoch) is None
+        ):
+            entries += (ledger.announce_length(name, windows.epoch, windows.length),)
+        return entries
+
+    # --- agreement and resume ----------------------------------------------------------------------------------
+
+    @property
+    def order_fingerprint(self) -> dict[str, str]:
+        """What must be equal on all members, by name, for the job's fingerprint."""
+        words = {"data.mode": self._mode, "data.order_version": orders.VERSION}
+        if self._mode == "shared" and self._units is not None:
+            return words | self._units.fingerprint()
+        return words | {"data.seed": str(self._seed)}
+
+    def order_hash(self, epoch: int) -> str:
+        """Hash of one epoch's order; "" where there is none (iterables)."""
+        return self._units.order_hash(epoch) if self._units is not None else ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data stand by the last header: for checkpoints (PROTOCOL.md 27) and for joiners. Plain values."""
+        ruling = self._source.ruling_view or self._resumed.ruling(self._source.header)
+        if self._windows is not None and self._epoch is not None:
+            stands = (self._epoch, self._yielded - self._windows.uncommitted, self._finished)
+        else:
+            stands = self._loaded or (self._next_epoch(), 0, False)
+        return {
+            "version": _VERSION,
+            "mode": self._mode,
+            "order": self._identity(),
+            "epoch": stands[0],
+            "yielded": stands[1],
+            "finished": stands[2],
+            "ledger": [[s.stream, s.epoch, [list(span) for span in s.spans]] for s in self.ledger.streams],
+            "head": self._source.header.hash,
+            "ruling": None
+            if ruling is None
+            else {
+                "accumulate": ruling.accumulate,
+                "members": [[member.id, member.name, member.quota] for member in ruling.members],
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` stood, with any number of members.
+
+        The next pass is what was left of that one, be it nothing, or the next epoch's if that one had come to its end.
+        An iterator that exists already goes on with it.
+
+        Raises:
+            ConfigurationError: the state is of another version, mode or order: its positions mean other samples.
+        """
+        for field, mine in (("version", _VERSION), ("mode", self._mode), ("order", self._identity())):
+            if state.get(field) != mine:
+                raise ConfigurationError(
+                    f"the data's saved state has {field} {state.get(field)!r}, this loader {mine!r}: the positions "
+                    "that it calls spent would be other samples here. Resume with the same data set, sampler and seed."
+                )
+        spent = Ledger(
+            tuple(
+                Spent(stream, epoch, ledger.normalise((a, b) for a, b in spans))
+                for stream, epoch, spans in state["ledger"]
+            )
+        )
+        ruling = state["ruling"]
+        view = None
+        if ruling is not None:
+            members = tuple(Member(i, name, "", "", 0, quota=quota) for i, name, quota in ruling["members"])
+            view = View(NO_VIEW, NO_VIEW, members, accumulate=ruling["accumulate"])
+        self._resumed.load(spent, state["head"], view)
+        self._loaded = (state["epoch"], state["yielded"], state["finished"])
+        self._wanted = None
+        self._pass = self._windows = self.current = None
+        self._finished = False
+
+    @property
+    def worker_init_fn(self) -> Callable[[int], object] | None:
+        """The user's own; the host framework may set one, too."""
+        return self._feed.worker_init_fn
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Callable[[int], object] | None) -> None:
+        self._feed.worker_init_fn = function
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _identity(self) -> str:
+        if self._mode == "local":
+            return "local"
+        return "/".join(self.order_fingerprint.values())
+
+    def _next_epoch(self) -> int:
+        if self._wanted is not None:
+            return self._wanted
+        if self._loaded is not None:
+            return self._loaded[0] + self._loaded[2]
+        if self._epoch is not None:
+            return self._epoch + 1
+        stood = ledger.epoch_of(self.ledger, self._stream)
+        if stood is None:
+            return 0
+        return stood + 1 if self._make_windows(stood).over() else stood
+
+    def _start_count(self, epoch: int) -> int:
+        return self._loaded[1] if self._loaded is not None and self._loaded[0] == epoch else 0
+
+    def _make_windows(self, epoch: int) -> Windows:
+        if self._units is not None:
+            length = self._units.length(epoch)
+        else:
+            said = ledger.announced_length(self.ledger, self._source.name, epoch)
+            length = UNKNOWN_LENGTH if said is None else said
+        return Windows(
+            self._source,
+            stream=self._stream,
+            epoch=epoch,
+            length=length,
+            drop_last=self._units is not None and self._units.drop_last,
+            resumed=self._resumed,
+            quota=self.quota,
+        )
+
+    def _begin(self, new: _Pass) -> Windows:
+        if self._source.view is None:
+            raise RuntimeError("the training loader was asked for a batch before this member joined a view")
+        epoch = self._next_epoch()
+        stood = ledger.epoch_of(self.ledger, self._stream)
+        if stood is not None and stood > epoch:
+            raise ConfigurationError(
+                f"a pass over epoch {epoch} was asked for, but the job's data stand in epoch {stood} already; "
+                f"set_epoch({stood}) or later"
+            )
+        windows = self._make_windows(epoch)
+        self._yielded = self._start_count(epoch)
+        self._pass, self._windows, self._epoch = new, windows, epoch
+        self._wanted = self._loaded = self.current = None
+        self._finished = False
+        self._resync = True
+        self._feed.open(f"{self._source.name}/{epoch}")
+        return windows
+
+    def _next(self, caller: _Pass) -> Any:
+        windows = self._windows
+        if caller is not self._pass or windows is None:
+            if caller is not self._newest:
+                raise RuntimeError("a later pass over this loader has begun; an earlier one cannot go on")
+            windows = self._begin(caller)
+        part = None if self._finished else windows.advance()
+        if part is None:
+            self._finished = True
+            raise StopIteration
+        try:
+            data, samples = self._fetch(windows, part)
+        except BaseException:
+            windows.failed(part.spans)
+            self._resync = True
+            raise
+        self.current = replace(part, samples=samples, spans=part.spans if samples else ())
+        self._yielded += 1
+        self.stats.yielded += 1
+        self.stats.idle += self.current.idle
+        return data
+
+    def _fetch(self, windows: Windows, part: MicroBatch) -> tuple[Any, int]:
+        feed = self._feed
+        if isinstance(feed, IterableFeed):
+            return self._fetch_ordinal(feed, windows, part)
+        if self._resync or (part.first and not windows.as_forecast):
+            feed.resync(windows.future())
+            self._resync = False
+        if not part.spans:
+            return feed.dummy(part.epoch), 0
+        tag = (part.epoch, part.spans)
+        data = feed.fetch(tag)
+        if self.stats.discarded and not self._told:
+            self._told = True
+            _log.info("batches drawn ahead are thrown away when members come or go; their samples are dealt again")
+        return data, feed.samples(tag)
+
+    def _fetch_ordinal(self, feed: IterableFeed, windows: Windows, part: MicroBatch) -> tuple[Any, int]:
+        if not part.spans:
+            return feed.dummy(part.epoch), 0
+        ((number, stop),) = part.spans
+        if stop - number != 1:
+            raise ConfigurationError(
+                f"this member's quota is {stop - number} batches of its own iterable; expected 1 (ElasticLoader.quota)"
+            )
+        unspent = ledger.remaining(windows.ledger, windows.stream, windows.epoch, UNKNOWN_LENGTH)
+        try:
+            data = feed.fetch(number, unspent[0][0])
+        except IndexError:
+            assert feed.length is not None
+            windows.ran_dry(feed.length)
+            return feed.dummy(part.epoch), 0
+        if feed.length is not None and windows.length == UNKNOWN_LENGTH:
+            windows.ran_dry(feed.length)
+        return data, batch_length(data)
+
+
+class _Pass:
+    """Iterator over one epoch."""
+
+    def __init__(self, owner: ElasticLoader) -> None:
+        self._owner = owner
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._owner._next(self)
+
+
+def _has_positions(loader: DataLoader[Any]) -> bool:
+    return not isinstance(loader.dataset, IterableDataset) and type(loader).__iter__ is DataLoader.__iter__

@@ -1,0 +1,214 @@
+"""From a user's DataLoader to the order of each epoch.
+
+Theory of operation. The unit that is dealt is what the user's loader would draw: a sample (`batch_size=n`), a batch
+(a custom `batch_sampler`) or an item (`batch_size=None`). The order of an epoch is the list of these units:
+
+- `shuffle=True`: the keyed permutation of `planning/orders.py`; - `shuffle=False`: 0, 1, 2, ...; - any other
+sampler: drawn in full once per epoch, under torch, numpy and random generators that are seeded with (seed, epoch)
+for the draw and put back afterwards. `set_epoch` is called first if the sampler has it, and a torch.Generator of
+its own is seeded and put back likewise. Since a member that joins in epoch 7 never drew epochs 0 to 6, the order
+must be a function of (seed, epoch): a sampler whose second draw of one epoch differs from its first is refused.
+
+What cannot have an order that is equal on all members is refused by name: iterable data sets (see mode="local"),
+DistributedSampler (it would shard a second time), samplers without an end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.membership.types import Span
+from chaos_lightning.planning import orders
+
+_ENDLESS = 64
+"""A sampler without a length that yields more than so many times the data set's length has no end."""
+
+
+def fast_permutation(length: int, seed: int, epoch: int, stream: str = "") -> np.ndarray[Any, np.dtype[np.int64]]:
+    """`planning.orders.permutation` by numpy: a million samples in a tenth of a second."""
+    start = np.uint64(orders.order_key(seed, epoch, stream))
+    with np.errstate(over="ignore"):
+        value = np.arange(1, length + 1, dtype=np.uint64)
+        value *= np.uint64(orders.GAMMA)
+        value += start
+        value ^= value >> np.uint64(30)
+        value *= np.uint64(orders.MULTIPLIER_1)
+        value ^= value >> np.uint64(27)
+        value *= np.uint64(orders.MULTIPLIER_2)
+        value ^= value >> np.uint64(31)
+    return np.argsort(value).astype(np.int64, copy=False)
+
+
+@contextlib.contextmanager
+def keyed_randomness(key: int, *generators: torch.Generator) -> Iterator[None]:
+    """The CPU generators of torch, numpy and random (and the given ones) seeded with `key`; put back at the end."""
+    owned = (torch.default_generator, *generators)
+    states = [generator.get_state() for generator in owned]
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        for generator in owned:
+            generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
+        random.seed(key)
+        np.random.seed(key & 0xFFFFFFFF)
+        yield
+    finally:
+        for generator, state in zip(owned, states, strict=True):
+            generator.set_state(state)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+class Orders:
+    """The orders of one loader's epochs.
+
+    Attributes:
+        unit: "sample", "batch" or "item".
+        quota: units per micro-batch, as the user's loader has it.
+        drop_last: as the user's loader has it.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, seed: int, stream: str) -> None:
+        if isinstance(loader.dataset, IterableDataset):
+            raise UnsupportedError(
+                f"{type(loader.dataset).__name__} is an IterableDataset: it has no positions that members could share. "
+                'Use a map-style dataset, or data="local" if each node has its own data.'
+            )
+        self._dataset: Any = loader.dataset
+        self._seed = seed
+        self._stream = stream
+        sampler: Any = loader.batch_sampler
+        if sampler is None:
+            self.unit, self.quota, self.drop_last = "item", 1, False
+            sampler = loader.sampler
+        elif type(sampler) is BatchSampler:
+            self.unit, self.quota, self.drop_last = "sample", int(sampler.batch_size), bool(sampler.drop_last)
+            sampler = sampler.sampler
+        else:
+            self.unit, self.quota, self.drop_last = "batch", 1, False
+        self._sampler: Any = sampler
+        self._kind = self._classify(sampler)
+        self._cached: tuple[int, Sequence[Any] | np.ndarray[Any, Any]] | None = None
+        if self._kind == "drawn" and self._digest(self._draw(0)) != self._digest(self._draw(0)):
+            raise UnsupportedError(
+                f"{type(sampler).__name__} draws another order each time, even with the same seed: members could not "
+                "agree on the order, and a member that joins later could not find it. Draw from torch's generator (or "
+                "numpy's, or random's) at each __iter__, or make the order a function of set_epoch(epoch)."
+            )
+        if not self.length(0):
+            raise ConfigurationError(
+                f"the training loader has no samples ({type(self._dataset).__name__}); expected at least one"
+            )
+
+    def length(self, epoch: int) -> int:
+        """Units in this epoch."""
+        return len(self._order(epoch)) if self._kind == "drawn" else len(self._sampler)
+
+    def keys(self, epoch: int, spans: Iterable[Span]) -> list[Any]:
+        """The units at these positions: what the sampler would have yielded there."""
+        order = self._order(epoch)
+        out: list[Any] = []
+        for start, stop in spans:
+            part = order[start:stop]
+            out.extend(part.tolist() if isinstance(part, np.ndarray) else part)
+        return out
+
+    def samples(self, keys: Sequence[Any]) -> int:
+        """How many samples these units are."""
+        return sum(len(key) for key in keys) if self.unit == "batch" else len(keys)
+
+    def order_hash(self, epoch: int) -> str:
+        """16 hex digits that are equal if and only if (but for chance) the orders are."""
+        if self._kind == "drawn":
+            return self._digest(self._order(epoch))
+        words = (self._kind, orders.VERSION, self.length(epoch), self._seed, epoch, self._stream)
+        return hashlib.blake2b(repr(words).encode(), digest_size=8).hexdigest()
+
+    def fingerprint(self) -> dict[str, str]:
+        """What must be equal on members that share the order, by name, for the job's fingerprint."""
+        return {
+            "data.seed": str(self._seed),
+            "data.unit": self.unit,
+            "data.drop_last": str(self.drop_last),
+            "data.length": str(self.length(0)),
+            "data.order": self.order_hash(0),
+        }
+
+    # ----------------------------------------------------------------------------------------------------------
+
+    def _classify(self, sampler: Any) -> str:
+        if isinstance(sampler, DistributedSampler) or isinstance(getattr(sampler, "sampler", None), DistributedSampler):
+            raise UnsupportedError(
+                f"the training loader uses {type(sampler).__name__}, which shards by rank. The job deals samples "
+                "among whoever is there: give the DataLoader shuffle=True (or a plain sampler) instead."
+            )
+        if type(sampler) is SequentialSampler:
+            return "identity"
+        if (
+            type(sampler) is RandomSampler
+            and not sampler.replacement
+            and sampler.num_samples == len(sampler.data_source)
+        ):
+            return "keyed"
+        return "drawn"
+
+    def _order(self, epoch: int) -> Sequence[Any] | np.ndarray[Any, Any]:
+        if self._cached is None or self._cached[0] != epoch:
+            order: Sequence[Any] | np.ndarray[Any, Any]
+            if self._kind == "identity":
+                order = range(len(self._sampler))
+            elif self._kind == "keyed":
+                order = fast_permutation(len(self._sampler), self._seed, epoch, self._stream)
+            else:
+                order = self._draw(epoch)
+            self._cached = (epoch, order)
+        return self._cached[1]
+
+    def _draw(self, epoch: int) -> Sequence[Any] | np.ndarray[Any, Any]:
+        sampler = self._sampler
+        chain = [sampler]
+        while (inner := getattr(chain[-1], "sampler", None)) is not None and len(chain) < 8:
+            chain.append(inner)
+        generators = [g for s in chain if isinstance(g := getattr(s, "generator", None), torch.Generator)]
+        for one in chain:
+            if callable(set_epoch := getattr(one, "set_epoch", None)):
+                set_epoch(epoch)
+        limit = self._limit(sampler)
+        out: list[Any] = []
+        with keyed_randomness(orders.key("draw", self._seed, epoch, self._stream), *generators):
+            for unit in sampler:
+                if len(out) == limit:
+                    raise UnsupportedError(
+                        f"{type(sampler).__name__} went on after {limit} units, for a data set of length "
+                        f"{len(self._dataset)}: a sampler without an end has no epochs to deal. Give it an end."
+                    )
+                out.append(list(unit) if self.unit == "batch" else unit)
+        if out and all(isinstance(unit, int | np.integer) and not isinstance(unit, bool) for unit in out):
+            return np.asarray(out, dtype=np.int64)
+        return out
+
+    def _limit(self, sampler: Any) -> int:
+        try:
+            return max(1, len(sampler)) * _ENDLESS
+        except TypeError:
+            return max(1, len(self._dataset)) * _ENDLESS
+
+    @staticmethod
+    def _digest(order: Sequence[Any] | np.ndarray[Any, Any]) -> str:
+        data = order.tobytes() if isinstance(order, np.ndarray) else repr(list(order)).encode()
+        return hashlib.blake2b(data, digest_size=8).hexdigest()

@@ -1,0 +1,79 @@
+"""What the elastic loader needs to know of the job, and what it tells about each batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from chaos_lightning.membership.types import Header, Span, View
+
+
+class DealSource(Protocol):
+    """The job as the data see it; the engine (or a test) provides it.
+
+    The loader asks at the first micro-batch of a window, when the member has committed everything it contributed to, so
+    `header` cannot move while it computes.
+    """
+
+    @property
+    def header(self) -> Header:
+        """The last header committed here."""
+
+    @property
+    def view(self) -> View | None:
+        """The present view; None before the member is in any."""
+
+    @property
+    def ruling_view(self) -> View | None:
+        """The view that rules the deal after `header` (`planning.deal.ruling_view`).
+
+        None if this member does not know it, which means that it is not in it: nothing is dealt to it until the next
+        header.
+        """
+
+    @property
+    def member_id(self) -> str:
+        """This member's id; a new one (after a rejoin) makes the loader deal anew."""
+
+    @property
+    def name(self) -> str:
+        """This member's name, which stays over incarnations: its own stream's name with mode="local"."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What the loader says about the batch it just yielded."""
+
+    epoch: int
+    stream: str
+    window: int
+    """Windows begun before this one in this pass."""
+    index: int
+    """Place in the window, from 0."""
+    first: bool
+    last: bool
+    """Whether it is the window's last, as far as `view.accumulate` says."""
+    spans: tuple[Span, ...]
+    """Positions of the epoch's order; empty if idle."""
+    samples: int
+    """Samples in the batch, the weight of its gradient; 0 if idle."""
+
+    @property
+    def idle(self) -> bool:
+        """Nothing was dealt: the batch is a dummy whose gradient must weigh nothing."""
+        return self.samples == 0
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters of one loader, for the event log and for tests."""
+
+    yielded: int = 0
+    """Micro-batches, idle ones included."""
+    idle: int = 0
+    drawn: int = 0
+    """Batches handed to the DataLoader for fetching."""
+    discarded: int = 0
+    """Batches drawn ahead for a deal that a header revoked; their samples were dealt again."""
+    opened: int = 0
+    """Iterators of the user's DataLoader opened."""

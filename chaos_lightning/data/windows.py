@@ -1,0 +1,299 @@
+"""Which micro-batch comes next: windows, the headers they rest on, and what is still uncommitted.
+
+Theory of operation. A *window* is what one optimizer step uses: `view.accumulate` micro-batches. Its deal is fixed
+when its first micro-batch is asked for, from the last committed header (PROTOCOL.md 10), and stays whatever happens
+to the view until a step commits. Three cases at each micro-batch:
+
+- `header.step` has grown: the step committed. A new window begins on the new header. (Also if the window was not
+handed out in full: Lightning steps early at a limited epoch's end. What was not handed out is unspent and dealt
+again.) - It has not, and the window has micro-batches left: the next of them. - It has not, and the window is
+through: the training loop accumulates over several windows (manual optimisation). The next window is the deal
+`ahead=1, 2, ...` of the *same* header, so that all members go on agreeing.
+
+What was handed out since that header and is not in the ledger is what the next contribution spends (`pending`). An
+uncommitted window is never "given back": it is absent from the next header's ledger, and so dealt again by itself.
+
+A ledger from a checkpoint (`resumed`) counts as if the header named it, too: a resumed job begins at the genesis
+header, whose ledger is empty. Both are united; it is idempotent, since a joiner gets a ledger by both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from chaos_lightning.data.source import DealSource, MicroBatch
+from chaos_lightning.membership.types import NO_VIEW, Header, Ledger, Member, Span, Spent, View
+from chaos_lightning.planning import deal, ledger
+
+UNKNOWN_LENGTH = 1 << 62
+"""Positions of a stream that has not run dry yet."""
+
+Part = tuple[Span, ...]
+"""What is dealt to one member for one micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """The header a window's deal rests on."""
+
+    step: int
+    member: str
+    ruling: View | None
+    ledger: Ledger
+
+
+class Windows:
+    """The windows of one pass over the data, for one member.
+
+    Attributes:
+        length: positions in this epoch of the stream; UNKNOWN_LENGTH until an iterable has run dry.
+    """
+
+    def __init__(
+        self, source: DealSource, *, stream: str, epoch: int, length: int, drop_last: bool, resumed: Resumed, quota: int
+    ) -> None:
+        self.epoch = epoch
+        self.stream = stream
+        self.length = length
+        self._source = source
+        self._drop_last = drop_last
+        self._resumed = resumed
+        self._quota = quota
+        self._base: _Base | None = None
+        self._ahead = 0
+        self._index = 0
+        self._number = -1
+        self._handed = 0
+        self._open = False
+        self._size = 1
+        self._deal: deal.Deal | None = None
+        self._taken: list[Span] = []
+        self._forecast: tuple[View | None, Part] | None = None
+        self.as_forecast = False
+        """Whether the present window is what the one before it foresaw, so that what is drawn ahead stays right."""
+
+    # --- the present window ------------------------------------------------------------------------------------
+
+    def advance(self) -> MicroBatch | None:
+        """The next micro-batch (its `samples` counts positions), or None when the epoch is over."""
+        header, me = self._source.header, self._source.member_id
+        if self._base is None or header.step != self._base.step or me != self._base.member:
+            ruling = self._ruling()
+            self._base = _Base(header.step, me, ruling, self._resumed.united(header))
+            self._taken.clear()
+            self._open = False
+            self._handed = 0
+            if not self._begin(0):
+                return None
+        elif self._index == self._size and not self._begin(self._ahead + 1):
+            return None
+        index = self._index
+        self._index += 1
+        self._handed += 1
+        last = self._index == self._size
+        spans = self._deal.micro_batches[index] if self._deal is not None else ()
+        self._taken.extend(spans)
+        if last and self._deal is not None:
+            self._taken.extend(self._deal.dropped)
+        return MicroBatch(self.epoch, self.stream, self._number, index, index == 0, last, spans, ledger.count(spans))
+
+    def failed(self, spans: Part) -> None:
+        """What was handed out last could not be fetched: it is not spent, the next window deals it again."""
+        self._taken = [span for span in self._taken if span not in spans]
+        self._forecast = None
+
+    def ran_dry(self, length: int) -> None:
+        """The stream has only `length` positions: what was handed out beyond them was nothing."""
+        self.length = length
+        self._taken = [(a, min(b, length)) for a, b in self._taken if a < length]
+        self._forecast = None
+
+    def pending(self) -> tuple[Spent, ...]:
+        """What a contribution made now spends: handed out, and in no committed ledger."""
+        now = self.ledger
+        if self._base is None or self._base.member != self._source.member_id:
+            return ()
+        if (stood := ledger.epoch_of(now, self.stream)) is not None and stood > self.epoch:
+            return ()
+        gone = ledger.spent_spans(now, self.stream, self.epoch)
+        spans = ledger.subtract(ledger.normalise(self._taken, what=f"stream {self.stream!r} handed out"), gone)
+        return (Spent(self.stream, self.epoch, spans),) if spans else ()
+
+    @property
+    def ledger(self) -> Ledger:
+        """What is spent, by the last header and the checkpoint the job resumed from."""
+        return self._resumed.united(self._source.header)
+
+    @property
+    def at_rest(self) -> bool:
+        """Nothing handed out waits for a commit: a joiner may come in here."""
+        return self._fresh or not self._open
+
+    @property
+    def uncommitted(self) -> int:
+        """Micro-batches handed out that wait for a commit."""
+        return 0 if self._fresh else self._handed
+
+    @property
+    def _fresh(self) -> bool:
+        """The base is out of date: the next micro-batch begins a window on a new header."""
+        base = self._base
+        return base is None or self._source.header.step != base.step or self._source.member_id != base.member
+
+    def over(self) -> bool:
+        """Whether the epoch is spent, by the last header."""
+        return self._over(self.ledger, self._ruling(), 0)
+
+    def left(self) -> int:
+        """Micro-batches still to come in this epoch, if every step commits as dealt and the view stays."""
+        if self._fresh:
+            base = _Base(0, "", self._ruling(), self.ledger)
+            return self._steps(base, 0) * self._accumulate(base.ruling)
+        assert self._base is not None
+        return self._size - self._index + self._steps(self._base, self._ahead + 1) * self._accumulate(self._base.ruling)
+
+    def future(self) -> Iterator[tuple[int, Part]]:
+        """My micro-batches that are not idle, from the one `advance` gave last, if every step commits as dealt.
+
+        Ends where the epoch would.
+        """
+        base, ahead, index, epoch = self._base, self._ahead, max(0, self._index - 1), self.epoch
+        if base is None:
+            return
+        view = base.ruling
+        while view is not None:
+            mine = self._mine(base, view, ahead)
+            if mine is None or (not self._any_left(base, view, ahead)):
+                return
+            for part in mine.micro_batches[index:]:
+                if part:
+                    yield epoch, part
+            ahead, index = ahead + 1, 0
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _begin(self, ahead: int) -> bool:
+        """Fix the deal of the window `ahead` of the base; False if nothing is left for anybody."""
+        base = self._base
+        assert base is not None
+        self._ahead = ahead
+        if self._over(base.ledger, base.ruling, ahead):
+            self._index = self._size
+            return False
+        view = base.ruling
+        self._deal = self._mine(base, view, ahead) if view is not None else None
+        self._size = self._accumulate(view)
+        self._index = 0
+        self._number += 1
+        self._open = True
+        rest = self._rest(base, view, ahead) if view is not None else ()
+        before = self._rest(base, view, ahead - 1) if view is not None else ()
+        self.as_forecast = self._forecast == (view, before)
+        self._forecast = (view, rest)
+        return True
+
+    def _ruling(self) -> View | None:
+        header, view = self._source.header, self._source.ruling_view
+        # A member let in by a recovery may only know a view that this header does not name. To deal by it would give
+        # out what others were given by the header's own.
+        view = deal.ruling_view(header, (view,)) if view is not None else None
+        return view or self._resumed.ruling(header)
+
+    def _accumulate(self, view: View | None) -> int:
+        known = view or self._source.view
+        return known.accumulate if known is not None else 1
+
+    def _mine(self, base: _Base, view: View, ahead: int) -> deal.Deal | None:
+        dealt = deal.deal_step(
+            view,
+            base.ledger,
+            epoch=self.epoch,
+            length=self.length,
+            stream=self.stream,
+            ahead=ahead,
+            drop_last=self._drop_last,
+        )
+        return dealt.get(self._source.member_id)
+
+    def _rest(self, base: _Base, view: View, ahead: int) -> Part:
+        return deal.after_step(
+            view,
+            base.ledger,
+            epoch=self.epoch,
+            length=self.length,
+            stream=self.stream,
+            ahead=ahead,
+            drop_last=self._drop_last,
+        )
+
+    def _any_left(self, base: _Base, view: View, ahead: int) -> bool:
+        return bool(self._rest(base, view, ahead - 1))
+
+    def _steps(self, base: _Base, done: int) -> int:
+        """Steps to come, `done` of which are under way already."""
+        view = base.ruling or self._source.view or self._alone()
+        if self.stream == ledger.SHARED:
+            steps = deal.steps_left(view, base.ledger, epoch=self.epoch, length=self.length, drop_last=self._drop_last)
+            return max(0, steps - done)
+        others = deal.local_steps_left(view, base.ledger, self.epoch)
+        own = 1 + done  # an iterable says nothing about its end; there is always one more window to try
+        if self.length != UNKNOWN_LENGTH:
+            mine = base.ruling or self._source.view or self._alone()
+            own = deal.steps_left(
+                mine,
+                base.ledger,
+                epoch=self.epoch,
+                length=self.length,
+                stream=self.stream,
+                drop_last=self._drop_last,
+            )
+        if others is None:
+            return max(own - done, 1)  # somebody has not said how much there is: never call an epoch over too early
+        return max(own - done, others - done, 0)
+
+    def _alone(self) -> View:
+        """Before there is a view: this member on its own."""
+        member = Member(self._source.member_id, self._source.name, "", "", 0, quota=self._quota)
+        return View(NO_VIEW, NO_VIEW, (member,))
+
+    def _over(self, spent: Ledger, ruling: View | None, ahead: int) -> bool:
+        if self.stream == ledger.SHARED:
+            if ahead == 0:
+                return ledger.is_spent(spent, self.stream, self.epoch, self.length)
+            view = ruling or self._source.view
+            return view is None or ahead >= deal.steps_left(
+                view, spent, epoch=self.epoch, length=self.length, drop_last=self._drop_last
+            )
+        view = ruling or self._source.view
+        if view is None:
+            return False
+        if ahead == 0:
+            return ledger.local_over(spent, view, self.epoch)
+        steps = deal.local_steps_left(view, spent, self.epoch)
+        return steps is not None and ahead >= steps
+
+
+class Resumed:
+    """The ledger of a checkpoint (or of a donor), and the view that ruled when it was made."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self._ruling: tuple[str, View] | None = None
+        self._united: tuple[Header, Ledger] | None = None
+
+    def load(self, spent: Ledger, head: str, ruling: View | None) -> None:
+        self.ledger = spent
+        self._ruling = (head, ruling) if ruling is not None else None
+        self._united = None
+
+    def united(self, header: Header) -> Ledger:
+        if self._united is None or self._united[0] is not header:
+            self._united = (header, ledger.union(self.ledger, header.ledger))
+        return self._united[1]
+
+    def ruling(self, header: Header) -> View | None:
+        """The view that rules after this header, if the state came from somebody who knew it."""
+        if self._ruling is not None and self._ruling[0] == header.hash:
+            return self._ruling[1]
+        return None

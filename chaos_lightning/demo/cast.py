@@ -1,0 +1,220 @@
+"""The demo's nodes: real torchrun agents with real workers, started, hurt and ended by their own process ids.
+
+Theory of operation. A node is what a user starts on one machine: a torchrun agent in a session of its own, whose
+worker trains. All of them, and the scheduler that the first one starts, inherit a mark in their environment that only
+this demo knows. Whatever happens, `close` ends exactly the processes that bear it: first politely, then for good, each
+through a pidfd that was opened before its mark was read, so that a number given out anew is never hit. Should the demo
+itself be killed, the kernel ends the agents (PR_SET_PDEATHSIG), workers notice that their agent is gone, and the
+scheduler ends when it has been without members for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos_lightning.errors import ChaosError
+from chaos_lightning.observe.events import Event, EventLog
+from chaos_lightning.testing.processes import Child, start_command
+
+MARK = "CHAOS_DEMO"
+POLITE_S = 4.0
+"""Between SIGTERM and SIGKILL at the end, s."""
+
+
+class NodeDied(ChaosError):
+    """A node ended that nobody had touched."""
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def last_words(child: Child, lines: int = 12) -> str:
+    """The end of the worker's last traceback if there is one: torchrun's own summary after it names no reason."""
+    said = child.tail(400).splitlines()
+    begins = [i for i, line in enumerate(said) if line.startswith("Traceback")]
+    for begin in reversed(begins):
+        own = list(itertools.takewhile(lambda line: not re.match(r"[EWI]\d{4} ", line), said[begin:]))
+        if not any("ChildFailedError" in line for line in own):
+            return "\n".join(own[-lines:])
+    return "\n".join(said[-lines:])
+
+
+@dataclass(slots=True)
+class Cast:
+    """All nodes of one demo, by name; the member behind node "edge-1" is "edge-1-0".
+
+    Attributes:
+        folder: Everything is written below it.
+        arguments: For the training script.
+        min_nodes: torchrun's --nnodes=MIN:8.
+        endpoint: Of the scheduler that the first node starts.
+        nodes: Agents by node name.
+        fallen: Nodes that were killed on purpose.
+        left: Nodes that were asked to leave.
+    """
+
+    folder: Path
+    arguments: tuple[str, ...] = ()
+    min_nodes: int = 2
+    endpoint: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
+    nodes: dict[str, Child] = field(default_factory=dict)
+    fallen: set[str] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
+    _mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _log: EventLog = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.events.mkdir(parents=True, exist_ok=True)
+        self._log = EventLog.in_directory(self.events, "demo", role="harness")
+
+    @property
+    def events(self) -> Path:
+        """Where all members write their event logs."""
+        return self.folder / "events"
+
+    # ------------------------------------------------------------------------------------------------ starting
+
+    def command(self) -> list[str]:
+        """What a user would type on each machine, but for `torchrun` being called by its module."""
+        return [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--rdzv-backend=chaos", f"--rdzv-endpoint={self.endpoint}", f"--nnodes={self.min_nodes}:8"),
+            *("--max-restarts=3", "--rdzv-conf=idle_timeout_s=30"),
+            *("-m", "chaos_lightning.demo.train", "--folder", str(self.folder), *self.arguments),
+        ]
+
+    def start(self, name: str) -> None:
+        """Starts a node of this name."""
+        environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("CHAOS_", "TORCHELASTIC_"))},
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            # Nodes share this machine: one thread each, and no accelerator.
+            **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+            "CUDA_VISIBLE_DEVICES": "",
+            "CHAOS_NODE": name,
+            "CHAOS_LOG_DIR": str(self.events),
+            "CHAOS_STORE": str(self.folder / "chain.sqlite"),
+            "CHAOS_STATE_HASH_EVERY": "5",
+            MARK: self._mark,
+        }
+        self.nodes[name] = start_command(
+            name, self.command(), self.folder / "out" / f"{name}.log", env=environment, cwd=self.folder
+        )
+
+    # ------------------------------------------------------------------------------------------------ hurting
+
+    def kill(self, name: str, worker: int) -> None:
+        """SIGKILL for worker and agent at once: as if the machine were gone. The worker first, or its agent's death
+        would ask it to leave."""
+        self.fallen.add(name)
+        self._note("sigkill", name, pid=worker)
+        self._signal(worker, signal.SIGKILL)
+        self.nodes[name].send(signal.SIGKILL)
+
+    def freeze(self, name: str, worker: int, seconds: float) -> None:
+        """SIGSTOP for the worker, to be followed by `thaw` after so many seconds."""
+        self._note("sigstop", name, pid=worker, seconds=seconds)
+        self._signal(worker, signal.SIGSTOP)
+
+    def thaw(self, name: str, worker: int) -> None:
+        """SIGCONT."""
+        self._note("sigcont", name, pid=worker)
+        self._signal(worker, signal.SIGCONT)
+
+    def interrupt(self, name: str) -> None:
+        """Ctrl+C at the node's torchrun."""
+        self.left.add(name)
+        self._note("sigint", name, pid=self.nodes[name].pid)
+        self.nodes[name].send(signal.SIGINT)
+
+    def _note(self, kind: str, name: str, **fields: object) -> None:
+        self._log.emit(Event.FAULT_INJECTED, kind=kind, node=f"{name}-0", **fields)
+
+    def _signal(self, pid: int, number: int) -> None:
+        with self._open(pid) as handle:
+            if handle < 0:
+                raise NodeDied(f"process {pid} is not there any more, so it cannot get {signal.Signals(number).name}")
+            signal.pidfd_send_signal(handle, number)
+
+    @contextlib.contextmanager
+    def _open(self, pid: int) -> Iterator[int]:
+        """A pidfd of this process if it bears our mark; else -1."""
+        try:
+            handle = os.pidfd_open(pid)
+        except OSError:
+            yield -1
+            return
+        try:
+            yield handle if self._marked(pid) else -1
+        finally:
+            os.close(handle)
+
+    def _marked(self, pid: int) -> bool:
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return status not in "ZX" and f"{MARK}={self._mark}".encode() in Path(
+                f"/proc/{pid}/environ"
+            ).read_bytes().split(b"\0")
+        except (OSError, IndexError):
+            return False
+
+    # ------------------------------------------------------------------------------------------------ watching
+
+    def check(self) -> None:
+        """Raises:
+        NodeDied: A node ended with an error that is no part of the plot.
+        """
+        for name, child in self.nodes.items():
+            code = child.poll()
+            if code not in (None, 0) and name not in self.fallen:
+                raise NodeDied(f"{child.words()}; all that it said is in {child.log}; at last:\n{last_words(child)}")
+
+    def exit_codes(self) -> dict[str, int | None]:
+        """Of all torchrun agents; None while one runs, negative for a signal."""
+        return {name: child.poll() for name, child in self.nodes.items()}
+
+    # ------------------------------------------------------------------------------------------------ ending
+
+    def close(self) -> int:
+        """Ends everything that bears the mark; returns how many processes had to be ended."""
+        ended: set[int] = set()
+        for number, patience in ((signal.SIGTERM, POLITE_S), (signal.SIGKILL, 10.0)):
+            signalled: set[int] = set()
+            deadline = time.monotonic() + patience
+            while time.monotonic() < deadline:
+                alive = self._alive()
+                if not alive:
+                    break
+                for pid in alive - signalled:
+                    with self._open(pid) as handle, contextlib.suppress(ProcessLookupError):
+                        if handle >= 0:
+                            signal.pidfd_send_signal(handle, signal.SIGCONT)  # a frozen one would sleep through SIGTERM
+                            signal.pidfd_send_signal(handle, number)
+                    signalled.add(pid)
+                ended |= alive
+                time.sleep(0.05)
+        for child in self.nodes.values():
+            if not child.running:
+                child.release()
+        self._log.close()
+        return len(ended)
+
+    def _alive(self) -> set[int]:
+        pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+        return {pid for pid in pids if pid != os.getpid() and self._marked(pid)}

@@ -1,0 +1,119 @@
+"""`chaos-lightning demo`: tell the story, prove it, write the report, clean up.
+
+Theory of operation. The command owns everything that outlives a mistake: the folder, the ending of all processes
+(also on Ctrl+C and SIGTERM), and the exit code. 0 means that the whole story took place and every line of the proof
+is fine; 1 that something was not, and then all logs stay and their place is printed; 130 that it was interrupted.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from chaos_lightning.demo import proof
+from chaos_lightning.demo.cast import Cast
+from chaos_lightning.demo.screen import Screen
+from chaos_lightning.demo.story import FOUNDERS, FROZEN, FULL, JOINS, KILLED, LEAVES, QUICK, Story
+from chaos_lightning.errors import ChaosError, ConfigurationError
+
+
+def demo(
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", help="Folder for logs and report; default: a new one in ./runs.", metavar="DIR"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A smaller model and shorter rests; the same story.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep checkpoints and outputs, too.")] = False,
+) -> None:
+    """Train on this machine while nodes join, die, freeze and leave; then prove that nothing was lost."""
+    folder = prepare(directory)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    cast = Cast(folder, QUICK.arguments if quick else FULL.arguments)
+    # Explicitly for both: a shell's background job comes with SIGINT ignored.
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    problem = ""
+    began = time.monotonic()
+    try:
+        with Screen(console) as screen:
+            story = Story(cast, screen, QUICK if quick else FULL)
+            try:
+                story.tell()
+            except ChaosError as error:
+                problem = str(error)
+                screen.say("bad", problem)
+        codes = cast.exit_codes()
+    except KeyboardInterrupt:
+        console.print(f"interrupted; logs are in {folder}", soft_wrap=True)
+        raise typer.Exit(130) from None
+    finally:
+        for number in before:
+            signal.signal(
+                number, signal.SIG_IGN
+            )  # ending the nodes takes some seconds at most, and must not be cut off
+        cast.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    expected = proof.Expected(
+        founders=FOUNDERS, joins=JOINS, killed=KILLED, frozen=FROZEN, leaves=LEAVES, exit_codes=codes
+    )
+    good = conclude(console, folder, expected, problem, time.monotonic() - began)
+    if good and not keep:
+        tidy(folder)
+    raise typer.Exit(0 if good else 1)
+
+
+def prepare(directory: Path | None) -> Path:
+    """The demo's folder, empty.
+
+    Raises:
+        ConfigurationError: It holds something: an audit over two runs' logs would judge neither.
+    """
+    folder = directory or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigurationError(f"--dir {folder}: expected an empty or a new folder; logs of two runs must not mix")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder.resolve()
+
+
+def conclude(console: Console, folder: Path, expected: proof.Expected, problem: str, seconds: float) -> bool:
+    """Prints the proof, writes the report; whether everything is fine."""
+    from chaos_lightning.observe.report import write_report
+
+    checks = proof.prove(folder, expected)
+    console.print(proof.table(checks, f"\nWhat this proves ({seconds:.0f} s)"))
+    failed = [check for check in checks if not check.ok]
+    try:
+        written = write_report(folder / "events", folder, title="chaos-lightning demo")
+        console.print(f"\n{written.summary}", soft_wrap=True)
+        console.print(f"report   {written.page}\npicture  {written.picture}", soft_wrap=True)
+        console.print(f"logs     {folder / 'events'}  (chaos-lightning audit judges them anew)", soft_wrap=True)
+    except ConfigurationError as error:
+        console.print(f"no report: {error}", soft_wrap=True)
+    if problem or failed:
+        console.print(f"FAILED: {len(failed)} of {len(checks)} lines; all logs are in {folder}", soft_wrap=True)
+        if problem:
+            console.print(f"the story broke off: {problem.splitlines()[0]}", soft_wrap=True, markup=False)
+        return False
+    console.print(f"ALL {len(checks)} LINES HOLD", style="bold green")
+    return True
+
+
+def tidy(folder: Path) -> None:
+    """Leaves event logs and report."""
+    for name in ("out", "checkpoints"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for path in (*folder.glob("chain.sqlite*"), *folder.glob("final-*.json"), *folder.glob("*.log"), folder / "enough"):
+        path.unlink(missing_ok=True)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

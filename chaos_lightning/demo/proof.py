@@ -1,0 +1,274 @@
+"""What the demo proves, from its event logs: a table of expectations, each with what was found.
+
+Theory of operation. Two witnesses are heard. The audit (observe/audit.py) judges the contract over all events, sharing
+no code with the engine. The checks here ask whether what the story wanted to show was shown: who joined from whom, how
+long the others waited, what a death cost, whether all hold the same in the end. A check fails when the logs contradict
+it, and also when they do not tell: nothing is taken on trust from the program that told the story but the exit codes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from chaos_lightning.demo import LOSS
+from chaos_lightning.observe import audit as auditing
+from chaos_lightning.observe import folds
+from chaos_lightning.observe.events import Event, Record, read_events
+from chaos_lightning.observe.fields import node_of, number
+from chaos_lightning.observe.timeline import Life, Timeline
+from chaos_lightning.observe.units import amount, duration
+
+HOW = {
+    "redo": "the open step was reduced again from kept gradients",
+    "hand-on": "the committed step was handed on",
+    "next": "no step was open",
+    "stayed": "it thawed in time",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the proof."""
+
+    what: str
+    found: str
+    ok: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What the story says it did, by node names, and how it ended.
+
+    Attributes:
+        founders, joins, killed, frozen, leaves: Who was to do what.
+        exit_codes: Of the torchrun agents; None if one still ran.
+    """
+
+    founders: tuple[str, ...]
+    joins: str
+    killed: str
+    frozen: str
+    leaves: str
+    exit_codes: Mapping[str, int | None]
+
+    @property
+    def staying(self) -> tuple[str, ...]:
+        """Nodes that are there at the end."""
+        return tuple(n for n in (*self.founders, self.joins) if n not in (self.killed, self.leaves))
+
+
+def prove(folder: Path, expected: Expected) -> list[Check]:
+    """Everything that must be true of the demo in this folder."""
+    records = list(read_events(folder / "events"))
+    timeline = Timeline.of(records)
+    one = _Proof(folder, timeline, records, expected)
+    return [
+        one.founded(),
+        one.joined(),
+        one.killed(),
+        one.frozen(),
+        one.left(),
+        one.finished(),
+        one.steps(),
+        one.samples(),
+        one.chain(),
+        one.hashes(),
+        one.weights(),
+        one.learned(),
+        *audited(folder / "events"),
+    ]
+
+
+def audited(events: Path) -> list[Check]:
+    """The independent audit's verdicts; here all five points must be shown."""
+    return [
+        Check(f"audit {f.point}: {auditing.POINTS[f.point]}", "; ".join([f.text, *_bad(f)]), f.verdict == auditing.OK)
+        for f in auditing.audit(events)
+    ]
+
+
+def _bad(finding: auditing.Finding) -> Sequence[str]:
+    return () if finding.verdict == auditing.OK else (finding.verdict, *finding.details[:3])
+
+
+def table(checks: Sequence[Check], title: str) -> Table:
+    """The checks for a terminal."""
+    grid = Table(title=title, title_justify="left", title_style="bold", header_style="dim", padding=(0, 1))
+    grid.add_column("")
+    grid.add_column("what must be", ratio=5)
+    grid.add_column("what the event logs show", ratio=8)
+    for check in checks:
+        verdict = Text("ok", style="bold green") if check.ok else Text("FAILED", style="bold red")
+        grid.add_row(verdict, escape(check.what), escape(check.found))
+    return grid
+
+
+@dataclass(slots=True)
+class _Proof:
+    folder: Path
+    timeline: Timeline
+    records: Sequence[Record]
+    expected: Expected
+
+    # ------------------------------------------------------------------------------------------------ the story
+
+    def founded(self) -> Check:
+        names = self.expected.founders
+        lives = {name: self._lives(name) for name in names}
+        slots = [s for s in self.timeline.chain() if {node_of(m) for m in s.who} == {f"{n}-0" for n in names}]
+        start = min((r.t for r in self.records), default=0.0)
+        born = max((x[0].born for x in lives.values() if x), default=0.0)
+        what = f"{len(names)} torchrun nodes start the job"
+        if not slots:
+            return Check(what, f"no step of {', '.join(names)} together", False)
+        roles = [f"{name} as {x[0].role}" for name, x in lives.items() if x]
+        text = f"{', '.join(roles)}; trained together {duration(slots[0].first - born)} after the last one was ready"
+        return Check(what, f"{text}, {duration(slots[0].first - start)} after the start", True)
+
+    def joined(self) -> Check:
+        name = self.expected.joins
+        what = f"{name} joins while the others train"
+        join = next((j for j in folds.joins(self.timeline) if j.node == f"{name}-0"), None)
+        if join is None or join.contributed is None or join.pull_done is None:
+            return Check(what, "it never contributed", False)
+        away = [s for s in self.timeline.chain() if s.first < join.contributed and join.member not in s.who]
+        text = (
+            f"{_transfer(join)}; contributed {duration(join.contributed - join.born)} after its hello; the others "
+            f"waited {duration(join.pause)} for it"
+        )
+        return Check(what, text, join.nbytes > 0 and len(join.sources) > 1 and bool(away))
+
+    def killed(self) -> Check:
+        name = self.expected.killed
+        what = f"SIGKILL of {name} (agent and worker) costs no step"
+        recovery = self._recovery(name, "sigkill")
+        if recovery is None or recovery.seconds is None:
+            return Check(what, "the logs show no step after it", False)
+        code = self.expected.exit_codes.get(name)
+        noticed = "" if recovery.noticed is None else f"noticed after {duration(recovery.noticed - recovery.at)}; "
+        text = f"{noticed}all {recovery.survivors} survivors held the next step after {duration(recovery.seconds)}"
+        return Check(what, f"{text}: {HOW[recovery.how]}", code == -9 and recovery.survivors >= 2)
+
+    def frozen(self) -> Check:
+        name = self.expected.frozen
+        what = f"{name} freezes, is put out, wakes and joins again by itself"
+        recovery = self._recovery(name, "sigstop")
+        lives = self._lives(name)
+        if recovery is None or recovery.decided is None or recovery.resumed is None:
+            return Check(what, "it was not put out", False)
+        after = [x for x in lives if x.born >= recovery.at and x.joined is not None]
+        before = [x for x in lives if x.member == recovery.member]
+        if not after or not before:
+            return Check(what, "it did not come back", False)
+        join = next((j for j in folds.joins(self.timeline) if j.member == after[0].member), None)
+        same = after[0].source == before[0].source
+        wakes = [r.t for r in self.records if r.name == Event.FAULT_INJECTED and r.get("kind") == "sigcont"]
+        back = f"back {duration((after[0].joined or 0.0) - wakes[-1])} after waking" if wakes else "back"
+        text = (
+            f"others waited {duration(recovery.resumed - recovery.at)} until it was out; {back}, "
+            f"{'in the same process' if same else 'in ANOTHER process'}"
+        )
+        text += f", with {_transfer(join)}" if join is not None else ", without the others' state"
+        return Check(what, text, same and before[0].end == "fenced" and join is not None)
+
+    def left(self) -> Check:
+        name = self.expected.leaves
+        what = f"Ctrl+C at {name}'s torchrun is a polite leave"
+        lives, code = self._lives(name), self.expected.exit_codes.get(name)
+        last = lives[-1] if lives else None
+        if last is None or last.end != "left" or last.ended is None or last.leaving is None:
+            return Check(what, f"it ended as {last.end if last else 'nothing'!r}; torchrun's exit code {code}", False)
+        text = f"out {duration(last.ended - last.leaving)} after the wish; its torchrun ended with exit code {code}"
+        return Check(what, text, code == 0)
+
+    def finished(self) -> Check:
+        names = self.expected.staying
+        codes = [self.expected.exit_codes.get(name) for name in names]
+        closing = [s for s in self.timeline.chain() if s.kind == "closing"]
+        who = sorted(node_of(m).removesuffix("-0") for m in closing[-1].commits) if closing else []
+        text = f"closing slot committed by {', '.join(who) or 'nobody'}; torchrun's exit codes {codes}"
+        return Check(f"the job finishes with {' and '.join(names)}", text, who == sorted(names) and not any(codes))
+
+    # ------------------------------------------------------------------------------------------------ the training
+
+    def steps(self) -> Check:
+        chain = self.timeline.chain()
+        steps = [s.step for s in chain if s.kind == "step"]
+        dead = {x.member for x in self.timeline.lives.values() if x.end in ("killed", "fenced", "death")}
+        kept = {s.header for s in chain}
+        stray = [s for s in self.timeline.slots.values() if s.header not in kept]
+        lost = [s for s in stray if s.kind == "step" and not set(s.commits) <= dead]
+        whole = steps == list(range(1, len(steps) + 1))
+        text = f"{len(steps)} steps committed, numbered without a gap; {len(lost)} lost" if whole else f"gaps: {steps}"
+        if len(stray) > len(lost):
+            text += f"; {len(stray) - len(lost)} known only to a victim and reduced again by the others"
+        return Check("no committed step is lost", text, bool(steps) and whole and not lost)
+
+    def samples(self) -> Check:
+        uses = folds.samples(self.timeline)
+        whole = [use for use in uses.values() if use.complete and not use.twice and use.used == use.distinct]
+        lengths = {use.length for use in uses.values()}
+        text = f"{len(whole)} of {len(uses)} epochs whole, {sum(u.used for u in uses.values()):,} uses"
+        text += f" = {len(uses)} x {lengths.pop():,}" if len(lengths) == 1 and None not in lengths else ""
+        doubles = sum(use.used - use.distinct for use in uses.values())
+        found = f"{text}; {doubles} used twice"
+        return Check("every sample exactly once per epoch", found, bool(uses) and len(whole) == len(uses))
+
+    def chain(self) -> Check:
+        """Each member's own list of commits against the chain, number by number."""
+        chain = {s.seq: s.header for s in self.timeline.chain()}
+        dead = {x.member for x in self.timeline.lives.values() if x.end in ("killed", "fenced", "death")}
+        compared, differ, members = 0, 0, set()
+        for r in self.records:
+            if r.name == Event.COMMITTED and r.by == r.member:
+                members.add(r.member)
+                compared += 1
+                # What only a victim had committed is in `steps`.
+                differ += chain.get(int(r["seq"])) != r["header"] and r.member not in dead
+        text = f"{compared:,} commits by {len(members)} member ids agree on one chain of {len(chain):,} headers"
+        if differ:
+            text = f"{differ} of {compared:,} commits are not on the chain"
+        return Check("all members committed the same headers", text, bool(compared) and not differ)
+
+    def hashes(self) -> Check:
+        shared = [a for a in folds.agreement(self.timeline) if len(a.hashes) > 1]
+        unequal = [a for a in shared if not a.equal]
+        members = {m for a in shared for m in a.hashes}
+        text = f"equal at {len(shared) - len(unequal)} of {len(shared)} steps where {len(members)} member ids took one"
+        return Check("state hashes (weights and optimizer) are equal", text, bool(shared) and not unequal)
+
+    def weights(self) -> Check:
+        found = {}
+        for path in sorted(self.folder.glob("final-*.json")):
+            words = json.loads(path.read_text(encoding="utf-8"))
+            found[str(words["member"]).removesuffix("-0")] = str(words["weights"])
+        same = len(set(found.values())) == 1
+        text = f"{' and '.join(found) or 'nobody'}: sha256 " + ", ".join(sorted({v[:12] for v in found.values()}))
+        return Check("final weights are bit-identical", text, same and sorted(found) == sorted(self.expected.staying))
+
+    def learned(self) -> Check:
+        losses = [number(r.get("loss")) for r in self.records if r.name == LOSS]
+        text = "validation loss " + " > ".join(f"{loss:.3f}" for loss in losses) + " nats per byte"
+        return Check("the model learns", text, len(losses) > 1 and losses[-1] < losses[0])
+
+    # ------------------------------------------------------------------------------------------------ helpers
+
+    def _lives(self, name: str) -> list[Life]:
+        return sorted((x for x in self.timeline.lives.values() if x.node == f"{name}-0"), key=lambda x: x.born)
+
+    def _recovery(self, name: str, kind: str) -> folds.Recovery | None:
+        return next((r for r in folds.recoveries(self.timeline) if r.node == f"{name}-0" and r.kind == kind), None)
+
+
+def _transfer(join: folds.Join) -> str:
+    """Bytes, time and sources of one state transfer."""
+    parts = [f"{node_of(donor).removesuffix('-0')} {amount(n)}" for donor, n, _ in join.sources if n]
+    text = f"{amount(join.nbytes)} in {duration(join.seconds)}" + (f" from {', '.join(parts)}" if parts else "")
+    return text + (f" ({amount(join.skipped)} it held already)" if join.skipped else "")

@@ -1,0 +1,265 @@
+"""The demo's story: who comes, who is hurt and who goes, each as soon as the one before has been got over.
+
+Theory of operation. The story is told by events: every act waits in the members' event logs for what must follow,
+with a deadline, and lets some steps pass before the next one, so that each has an undisturbed before and after.
+Nothing in here judges whether the training was right: `proof.py` does, from the logs alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from chaos_lightning.demo.cast import Cast
+from chaos_lightning.demo.screen import Screen
+from chaos_lightning.errors import DeadlineError
+from chaos_lightning.observe.events import Event, Record, Tail
+from chaos_lightning.observe.fields import integer, number
+from chaos_lightning.observe.timeline import Timeline
+from chaos_lightning.observe.units import amount, duration
+
+T = TypeVar("T")
+_TURN_S = 0.04
+
+FOUNDERS = ("edge-1", "edge-2", "edge-3")
+JOINS, KILLED, FROZEN, LEAVES = "edge-4", "edge-2", "edge-3", "edge-1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """How long things take.
+
+    Attributes:
+        rest_steps: Undisturbed steps between two acts.
+        freeze_s: How long the frozen worker sleeps, s.
+        start_deadline_s: For a torchrun that starts (importing torch and Lightning takes a while), s.
+        act_deadline_s: For everything else that is waited for, s.
+        arguments: For the training script.
+    """
+
+    rest_steps: int = 25
+    freeze_s: float = 3.0
+    start_deadline_s: float = 240.0
+    act_deadline_s: float = 90.0
+    arguments: tuple[str, ...] = ()
+
+
+FULL = Plot(arguments=("--layers=4", "--width=128", "--batch-size=4", "--text=90000"))
+QUICK = Plot(
+    rest_steps=8, freeze_s=2.0, arguments=("--layers=2", "--width=64", "--batch-size=4", "--text=40000", "--pause=0.02")
+)
+
+
+class Story:
+    """One telling.
+
+    Args:
+        cast: The nodes.
+        screen: Where the story is shown.
+        plot: How long things take.
+
+    Attributes:
+        timeline: Of all events so far.
+    """
+
+    def __init__(self, cast: Cast, screen: Screen, plot: Plot) -> None:
+        self.cast = cast
+        self.screen = screen
+        self.plot = plot
+        self.timeline = Timeline()
+        self._tail = Tail(cast.events)
+        self._records: list[Record] = []
+
+    def tell(self) -> None:
+        """All acts.
+
+        Raises:
+            DeadlineError: Something did not happen in time; the message says what.
+            NodeDied: A node ended that was not to.
+        """
+        self._start()
+        self._join()
+        self._kill()
+        self._freeze()
+        self._leave()
+        self._finish()
+
+    # ------------------------------------------------------------------------------------------------ acts
+
+    def _start(self) -> None:
+        command = " ".join(["torchrun", *self.cast.command()[3:8], "train.py"])
+        self._say("do", f"{len(FOUNDERS)} machines start: {command}")
+        for name in FOUNDERS:
+            self.cast.start(name)
+        self._say("seen", "each imports torch and Lightning first; the first one also starts the job's scheduler")
+        for name in FOUNDERS:
+            joined = self._event(Event.JOINED, name, self.plot.start_deadline_s)
+            self._say("seen", f"{name} is in as {joined.get('role')} at step {joined.get('step')}")
+        self._rest()
+        self._say("good", f"{len(FOUNDERS)} nodes train: {self._pace()}")
+
+    def _join(self) -> None:
+        before = self._step
+        self._say("do", f"{JOINS} starts with the same command, while the others train")
+        self.cast.start(JOINS)
+        joined = self._event(Event.JOINED, JOINS, self.plot.start_deadline_s)
+        pulled = self._event(Event.PULL_DONE, JOINS)
+        self._say(
+            "good",
+            f"{JOINS} joined: {amount(integer(pulled.get('nbytes')))} of training state in "
+            f"{duration(number(pulled.get('seconds')))} from {len(joined.get('by_source') or ())} members; "
+            f"the others committed {self._step - before} steps while it started",
+        )
+        self._rest()
+
+    def _kill(self) -> None:
+        worker, member = self._worker(KILLED)
+        self._say("do", f"kill -9 for {KILLED}, agent and worker at once: the machine is gone")
+        self.cast.kill(KILLED, worker)
+        at = time.time()
+        self._without(member)
+        slot = self._wait(
+            f"a step after the death of {KILLED}",
+            lambda: next((s for s in self.timeline.recent(50) if s.first > at and member not in s.who), None),
+        )
+        self._say("good", f"step {slot.step} was committed {duration(slot.first - at)} later by the others")
+        self._rest()
+
+    def _freeze(self) -> None:
+        worker, member = self._worker(FROZEN)
+        seconds = self.plot.freeze_s
+        self._say("do", f"the worker of {FROZEN} freezes (SIGSTOP) for {seconds:g} s")
+        self.cast.freeze(FROZEN, worker, seconds)
+        wakes = time.monotonic() + seconds
+        try:
+            self._without(member)
+            self._say("seen", f"{FROZEN} was put out; the others go on without it")
+            self._wait(f"{seconds:g} s to pass", lambda: time.monotonic() >= wakes)
+        finally:
+            self.cast.thaw(FROZEN, worker)
+        self._say("do", f"{FROZEN} wakes")
+        woken = len(self._records)
+        self._event(Event.FENCED, FROZEN, after=woken)
+        joined = self._event(Event.JOINED, FROZEN, after=woken)
+        again = self._worker(FROZEN)[0]
+        self._say(
+            "good" if again == worker else "bad",
+            f"{FROZEN} was told that it is out, took over the others' state and joined again at step "
+            f"{joined.get('step')}, in the same process {again}",
+        )
+        self._rest()
+
+    def _leave(self) -> None:
+        _, member = self._worker(LEAVES)
+        self._say("do", f"Ctrl+C at the torchrun of {LEAVES} (it was the first, and writes the checkpoints)")
+        at = time.time()
+        self.cast.interrupt(LEAVES)
+        left = self._event(Event.LEFT, LEAVES)
+        self._without(member)
+        self._say("seen", f"{LEAVES} finished its step and left {duration(left.t - at)} later")
+        code = self._exit(LEAVES)
+        self._say("good" if code == 0 else "bad", f"its torchrun ended with exit code {code}")
+        self._rest()
+
+    def _finish(self) -> None:
+        self._say("do", "enough: the job ends with this epoch, by a vote as EarlyStopping's")
+        (self.cast.folder / "enough").touch()
+        staying = [name for name in self.cast.nodes if name not in self.cast.fallen | self.cast.left]
+        for name in staying:
+            self._event(Event.FINISHED, name)
+        codes = {name: self._exit(name) for name in staying}
+        good = not any(codes.values())
+        self._say(
+            "good" if good else "bad",
+            f"the job finished at step {self._step}; exit codes: "
+            + ", ".join(f"{name} {code}" for name, code in codes.items()),
+        )
+        self.look()
+
+    # ------------------------------------------------------------------------------------------------ waiting
+
+    def look(self) -> None:
+        """Takes in what was logged since the last look."""
+        for record in self._tail.poll():
+            self._records.append(record)
+            self.timeline.add(record)
+        self.screen.refresh(self.timeline)
+
+    def _wait(self, what: str, ready: Callable[[], T | None], deadline_s: float | None = None) -> T:
+        limit = self.plot.act_deadline_s if deadline_s is None else deadline_s
+        end = time.monotonic() + limit
+        while True:
+            self.look()
+            result = ready()
+            if result is not None and result is not False:
+                return result
+            self.cast.check()
+            if time.monotonic() > end:
+                last = "\n".join(f"  {str(r)[:200]}" for r in self._records[-8:])
+                raise DeadlineError(f"waited {limit:g} s for {what}; the last events were:\n{last}")
+            time.sleep(_TURN_S)
+
+    def _event(self, event: Event, node: str, deadline_s: float | None = None, *, after: int = 0) -> Record:
+        """The first event of this name from this node, among those read after the first `after`."""
+        place = after
+
+        def found() -> Record | None:
+            nonlocal place
+            while place < len(self._records):
+                record = self._records[place]
+                place += 1
+                # The scheduler writes about members, too.
+                if record.name == event and record.node == f"{node}-0" and record.source.startswith("member"):
+                    return record
+            return None
+
+        return self._wait(f"'{event}' of {node}", found, deadline_s)
+
+    def _rest(self) -> None:
+        """Some steps in peace."""
+        goal = self._step + self.plot.rest_steps
+        self._wait(f"step {goal}", lambda: self._step >= goal)
+
+    def _without(self, member: str) -> None:
+        """Until a view without this member rules."""
+        self._wait(
+            f"a view without {member}",
+            lambda: (
+                bool(self.timeline.views)
+                and member not in max(self.timeline.views.values(), key=lambda v: v.number).members
+            ),
+        )
+
+    def _exit(self, name: str) -> int:
+        code = self._wait(f"the end of {name}'s torchrun", lambda: _boxed(self.cast.exit_codes()[name]))
+        return code[0]
+
+    # ------------------------------------------------------------------------------------------------ looking
+
+    @property
+    def _step(self) -> int:
+        recent = self.timeline.recent(1)
+        return recent[-1].step if recent else 0
+
+    def _pace(self) -> str:
+        steps = [slot for slot in self.timeline.recent(20) if slot.kind == "step"]
+        pace = (steps[-1].first - steps[0].first) / max(1, len(steps) - 1)
+        return f"{duration(pace)} a step, {sum(w for _, w in steps[-1].contributors):g} samples each"
+
+    def _worker(self, name: str) -> tuple[int, str]:
+        """Process id and member id of this node's living worker."""
+        life = self.timeline.living(f"{name}-0", time.time())
+        opened = [r for r in self._records if r.name == Event.OPENED and life is not None and r.source == life.source]
+        if life is None or not opened:
+            raise DeadlineError(f"{name} has no living member; its log is in {self.cast.events}")
+        return integer(opened[-1].get("pid")), life.member
+
+    def _say(self, kind: str, text: str) -> None:
+        self.screen.say(kind, text)
+
+
+def _boxed(code: int | None) -> tuple[int] | None:
+    """An exit code of 0 is an answer, too."""
+    return None if code is None else (code,)

@@ -1,0 +1,55 @@
+"""The exception tree: one root, one branch for each thing a reader can do about it."""
+
+from __future__ import annotations
+
+
+class ChaosError(Exception):
+    """Root of everything this package raises on purpose."""
+
+
+class ConfigurationError(ChaosError, ValueError):
+    """The user asked for something that cannot work; says what was given, what was expected, what to do."""
+
+
+class UnsupportedError(ConfigurationError):
+    """A feature of the host framework that this package refuses by name instead of doing it wrong."""
+
+
+class RefusedError(ChaosError):
+    """The scheduler (or a neighbour) did not let this member in: token, name, version, fingerprint, finished job."""
+
+
+class DisagreementError(ChaosError):
+    """Members that must agree do not: the message names the member, the field and both values."""
+
+
+class FencedError(ChaosError):
+    """This member was excluded by a decided view; its training state is void and it may join again."""
+
+
+class DepartedError(ChaosError):
+    """This member was let go (it asked to leave, or the job is finished): nothing more commits here."""
+
+
+class SchedulerUnreachableError(ChaosError):
+    """No scheduler answered within the deadline."""
+
+
+class DeadlineError(ChaosError):
+    """A wait ended without its event; names node, link, step, what was expected and what to do."""
+
+
+class WireError(ChaosError):
+    """Bytes that are no frame of ours: magic, length, checksum, unknown type or field out of limits."""
+
+
+class StateError(ChaosError):
+    """Training state that cannot travel or does not fit; names the piece."""
+
+
+class PlanError(ConfigurationError):
+    """A plan that does not span all members, has a cycle or does not cover every byte exactly once."""
+
+
+class StoreError(ChaosError):
+    """The coordination store refused or failed."""

@@ -1,0 +1,241 @@
+"""Streams, hellos, leaves and links: what members say, turned into facts about them.
+
+Theory of operation. A hello is refused in words, resumed (the stream of a known process was replaced: whatever may have
+been lost on the old stream is said again, which every message bears) or welcomed as a newcomer. Newcomers and members
+are told of each other by OpenLinks, whose list replaces the one before.
+"""
+
+from __future__ import annotations
+
+from chaos_lightning.membership.effects import Close, Send
+from chaos_lightning.membership.roster import (
+    NEWCOMER,
+    Peer,
+    Reference,
+    Standing,
+    places_left,
+    refusal,
+    same_process,
+)
+from chaos_lightning.membership.scheduler_state import Phase, SchedulerState
+from chaos_lightning.membership.types import (
+    NO_VIEW,
+    Entered,
+    Fence,
+    Finished,
+    FromMember,
+    Heartbeat,
+    Hello,
+    Leave,
+    LinkEvent,
+    Member,
+    Notice,
+    OpenLinks,
+    Prepare,
+    Ready,
+    Refused,
+    Released,
+    Report,
+    Verdict,
+    Welcome,
+)
+
+
+class Admission(SchedulerState):
+    """See the module."""
+
+    # ------------------------------------------------------------------ streams and admission
+
+    def _on_message(self, conn: int, message: FromMember) -> None:
+        if isinstance(message, Hello):
+            self._conns.setdefault(conn, "")
+            self._on_hello(conn, message)
+            return
+        peer = self.peers.get(self._conns.get(conn, ""))
+        if peer is None or peer.conn != conn:
+            return
+        peer.heard = self.now
+        self._revive(peer)
+        match message:
+            case Ready():
+                if peer.standing is Standing.LINKING:
+                    peer.standing = Standing.READY
+            case Heartbeat(_, seq, step):
+                peer.seq, peer.step = seq, step
+            case LinkEvent(other, up, evidence):
+                self._on_link(peer, other, up, evidence)
+            case Verdict(suspect, alive, evidence):
+                self.detector.verdict(suspect, peer.id, alive, evidence)
+            case Report(number):
+                if self.phase is Phase.PREPARING and number == self._number:
+                    peer.report = message
+                    self.detector.reported(peer.id)
+            case Entered():
+                peer.stands(message)
+                if self.latest is not None and message.view == self.latest.id and self._admitted_at is None:
+                    self._admitted_at = self.now
+            case Leave(reason):
+                self._on_leave(peer, reason)
+            case Finished(seq, step):
+                peer.finished, peer.seq, peer.step = True, seq, step
+
+    def _revive(self, peer: Peer) -> None:
+        """Who speaks lives: until a view is decided without it, its death is taken back."""
+        peer.dead = ""
+        self.detector.heard(peer.id)
+
+    def _on_hello(self, conn: int, hello: Hello) -> None:
+        if self.phase is Phase.FINISHED:
+            reason = "the job is finished"
+            self._out.append(Send(conn, Released(reason) if hello.resume else Refused(reason)))
+            return
+        reason = refusal(hello, self.settings, self.reference)
+        if reason:
+            self._refuse(conn, hello, reason)
+        elif hello.resume:
+            self._resume(conn, hello)
+        else:
+            self._welcome(conn, hello)
+
+    def _refuse(self, conn: int, hello: Hello, reason: str, retry: bool = False) -> None:
+        self._note("refused", member=hello.name, reason=reason)
+        self._out.append(Send(conn, Refused(reason, retry)))
+
+    def _resume(self, conn: int, hello: Hello) -> None:
+        """The stream of a known member was replaced; whatever may have been lost on the old one is said again."""
+        peer = self.peers.get(hello.resume)
+        if peer is None or peer.condemned:
+            why = peer.condemned if peer is not None else "a decided view went on without it"
+            self._note("fenced", member=hello.resume, reason=why)
+            self._out.append(Send(conn, Fence(f"{hello.resume} is out of the job: {why}")))
+            return
+        if peer.conn is not None and peer.conn != conn:
+            self._conns.pop(peer.conn, None)
+            self._out.append(Close(peer.conn, "replaced by a newer stream"))
+        self.reference = self.reference or Reference.of(hello)
+        self._conns[conn] = peer.id
+        peer.conn, peer.heard, peer.linked = conn, self.now, None
+        self._revive(peer)
+        self._greet(peer, "joiner" if peer.standing is not Standing.STANDBY else "standby", "welcome back")
+        if self.phase is Phase.PREPARING or self.phase is Phase.HOLDING:
+            if peer.id in self._expected and peer.report is None:
+                self._send(peer, Prepare(self._number, self._why))
+        elif self._decision is not None and self._decision.view.find(peer.id) is not None:
+            self._send(peer, self._decision)
+        elif self._announced is not None:
+            self._send(peer, self._announced)
+
+    def _welcome(self, conn: int, hello: Hello) -> None:
+        for peer in [p for p in self.peers.values() if p.member.name == hello.name and not p.condemned]:
+            if same_process(peer.member, hello):
+                self._condemn(peer, "its process said hello anew, its state is void")
+            elif peer.dead or peer.standing is Standing.LEAVER:
+                continue
+            else:
+                if peer.standing is Standing.MEMBER:
+                    self.detector.suspect(self.now, peer.id, f"another process says hello as {hello.name}")
+                words = f"{hello.name} is in the job already as {peer.id} (pid {peer.member.pid} on {peer.member.host})"
+                self._refuse(conn, hello, f"{words}: take another name, or wait until it is found dead", retry=True)
+                return
+        self.reference = self.reference or Reference.of(hello)
+        member = Member(
+            id=f"{hello.name}~{self._incarnation}",
+            name=hello.name,
+            host=hello.host,
+            address=hello.address,
+            port=hello.port,
+            pid=hello.pid,
+            pid_start=hello.pid_start,
+            quota=hello.quota,
+        )
+        self._incarnation += 1
+        standby = places_left(self.peers, self.settings) <= 0
+        peer = Peer(member, Standing.STANDBY if standby else Standing.LINKING, conn=conn, heard=self.now, known=True)
+        peer.neighbours = hello.neighbours
+        self.peers[peer.id] = peer
+        self._conns[conn] = peer.id
+        if standby:
+            self._greet(peer, "standby", f"max_nodes={self.settings.max_nodes} are in")
+            self._send(peer, Notice(f"on standby: {self.settings.max_nodes} members are in", waiting=True))
+        elif self.phase is Phase.FOUNDING:
+            self._greet(peer, "founder", f"the job begins when min_nodes={self.settings.min_nodes} are ready")
+        else:
+            self._greet(peer, "joiner", "the job is running")
+
+    def _greet(self, peer: Peer, role: str, reason: str) -> None:
+        settings = self.settings
+        self._note("welcomed", member=peer.id, role=role, reason=reason)
+        self._send(
+            peer,
+            Welcome(peer.member, self.term, role, reason, settings.heartbeat_interval_s, settings.heartbeat_timeout_s),
+        )
+
+    def _on_closed(self, conn: int, abrupt: bool) -> None:
+        peer = self.peers.get(self._conns.pop(conn, ""))
+        if peer is None or peer.conn != conn:
+            return
+        peer.conn, peer.closed_at = None, self.now
+        if peer.standing not in (Standing.MEMBER, Standing.LEAVER) or self.phase is Phase.FINISHED:
+            self._drop(peer)
+        elif not abrupt:
+            self._die(peer, "it closed its control stream in good order")
+
+    def _on_link(self, peer: Peer, other: str, up: bool, evidence: str) -> None:
+        if up:
+            before = peer.down.pop(other, None)
+            subject = self.peers.get(other)
+            together = subject is not None and peer.entered == subject.entered != NO_VIEW
+            if before is None and together and other not in peer.up:
+                before = "it was not there when the view began"
+            peer.up.add(other)
+            # Whatever was sent on the link before is lost; a new attempt makes up for it.
+            if before is not None and not self._reserving and self._inside(peer.id) and self._inside(other):
+                self._again = f"the link between {peer.id} and {other} was made anew ({before})"
+            return
+        peer.up.discard(other)
+        if not evidence.startswith("closed"):
+            return
+        peer.down[other] = evidence
+        subject = self.peers.get(other)
+        if subject is not None and subject.alive and subject.standing in (Standing.MEMBER, Standing.LEAVER):
+            self.detector.suspect(self.now, other, f"{peer.id} says that its link is {evidence}")
+
+    def _on_leave(self, peer: Peer, reason: str) -> None:
+        if not peer.leaving:
+            self._note("leave", member=peer.id, reason=reason)
+        peer.leaving = reason or "asked to leave"
+        if peer.standing not in (Standing.MEMBER, Standing.LEAVER):
+            self._release(peer, "it was not in the job yet")
+
+    def _on_drain(self, name: str) -> None:
+        matching = [p for p in self.peers.values() if name in (p.id, p.member.name, p.member.host)]
+        self._note("notice", text=f"drain of {name}: {', '.join(p.id for p in matching) or 'nobody by that name'}")
+        for peer in matching:
+            self._on_leave(peer, "drained by the operator")
+
+    # ------------------------------------------------------------------ links
+
+    def _links(self) -> None:
+        """Tells newcomers and members of each other; the list replaces the one before."""
+        if self.phase in (Phase.FINISHED, Phase.DEPOSED):
+            return
+        newcomers = [p for p in self.peers.values() if p.standing in NEWCOMER]
+        members = self._living()
+        latest = self.latest
+        joining = [p for p in members if latest is not None and p.entered != latest.id and p.id in latest.joiners]
+        for peer in newcomers:
+            others = [p for p in (*members, *newcomers) if p is not peer]
+            others.sort(key=lambda p: p.member.name not in peer.neighbours)
+            self._open_links(peer, others)
+        for peer in members:
+            # Until it has entered the last view, a member knows the newer ones by this list only; a link that it
+            # gave up in between would be missed when it enters.
+            known = joining if latest is not None and peer.entered == latest.id else members
+            self._open_links(peer, [p for p in (*known, *newcomers) if p is not peer])
+
+    def _open_links(self, peer: Peer, others: list[Peer]) -> None:
+        ids = tuple(p.id for p in others)
+        linked = peer.linked if peer.linked is not None or peer.standing is Standing.LINKING else ()
+        if peer.conn is not None and ids != linked:
+            self._send(peer, OpenLinks(tuple(p.member for p in others)))
+            peer.linked = ids

@@ -1,0 +1,287 @@
+"""Events that go into the two machines and effects that come out (sans-IO: no clock, no socket, no torch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chaos_lightning.membership.types import (
+    Contribution,
+    FromMember,
+    Header,
+    Member,
+    PeerMessage,
+    Source,
+    Span,
+    ToMember,
+    View,
+    ViewId,
+)
+
+# ================================================ member machine: events
+
+
+@dataclass(frozen=True, slots=True)
+class ControlIn:
+    """A message of the scheduler. For Prepare the shell adds which byte ranges of the open slot are reduced here."""
+
+    message: ToMember
+    held: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PeerIn:
+    peer: str
+    message: PeerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Contribute:
+    """The training thread brings its part of the next slot (its `view` is filled in by the machine)."""
+
+    contribution: Contribution
+
+
+@dataclass(frozen=True, slots=True)
+class RangesDone:
+    """The data plane holds every reduced byte of this attempt."""
+
+    view: ViewId
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResultPulled:
+    """All raw bytes of the handed-on slot are here now."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateLoaded:
+    """The joiner's state is complete, at this header, and its hash equals the donors'."""
+
+    head: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkChanged:
+    peer: str
+    up: bool
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRequested:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    pass
+
+
+MemberEvent = (
+    ControlIn | PeerIn | Contribute | RangesDone | ResultPulled | StateLoaded | LinkChanged | LeaveRequested | Tick
+)
+
+# ================================================ member machine: effects
+
+
+@dataclass(frozen=True, slots=True)
+class ToScheduler:
+    message: FromMember
+
+
+@dataclass(frozen=True, slots=True)
+class ToPeer:
+    peer: str
+    message: PeerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Have links to these members; forget the others."""
+
+    peers: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAttempt:
+    """Start to reduce slot `seq` under `view`, with whatever gradients are ready; others follow as they fill."""
+
+    view: View
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropAttempt:
+    """Nothing of this or an older view may be completed any more; half-received bytes are diverted."""
+
+    view: ViewId
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Slot header.seq is committed: release the training thread. `view` rules the next slot."""
+
+    header: Header
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """Fetch the raw reduced bytes of header.seq from these sources, verbatim, then feed ResultPulled."""
+
+    header: Header
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PullState:
+    """Joiner: fetch the training state at `header` from the members of `view` that are no joiners."""
+
+    header: Header
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Viewed:
+    """Training may be inside a wait: the view changed without a commit (rank and world size may differ)."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Ejected:
+    """This member is out. `rejoin`: throw the training state away and say Hello again; else stop with the reason."""
+
+    reason: str
+    rejoin: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """This member may go: nobody needs it any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One line for the event log: a name from observe/events.py and its fields."""
+
+    name: str
+    fields: tuple[tuple[str, object], ...] = ()
+
+
+MemberEffect = (
+    ToScheduler
+    | ToPeer
+    | Connect
+    | OpenAttempt
+    | DropAttempt
+    | Committed
+    | PullResult
+    | PullState
+    | Viewed
+    | Ejected
+    | Left
+    | Note
+)
+
+# ================================================ scheduler machine: events
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A member's control stream is open; `conn` names it until it is closed."""
+
+    conn: int
+
+
+@dataclass(frozen=True, slots=True)
+class MessageIn:
+    conn: int
+    message: FromMember
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The stream is gone. `abrupt`: its process closed the socket without a word (death, as a rule)."""
+
+    conn: int
+    abrupt: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Outcome of the Persist with this `token`; ok False: the compare-and-set lost, this scheduler is deposed."""
+
+    token: int
+    ok: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """An operator asks a node to leave, as if it had asked itself."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerTick:
+    pass
+
+
+SchedulerEvent = Opened | MessageIn | Closed | Stored | Drain | SchedulerTick
+
+# ================================================ scheduler machine: effects
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    conn: int
+    message: ToMember
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    conn: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Append to the store by compare-and-set, then feed Stored; what depends on it is only sent after that.
+
+    kind "reserve": `view` is None and `number` will never be given out again. kind "view": append `view` to the chain
+    after `view.predecessor`. kind "finish": the job is over.
+    """
+
+    token: int
+    kind: str
+    number: ViewId
+    view: View | None = None
+    base: Header | None = None
+    hand_on: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerDone:
+    """The job is finished and everybody was released; the shell may end after its linger."""
+
+    reason: str
+
+
+SchedulerEffect = Send | Close | Persist | SchedulerDone | Note
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What a scheduler finds in its store when it starts: the decided views, oldest first, and the highest number."""
+
+    term: int
+    highest: ViewId
+    views: tuple[View, ...] = ()
+    finished: bool = False

@@ -1,0 +1,497 @@
+"""One training process's side of the protocol, as a pure state machine.
+
+Theory of operation. `on(now, event)` is the only entrance; it returns what the shell must do, in order. The machine
+knows no socket, no clock and no tensor: the shell feeds it control messages, messages of other members, the training
+thread's contributions and what the data plane completed.
+
+A member passes through these phases: OUT (no id yet), WAITING (welcomed: a newcomer, or on standby), LOADING (in a
+view, pulling the state), ACTIVE, then LEAVING or CLOSED (a header let it go or closed the job; it lingers until
+released) and GONE. While ACTIVE it stands on `header` (slot `seq`) in `view` and works on slot seq+1:
+
+- `Contribute` is kept in `contribution` until that slot commits, so that a new view can have it again (PROTOCOL.md 1,
+  3).
+- The commit root collects one contribution of every member and, for a STEP, `RangesDone`; then it makes the header
+  (slots.close_slot), sends it to all others and commits. The others commit with header and `RangesDone` (2).
+- A committed header opens the next attempt. Since OpenAttempt(s+2) follows only header s+1, the data plane may
+  alternate two result buffers (3).
+- `Prepare(n)` is a promise (8): from then on nothing of a view older than n is looked at, `RangesDone` and headers
+  already under way included. `Decide` ends it: redo re-sends the kept contribution under the new view; hand-on first
+  fetches the base's bytes if this member lacks them. Until the base is committed here, the old view counts as entered.
+
+Three views matter: `view` rules the open slot; `dealing` is the one that the last header named, and the deal of the
+open slot is its function alone (10); `waiting_view` is decided and to be carried by a header. `Committed.view` is the
+view that the header named; if a recovery's view already rules, `Viewed` follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from chaos_lightning.membership.effects import (
+    Committed,
+    Contribute,
+    ControlIn,
+    DropAttempt,
+    Ejected,
+    LeaveRequested,
+    Left,
+    LinkChanged,
+    MemberEffect,
+    MemberEvent,
+    OpenAttempt,
+    PeerIn,
+    PullResult,
+    PullState,
+    RangesDone,
+    ResultPulled,
+    StateLoaded,
+    Tick,
+    ToPeer,
+    ToScheduler,
+    Viewed,
+)
+from chaos_lightning.membership.member_state import MAX_EARLY, MemberState
+from chaos_lightning.membership.member_state import Phase as Phase
+from chaos_lightning.membership.recovery import needs_bytes
+from chaos_lightning.membership.slots import close_slot
+from chaos_lightning.membership.types import (
+    NO_VIEW,
+    Contribution,
+    Decide,
+    Fence,
+    Finished,
+    Header,
+    Kind,
+    Leave,
+    LinkEvent,
+    NextView,
+    Notice,
+    OpenLinks,
+    Prepare,
+    Probe,
+    Ready,
+    Refused,
+    Released,
+    Report,
+    Span,
+    ToMember,
+    Verdict,
+    View,
+    ViewId,
+    Welcome,
+)
+
+
+class MemberMachine(MemberState):
+    """See the module; arguments and attributes are those of `MemberState`."""
+
+    # ------------------------------------------------------------------ entrance
+
+    def on(self, now: float, event: MemberEvent) -> list[MemberEffect]:
+        """Takes one event in; returns the effects in the order in which they must happen."""
+        self.stimulus_log.append((now, event))
+        self._now = now
+        self._out = []
+        if self.phase is Phase.GONE:
+            return []
+        match event:
+            case ControlIn(message, held):
+                self._on_control(message, held)
+            case PeerIn(_, message):
+                if isinstance(message, Contribution):
+                    self._on_contribution(message)
+                else:
+                    self._on_header(message)
+            case Contribute(contribution):
+                self._on_own(contribution)
+            case RangesDone(view, seq):
+                self._on_ranges_done(view, seq)
+            case ResultPulled(seq):
+                self._on_result_pulled(seq)
+            case StateLoaded(head):
+                self._on_state_loaded(head)
+            case LinkChanged(peer, up, evidence):
+                self._on_link(peer, up, evidence)
+            case LeaveRequested(reason):
+                self.pending_leave = reason or "asked to leave"
+                self._emit(ToScheduler(Leave(self.pending_leave)))
+            case Tick():
+                self._on_tick()
+        return self._out
+
+    # ------------------------------------------------------------------ control messages
+
+    def _on_control(self, message: ToMember, held: tuple[Span, ...]) -> None:
+        match message:
+            case Welcome():
+                self._on_welcome(message)
+            case Refused(reason, retry):
+                self.notice = reason
+                if not retry:
+                    self._eject(reason, rejoin=False)
+            case OpenLinks(peers):
+                self._wanted = tuple(p for p in peers if p.id != self.member_id)
+                self._connect()
+                self._check_ready()
+            case NextView(view):
+                self._on_next_view(view)
+            case Prepare(number, reason):
+                self._on_prepare(number, reason, held)
+            case Decide():
+                self._on_decide(message)
+            case Probe(suspect):
+                up = self.links.get(suspect, False)
+                evidence = "its link stands" if up else "its link is closed"
+                self._emit(ToScheduler(Verdict(suspect, up, evidence)))
+            case Fence(reason, rejoin):
+                self._eject(reason, rejoin=rejoin)
+            case Notice(text):
+                self.notice = text
+            case Released(reason):
+                self.closing_is_stable = self.phase is Phase.CLOSED
+                self._leave_now(reason)
+
+    def _on_welcome(self, message: Welcome) -> None:
+        again = self.member_id == message.member.id
+        self.role = message.role
+        if not again:
+            assert self.view is None, f"{self.member_id} is in {self.view} and is welcomed as {message.member.id}"
+            self.member_id = message.member.id
+            self.phase = Phase.WAITING
+            return
+        # The control stream was replaced: whatever was under way on the old one is said again. Links go first: a link
+        # that comes up after this member stood in its view would mean that bytes were lost on it.
+        for peer, up in self.links.items():
+            if up and peer in self._remade:
+                self._emit(ToScheduler(LinkEvent(peer, False, "closed")))
+            self._emit(ToScheduler(LinkEvent(peer, up, "connected" if up else "closed")))
+        self._emit(ToScheduler(self._position()))
+        if self._ready_sent and self.phase is Phase.WAITING:
+            self._emit(ToScheduler(Ready()))
+        if self.pending_leave:
+            self._emit(ToScheduler(Leave(self.pending_leave)))
+        if self.phase is Phase.CLOSED:
+            self._emit(ToScheduler(Finished(self.seq, self.step)))
+
+    def _on_next_view(self, view: View) -> None:
+        if view.id < self.promised or view.id <= self._entered_id:
+            return
+        if self.waiting_view is None or view.id > self.waiting_view.id:
+            self.waiting_view = view
+
+    # ------------------------------------------------------------------ links
+
+    def _on_link(self, peer: str, up: bool, evidence: str) -> None:
+        before = self.links.get(peer)
+        if before is up:
+            return
+        self.links[peer] = up
+        if up and before is False:
+            self._remade.add(peer)
+        self._emit(ToScheduler(LinkEvent(peer, up, evidence)))
+        self._check_ready()
+
+    # ------------------------------------------------------------------ the open slot
+
+    def _on_own(self, contribution: Contribution) -> None:
+        if self.phase is not Phase.ACTIVE:
+            self._note("dropped", what="own contribution", seq=contribution.seq, reason=f"this member is {self.phase}")
+            return
+        assert contribution.seq == self.seq + 1, f"contribution to slot {contribution.seq}, {self.seq + 1} is open"
+        prev_hash = contribution.prev_hash or self.header.hash
+        self.contribution = replace(contribution, member=self.member_id, prev_hash=prev_hash)
+        self._offer()
+
+    def _offer(self) -> None:
+        """Brings the own contribution to the root of the ruling view, unless a promise holds it back."""
+        if self.contribution is None or self.view is None or self.prepared or self._entering is not None:
+            return
+        mine = self.contribution = replace(self.contribution, view=self.view.id)
+        if self.is_root:
+            self._on_contribution(mine)
+        else:
+            self._emit(ToPeer(self.view.root, mine))
+
+    def _on_contribution(self, contribution: Contribution) -> None:
+        """At the root: kept by (view, slot), also before this member has entered that view or committed that far."""
+        key = (contribution.view, contribution.seq)
+        if self._outdated(contribution.view) or contribution.view < self._entered_id:
+            return
+        if contribution.seq <= self._floor():
+            return
+        if sum(map(len, self._inbox.values())) >= MAX_EARLY:
+            self._note("dropped", what="contribution", member=contribution.member, reason="too many wait already")
+            return
+        # One entry per member: a contribution that comes twice is counted once (PROTOCOL.md 28).
+        self._inbox.setdefault(key, {})[contribution.member] = contribution
+        self._try_close()
+
+    def _try_close(self) -> None:
+        """The root makes the header once all contributions and, for a STEP, all reduced bytes are here (2)."""
+        if self.phase is not Phase.ACTIVE or not self.is_root or self.prepared or self._entering is not None:
+            return
+        view = self.view
+        assert view is not None
+        key = (view.id, self.seq + 1)
+        box = self._inbox.get(key, {})
+        if not self._all_in(view, box):
+            return
+        header = self._make_header(view, box)
+        if not self._has_bytes(header):
+            return
+        for member in view.ids():
+            if member != self.member_id:
+                self._emit(ToPeer(member, header))
+        self._commit(header)
+
+    def _all_in(self, view: View, box: Mapping[str, Contribution]) -> bool:
+        """One set of contributors: all members of the view, weight 0 included (1)."""
+        return all(m in box for m in view.ids())
+
+    def _make_header(self, view: View, box: Mapping[str, Contribution]) -> Header:
+        return close_slot(view=view, prev=self.header, contributions=box, waiting=self._carriable())
+
+    def _on_ranges_done(self, view: ViewId, seq: int) -> None:
+        if self.prepared or view != self._entered_id or seq != self.seq + 1:
+            return  # promised: what completes now completes for nobody (PROTOCOL.md 8)
+        self._complete = (view, seq)
+        self._try_close()
+        self._try_commit()
+
+    def _on_header(self, header: Header) -> None:
+        if self._outdated(header.view):
+            self._note("dropped", what="header", seq=header.seq, view=str(header.view), promised=str(self.promised))
+            return
+        if self.phase in (Phase.WAITING, Phase.LOADING):
+            self._consider_admission(header)
+            return
+        if self.phase is not Phase.ACTIVE or header.view != self._entered_id or header.seq <= self.seq:
+            return
+        if header.prev_hash != self.header.hash:
+            self._eject(
+                f"header of slot {header.seq} stands on {header.prev_hash}, this member on {self.header.hash} "
+                f"(slot {self.seq}): its state is not the job's",
+                rejoin=True,
+            )
+            return
+        self.pending = header
+        self._try_commit()
+
+    def _outdated(self, view: ViewId) -> bool:
+        """Older than what was promised: ignored, though it may have been in the socket since before (8)."""
+        return view < self.promised
+
+    def _try_commit(self) -> None:
+        header = self.pending
+        if header is None or self.prepared or self._entering is not None:
+            return
+        if self._has_bytes(header):
+            self._commit(header)
+
+    def _has_bytes(self, header: Header) -> bool:
+        """A member commits when it has the header and all ranges (2)."""
+        return not needs_bytes(header) or self._complete == (header.view, header.seq)
+
+    # ------------------------------------------------------------------ committing
+
+    def _commit(self, header: Header) -> None:
+        """The slot is committed here; what it names rules from now on."""
+        assert self.view is not None
+        assert header.seq == self.seq + 1
+        assert header.prev_hash == self.header.hash
+        change = header.view_change
+        entering, self._entering = self._entering, None
+        self.header = header
+        self._raw = True
+        self.dealing = change or self.view
+        self._close_open_slot()
+        if change is not None:
+            for joiner in change.joiners:
+                if joiner != self.member_id:
+                    self._emit(ToPeer(joiner, header))
+        if entering is not None:
+            self._emit(Committed(header, self.dealing))
+            self._enter(entering.view, entering.reason)
+            return
+        if change is not None and change.find(self.member_id) is None:
+            self.phase, self._lingers_since = Phase.LEAVING, self._now
+            self._finish_reason = self.pending_leave or change.reason
+            self._emit(Committed(header, change))
+            return
+        if change is not None:
+            self._enter(change, change.reason, committed=header)
+            return
+        self._emit(Committed(header, self.view))
+        self._open_next()
+
+    def _close_open_slot(self) -> None:
+        self.pending = None
+        self.contribution = None
+        self._complete = None
+        self._pulled = ""
+        for key in [k for k in self._inbox if k[1] <= self.seq]:
+            del self._inbox[key]
+
+    def _enter(self, view: View, reason: str, committed: Header | None = None) -> None:
+        """This member stands in `view` from now on."""
+        older = self._entered_id
+        self.view = view
+        self.promised = max(self.promised, view.id)
+        if self.waiting_view is not None and self.waiting_view.id <= view.id:
+            self.waiting_view = None
+        for key in [k for k in self._inbox if k[0] < view.id]:
+            del self._inbox[key]
+        self._remade.clear()
+        if older != NO_VIEW:
+            self._emit(DropAttempt(older))
+        self._connect()
+        if committed is not None:
+            self._emit(Committed(committed, view))
+        else:
+            self._emit(Viewed(view))
+        self._note("attempt", view=str(view.id), seq=self.seq + 1, reason=reason)
+        self._emit(ToScheduler(self._position()))
+        self._open_next()
+
+    def _open_next(self) -> None:
+        if self.phase is not Phase.ACTIVE:
+            return
+        assert self.view is not None
+        if self.header.kind is Kind.CLOSING and not self.header.error:
+            self.phase, self._lingers_since = Phase.CLOSED, self._now
+            self._finish_reason = "the job is finished"
+            self._emit(ToScheduler(Finished(self.seq, self.step)))
+            return
+        self._emit(OpenAttempt(self.view, self.seq + 1))
+        self._offer()
+        self._try_close()
+
+    # ------------------------------------------------------------------ joining
+
+    def _consider_admission(self, header: Header) -> None:
+        """A header that names this member as a joiner: fetch the state at that header (PROTOCOL.md 15, 17 'pause')."""
+        change = header.view_change
+        if change is None or self.member_id not in change.joiners or change.id <= self._entered_id:
+            return
+        self._load(header, change)
+
+    def _load(self, header: Header, view: View) -> None:
+        self.phase = Phase.LOADING
+        self.view, self.header, self.dealing = view, header, header.view_change or view
+        self.promised = max(self.promised, view.id)
+        self.waiting_view = None
+        self._raw = False
+        self._close_open_slot()
+        self._remade.clear()
+        self._connect()
+        self._emit(Viewed(view), ToScheduler(self._position()), PullState(header, view))
+
+    def _on_state_loaded(self, head: str) -> None:
+        if self.phase is not Phase.LOADING or head != self.header.hash:
+            self._note("dropped", what="state", head=head, reason=f"this member needs {self.header.hash}")
+            return
+        self.phase = Phase.ACTIVE
+        self._emit(ToScheduler(self._position()))
+        if not self.prepared:
+            self._open_next()
+
+    # ------------------------------------------------------------------ recovery
+
+    def _on_prepare(self, number: ViewId, reason: str, held: tuple[Span, ...]) -> None:
+        if number < self.promised or number <= self._entered_id:
+            return
+        if number > self.promised:
+            self._note("prepare", number=str(number), reason=reason)
+        self._promise(number)
+        self._entering = None
+        if self.view is not None:
+            self._emit(DropAttempt(self.view.id))
+        report = Report(
+            number=number,
+            entered=self._entered_id,
+            seq=self.seq,
+            head=self.header.hash,
+            loaded=self.loaded,
+            raw=self.loaded and self._raw,
+            pending=self.pending,
+            last=self.header,
+            held=held,
+        )
+        self._emit(ToScheduler(report))
+
+    def _promise(self, number: ViewId) -> None:
+        self.promised = number
+        if self.waiting_view is not None and self.waiting_view.id < number:
+            self.waiting_view = None
+
+    def _on_decide(self, decision: Decide) -> None:
+        view, base = decision.view, decision.base
+        if view.id < self.promised or view.id <= self._entered_id:
+            if view.id == self._entered_id:
+                self._emit(ToScheduler(self._position()))
+            return
+        self._promise(view.id)
+        if view.find(self.member_id) is None:
+            self._eject(f"view {view.id} was decided without this member: {decision.reason}", rejoin=True)
+        elif self.loaded and self.header.hash == base.hash:
+            self._redo(decision)
+        elif self.loaded and decision.hand_on and self.header.hash == base.prev_hash:
+            self._hand_on(decision)
+        elif self.member_id in view.joiners:
+            self._load(base, view)
+        elif self.view is None and base.seq == 0:
+            self.phase, self.header, self.dealing = Phase.ACTIVE, base, view
+            self._enter(view, decision.reason)
+        else:
+            self._eject(
+                f"view {view.id} goes on from slot {base.seq} ({base.hash}), this member stands on slot {self.seq} "
+                f"({self.header.hash})",
+                rejoin=True,
+            )
+
+    def _redo(self, decision: Decide) -> None:
+        """Already on the base: the open slot is reduced again from what everybody kept."""
+        self.pending = None
+        self._entering = None
+        self._complete = None
+        self._pulled = ""
+        self._enter(decision.view, decision.reason)
+
+    def _hand_on(self, decision: Decide) -> None:
+        """One slot behind the base: its header is here now; its bytes are, too, or are fetched."""
+        base = decision.base
+        self.pending = base
+        self._entering = decision
+        if not needs_bytes(base) or self._complete == (base.view, base.seq) or self._pulled == base.hash:
+            self._commit(base)
+            return
+        sources = tuple(s for s in decision.sources if s.member != self.member_id)
+        self._emit(PullResult(base, sources))
+
+    def _on_result_pulled(self, seq: int) -> None:
+        if self.pending is None or self.pending.seq != seq:
+            return
+        self._pulled = self.pending.hash
+        if self._entering is not None and self._entering.base.hash == self._pulled:
+            self._commit(self.pending)
+
+    # ------------------------------------------------------------------ going
+
+    def _on_tick(self) -> None:
+        lingers = self.phase in (Phase.LEAVING, Phase.CLOSED)
+        if lingers and self._now - self._lingers_since > self._linger_timeout_s:
+            self._leave_now(f"{self._finish_reason}; not released within {self._linger_timeout_s:g} s")
+
+    def _leave_now(self, reason: str) -> None:
+        self.phase = Phase.GONE
+        self._emit(Left(reason))
+
+    def _eject(self, reason: str, *, rejoin: bool) -> None:
+        if rejoin and (self.pending_leave or self.phase is Phase.LEAVING):
+            self._leave_now(reason)  # it wanted to go: a scheduler that was restarted in between does not know
+            return
+        if self.view is not None:
+            self._emit(DropAttempt(self.view.id))
+        self.phase = Phase.GONE
+        self._emit(Ejected(reason, rejoin))

@@ -1,0 +1,130 @@
+"""Everybody the scheduler knows, and who may come in.
+
+Theory of operation. A `Peer` is one incarnation of a training process, from its welcome until a decided view excluded
+it or it was released. Newcomers are STANDBY (beyond max_nodes), LINKING or READY; a MEMBER is in the latest decided
+view; a LEAVER was let go by a decided view and waits until all others have entered it. Ids are `name~number` and never
+reused: the numbers of a term start at (term - 1) * 1,000,000, so that a restarted scheduler, whose term is higher,
+reissues none of those that its predecessor gave to newcomers in no stored view.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from chaos_lightning.membership.types import NO_VIEW, Entered, Hello, Member, Report, Settings, View, ViewId
+
+INCARNATIONS_PER_TERM = 1_000_000
+
+
+class Standing(enum.StrEnum):
+    STANDBY = "standby"
+    LINKING = "linking"
+    READY = "ready"
+    MEMBER = "member"
+    LEAVER = "leaver"
+
+
+NEWCOMER = (Standing.LINKING, Standing.READY)
+
+
+@dataclass(slots=True)
+class Peer:
+    """What the scheduler knows of one incarnation."""
+
+    member: Member
+    standing: Standing
+    conn: int | None = None
+    heard: float = 0.0
+    closed_at: float = 0.0
+    """When its control stream closed; meaningful while `conn` is None."""
+    known: bool = False
+    """It told its position to this scheduler (False only after a scheduler's restart)."""
+    entered: ViewId = NO_VIEW
+    seq: int = 0
+    step: int = 0
+    head: str = ""
+    loaded: bool = False
+    leaving: str = ""
+    finished: bool = False
+    dead: str = ""
+    """Why it is taken for dead; a word from it clears this until a view excludes it."""
+    condemned: str = ""
+    """Why it must go although it may live; nothing clears this."""
+    report: Report | None = None
+    down: dict[str, str] = field(default_factory=dict)
+    """Peers to which it says its link is closed, with the evidence."""
+    up: set[str] = field(default_factory=set)
+    linked: tuple[str, ...] | None = None
+    """Ids in the OpenLinks last sent on this stream; None: none was sent."""
+    neighbours: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> str:
+        return self.member.id
+
+    @property
+    def alive(self) -> bool:
+        return not self.dead and not self.condemned
+
+    def stands(self, position: Entered) -> None:
+        """Takes over the position that the member tells."""
+        self.known = True
+        self.entered, self.seq, self.step = position.view, position.seq, position.step
+        self.head, self.loaded = position.head, position.loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What every member must equal: taken from the job's first member."""
+
+    name: str
+    package: str
+    accumulate: int
+    fingerprint: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, hello: Hello) -> Reference:
+        return cls(name=hello.name, package=hello.package, accumulate=hello.accumulate, fingerprint=hello.fingerprint)
+
+
+def refusal(hello: Hello, settings: Settings, reference: Reference | None) -> str:
+    """Why this process cannot be in this job, in words with both values; "" if it can."""
+    if hello.job != settings.job:
+        return f"this scheduler serves job {settings.job!r}, {hello.name} asks for {hello.job!r}: check the job's name"
+    if not hello.name:
+        return "a member needs a name: set one, or leave the default (host name and rank)"
+    if reference is None:
+        return ""
+    pairs: list[tuple[str, str, str]] = [
+        ("package version", hello.package, reference.package),
+        ("accumulate", str(hello.accumulate), str(reference.accumulate)),
+    ]
+    mine, theirs = dict(hello.fingerprint), dict(reference.fingerprint)
+    pairs += [(k, mine.get(k, "(missing)"), theirs.get(k, "(missing)")) for k in sorted({*mine, *theirs})]
+    for name, given, expected in pairs:
+        if given != expected:
+            return (
+                f"{name} of {hello.name} is {given}, the job's (from {reference.name}) is {expected}: "
+                "start all members with the same script, package and settings"
+            )
+    return ""
+
+
+def same_process(member: Member, hello: Hello) -> bool:
+    """Whether this hello comes from the very process that this member was."""
+    return bool(hello.pid) and (member.host, member.pid, member.pid_start) == (hello.host, hello.pid, hello.pid_start)
+
+
+def first_incarnation(term: int, views: Iterable[View]) -> int:
+    """The lowest number that no id of this job has."""
+    floor = max(0, term - 1) * INCARNATIONS_PER_TERM
+    used = [int(n) for v in views for m in v.members if (n := m.id.rpartition("~")[2]).isdigit()]
+    return max([floor, *used]) + 1
+
+
+def places_left(peers: Mapping[str, Peer], settings: Settings) -> int:
+    """How many more newcomers fit under max_nodes."""
+    taken = sum(1 for p in peers.values() if p.alive and not p.leaving and p.standing in (*NEWCOMER, Standing.MEMBER))
+    return settings.max_nodes - taken

@@ -1,0 +1,405 @@
+"""The scheduler's side of the protocol, as a pure state machine.
+
+Theory of operation. `on(now, event)` takes an event in, judges who is alive, and then turns until nothing is left to do
+(`_turn`): one decision at a time, each persisted before anybody hears of it (PROTOCOL.md 7). While a `Persist` is out
+nothing else is decided; events meanwhile only change the facts on which the next turn acts. Phases:
+
+- FOUNDING: nobody holds the state. As soon as min_nodes newcomers are ready, the first view is decided.
+- RUNNING: the latest view rules or is about to (a `NextView` that a header will carry). Once all its members have
+  entered it, it is settled, and leaves and joins make the next one. A death, a remade link (bytes were lost on it) or
+  a member that lags after a scheduler's restart starts a recovery.
+- PREPARING: a number is reserved and promised; reports are collected (8, 9). A change among the living starts over.
+- HOLDING: below min_nodes; all have promised and wait until enough newcomers are ready (14). The survivors then go on
+  in a view of their own and the newcomers come in at the next boundary, as only there the state is at rest.
+- FINISHED, DEPOSED: the end; the latter because the store refused a write: another scheduler rules.
+
+After a restart on its store the scheduler knows the chain and nothing else. The last view's members come back by
+Hello(resume) and tell where they stand; if any of them is not in the last view, a recovery puts all of them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from chaos_lightning.membership.admission import Admission
+from chaos_lightning.membership.effects import (
+    Close,
+    Closed,
+    Drain,
+    MessageIn,
+    Opened,
+    SchedulerDone,
+    SchedulerEffect,
+    SchedulerEvent,
+    SchedulerTick,
+    Stored,
+)
+from chaos_lightning.membership.recovery import Ruling, rule
+from chaos_lightning.membership.roster import (
+    Peer,
+    Standing,
+    places_left,
+)
+from chaos_lightning.membership.scheduler_state import Phase as Phase
+from chaos_lightning.membership.types import (
+    GENESIS,
+    NO_VIEW,
+    Decide,
+    Fence,
+    Header,
+    Kind,
+    NextView,
+    Notice,
+    Prepare,
+    Probe,
+    Released,
+    Report,
+    View,
+    ViewId,
+)
+from chaos_lightning.membership.views import changed_view, founding_view, intended_change, recovered_view
+
+
+class SchedulerMachine(Admission):
+    """See the module. The shell feeds a SchedulerTick every `tick_interval_s` (or more often).
+
+    Args:
+        settings: The job's rules.
+        chain: What the store holds.
+    """
+
+    # ------------------------------------------------------------------ entrance
+
+    def on(self, now: float, event: SchedulerEvent) -> list[SchedulerEffect]:
+        """Takes one event in; returns the effects in the order in which they must happen."""
+        self.stimulus_log.append((now, event))
+        self._out = []
+        if self.phase is Phase.DEPOSED:
+            return []
+        self._forgive(now)
+        match event:
+            case Opened(conn):
+                self._conns[conn] = ""
+            case MessageIn(conn, message):
+                self._on_message(conn, message)
+            case Closed(conn, abrupt):
+                self._on_closed(conn, abrupt)
+            case Stored(token, ok, detail):
+                self._on_stored(token, ok, detail)
+            case Drain(name):
+                self._on_drain(name)
+            case SchedulerTick():
+                pass
+        self._judge()
+        for _ in range(64):
+            if not self._turn():
+                break
+        else:
+            raise AssertionError(f"the scheduler turns without end in {self.phase}: {self.snapshot()}")
+        self._links()
+        return self._out
+
+    def _forgive(self, now: float) -> None:
+        """A gap in this process's own clock is nobody's silence (PROTOCOL.md 12)."""
+        first, before = self._now is None, self._now if self._now is not None else now
+        self._now = now
+        gap = now - before
+        if first:
+            self.detector.grace_until = now + self.settings.reconnect_grace_s if self._returning else now
+            for peer in self.peers.values():
+                peer.heard = peer.closed_at = now
+        elif gap > 3 * self.settings.heartbeat_interval_s:
+            self._note("notice", text=f"this scheduler was frozen for {gap:.2f} s; nobody is judged by that time")
+            self.detector.shift(gap)
+            self._prepared_at += gap
+            if self._admitted_at is not None:
+                self._admitted_at += gap
+            for peer in self.peers.values():
+                peer.heard += gap
+                peer.closed_at += gap
+
+    # ------------------------------------------------------------------ judging
+
+    def _judge(self) -> None:
+        watched = {p.id: p for p in self.peers.values() if p.alive and p.standing in (Standing.MEMBER, Standing.LEAVER)}
+        if self.phase is Phase.PREPARING and self.now - self._prepared_at > self.settings.report_timeout_s:
+            for peer in self._members():
+                if peer.id in self._expected and peer.report is None and peer.conn is not None:
+                    self.detector.suspect(self.now, peer.id, f"no report for {self._number}", overdue=True)
+        findings = self.detector.judge(self.now, watched)
+        for member, evidence in findings.suspects:
+            self._note("suspect", member=member, evidence=evidence)
+        for by, suspect in findings.probes:
+            self._send(self.peers[by], Probe(suspect))
+        for member, evidence in findings.deaths:
+            self._die(self.peers[member], evidence)
+
+    # ------------------------------------------------------------------ turns
+
+    def _turn(self) -> bool:
+        """Decides at most one thing; True if something changed that may allow another decision."""
+        if self.phase in (Phase.DEPOSED, Phase.FINISHED) or self._persisting is not None:
+            return False
+        if self._promote():
+            return True
+        if self.phase is Phase.FOUNDING:
+            return self._turn_founding()
+        if self._turn_finish():
+            return True
+        if not self._living():
+            self._lose("all members of the last view are gone")
+            return True
+        if self.phase is Phase.RUNNING:
+            return self._turn_running()
+        return self._turn_recovering()
+
+    def _promote(self) -> bool:
+        """The oldest standby gets a place that became free."""
+        if places_left(self.peers, self.settings) <= 0:
+            return False
+        for peer in self.peers.values():
+            if peer.standing is Standing.STANDBY and peer.conn is not None:
+                peer.standing = Standing.LINKING
+                self._greet(peer, "joiner", "promoted from standby: a place is free")
+                return True
+        return False
+
+    def _turn_founding(self) -> bool:
+        if self._living():
+            self.phase = Phase.RUNNING
+            return True
+        ready = self._ready()[: self.settings.max_nodes]
+        if len(ready) < max(1, self.settings.min_nodes):
+            return False
+        assert self.reference is not None
+        view = founding_view(
+            self._next_number(),
+            [p.member for p in ready],
+            plan=self.settings.plan,
+            accumulate=self.reference.accumulate,
+            chain=self.chain,
+        )
+        ruling = Ruling(base=GENESIS, members=view.ids(), joiners=view.joiners, reason=view.reason)
+        self._persist("view", view.id, lambda: self._decided(view, ruling), view=view, base=GENESIS)
+        return True
+
+    def _turn_finish(self) -> bool:
+        """Over once every living member that holds the state has committed the closing header."""
+        holders = [p for p in self._living() if not p.known or (p.entered != NO_VIEW and p.loaded)]
+        if not holders or not all(p.finished for p in holders):
+            return False
+        self._persist("finish", self._next_number(), self._finished)
+        return True
+
+    def _turn_running(self) -> bool:
+        latest = self.latest
+        assert latest is not None
+        # A leaver is still needed for the slot whose header will let it go.
+        needed = (*self._members(), *(self._leavers() if self._announced is not None else ()))
+        dead = [p for p in needed if not p.alive]
+        settled = self._settled
+        if settled:
+            for peer in self._leavers():
+                self._release(peer, f"view {latest.id} rules without it")
+        elif dead or len(self._members()) < len(latest.members):
+            words = [f"{p.id}: {p.condemned or p.dead}" for p in dead]
+            words += [f"{m}: gone before it was in" for m in latest.ids() if m not in self.peers]
+            return self._recover("; ".join(words))
+        if self._again:
+            return self._recover(self._again)
+        if self._returning:
+            return self._turn_returning(latest)
+        self._time_joiners(latest)
+        if not settled or any(p.finished for p in self._members()):
+            return False
+        ready = self._ready()
+        if len(latest.members) < self.settings.min_nodes and len(latest.members) + len(ready) < self.settings.min_nodes:
+            return self._recover(f"{len(latest.members)} members are fewer than min_nodes={self.settings.min_nodes}")
+        return self._turn_change(latest, ready)
+
+    def _turn_returning(self, latest: View) -> bool:
+        members = self._living()
+        if not all(p.known and p.conn is not None for p in members):
+            return False
+        self._returning = False
+        if self._promised or any(p.entered != latest.id for p in members):
+            return self._recover("the scheduler was restarted and not all members may move in the last view")
+        self._note("notice", text=f"all members of view {latest.id} are back")
+        return True
+
+    def _time_joiners(self, latest: View) -> None:
+        """A joiner that does not get its state in time holds everybody up and goes out again."""
+        if self._admitted_at is None or self.now - self._admitted_at <= self.settings.join_timeout_s:
+            return
+        for peer in self._members():
+            if peer.id in latest.joiners and not peer.loaded and peer.alive:
+                limit = self.settings.join_timeout_s
+                self._condemn(peer, f"it did not load the state within join_timeout_s={limit:g}")
+                self._again = self._again or f"{peer.id} is put out"
+
+    def _turn_change(self, latest: View, ready: list[Peer]) -> bool:
+        leaving = [p.id for p in self._members() if p.leaving]
+        fitting = ready[: max(0, self.settings.max_nodes - len(latest.members) + len(leaving))]
+        change = intended_change(
+            latest,
+            leavers=leaving,
+            newcomers=[p.member for p in fitting],
+            min_nodes=self.settings.min_nodes,
+        )
+        if change is None:
+            for peer in self._members() if leaving else []:
+                peer.condemned = peer.leaving
+                self._release(peer, "all members leave; the training state goes with the last one")
+            return bool(leaving)
+        view = changed_view(latest, self._next_number(), change, self.settings.plan)
+        self._persist("view", view.id, lambda: self._announce(view), view=view)
+        return True
+
+    def _turn_recovering(self) -> bool:
+        if self.phase is Phase.HOLDING:
+            for peer in [p for p in self._living() if p.leaving]:
+                peer.condemned = peer.leaving
+                self._send(peer, Released("the job waits for members; nobody needs this one meanwhile"))
+        living = frozenset(p.id for p in self._living())
+        if living != self._expected or self._again:
+            gone = ", ".join(sorted(self._expected - living)) or "nobody"
+            return self._recover(self._again or f"{self._why}; gone since: {gone}")
+        reports = {p.id: p.report for p in self._living() if p.report is not None}
+        if len(reports) < len(living):
+            return False
+        ruling = self._rule(reports)
+        if ruling.base is None:
+            self._lose(ruling.reason, ruling)
+            return True
+        return self._turn_decide(ruling, ruling.base)
+
+    def _rule(self, reports: Mapping[str, Report]) -> Ruling:
+        """Base, hand-on or redo, and who goes on (PROTOCOL.md 9)."""
+        return rule(self.chain, reports)
+
+    def _turn_decide(self, ruling: Ruling, base: Header) -> bool:
+        able = sum(1 for m in ruling.members if not self.peers[m].leaving)
+        able += len(self._ready()) + len(ruling.waiting)
+        if able < self.settings.min_nodes and base.kind is not Kind.CLOSING:
+            for member, reason in ruling.rejoin:
+                # It would wait here in vain; as a newcomer it counts.
+                self.peers[member].condemned = reason
+                self._send(self.peers[member], Fence(f"{member} is out of the job: {reason}"))
+            if ruling.rejoin:
+                return True
+            if self.phase is not Phase.HOLDING:
+                self.phase = Phase.HOLDING
+                text = f"training waits: {able} of min_nodes={self.settings.min_nodes} members are here"
+                self._note("notice", text=text)
+                for peer in self._living():
+                    self._send(peer, Notice(text, waiting=True))
+                return True
+            return False
+        latest = self.latest
+        assert latest is not None
+        view = recovered_view(latest, self._number, ruling, self.settings.plan, self._why)
+        self._persist(
+            "view", view.id, lambda: self._decided(view, ruling), view=view, base=base, hand_on=ruling.hand_on
+        )
+        return True
+
+    # ------------------------------------------------------------------ decisions, stored
+
+    def _on_stored(self, token: int, ok: bool, detail: str) -> None:
+        if self._persisting is None or self._persisting[0] != token:
+            return
+        _, then = self._persisting
+        self._persisting = None
+        if ok:
+            then()
+            return
+        self.phase = Phase.DEPOSED
+        self._note("error", text=f"deposed: the store refused a write ({detail}); another scheduler rules")
+        for conn in self._conns:
+            self._out.append(Close(conn, "this scheduler is deposed; connect again"))
+        self._out.append(SchedulerDone(f"deposed: {detail}"))
+
+    def _recover(self, why: str) -> bool:
+        number = self._next_number()
+        self._why, self._again, self._returning = why, "", False
+        self._persist("reserve", number, lambda: self._prepare(number))
+        return True
+
+    def _prepare(self, number: ViewId) -> None:
+        self.phase = Phase.PREPARING
+        self._number, self._prepared_at = number, self.now
+        self._decision = self._announced = None
+        living = self._living()
+        self._expected = frozenset(p.id for p in living)
+        self._note("prepare", number=str(number), reason=self._why)
+        for peer in living:
+            peer.report = None
+            self._send(peer, Prepare(number, self._why))
+
+    def _append(self, view: View) -> None:
+        self.chain.append(view)
+        self._admitted_at = None
+        self._note("view", id=str(view.id), members=view.ids(), joiners=view.joiners, reason=view.reason)
+
+    def _decided(self, view: View, ruling: Ruling) -> None:
+        """A founding or recovered view is in the chain: tell its members; all others of the old one are out."""
+        assert ruling.base is not None
+        old = self._members()
+        self._append(view)
+        self.phase, self._returning, self._announced = Phase.RUNNING, False, None
+        self._decision = Decide(view, ruling.base, ruling.hand_on, ruling.sources, view.reason)
+        self._note(
+            "decide", id=str(view.id), members=view.ids(), base=ruling.base.hash, hand_on=ruling.hand_on,
+            reason=view.reason,
+        )  # fmt: skip
+        self._sort_out(old, view, ruling)
+        for peer in self._members_of(view):
+            peer.standing = Standing.MEMBER
+            peer.report = None
+            self._send(peer, self._decision)
+
+    def _sort_out(self, old: Iterable[Peer], view: View | None, ruling: Ruling) -> None:
+        reasons = dict(ruling.rejoin)
+        for peer in old:
+            if view is not None and view.find(peer.id) is not None:
+                continue
+            if peer.id in ruling.waiting and peer.alive and peer.conn is not None:
+                peer.standing, peer.report, peer.entered = Standing.READY, None, NO_VIEW
+            elif peer.standing is Standing.LEAVER:
+                self._release(peer, "nobody is left who needs it")
+            elif view is None and not peer.condemned and peer.id not in reasons:
+                continue  # dead without proof beyond time: if it comes back before others found the job, it goes on
+            else:
+                self._fence(peer, reasons.get(peer.id) or peer.condemned or peer.dead or "a view excluded it")
+
+    def _announce(self, view: View) -> None:
+        """A view that a header will carry."""
+        self._append(view)
+        self._decision, self._announced = None, NextView(view)
+        for peer in self._members_of(view):
+            peer.standing = Standing.MEMBER
+        for peer in self.peers.values():
+            if peer.standing is Standing.MEMBER and view.find(peer.id) is None:
+                peer.standing = Standing.LEAVER
+            if peer.standing in (Standing.MEMBER, Standing.LEAVER):
+                self._send(peer, self._announced)
+
+    def _members_of(self, view: View) -> list[Peer]:
+        return [self.peers[m] for m in view.ids() if m in self.peers]
+
+    def _finished(self) -> None:
+        self.phase = Phase.FINISHED
+        for peer in list(self.peers.values()):
+            self._send(peer, Released("the job is finished"))
+        peers = self.peers.values()
+        self._note("finished", seq=max(p.seq for p in peers), step=max(p.step for p in peers))
+        self._out.append(SchedulerDone("the job is finished and all members are released"))
+
+    def _lose(self, reason: str, ruling: Ruling | None = None) -> None:
+        """Nobody holds the training state any more: the next newcomers found the job again."""
+        self._note("notice", text=f"{reason}; the next members found the job again from their own state")
+        ruling = ruling or Ruling(base=None)
+        self.phase, self._decision, self._announced, self._returning = Phase.FOUNDING, None, None, False
+        self._again = ""
+        self._expected = frozenset()
+        self._sort_out([*self._members(), *self._leavers()], None, ruling)

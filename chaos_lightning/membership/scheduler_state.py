@@ -1,0 +1,256 @@
+"""What the scheduler knows, and small moves on it that all its parts use.
+
+Theory of operation. `SchedulerState` is facts without judgement: peers, the chain, the phase, the one write that may be
+out. `Admission` (admission.py) changes it by what members say, `SchedulerMachine` (scheduler.py) by what it decides.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from itertools import pairwise
+
+from chaos_lightning.membership.detector import Detector
+from chaos_lightning.membership.effects import Chain as Chain
+from chaos_lightning.membership.effects import (
+    Note,
+    Persist,
+    SchedulerEffect,
+    SchedulerEvent,
+    Send,
+)
+from chaos_lightning.membership.roster import (
+    Peer,
+    Reference,
+    Standing,
+    first_incarnation,
+)
+from chaos_lightning.membership.types import (
+    NO_VIEW,
+    Decide,
+    Fence,
+    Header,
+    NextView,
+    Released,
+    Settings,
+    ToMember,
+    View,
+    ViewId,
+)
+
+
+class Phase(enum.StrEnum):
+    FOUNDING = "founding"
+    RUNNING = "running"
+    PREPARING = "preparing"
+    HOLDING = "holding"
+    FINISHED = "finished"
+    DEPOSED = "deposed"
+
+
+class SchedulerState:
+    """See the module.
+
+    Args:
+        settings: The job's rules.
+        chain: What the store holds.
+    """
+
+    detector_class: type[Detector] = Detector
+
+    def __init__(self, settings: Settings, chain: Chain) -> None:
+        self.settings = settings
+        self.term = chain.term
+        self.chain: list[View] = list(chain.views)
+        self.highest = chain.highest
+        self.phase = Phase.FINISHED if chain.finished else Phase.RUNNING if chain.views else Phase.FOUNDING
+        self.peers: dict[str, Peer] = {}
+        self.reference: Reference | None = None
+        self.stimulus_log: deque[tuple[float, SchedulerEvent]] = deque(maxlen=512)
+        self.tick_interval_s = settings.heartbeat_interval_s / 2
+        self.detector = self.detector_class(settings)
+        self._conns: dict[int, str] = {}
+        self._incarnation = first_incarnation(chain.term, chain.views)
+        self._persisting: tuple[int, Callable[[], None]] | None = None
+        self._token = 0
+        self._decision: Decide | None = None
+        self._announced: NextView | None = None
+        self._again = ""
+        self._returning = self.phase is Phase.RUNNING
+        # A number beyond the last view: members may have promised it and wait for its decision.
+        self._promised = bool(chain.views) and chain.highest.number > chain.views[-1].id.number
+        self._number = NO_VIEW
+        self._why = ""
+        self._expected: frozenset[str] = frozenset()
+        self._prepared_at = 0.0
+        self._admitted_at: float | None = None
+        self._now: float | None = None
+        self._out: list[SchedulerEffect] = []
+        for member in chain.views[-1].members if chain.views and not chain.finished else ():
+            self.peers[member.id] = Peer(member, Standing.MEMBER)
+
+    @property
+    def now(self) -> float:
+        assert self._now is not None
+        return self._now
+
+    @property
+    def latest(self) -> View | None:
+        """The last decided view."""
+        return self.chain[-1] if self.chain else None
+
+    def _note(self, name: str, **fields: object) -> None:
+        self._out.append(Note(name, tuple(fields.items())))
+
+    def _send(self, peer: Peer, message: ToMember) -> None:
+        if peer.conn is not None:
+            self._out.append(Send(peer.conn, message))
+
+    def _next_number(self) -> ViewId:
+        """Never issued before, above every number in any report (PROTOCOL.md 7, 9)."""
+        promised = [p.report.number.number for p in self.peers.values() if p.report is not None]
+        self.highest = ViewId(self.term, max([self.highest.number, *promised]) + 1)
+        return self.highest
+
+    def _persist(
+        self,
+        kind: str,
+        number: ViewId,
+        then: Callable[[], None],
+        *,
+        view: View | None = None,
+        base: Header | None = None,
+        hand_on: bool = False,
+    ) -> None:
+        self._token += 1
+        self._persisting = (self._token, then)
+        self._out.append(Persist(self._token, kind, number, view, base, hand_on))
+
+    # ------------------------------------------------------------------ groups of peers
+
+    def _inside(self, member: str) -> bool:
+        peer = self.peers.get(member)
+        return peer is not None and peer.standing in (Standing.MEMBER, Standing.LEAVER) and peer.alive
+
+    def _members(self) -> list[Peer]:
+        """Peers of the latest view, in rank order; dead ones included, as long as no view excluded them."""
+        ids = self.latest.ids() if self.latest is not None else ()
+        return [p for m in ids if (p := self.peers.get(m)) is not None and p.standing is Standing.MEMBER]
+
+    def _living(self) -> list[Peer]:
+        return [p for p in self._members() if p.alive]
+
+    def _ready(self) -> list[Peer]:
+        """Newcomers that can be let in now: ready, heard of lately, and wanted."""
+        limit = self.now - self.settings.heartbeat_timeout_s
+        return [
+            p
+            for p in self.peers.values()
+            if p.standing is Standing.READY and p.conn is not None and p.heard >= limit and not p.leaving
+        ]
+
+    def _leavers(self) -> list[Peer]:
+        return [p for p in self.peers.values() if p.standing is Standing.LEAVER]
+
+    @property
+    def _settled(self) -> bool:
+        """All members of the latest view stand in it with the state loaded."""
+        latest = self.latest
+        if latest is None:
+            return False
+        members = self._members()
+        return len(members) == len(latest.members) and all(
+            p.alive and p.entered == latest.id and p.loaded for p in members
+        )
+
+    @property
+    def _reserving(self) -> bool:
+        return self.phase in (Phase.PREPARING, Phase.HOLDING)
+
+    def _drop(self, peer: Peer) -> None:
+        """Forgets a peer for good."""
+        self.peers.pop(peer.id, None)
+        self.detector.forget(peer.id)
+        if peer.conn is not None:
+            self._conns.pop(peer.conn, None)
+        if not self.peers:
+            self.reference = None
+
+    def _fence(self, peer: Peer, reason: str) -> None:
+        if peer.conn is not None:
+            self._note("fenced", member=peer.id, reason=reason)
+        self._send(peer, Fence(f"{peer.id} is out of the job: {reason}"))
+        self._drop(peer)
+
+    def _release(self, peer: Peer, reason: str) -> None:
+        self._note("left", member=peer.id, reason=f"{peer.leaving}; {reason}")
+        self._send(peer, Released(reason))
+        self._drop(peer)
+
+    def _die(self, peer: Peer, evidence: str) -> None:
+        if peer.alive:
+            peer.dead = evidence
+            self._note("death", member=peer.id, evidence=evidence)
+
+    def _condemn(self, peer: Peer, reason: str) -> None:
+        if peer.standing in (Standing.MEMBER, Standing.LEAVER):
+            peer.condemned = reason
+            self._note("death", member=peer.id, evidence=reason)
+        else:
+            self._drop(peer)
+
+    # ------------------------------------------------------------------ status
+
+    def snapshot(self) -> dict[str, object]:
+        """For `chaos-lightning status`: plain values only."""
+        latest = self.latest
+        return {
+            "job": self.settings.job,
+            "term": self.term,
+            "phase": str(self.phase),
+            "view": str(latest.id) if latest is not None else "",
+            "settled": self._settled,
+            "reason": self._why if self._reserving else latest.reason if latest is not None else "",
+            "members": [self._describe(p) for p in self._members()],
+            "others": [self._describe(p) for p in self.peers.values() if p.standing is not Standing.MEMBER],
+        }
+
+    def _describe(self, peer: Peer) -> dict[str, object]:
+        return {
+            "id": peer.id,
+            "host": peer.member.host,
+            "standing": str(peer.standing),
+            "connected": peer.conn is not None,
+            "view": str(peer.entered),
+            "seq": peer.seq,
+            "step": peer.step,
+            "loaded": peer.loaded,
+            "leaving": peer.leaving,
+            "dead": peer.condemned or peer.dead,
+            "silent_s": round(self.now - peer.heard, 3) if self._now is not None else 0.0,
+        }
+
+    # ------------------------------------------------------------------ for tests
+
+    def validate_state(self) -> None:
+        """Asserts what must hold between two events."""
+        latest = self.latest
+        for before, view in pairwise(self.chain):
+            assert view.predecessor == before.id, (view.predecessor, before.id)
+            assert view.id > before.id, (view.id, before.id)
+        assert latest is None or self.highest >= latest.id, (self.highest, latest)
+        for conn, member in self._conns.items():
+            assert not member or self.peers[member].conn == conn, (conn, member)
+        ids = latest.ids() if latest is not None else ()
+        for peer in self.peers.values():
+            assert peer.conn is None or self._conns.get(peer.conn) == peer.id, peer.id
+            assert peer.standing is not Standing.MEMBER or peer.id in ids, f"{peer.id} is in no view"
+            lost = self.phase is Phase.FOUNDING  # members that held nothing are newcomers again
+            assert lost or peer.standing is Standing.MEMBER or peer.id not in ids, f"{peer.id} is in the last view"
+        if self._reserving:
+            assert latest is not None
+            assert self._number.number > latest.id.number, (self._number, latest.id)
+            assert self._number <= self.highest, (self._number, self.highest)
+        if self.phase is Phase.FOUNDING and self._persisting is None:
+            assert not self._living(), "somebody holds the state"

@@ -1,0 +1,138 @@
+"""Closing a slot: from one contribution per member to the header that commits them.
+
+Theory of operation. `close_slot` is what the commit root computes once it holds a contribution of every member of the
+view (PROTOCOL.md 1, 2). It is a pure function: members that disagree in anything that must be equal (4a, 20, 23) give a
+header whose `error` names the member, the field and both values; nothing else in that header changes anything, so that
+all members raise the same words and none applies the slot. Otherwise weights, presence bits, spent sample ranges and
+payloads are folded in rank order, state hashes are put to the vote (24), and a waiting view is carried if the slot's
+kind allows it: `carried` holds that rule in one place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from chaos_lightning.membership.types import (
+    Contribution,
+    Header,
+    Kind,
+    Share,
+    Spent,
+    View,
+)
+from chaos_lightning.planning.ledger import merge
+
+EQUAL_FIELDS = ("prev_hash", "kind", "name", "step", "layout_hash", "hyper")
+"""Fields in which all contributions to one slot must agree, in the order in which they are compared."""
+
+
+def disagreement(contributions: Sequence[Contribution]) -> str:
+    """Words about the first field in which members differ, or "" if they agree.
+
+    The first contribution (the root's, the oldest member) is the reference, as the first view's state is the first
+    member's (PROTOCOL.md 14).
+    """
+    reference = contributions[0]
+    for name in EQUAL_FIELDS:
+        expected = getattr(reference, name)
+        for other in contributions[1:]:
+            given = getattr(other, name)
+            if given != expected:
+                return (
+                    f"slot {reference.seq}: {other.member} has {name} {str(given)!r}, {reference.member} has "
+                    f"{str(expected)!r}; both must be equal at every member: compare their scripts and settings"
+                )
+    return ""
+
+
+def presence_of(contributions: Sequence[Contribution]) -> bytes:
+    """Bitwise OR of the presence masks; a shorter mask has zeros behind its end."""
+    length = max((len(c.presence) for c in contributions), default=0)
+    bits = 0
+    for contribution in contributions:
+        bits |= int.from_bytes(contribution.presence, "little")
+    return bits.to_bytes(length, "little")
+
+
+def drifted(contributions: Sequence[Contribution]) -> tuple[str, ...]:
+    """Members whose state hash differs from the majority's; on a tie the oldest member's value counts (24)."""
+    votes = [c for c in contributions if c.state_hash]
+    if not votes:
+        return ()
+    counts = Counter(c.state_hash for c in votes)
+    top = max(counts.values())
+    winner = next(c.state_hash for c in votes if counts[c.state_hash] == top)
+    return tuple(c.member for c in votes if c.state_hash != winner)
+
+
+def carried(kind: Kind, waiting: View | None) -> tuple[View | None, bool]:
+    """Which view a header of this kind carries, and whether it must ask for a BOUNDARY slot.
+
+    Joiners enter only by a BOUNDARY header: every member is at rest there, so the state that the joiner pulls cannot
+    change. Other changes ride on any STEP or BOUNDARY header, never on a GATHER: a validation pass must see a constant
+    membership, except for deaths. The request for a boundary is repeated on every header until the boundary comes, so
+    that "the last header asks for it" is all that a member has to look at.
+    """
+    if waiting is None or kind is Kind.CLOSING:
+        return None, False
+    if waiting.joiners:
+        return (waiting, False) if kind is Kind.BOUNDARY else (None, True)
+    return (waiting, False) if kind in (Kind.STEP, Kind.BOUNDARY) else (None, False)
+
+
+def close_slot(
+    *, view: View, prev: Header, contributions: Mapping[str, Contribution], waiting: View | None = None
+) -> Header:
+    """The header that commits the slot after `prev` for all members of `view`.
+
+    Args:
+        view: The ruling view; `contributions` holds exactly one entry for each of its members.
+        prev: The header that the root stands on.
+        contributions: By member id.
+        waiting: A decided view whose predecessor is `view`, not carried yet.
+    """
+    ordered = [contributions[m] for m in view.ids()]
+    first = contributions.get(view.root, ordered[0])
+    reference = [first, *(c for c in ordered if c is not first)]
+    error = disagreement(reference)
+    ledger = prev.ledger
+    if not error:
+        spent: list[Spent] = [s for c in ordered for s in c.spent]
+        try:
+            ledger = merge(prev.ledger, spent) if spent else prev.ledger
+        except ValueError as problem:
+            error = f"slot {first.seq}: {problem}"
+    if error:
+        return Header(
+            seq=prev.seq + 1,
+            kind=first.kind,
+            step=first.step,
+            view=view.id,
+            prev_hash=prev.hash,
+            next_view=view.id,
+            name=first.name,
+            ledger=prev.ledger,
+            layout_hash=prev.layout_hash,
+            hyper=prev.hyper,
+            error=error,
+        )
+    change, boundary = carried(first.kind, waiting)
+    return Header(
+        seq=prev.seq + 1,
+        kind=first.kind,
+        step=first.step + (first.kind is Kind.STEP),
+        view=view.id,
+        prev_hash=prev.hash,
+        next_view=change.id if change is not None else view.id,
+        name=first.name,
+        contributors=tuple(Share(c.member, c.weight, c.coefficient) for c in ordered),
+        presence=presence_of(ordered),
+        ledger=ledger,
+        answers=tuple(c.payload for c in ordered) if first.kind is Kind.GATHER else (),
+        layout_hash=first.layout_hash or prev.layout_hash,
+        hyper=first.hyper or prev.hyper,
+        view_change=change,
+        boundary=boundary,
+        drifted=drifted(ordered),
+    )

@@ -1,0 +1,417 @@
+"""The words of the protocol: members, views, contributions, headers, and the messages that carry them.
+
+Theory of operation. Training is a chain of *committed slots*. A slot is either an optimizer step (gradients are
+reduced) or one of Lightning's small collectives (a payload per member is gathered); both are numbered by one counter,
+`seq`, and committed the same way: every member of the view contributes, the commit root sends the `Header`, and
+who holds the header (and, for a step, all reduced bytes) commits. One mechanism therefore serves PROTOCOL.md 1-10 and
+28. Everything here is an immutable value without behaviour beyond its own hash; `runtime/codec.py` maps each dataclass
+field by field on the message of the same name in `chaos.proto`.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+
+Span = tuple[int, int]
+"""Half-open interval [start, stop)."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ViewId:
+    """Number of a view; a higher term outranks every lower one (PROTOCOL.md 7)."""
+
+    term: int = 0
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.term}.{self.number}"
+
+
+NO_VIEW = ViewId(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One training process. `id` is `name~incarnation`, given by the scheduler and never reused."""
+
+    id: str
+    name: str
+    host: str
+    address: str
+    port: int
+    pid: int = 0
+    pid_start: int = 0
+    quota: int = 1
+    """Samples (or batches, for a custom batch sampler) that this member takes per micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSpec:
+    """One tree of a user-defined plan: `parents[i]` is the parent of `members[i]`, "" at the root."""
+
+    start: int
+    stop: int
+    members: tuple[str, ...]
+    parents: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSpec:
+    """How gradients travel: a kind that every member expands alike, or explicit trees (kind "user")."""
+
+    kind: str = "rotating"
+    chunk_nbytes: int = 262144
+    trees: tuple[TreeSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Who is in, in rank order (oldest first), and how they reduce. Joiners must get the state first."""
+
+    id: ViewId
+    predecessor: ViewId
+    members: tuple[Member, ...]
+    joiners: tuple[str, ...] = ()
+    plan: PlanSpec = PlanSpec()
+    accumulate: int = 1
+    """Micro-batches per optimizer step and member; equal for all members, part of the fingerprint."""
+    reason: str = ""
+
+    def ids(self) -> tuple[str, ...]:
+        return tuple(m.id for m in self.members)
+
+    def find(self, member_id: str) -> Member | None:
+        return next((m for m in self.members if m.id == member_id), None)
+
+    @property
+    def root(self) -> str:
+        """The commit root: the oldest member that is no joiner."""
+        return next((m.id for m in self.members if m.id not in self.joiners), self.members[0].id)
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Positions used of one sample stream in one epoch. Stream "" is the shared order; "name" a node's own data."""
+
+    stream: str
+    epoch: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What is committed of the current epoch, per stream (PROTOCOL.md 25, 27); arithmetic is in planning/ledger.py."""
+
+    streams: tuple[Spent, ...] = ()
+
+
+class Kind(enum.StrEnum):
+    STEP = "step"
+    """An optimizer step: gradients are reduced."""
+    GATHER = "gather"
+    """A numbered collective: a payload of each member comes back to all, in rank order."""
+    BOUNDARY = "boundary"
+    """A rest between two windows: nothing is reduced; the only slot whose header may admit joiners."""
+    CLOSING = "closing"
+    """The last slot of the job; members linger until all have its header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one member brings to one slot. Weight 0 with no gradient is valid."""
+
+    member: str
+    view: ViewId
+    seq: int
+    kind: Kind
+    step: int
+    """Optimizer steps committed before this slot."""
+    prev_hash: str
+    name: str = ""
+    """The collective's call site or the step's scope; equal at all members or the slot is refused by name."""
+    weight: float = 0.0
+    coefficient: float = 0.0
+    """What this member's gradient was multiplied with before it was summed."""
+    presence: bytes = b""
+    spent: tuple[Spent, ...] = ()
+    payload: bytes = b""
+    layout_hash: str = ""
+    hyper: str = ""
+    """Hyperparameters in words, such as "opt0.lr=0.1;opt0.momentum=0.9"; compared at the root (PROTOCOL.md 23)."""
+    state_hash: str = ""
+    """Every n steps; empty otherwise (PROTOCOL.md 24)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    member: str
+    weight: float
+    coefficient: float
+
+
+@dataclass(frozen=True)
+class Header:
+    """What commits a slot. Each header names its predecessor's hash (PROTOCOL.md 4a)."""
+
+    seq: int
+    kind: Kind
+    step: int
+    """Optimizer steps committed including this slot."""
+    view: ViewId
+    prev_hash: str
+    next_view: ViewId
+    name: str = ""
+    contributors: tuple[Share, ...] = ()
+    presence: bytes = b""
+    ledger: Ledger = Ledger()
+    answers: tuple[bytes, ...] = ()
+    """For GATHER: payloads, aligned with contributors."""
+    layout_hash: str = ""
+    hyper: str = ""
+    view_change: View | None = None
+    """Set when next_view differs from view."""
+    boundary: bool = False
+    """Asks all members for a BOUNDARY slot at the end of this window: somebody waits to join."""
+    drifted: tuple[str, ...] = ()
+    """Members whose state hash differed from the majority; they pull the state again (PROTOCOL.md 24)."""
+    error: str = ""
+    """Set when members disagree: everybody raises DisagreementError with this text, nobody applies anything."""
+
+    @cached_property
+    def hash(self) -> str:
+        """16 hex digits over everything in the header."""
+
+        def plain(value: object) -> object:
+            if isinstance(value, bytes):
+                return value.hex()
+            raise TypeError(type(value).__name__)
+
+        text = json.dumps(asdict(self), sort_keys=True, default=plain, separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    @property
+    def total_weight(self) -> float:
+        """What the sum of `coefficient * gradient` must be divided by so that every sample weighs the same."""
+        return sum(s.weight for s in self.contributors)
+
+
+GENESIS = Header(seq=0, kind=Kind.BOUNDARY, step=0, view=NO_VIEW, prev_hash="", next_view=NO_VIEW)
+
+
+# --- control messages: member -> scheduler -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    job: str
+    name: str
+    host: str
+    address: str
+    port: int
+    pid: int
+    pid_start: int
+    quota: int
+    accumulate: int
+    package: str
+    fingerprint: tuple[tuple[str, str], ...]
+    """What must equal the job's, as (name, value): a mismatch is refused with the name and both values."""
+    neighbours: tuple[str, ...] = ()
+    resume: str = ""
+    """Member id of an earlier connection of this very process (the stream broke, the process lives)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The newcomer has built its model and its links stand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    view: ViewId
+    seq: int
+    step: int
+    step_time_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEvent:
+    peer: str
+    up: bool
+    evidence: str
+    """"connected", "closed" (EOF or reset: a fact), "silent", "refused", "timeout"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    suspect: str
+    alive: bool
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Answer to Prepare; its sender has promised to ignore everything older than `number` (PROTOCOL.md 8, 9)."""
+
+    number: ViewId
+    entered: ViewId
+    seq: int
+    """Last committed slot."""
+    head: str
+    """Hash of its header."""
+    loaded: bool = True
+    """False for a joiner that does not hold the state yet."""
+    raw: bool = True
+    """False if the reduced bytes of the last committed slot are not at hand (a joiner by pause)."""
+    pending: Header | None = None
+    """Header of slot seq+1, received but not committed for want of ranges."""
+    last: Header | None = None
+    """Header of slot seq itself, so that it can be handed on."""
+    held: tuple[Span, ...] = ()
+    """Byte ranges of slot seq+1 that are completely reduced here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """The member stands in `view` at slot `seq` (committed)."""
+
+    view: ViewId
+    seq: int
+    step: int
+    head: str
+    loaded: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The job's closing header is committed here."""
+
+    seq: int
+    step: int
+
+
+# --- control messages: scheduler -> member -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    member: Member
+    term: int
+    role: str
+    """"founder", "joiner" or "standby"."""
+    reason: str
+    heartbeat_interval_s: float
+    heartbeat_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    reason: str
+    retry: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLinks:
+    """Make sure that a link to each of these stands (the later member dials); answer Ready when all do."""
+
+    peers: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NextView:
+    """Decided and stored; the commit root carries it in a header (joiners: in a BOUNDARY header)."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    number: ViewId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where reduced bytes of the handed-on slot can be pulled."""
+
+    member: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decide:
+    """A decided view after a failure, or the first one (PROTOCOL.md 9).
+
+    `base` is the header everybody in the view stands on before going on: hand-on if some member has yet to commit it
+    (then `sources` hold its raw bytes), redo of slot base.seq+1 otherwise.
+    """
+
+    view: View
+    base: Header
+    hand_on: bool = False
+    sources: tuple[Source, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Say whether this member is alive: link silence, and the process table if it is on your machine."""
+
+    suspect: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    reason: str
+    rejoin: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Words for the user: waiting below min_nodes, standby, paused."""
+
+    text: str
+    waiting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """You asked to leave (or the job is finished) and nobody needs you any more."""
+
+    reason: str
+
+
+# --- between members, beside the reduced bytes -------------------------------------------------------------------
+
+FromMember = Hello | Ready | Heartbeat | LinkEvent | Verdict | Report | Entered | Leave | Finished
+ToMember = Welcome | Refused | OpenLinks | NextView | Prepare | Decide | Probe | Fence | Notice | Released
+PeerMessage = Contribution | Header
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Rules of a job that the scheduler applies."""
+
+    job: str = "default"
+    min_nodes: int = 1
+    max_nodes: int = 64
+    heartbeat_interval_s: float = 0.1
+    heartbeat_timeout_s: float = 0.3
+    hang_timeout_s: float = 20.0
+    """A process that its machine says is running, yet silent on all links for so long, is dead all the same."""
+    confirm_timeout_s: float = 0.1
+    report_timeout_s: float = 2.0
+    join_timeout_s: float = 60.0
+    """A joiner that has not loaded the state this long after its admission is put out again."""
+    linger_timeout_s: float = 5.0
+    reconnect_grace_s: float = 15.0
+    """How long a scheduler restarted on its file waits for the last view's members."""
+    plan: PlanSpec = field(default_factory=PlanSpec)

@@ -1,0 +1,271 @@
+"""Did it keep its word? The contract of the design, points 1 to 5, judged from event logs alone.
+
+Theory of operation. The engine writes down what it did; this module reads that and nothing else, shares no code with
+what it judges, and trusts no single witness: headers are compared between members, ledgers with what the members say
+they used, state hashes between those who took them, deaths with the faults that were declared. Each contract point
+gets one verdict:
+
+- `ok`: enough evidence, and all of it agrees; the line says how much there was.
+- `violated`: at least one line of evidence contradicts the contract; each contradiction is listed.
+- `not shown`: the logs do not hold what it takes to tell (no state hashes, no join, no death).
+
+A verdict is about these logs: `ok` says that nothing in them is wrong, `not shown` is never a pass in disguise.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos_lightning.membership.types import GENESIS
+from chaos_lightning.observe import evidence as ev
+from chaos_lightning.observe.fields import Stream, node_of
+from chaos_lightning.observe.reader import read_events
+from chaos_lightning.observe.spans import Spans, merge, size
+from chaos_lightning.testing import history
+
+OK, VIOLATED, NOT_SHOWN = "ok", "violated", "not shown"
+
+POINTS: Mapping[int, str] = {
+    1: "all contributors hold the same state",
+    2: "stable steps never regress and are never redone",
+    3: "every sample in exactly one committed step per epoch",
+    4: "a joiner's state equals its donors' at the same step",
+    5: "a death or freeze loses no committed step and no sample; nobody alive is fenced",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Verdict on one point of the contract (DESIGN.md, "What must always hold")."""
+
+    point: int
+    verdict: str
+    """"ok", "violated" or "not shown"."""
+    text: str
+    """What was looked at, in one line."""
+    details: tuple[str, ...] = ()
+    """Contradictions if violated; else remarks."""
+
+    def __str__(self) -> str:
+        head = f"{self.point}  {self.verdict.upper():9}  {POINTS[self.point]}: {self.text}"
+        return "\n".join([head, *(f"     - {line}" for line in self.details)])
+
+
+def audit(
+    where: str | os.PathLike[str],
+    *,
+    lengths: Mapping[Stream, int] | None = None,
+    expected_deaths: Collection[str] | None = None,
+    silence_s: float = 0.35,
+) -> list[Finding]:
+    """Judge the event logs in a directory.
+
+    Args:
+        where: Log directory.
+        lengths: (stream, epoch) -> samples, if the logs do not say (`epoch` events).
+        expected_deaths: Nodes whose death, freeze or exclusion was planned beyond the `fault_injected` events in the
+            logs. None: if the logs hold injected faults, only those are expected; if they hold none, deaths are taken
+            to be real ones and are remarks, not violations.
+        silence_s: A member that wrote an event this shortly before it was excluded counts as responsive.
+
+    Returns:
+        One finding per point, 1 to 5.
+    """
+    facts = ev.gather(read_events(Path(where)))
+    facts.epochs |= dict(lengths or {})
+    judge = _Judge(facts, expected_deaths, silence_s)
+    return [judge.agreement(), judge.order(), judge.samples(), judge.joins(), judge.survival()]
+
+
+def violations(findings: Collection[Finding]) -> list[str]:
+    """Every contradiction in words; empty if the contract held as far as the logs show."""
+    return [f"contract {f.point}: {line}" for f in findings if f.verdict == VIOLATED for line in f.details]
+
+
+def verdict(findings: Collection[Finding]) -> str:
+    """All findings as lines for a terminal, with a last line that sums up."""
+    bad = sum(f.verdict == VIOLATED for f in findings)
+    dark = sum(f.verdict == NOT_SHOWN for f in findings)
+    last = f"VIOLATED: {bad} of {len(findings)} points" if bad else f"HELD: {len(findings) - dark} points"
+    if dark:
+        last += f", {dark} not shown by these logs"
+    return "\n".join([*(str(f) for f in findings), last])
+
+
+@dataclass(slots=True)
+class _Judge:
+    facts: ev.Facts
+    expected: Collection[str] | None
+    silence_s: float
+    runs: list[history.Run] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.runs = history.runs(self.facts.commits) if self.facts.commits else []
+
+    def _finding(self, point: int, shown: bool, text: str, bad: list[str], remarks: list[str] | None = None) -> Finding:
+        if self.facts.lost and not bad:
+            remarks = [*(remarks or []), f"{self.facts.lost} log lines were lost to a full disk"]
+        if bad:
+            return Finding(point, VIOLATED, text, tuple(bad))
+        return Finding(point, OK if shown else NOT_SHOWN, text, tuple(remarks or ()))
+
+    # ---------------------------------------------------------------------------------------------- 1 and 4
+
+    def agreement(self) -> Finding:
+        """Contract 1."""
+        claims = [(head, member, value) for head, member, value, _ in self.facts.hashes]
+        compared, problems = history.check_hashes(claims)
+        slots = sum(len(run.chain) for run in self.runs)
+        text = f"state hashes compared at {compared} of {slots} committed slots"
+        return self._finding(1, compared > 0, text, [p.text for p in problems])
+
+    def joins(self) -> Finding:
+        """Contract 4."""
+        bad: list[str] = []
+        remarks: list[str] = []
+        matched = 0
+        by_head: dict[str, dict[str, str]] = {}
+        for head, member, value, how in self.facts.hashes:
+            if how != "pull":
+                by_head.setdefault(head, {})[member] = value
+        for pull in self.facts.pulls:
+            donors = {m: v for m, v in by_head.get(pull.head, {}).items() if m != pull.member}
+            if not pull.head or not pull.hash:
+                remarks.append(f"{pull.member} pulled its state without naming header and hash")
+            elif not donors:
+                # Agreement afterwards is weaker evidence: equal states a few slots on can only come from equal ones.
+                later = self._agrees_later(pull.member)
+                if later is None:
+                    remarks.append(f"{pull.member}: no donor's hash at {pull.head}, and none later to compare with")
+                else:
+                    matched += 1
+            elif any(v != pull.hash for v in donors.values()):
+                rows = ", ".join(f"{m}={v}" for m, v in sorted(donors.items()))
+                bad.append(f"{pull.member} took over state {pull.hash} at {pull.head}; donors had {rows}")
+            else:
+                matched += 1
+        for run in self.runs:
+            entered = {p.member: p.head for p in self.facts.pulls if p.head}
+            bad += [p.text for p in history.check_members(run, entered) if p.rule == "entry"]
+        text = f"{matched} of {len(self.facts.pulls)} joiners' states matched"
+        return self._finding(4, matched > 0 and matched == len(self.facts.pulls), text, bad, remarks)
+
+    def _agrees_later(self, member: str) -> bool | None:
+        by_head: dict[str, dict[str, str]] = {}
+        for head, who, value, _ in self.facts.hashes:
+            by_head.setdefault(head, {})[who] = value
+        shared = [h for h in by_head.values() if member in h and len(h) > 1]
+        return True if shared else None  # a disagreement is contract 1's finding
+
+    # ---------------------------------------------------------------------------------------------- 2
+
+    def order(self) -> Finding:
+        """Contract 2."""
+        bad: list[str] = []
+        remarks: list[str] = []
+        redone = 0
+        for run in self.runs:
+            problems = history.check_chain(run, genesis=GENESIS.hash)
+            gaps = [p for p in problems if p.rule == "gap"]
+            if gaps and (self.facts.lost or self.facts.gaps_allowed):
+                remarks += [p.text for p in gaps]
+                problems = [p for p in problems if p.rule != "gap"]
+            problems += history.check_forks(run)
+            problems += [p for p in history.check_members(run) if not (self.facts.lost and p.rule == "order")]
+            problems += history.check_contributors(run, self.facts.views_at(max(c.t for c in run.commits)))
+            problems += history.check_stable(run, self.facts.left_job)
+            bad += [str(p) for p in problems]
+            redone += len(run.lost_branches)
+        steps = sum(run.headers[h].kind == "step" for run in self.runs for h in run.chain)
+        members = {c.member for c in self.facts.commits}
+        text = f"{steps} steps in {sum(len(r.chain) for r in self.runs)} slots by {len(members)} members"
+        if len(self.runs) > 1:
+            text += f" in {len(self.runs)} runs"
+        if redone:
+            text += f"; {redone} slots were known to nobody but their dead and were reduced again"
+        return self._finding(2, steps > 0, text, bad, remarks)
+
+    # ---------------------------------------------------------------------------------------------- 3
+
+    def samples(self) -> Finding:
+        """Contract 3."""
+        bad: list[str] = []
+        remarks: list[str] = []
+        used: dict[Stream, int] = {}
+        carried: dict[Stream, Spans] = {}
+        for index, run in enumerate(self.runs):
+            start = None if index == 0 else self._resumed(index)
+            usage, problems = history.check_samples(run, start=start)
+            bad += [p.text for p in problems]
+            bad += [p.text for p in history.check_complete(usage, self.facts.epochs)]
+            for key, use in usage.items():
+                used[key] = size(use.start) + use.count
+                carried[key] = merge([*use.start, *use.used])
+        shown = sum(used.values()) > 0
+        for key, count in sorted(used.items(), key=lambda x: (x[0][1], x[0][0])):
+            length = self.facts.epochs.get(key)
+            label = f"epoch {key[1]}" + (f" of {key[0]}" if key[0] else "")
+            if length is not None and count > length:
+                bad.append(f"{label}: {count} uses of {length} samples")
+            whole = "" if length is None else " (whole)" if count == length else f" of {length}"
+            remarks.append(f"{label}: {count} samples{whole}, each once")
+        if len(remarks) > 6:
+            remarks = [*remarks[:3], f"... {len(remarks) - 6} more epochs ...", *remarks[-3:]]
+        text = f"{sum(used.values())} uses in {len(used)} epochs, none twice" if not bad else "see below"
+        return self._finding(3, shown, text, bad, remarks)
+
+    def _resumed(self, index: int) -> dict[Stream, Spans] | None:
+        """The ledger that a later run says it began with; None: let the first header tell."""
+        run = self.runs[index]
+        begin = min(c.t for c in run.commits)
+        before = max(c.t for c in self.runs[index - 1].commits)
+        said = [ledger for t, ledger in self.facts.resumed if before <= t <= begin]
+        return said[-1] if said else None
+
+    # ---------------------------------------------------------------------------------------------- 5
+
+    def survival(self) -> Finding:
+        """Contract 5."""
+        bad: list[str] = []
+        remarks: list[str] = []
+        recovered = struck = 0
+        strict = self.expected is not None or self.facts.injected
+        for run in self.runs:
+            bad += [str(p) for p in history.check_commits_of_all(run, self.facts.gone)]
+            last = run.headers[run.chain[-1]]
+            closed = last.kind == "closing"
+            for loss in self.facts.losses:
+                if not (min(c.t for c in run.commits) <= loss.t <= max(c.t for c in run.commits)):
+                    continue
+                struck += 1
+                later = [run.headers[h] for h in run.chain if run.headers[h].t > loss.t]
+                without = [s for s in later if loss.member not in s.contributors or loss.stayed]
+                survivors = [m for s in later[:1] for m in s.contributors if m != loss.member]
+                if without or closed or not survivors:
+                    recovered += 1
+                else:
+                    remarks.append(f"the log ends before anybody went on after {loss.member}'s {loss.kind}")
+        for out in self.facts.excluded:
+            known = out.why or (node_of(out.member) in (self.expected or ()))
+            if known:
+                continue
+            where = f"{out.member} was put out by view {out.view[0]}.{out.view[1]}"
+            if out.silent_s is not None and out.silent_s <= self.silence_s and out.spoke_later:
+                bad.append(
+                    f"{where} though it was alive: it wrote an event {out.silent_s:.3f} s before and went on after"
+                )
+            elif strict:
+                bad.append(f"{where}; no fault, leave or death of it was declared")
+            else:
+                remarks.append(f"{where}; its log says nothing of a reason")
+        for member, why in self.facts.unexplained.items():
+            if node_of(member) in (self.expected or ()):
+                continue
+            (bad if strict else remarks).append(f"{member} {why}")
+        for freeze in self.facts.unawakened:
+            bad.append(freeze)
+        text = f"training went on after {recovered} of {struck} deaths and freezes"
+        return self._finding(5, struck > 0 and recovered == struck, text, bad, remarks)

@@ -1,0 +1,54 @@
+"""`chaos-lightning report` and `chaos-lightning audit`: what happened, and whether the contract held.
+
+Theory of operation. Plain functions with typer annotations; `cli.py` registers them. Heavy imports (matplotlib)
+happen inside, so that the command's help stays instant.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    logs: Annotated[Path, typer.Argument(help="Log directory of a run (log_dir), or one event file.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for report.html and report.png; default: the log directory.")
+    ] = None,
+    title: Annotated[str, typer.Option(help="Headline; default: the directory's name.")] = "",
+) -> None:
+    """Write one self-contained HTML page (and a PNG) about a run."""
+    from chaos_lightning.errors import ConfigurationError
+    from chaos_lightning.observe.report import write_report
+
+    try:
+        written = write_report(logs, out, title=title)
+    except (FileNotFoundError, ConfigurationError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(written.summary)
+    for line in written.violations:
+        typer.echo(f"VIOLATED  {line}")
+    typer.echo(f"{written.page}\n{written.picture}")
+
+
+def audit(
+    logs: Annotated[Path, typer.Argument(help="Log directory of a run (log_dir), or one event file.")],
+    expect: Annotated[
+        list[str] | None, typer.Option(help="Node whose death or exclusion was planned; may be given several times.")
+    ] = None,
+) -> None:
+    """Check points 1 to 5 of the contract from the event logs alone; exit code 1 if one is violated."""
+    from chaos_lightning.observe.audit import audit as check
+    from chaos_lightning.observe.audit import verdict, violations
+
+    try:
+        findings = check(logs, expected_deaths=expect or None)
+    except FileNotFoundError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(verdict(findings))
+    if violations(findings):
+        raise typer.Exit(1)

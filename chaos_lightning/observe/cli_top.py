@@ -1,0 +1,102 @@
+"""`chaos-lightning top`: the job live in a terminal, from event logs or from its scheduler.
+
+Theory of operation. `watch` redraws a board some times a second until Ctrl+C; where the facts come from is a function
+that returns a board. Following a log directory needs no server and works after the fact, too; asking the scheduler
+works from any machine that reaches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chaos_lightning.errors import ChaosError
+from chaos_lightning.observe.reader import Tail
+from chaos_lightning.observe.render import Board, draw, from_status, from_timeline
+from chaos_lightning.observe.timeline import Timeline
+
+KEPT_SLOTS = 1000
+"""A live board looks back over at least so many slots; a run may go on for days, its board must stay cheap."""
+
+
+def follow(logs: Path, *, live: bool = True) -> Callable[[], Board]:
+    """A function that returns the board of this log directory as of now.
+
+    Args:
+        logs: The directory; it may appear later.
+        live: Ages count to the present; else to the last event (a run that is over).
+    """
+    tail, timeline = Tail(logs), Timeline()
+
+    def board() -> Board:
+        for record in tail.poll():
+            timeline.add(record)
+        if len(timeline.slots) > 2 * KEPT_SLOTS:
+            timeline.prune(KEPT_SLOTS)
+        # A log whose last word is an hour old is of the past: its ages would all read an hour.
+        over = timeline.stop and time.time() - timeline.stop > 3600
+        now = time.time() if live and not over else timeline.stop
+        return from_timeline(timeline, now, title=f"logs {logs}")
+
+    return board
+
+
+def ask(endpoint: str, token_file: str = "", timeout_s: float = 2.0) -> Callable[[], Board]:
+    """A function that returns the board of what this scheduler answers; unreachable is a line on the board."""
+    from chaos_lightning.runtime.access import load_token
+    from chaos_lightning.runtime.channel import fetch_status
+
+    token = load_token(token_file)
+    last = Board(title=f"scheduler {endpoint}")
+
+    def board() -> Board:
+        nonlocal last
+        try:
+            last = from_status(fetch_status(endpoint, token, timeout_s))
+        except ChaosError as error:
+            last.lines = [(0.0, "scheduler", f"{error} (training needs none between events)")]
+        return last
+
+    return board
+
+
+def watch(board: Callable[[], Board], *, interval_s: float, stop: threading.Event | None = None) -> None:
+    """Redraw the board until `stop` is set or Ctrl+C; on something that is no terminal, print it once."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    if not console.is_terminal:
+        console.print(draw(board()))
+        return
+    ended = stop or threading.Event()
+    with contextlib.suppress(KeyboardInterrupt), Live(draw(board()), console=console, auto_refresh=False) as live:
+        while not ended.wait(interval_s):
+            live.update(draw(board()), refresh=True)
+
+
+def top(
+    logs: Annotated[Path | None, typer.Option(help="Follow this log directory (log_dir).", metavar="DIR")] = None,
+    endpoint: Annotated[
+        str, typer.Option(envvar="CHAOS_ENDPOINT", help="Ask this scheduler instead.", metavar="HOST:PORT")
+    ] = "",
+    token_file: Annotated[
+        str, typer.Option(help="File with the cluster token (or CHAOS_TOKEN_FILE, CHAOS_TOKEN).", metavar="PATH")
+    ] = "",
+    interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 0.5,
+    once: Annotated[bool, typer.Option("--once", help="Print one board and end.")] = False,
+) -> None:
+    """Watch a job live: members, ranks, steps, step times, joins with their progress."""
+    board = follow(logs) if logs is not None else ask(endpoint or "127.0.0.1:29400", token_file)
+    if once:
+        from rich.console import Console
+
+        Console().print(draw(board()))
+        return
+    watch(board, interval_s=max(0.05, interval))

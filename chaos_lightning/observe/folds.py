@@ -1,0 +1,445 @@
+"""What a timeline amounts to: step times, joins, recoveries, goodput, samples, agreement. Pure functions.
+
+Theory of operation. The job advances from commit to commit, so the time between two neighbouring commits is the unit
+that everything is booked on. An interval in which nothing happened is a *clean* step; the median of the clean ones
+under the same number of contributors is the *usual* step time. An interval in which somebody's state was pulled, a
+death was recovered, or the job waited below its minimum is booked as one usual step of useful work plus, for the
+rest, a loss to that cause. What else makes a step slow (a busy machine) is nobody's fault here and counts as useful.
+Goodput is useful seconds over all seconds. Durations come from the members' monotonic clocks, so the skew of wall
+clocks between machines cannot enter them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from chaos_lightning.observe.fields import Stream, node_of
+from chaos_lightning.observe.spans import Spans, intersect, merge, overlaps, size, subtract
+from chaos_lightning.observe.timeline import FREEZES, KILLS, Life, Slot, Timeline
+
+__all__ = [
+    "Agreement",
+    "Goodput",
+    "Interval",
+    "Join",
+    "Recovery",
+    "SampleUse",
+    "Timeline",
+    "abandoned",
+    "agreement",
+    "goodput",
+    "intervals",
+    "joins",
+    "recoveries",
+    "samples",
+]
+
+_GOOD_ENDS = ("left", "finished")
+STEP, COLLECTIVE, JOIN, RECOVERY, WAITING = "step", "collective", "join", "recovery", "waiting"
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The time from one committed slot to the next."""
+
+    slot: Slot
+    """The slot that ended it."""
+    start: float
+    stop: float
+    """Wall times, s."""
+    seconds: float
+    """Monotonic duration, s."""
+    cause: str
+    """What it is booked on: "step", "collective", "join", "recovery" or "waiting"."""
+    lost: float
+    """Seconds of it beyond one usual step, for the last three causes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """One newcomer's way in. Wall times in s; None where it did not come so far."""
+
+    member: str
+    node: str
+    again: bool
+    """The node had been a member before."""
+    born: float
+    welcomed: float | None
+    pull_started: float | None
+    pull_done: float | None
+    contributed: float | None
+    """First slot that it contributed to."""
+    sources: tuple[tuple[str, int, float], ...]
+    """(donor, bytes, seconds), most bytes first."""
+    nbytes: int
+    skipped: int
+    seconds: float
+    """Of the state transfer."""
+    pause: float
+    """Seconds the others lost to it."""
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second of the transfer."""
+        return self.nbytes / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """A death or freeze, until the next slot was committed by all survivors. Wall times in s."""
+
+    member: str
+    node: str
+    kind: str
+    """The injected fault's kind, or "death" when it came from outside."""
+    phase: str
+    at: float
+    """When it struck (injected), else when it was first noticed."""
+    noticed: float | None
+    decided: float | None
+    """First view without the victim."""
+    resumed: float | None
+    """The first survivor holds the next slot."""
+    recovered: float | None
+    """All survivors hold it; None if the log ends before."""
+    seq: int | None
+    """That slot's number."""
+    survivors: int
+    how: str
+    """"hand-on", "redo", "next" (nothing was open) or "stayed" (it thawed in time)."""
+
+    @property
+    def seconds(self) -> float | None:
+        """From the blow to the next slot on all survivors."""
+        return None if self.recovered is None else self.recovered - self.at
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Where the job's time went, s."""
+
+    total: float
+    useful: float
+    lost: dict[str, float]
+    """Seconds by cause: "join", "recovery", "waiting"."""
+    usual: float
+    """Usual step time over the whole run."""
+    steps: int
+    redone: int
+    """Steps that were reduced a second time."""
+    samples: int
+
+    @property
+    def share(self) -> float:
+        """Useful part, 0 to 1 (1 for an empty run)."""
+        return self.useful / self.total if self.total > 0 else 1.0
+
+
+@dataclass(slots=True)
+class SampleUse:
+    """Use of one stream in one epoch."""
+
+    used: int = 0
+    """Positions, counted as often as they were used."""
+    distinct: int = 0
+    twice: Spans = ()
+    """Positions used more than once."""
+    length: int | None = None
+    spans: Spans = ()
+    """All positions used, merged."""
+
+    @property
+    def complete(self) -> bool | None:
+        """Whether every sample was used; None if the epoch's length is not in the log."""
+        return None if self.length is None else self.distinct == self.length
+
+
+@dataclass(slots=True)
+class Agreement:
+    """State hashes of one slot."""
+
+    slot: Slot | None
+    header: str
+    hashes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def equal(self) -> bool:
+        """All members that took a hash took the same."""
+        return len(set(self.hashes.values())) <= 1
+
+
+# ------------------------------------------------------------------------------------------------ step times
+
+
+def _between(before: Slot, after: Slot) -> float:
+    """Seconds from one slot to the next, by the clocks of members that committed both."""
+    both = [after.commits[m].mono - before.commits[m].mono for m in after.commits if m in before.commits]
+    both = [x for x in both if x >= 0]
+    return statistics.median(both) if both else max(0.0, after.first - before.first)
+
+
+def intervals(timeline: Timeline) -> list[Interval]:
+    """The run cut at its commits, each piece booked on a cause."""
+    chain = timeline.chain()
+    pulls = [
+        (p.started, p.done)
+        for life in timeline.lives.values()
+        for p in life.pulls
+        if p.done is not None and life.role != "founder"
+    ]
+    recovered = [(r.at, r.resumed) for r in recoveries(timeline) if r.resumed is not None]
+    waits = _waits(timeline)
+
+    def touches(windows: Sequence[tuple[float, float]], start: float, stop: float) -> bool:
+        return any(a < stop and b > start for a, b in windows)
+
+    raw: list[tuple[Slot, float, float, float, str]] = []
+    for before, after in itertools.pairwise(chain):
+        start, stop = before.first, after.first
+        cause = STEP if after.kind == "step" else COLLECTIVE
+        if touches(waits, start, stop):
+            cause = WAITING
+        elif touches(recovered, start, stop):
+            cause = RECOVERY
+        elif touches(pulls, start, stop):
+            cause = JOIN
+        raw.append((after, start, stop, _between(before, after), cause))
+    usual = _usual(raw)
+    result = []
+    for slot, start, stop, seconds, cause in raw:
+        expected = usual(slot) if slot.kind == "step" else 0.0
+        lost = max(0.0, seconds - expected) if cause in (JOIN, RECOVERY, WAITING) else 0.0
+        result.append(Interval(slot, start, stop, seconds, cause, lost))
+    return result
+
+
+class _Usual:
+    """Median clean step time for a number of contributors, falling back on that of all."""
+
+    def __init__(self, by_size: dict[int, list[float]]):
+        every = [x for some in by_size.values() for x in some]
+        self.all = statistics.median(every) if every else 0.0
+        self.sizes = {n: statistics.median(some) for n, some in by_size.items() if len(some) >= 5}
+
+    def __call__(self, slot: Slot) -> float:
+        return self.sizes.get(len(slot.contributors), self.all)
+
+
+def _usual(raw: Sequence[tuple[Slot, float, float, float, str]]) -> _Usual:
+    by_size: dict[int, list[float]] = defaultdict(list)
+    for slot, _, _, seconds, cause in raw:
+        if cause == STEP:
+            by_size[len(slot.contributors)].append(seconds)
+    return _Usual(by_size)
+
+
+def _waits(timeline: Timeline) -> list[tuple[float, float]]:
+    """Windows in which at least one member was told to wait below the minimum."""
+    windows: list[tuple[float, float]] = []
+    waiting: dict[str, float] = {}
+    commits = sorted(s.first for s in timeline.slots.values())
+    for t, member, begins in sorted(timeline.waits):
+        if begins:
+            waiting.setdefault(member, t)
+        elif member in waiting:
+            windows.append((waiting.pop(member), t))
+    for t in waiting.values():  # nobody said that it was over: the next commit does
+        windows.append((t, next((c for c in commits if c > t), timeline.stop)))
+    return windows
+
+
+# ------------------------------------------------------------------------------------------------ joins
+
+
+def joins(timeline: Timeline) -> list[Join]:
+    """All that came into the running job by pulling the state, in order of birth; founders are not among them."""
+    first: dict[str, float] = {}
+    for slot in timeline.chain():
+        for member in slot.who:
+            first.setdefault(member, slot.first)
+    cut = intervals(timeline)
+    seen: set[str] = set()
+    found: list[Join] = []
+    for life in sorted(timeline.lives.values(), key=lambda x: x.born):
+        again = life.node in seen
+        seen.add(life.node)
+        if life.role == "founder" or (life.role != "joiner" and not life.pulls):
+            continue
+        done = [p for p in life.pulls if p.done is not None]
+        pause = sum(
+            i.lost
+            for i in cut
+            if i.cause == JOIN and any(p.started < i.stop and (p.done or timeline.stop) > i.start for p in life.pulls)
+        )
+        sources: dict[str, tuple[int, float]] = {}
+        for pull in life.pulls:
+            for donor, (count, seconds) in pull.sources.items():
+                old = sources.get(donor, (0, 0.0))
+                sources[donor] = (old[0] + count, old[1] + seconds)
+        found.append(
+            Join(
+                member=life.member,
+                node=life.node,
+                again=again,
+                born=life.born,
+                welcomed=life.welcomed,
+                pull_started=life.pulls[0].started if life.pulls else None,
+                pull_done=done[-1].done if done else None,
+                contributed=first.get(life.member),
+                sources=tuple(sorted(((d, n, s) for d, (n, s) in sources.items()), key=lambda x: (-x[1], x[0]))),
+                nbytes=sum(p.nbytes for p in done),
+                skipped=sum(p.skipped for p in done),
+                seconds=sum(p.seconds for p in done),
+                pause=pause,
+            )
+        )
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ recoveries
+
+
+def recoveries(timeline: Timeline) -> list[Recovery]:
+    """Every injected kill or freeze of a member and every death that was seen, in order of time."""
+    chain = timeline.chain()
+    found: list[Recovery] = []
+    explained: set[str] = set()
+    for fault in timeline.faults:
+        if fault.kind not in KILLS | FREEZES:
+            continue
+        life = timeline.lives.get(fault.member)
+        if life is None or life.joined is None:
+            explained.add(fault.member)
+            continue
+        explained.add(fault.member)
+        until = fault.t + fault.seconds if fault.kind in FREEZES else None
+        found.append(_recovery(timeline, chain, life, fault.kind, fault.phase, fault.t, until))
+    for member, t in timeline.deaths.items():
+        life = timeline.lives.get(member)
+        if member not in explained and life is not None and life.joined is not None and life.end not in _GOOD_ENDS:
+            noticed = min(t, timeline.suspects.get(member, t))
+            found.append(_recovery(timeline, chain, life, "death", "", noticed, None))
+    return sorted(found, key=lambda r: r.at)
+
+
+def _recovery(
+    timeline: Timeline, chain: list[Slot], life: Life, kind: str, phase: str, at: float, thaw: float | None
+) -> Recovery:
+    member = life.member
+    handed = {seq for t, seq, _ in timeline.hand_ons if t >= at}
+    redone = {seq for t, seq, _ in timeline.redos if t >= at}
+    without = [v.t for v in timeline.views.values() if v.t >= at and v.members and member not in v.members]
+    noticed = [
+        t for t in (timeline.suspects.get(member), timeline.deaths.get(member)) if t is not None and t >= at - 0.001
+    ]
+    after: Slot | None = None
+    how = "next"
+    for slot in chain:
+        if slot.complete <= at:
+            continue
+        if member not in slot.who:
+            after, how = slot, "redo" if slot.seq in redone else "next"
+            break
+        if slot.seq in handed:
+            after, how = slot, "hand-on"
+            break
+        if thaw is not None and slot.first >= thaw and member in slot.commits:
+            after, how = slot, "stayed"
+            break
+    held = {} if after is None else {m: c.t for m, c in after.commits.items() if m != member or how == "stayed"}
+    return Recovery(
+        member=member,
+        node=life.node or node_of(member),
+        kind=kind,
+        phase=phase,
+        at=at,
+        noticed=min(noticed, default=None),
+        decided=None if how == "stayed" else min(without, default=None),
+        resumed=min((t for t in held.values() if t > at), default=None),
+        recovered=max(held.values(), default=None),
+        seq=None if after is None else after.seq,
+        survivors=0 if after is None else sum(m != member for m in after.who),
+        how=how,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ totals
+
+
+def goodput(timeline: Timeline) -> Goodput:
+    """Where the time between the first and the last commit went."""
+    cut = intervals(timeline)
+    lost = {JOIN: 0.0, RECOVERY: 0.0, WAITING: 0.0}
+    for interval in cut:
+        if interval.cause in lost:
+            lost[interval.cause] += interval.lost
+    total = sum(i.seconds for i in cut)
+    chain = timeline.chain()
+    clean = [i.seconds for i in cut if i.cause == STEP]
+    return Goodput(
+        total=total,
+        useful=total - sum(lost.values()),
+        lost=lost,
+        usual=statistics.median(clean) if clean else 0.0,
+        steps=sum(s.kind == "step" for s in chain),
+        redone=len({seq for _, seq, _ in timeline.redos}),
+        samples=sum(use.distinct for use in samples(timeline).values()),
+    )
+
+
+def samples(timeline: Timeline) -> dict[Stream, SampleUse]:
+    """Which positions of each stream and epoch the committed steps used.
+
+    What members say they used themselves counts; where a contributor died before it could say so, the growth of the
+    header's ledger tells its part. A job that went on from a checkpoint takes back what came after it.
+    """
+    used: dict[Stream, list[tuple[int, int]]] = defaultdict(list)
+    before: dict[Stream, Spans] = {}
+    last = 0
+    for slot in timeline.chain():
+        if slot.seq <= last:
+            before = _resumed_at(slot)
+            for key in used:
+                used[key] = [x for span in used[key] for x in intersect((span,), before.get(key, ()))]
+        last = slot.seq
+        said: dict[Stream, list[tuple[int, int]]] = defaultdict(list)
+        for commit in slot.commits.values():
+            for key, spans in commit.spent.items():
+                said[key].extend(spans)
+        for key, spans in slot.ledger.items():
+            known = merge([*before.get(key, ()), *said.get(key, ())])
+            said[key].extend(subtract(merge(spans), known))
+        for key, some in said.items():
+            used[key].extend(some)
+        before |= slot.ledger
+    result: dict[Stream, SampleUse] = {}
+    for key, some in used.items():
+        merged = merge(some)
+        result[key] = SampleUse(size(some), size(merged), overlaps(some), timeline.epochs.get(key), merged)
+    return dict(sorted(result.items(), key=lambda x: (x[0][1], x[0][0])))
+
+
+def _resumed_at(first: Slot) -> dict[Stream, Spans]:
+    """The ledger that a run began with: its first header's without what its first slot used."""
+    own: dict[Stream, Spans] = defaultdict(tuple)
+    for commit in first.commits.values():
+        for key, spans in commit.spent.items():
+            own[key] = merge([*own[key], *spans])
+    return {key: subtract(merge(spans), own[key]) for key, spans in first.ledger.items()}
+
+
+def agreement(timeline: Timeline) -> list[Agreement]:
+    """State hashes per header, in slot order; headers that nobody committed come last."""
+    order = {slot.header: i for i, slot in enumerate(timeline.chain())}
+    rows = [Agreement(timeline.slots.get(h), h, dict(hashes)) for h, hashes in timeline.hashes.items()]
+    return sorted(rows, key=lambda a: order.get(a.header, len(order)))
+
+
+def abandoned(timeline: Timeline) -> list[Slot]:
+    """Slots that somebody committed and that did not stay: their committers died before anyone else had them."""
+    kept = {slot.header for slot in timeline.chain()}
+    return [slot for slot in timeline.slots.values() if slot.header not in kept]

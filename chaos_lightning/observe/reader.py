@@ -1,0 +1,161 @@
+"""Reading event logs: all files of a directory as one stream in time order, or what is new since the last look.
+
+Theory of operation. A file is written by one process with one write a line, so it is in order and only its last line
+can be half there: because its writer is still at it, or because the disk was full. A line that is no JSON object is
+skipped, never fatal: the reader runs while the run does. Between files the wall clock decides; within a file a wall
+clock that was set back is held at the latest time seen, so that one file's order always survives the merge.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One event as it was read."""
+
+    t: float
+    """Wall time, s since the epoch, never falling within one file."""
+    mono: float
+    """The writer's monotonic clock, s."""
+    member: str
+    """Whom the event is about (member id; empty before the welcome and for schedulers)."""
+    name: str
+    fields: Mapping[str, Any]
+    """Everything else of the line."""
+    source: str = ""
+    """File name it came from."""
+    line: int = 0
+    """1-based line number in that file."""
+
+    @property
+    def by(self) -> str:
+        """Who wrote it: `member` unless the line says otherwise."""
+        return str(self.fields.get("by", self.member))
+
+    @property
+    def node(self) -> str:
+        """The member's name: stamped on the line, else the id up to its last "~"."""
+        return str(self.fields.get("node") or self.member.rpartition("~")[0] or self.member)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A field of the line."""
+        return self.fields.get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.fields[key]
+
+    def __str__(self) -> str:
+        rest = " ".join(f"{k}={v}" for k, v in self.fields.items() if k not in ("node", "by"))
+        return f"{self.t:.3f} {self.member or self.source} {self.name} {rest}"
+
+
+def parse_line(text: bytes | str, *, source: str = "", line: int = 0, not_before: float = 0.0) -> Record | None:
+    """One line as a Record; None if it is no event (torn, foreign, empty)."""
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
+        return None
+    try:
+        t, mono = float(data.pop("t", 0.0)), float(data.pop("mono", 0.0))
+    except (TypeError, ValueError):
+        return None
+    return Record(
+        t=max(t, not_before),
+        mono=mono,
+        member=str(data.pop("member", "") or ""),
+        name=data.pop("name"),
+        fields=data,
+        source=source,
+        line=line,
+    )
+
+
+def log_files(where: str | os.PathLike[str]) -> list[Path]:
+    """The event files of a directory, of the directories in it, or the one file that was named; sorted by name."""
+    path = Path(where)
+    if path.is_file():
+        return [path]
+    return sorted(path.rglob("*.jsonl"))
+
+
+def read_file(path: str | os.PathLike[str], *, source: str = "") -> Iterator[Record]:
+    """The events of one file, in its order; lines that are no events are skipped."""
+    latest = 0.0
+    with Path(path).open("rb") as file:
+        for number, text in enumerate(file, 1):
+            record = parse_line(text, source=source or Path(path).name, line=number, not_before=latest)
+            if record is not None:
+                latest = record.t
+                yield record
+
+
+def read_events(where: str | os.PathLike[str]) -> Iterator[Record]:
+    """All events of a log directory (or one file), merged by time; within a file, in the order they were written.
+
+    Raises:
+        FileNotFoundError: There is no such directory or file.
+    """
+    path = Path(where)
+    if not path.exists():
+        raise FileNotFoundError(f"no event log at {path}: expected a directory with *.jsonl files, or one such file")
+    base = path if path.is_dir() else path.parent
+    streams = [read_file(p, source=p.relative_to(base).as_posix()) for p in log_files(path)]
+    return heapq.merge(*streams, key=lambda r: r.t)
+
+
+@dataclass(slots=True)
+class _Place:
+    offset: int = 0
+    line: int = 0
+    latest: float = 0.0
+
+
+@dataclass(slots=True)
+class Tail:
+    """Follows a log directory: each `poll` returns what was appended since the last one.
+
+    A half-written last line waits for its end. Not thread-safe.
+    """
+
+    where: Path
+    skipped: int = 0
+    """Complete lines that were no events."""
+    _places: dict[Path, _Place] = field(default_factory=dict)
+
+    def poll(self) -> list[Record]:
+        """New events of all files in time order; an empty list if there are none (or no directory yet)."""
+        found: list[Record] = []
+        for path in log_files(self.where) if self.where.exists() else []:
+            place = self._places.setdefault(path, _Place())
+            try:
+                if path.stat().st_size <= place.offset:
+                    continue
+                with path.open("rb") as file:
+                    file.seek(place.offset)
+                    data = file.read()
+            except FileNotFoundError:
+                continue
+            whole, end, _ = data.rpartition(b"\n")
+            if not end:
+                continue
+            place.offset += len(whole) + 1
+            for text in whole.split(b"\n"):
+                place.line += 1
+                record = parse_line(text, source=path.name, line=place.line, not_before=place.latest)
+                if record is None:
+                    self.skipped += bool(text)
+                else:
+                    place.latest = record.t
+                    found.append(record)
+        found.sort(key=lambda r: r.t)
+        return found

@@ -1,0 +1,267 @@
+"""The live view: a board of who is here and what the job is doing, drawn with rich; `top` and `LiveView` share it.
+
+Theory of operation. A board is a pure function of facts and the present time. `Board` holds the facts in one shape,
+whether they come from event logs (everything, joins with progress, step times) or from a scheduler's status (who,
+rank, step, silence: the scheduler sees no bytes), and `draw` makes a renderable of it that fits 80 columns.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from chaos_lightning.observe import fields as f
+from chaos_lightning.observe import folds
+from chaos_lightning.observe.timeline import Life, Timeline
+from chaos_lightning.observe.units import amount, duration
+
+_COLOURS = {
+    "training": "green",
+    "member": "green",
+    "pulling": "yellow",
+    "joining": "yellow",
+    "starting": "dim",
+    "standby": "dim",
+    "waiting": "magenta",
+    "leaving": "cyan",
+    "frozen": "blue",
+    "silent": "blue",
+    "fenced": "magenta",
+    "killed": "red",
+    "died": "red",
+    "dead": "red",
+    "left": "dim",
+    "finished": "dim",
+}
+ENDED_SHOWN_S = 30.0
+"""How long an ended member stays on the board."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One member on the board."""
+
+    name: str
+    rank: int | None
+    state: str
+    step: int | None
+    age_s: float | None
+    """Since it was last heard, s."""
+    step_time_s: float | None = None
+    wait_share: float | None = None
+    """Part of its step that it waits for others, 0 to 1."""
+    progress: tuple[int, int] | None = None
+    """Of a state transfer: bytes so far, bytes in all (0: unknown)."""
+    remark: str = ""
+
+
+@dataclass(slots=True)
+class Board:
+    """Everything that is shown."""
+
+    title: str
+    view: str = ""
+    reason: str = ""
+    rows: list[Row] = field(default_factory=list)
+    figures: list[tuple[str, str]] = field(default_factory=list)
+    """(what, value) for the head line."""
+    lines: list[tuple[float, str, str]] = field(default_factory=list)
+    """Latest happenings: (seconds ago, who, words)."""
+    waiting: str = ""
+    """Why the whole job stands still."""
+
+
+# ------------------------------------------------------------------------------------------------ from event logs
+
+
+def from_timeline(timeline: Timeline, now: float, *, title: str = "chaos-lightning", lines: int = 8) -> Board:
+    """The board of a run as far as its event logs tell, at wall time `now` (s)."""
+    current = max((v for v in timeline.views.values() if v.members), key=lambda v: v.number, default=None)
+    chain = timeline.recent(200)
+    board = Board(title, view=current.id if current else "", reason=current.reason if current else "")
+    ranks = {m: i for i, m in enumerate(current.members)} if current else {}
+    recent = chain[-20:]
+    for life in sorted(timeline.lives.values(), key=lambda x: (ranks.get(x.member, 1 << 30), x.born)):
+        if life.ended is None or now - life.ended <= ENDED_SHOWN_S:
+            board.rows.append(_row(life, ranks, recent, now))
+    board.figures = _figures(timeline, chain, now)
+    begun = {m: t for t, m, waiting in timeline.waits if waiting}
+    if begun and (not chain or max(begun.values()) > chain[-1].complete):
+        board.waiting = next((n.text for n in reversed(timeline.notes) if n.name == "notice"), "waiting")
+    board.lines = [(now - n.t, n.member, n.text) for n in sorted(timeline.notes, key=lambda n: n.t)[-lines:] if n.text]
+    return board
+
+
+def _row(life: Life, ranks: Mapping[str, int], recent: Sequence[Any], now: float) -> Row:
+    commits = [slot.commits[life.member] for slot in recent if slot.kind == "step" and life.member in slot.commits]
+    times = [c.duration_s for c in commits if c.duration_s > 0]
+    waits = [c.wait_s for c in commits]
+    progress = None
+    if life.pulls and life.pulls[-1].done is None and life.ended is None:
+        progress = life.pulls[-1].progress
+    remark = life.why if life.ended is not None else ""
+    if progress is None and life.joined is not None and life.role == "joiner" and now - life.joined < 10 and life.pulls:
+        pull = life.pulls[-1]
+        remark = remark or f"joined with {amount(pull.nbytes)} in {duration(pull.seconds)}"
+    frozen = any(begin <= now and (end is None or now < end) for begin, end in life.freezes)
+    return Row(
+        name=life.member or life.node,
+        rank=ranks.get(life.member) if life.ended is None else None,
+        state="frozen" if frozen and life.ended is None else {"death": "died"}.get(life.state, life.state),
+        step=life.last_step if life.joined is not None else None,
+        age_s=max(0.0, now - life.last) if life.ended is None else None,
+        step_time_s=statistics.median(times) if times and life.ended is None else None,
+        wait_share=min(1.0, sum(waits) / sum(times)) if times and life.ended is None else None,
+        progress=progress,
+        remark=remark,
+    )
+
+
+def _figures(timeline: Timeline, chain: Sequence[Any], now: float) -> list[tuple[str, str]]:
+    if not chain:
+        return [("step", "-")]
+    last = chain[-1]
+    steps = [slot for slot in chain if slot.kind == "step"][-20:]
+    pace = (steps[-1].first - steps[0].first) / (len(steps) - 1) if len(steps) > 1 else 0.0
+    figures = [("step", str(last.step)), ("last commit", f"{duration(max(0.0, now - last.complete))} ago")]
+    if pace > 0:
+        figures.append(("step time", duration(pace)))
+        weight = statistics.mean(sum(w for _, w in slot.contributors) for slot in steps)
+        if weight:
+            figures.append(("samples/s", f"{weight / pace:.3g}"))
+    good = folds.goodput(timeline)
+    if good.total:
+        figures.append(("goodput", f"{good.share:.1%}"))
+    epoch = max((epoch for _, epoch in last.ledger), default=None)
+    if epoch is not None:
+        figures.append(("epoch", str(epoch)))
+    return figures
+
+
+# ------------------------------------------------------------------------------------------------ from a scheduler
+
+
+def from_status(facts: Mapping[str, Any]) -> Board:
+    """The board of a scheduler's status (`chaos-lightning status --json`)."""
+    machine = facts.get("machine", {}) or {}
+    members = [m for m in machine.get("members", ()) if isinstance(m, Mapping)]
+    others = [m for m in machine.get("others", ()) if isinstance(m, Mapping)]
+    phase = str(machine.get("phase", ""))
+    board = Board(
+        title=f"job {facts.get('job', machine.get('job', '?'))} at {facts.get('endpoint', '?')}",
+        view=str(machine.get("view", "")),
+        reason=str(machine.get("reason", "")),
+        waiting=phase if phase in ("waiting", "holding") else "",
+    )
+    for rank, member in enumerate(members):
+        board.rows.append(_status_row(member, rank))
+    board.rows += [_status_row(member, None) for member in others]
+    steps = [f.integer(m.get("step")) for m in members]
+    board.figures = [("phase", phase or "-"), ("members", str(len(members)))]
+    if steps:
+        board.figures.insert(0, ("step", str(max(steps))))
+    return board
+
+
+def _status_row(member: Mapping[str, Any], rank: int | None) -> Row:
+    state = str(member.get("standing", "member"))
+    if member.get("dead"):
+        state = "dead"
+    elif member.get("leaving"):
+        state = "leaving"
+    elif rank is not None and member.get("loaded") is False:
+        state = "joining"
+    elif rank is not None:
+        state = "training"
+    return Row(
+        name=str(member.get("id", "")),
+        rank=rank,
+        state=state,
+        step=f.integer(member.get("step")) if rank is not None else None,
+        age_s=f.number(member.get("silent_s")),
+        step_time_s=f.number(member.get("step_time_s")) or None,
+        remark=str(member.get("host", "")) + ("" if member.get("connected", True) else " (not connected)"),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ drawing
+
+
+def draw(board: Board) -> RenderableType:
+    """The board for a terminal."""
+    parts: list[RenderableType] = []
+    head = Text(board.title, style="bold")
+    if board.view:
+        head.append(f"   view {board.view}", style="default")
+    if board.reason:
+        head.append(f"   {board.reason}", style="dim")
+    head.overflow, head.no_wrap = "ellipsis", True
+    parts.append(head)
+    if board.figures:
+        line = Text(overflow="ellipsis", no_wrap=True)
+        for what, value in board.figures:
+            line.append(f"{what} ", style="dim").append(f"{value}   ", style="bold")
+        parts.append(line)
+    if board.waiting:
+        parts.append(Text(f"standing still: {board.waiting}", style="bold magenta"))
+    parts.append(_table(board.rows))
+    if board.lines:
+        parts.append(Text())
+        grid = Table.grid(padding=(0, 1))
+        grid.add_column(justify="right", style="dim", no_wrap=True)
+        grid.add_column(style="cyan", no_wrap=True)
+        grid.add_column(overflow="ellipsis", no_wrap=True)
+        for ago, who, words in board.lines:
+            grid.add_row(f"{duration(max(0.0, ago))} ago", escape(who), escape(words))
+        parts.append(grid)
+    return Group(*parts)
+
+
+def _table(rows: Sequence[Row]) -> RenderableType:
+    if not rows:
+        return Text("nobody is here yet", style="dim")
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    # On a narrow terminal the remark gives way, not the numbers.
+    table.add_column("rank", justify="right", no_wrap=True)
+    table.add_column("member", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("step time", justify="right", no_wrap=True)
+    table.add_column("waits", justify="right", no_wrap=True)
+    table.add_column("heard", justify="right", no_wrap=True)
+    table.add_column("")
+    for row in rows:
+        last: RenderableType = Text(row.remark, overflow="ellipsis", no_wrap=True)
+        if row.progress is not None:
+            last = _progress(row.progress)
+        table.add_row(
+            "-" if row.rank is None else str(row.rank),
+            escape(row.name),
+            Text(row.state, style=_COLOURS.get(row.state, "default")),
+            "-" if row.step is None else str(row.step),
+            "-" if row.step_time_s is None else duration(row.step_time_s),
+            "-" if row.wait_share is None else f"{row.wait_share:.0%}",
+            "-" if row.age_s is None else duration(row.age_s),
+            last,
+        )
+    return table
+
+
+def _progress(progress: tuple[int, int]) -> RenderableType:
+    done, total = progress
+    if total <= 0:
+        return Text(f"pulling {amount(done)}" if done else "pulling", style="yellow")
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(
+        ProgressBar(total=total, completed=min(done, total), width=14),
+        Text(f"{amount(done)} of {amount(total)}", no_wrap=True),
+    )
+    return grid

@@ -1,0 +1,305 @@
+"""One page about one run: an HTML file that needs nothing else, and its overview as a PNG.
+
+Theory of operation. The page is folds in tables and charts in base64, set in plain HTML without scripts, fonts or
+anything from a network, so that it can be mailed, archived or opened on a machine without internet. The audit's
+verdict comes first: pictures of a run that broke its contract should not be admired before that is known.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos_lightning.observe import audit as auditing
+from chaos_lightning.observe import charts, folds
+from chaos_lightning.observe.fields import node_of
+from chaos_lightning.observe.reader import read_events
+from chaos_lightning.observe.timeline import Life, Timeline
+from chaos_lightning.observe.units import amount, duration
+
+_STYLE = """
+:root { color-scheme: light; }
+body { font: 15px/1.5 system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; color: #1f2933; background: #f5f7f9;
+  margin: 0; }
+main { max-width: 1120px; margin: 0 auto; padding: 28px 20px 60px; }
+h1 { font-size: 26px; margin: 0 0 2px; } h2 { font-size: 18px; margin: 34px 0 10px; }
+.sub { color: #6b7785; margin: 0 0 20px; }
+.cards { display: flex; flex-wrap: wrap; gap: 12px; }
+.card { flex: 1 1 120px; background: #fff; border: 1px solid #e4e8ec; border-radius: 8px; padding: 12px 14px; }
+.card b { display: block; font-size: 22px; line-height: 1.25; } .card span { color: #6b7785; font-size: 13px; }
+figure { background: #fff; border: 1px solid #e4e8ec; border-radius: 8px; margin: 12px 0; padding: 12px; }
+figure img { width: 100%; height: auto; display: block; }
+.scroll { overflow-x: auto; background: #fff; border: 1px solid #e4e8ec; border-radius: 8px; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; }
+th, td { text-align: left; padding: 7px 12px; border-bottom: 1px solid #eef1f4; vertical-align: top; }
+th { color: #6b7785; font-weight: 600; white-space: nowrap; } tr:last-child td { border-bottom: 0; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.tag { display: inline-block; border-radius: 4px; padding: 1px 8px; font-size: 12.5px; font-weight: 600;
+  white-space: nowrap; }
+.ok { background: #d8f3e6; color: #00573f; } .violated { background: #fde0d2; color: #8f3500; }
+.dark { background: #e8ecf0; color: #4a5560; }
+.small { color: #6b7785; font-size: 13px; } ul { margin: 4px 0 0; padding-left: 18px; }
+"""
+
+_TAGS = {auditing.OK: "ok", auditing.VIOLATED: "violated", auditing.NOT_SHOWN: "dark"}
+MAX_ROWS = 200
+"""Of a table; of longer ones the middle is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where the report was written, and what it says in short."""
+
+    page: Path
+    picture: Path
+    summary: str
+    violations: tuple[str, ...]
+
+
+def write_report(
+    where: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, title: str = ""
+) -> Report:
+    """Write `report.html` and `report.png` about the logs in `where`.
+
+    Args:
+        where: Log directory (or one event file).
+        out: Folder to write to; default: the log directory.
+        title: Headline; default: the directory's name.
+
+    Raises:
+        FileNotFoundError: There is no such directory.
+        ConfigurationError: matplotlib is not installed.
+    """
+    source = Path(where)
+    target = Path(out) if out is not None else source if source.is_dir() else source.parent
+    timeline = Timeline.of(read_events(source))
+    findings = auditing.audit(source)
+    target.mkdir(parents=True, exist_ok=True)
+    picture = target / "report.png"
+    picture.write_bytes(charts.overview(timeline))
+    page = target / "report.html"
+    page.write_text(render(timeline, findings, title=title or source.resolve().name), encoding="utf-8")
+    return Report(page, picture, summary(timeline), tuple(auditing.violations(findings)))
+
+
+def summary(timeline: Timeline) -> str:
+    """The run in one line."""
+    good = folds.goodput(timeline)
+    joins = [j for j in folds.joins(timeline) if j.pull_done is not None]
+    recoveries = folds.recoveries(timeline)
+    slow = [r.seconds for r in recoveries if r.seconds is not None]
+    text = (
+        f"{good.steps} steps, {good.samples} samples, {len(timeline.nodes())} nodes in "
+        f"{duration(timeline.stop - timeline.origin)}; goodput {good.share:.1%}; {len(joins)} joins"
+    )
+    if recoveries:
+        text += f"; {len(recoveries)} deaths and freezes"
+        if slow:
+            text += f", recovered within {duration(max(slow))}"
+    return text
+
+
+def render(timeline: Timeline, findings: Sequence[auditing.Finding], *, title: str) -> str:
+    """The whole page as text."""
+    parts = [
+        f"<h1>{_e(title)}</h1>",
+        f'<p class="sub">{_e(summary(timeline))}</p>',
+        _cards(timeline),
+        "<h2>Contract</h2>",
+        _contract(findings),
+        "<h2>Pictures</h2>",
+        *(_picture(name, timeline) for name in charts.DRAWERS),
+        "<h2>Members</h2>",
+        _members(timeline),
+        "<h2>Joins</h2>",
+        _joins(timeline),
+        "<h2>Deaths and freezes</h2>",
+        _recoveries(timeline),
+        "<h2>Samples</h2>",
+        _samples(timeline),
+        "<h2>Views</h2>",
+        _views(timeline),
+        "<h2>Events in words</h2>",
+        _notes(timeline),
+    ]
+    body = "\n".join(parts)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{_e(title)}: chaos-lightning report</title><style>{_STYLE}</style></head>\n"
+        f"<body><main>\n{body}\n</main></body></html>\n"
+    )
+
+
+# ------------------------------------------------------------------------------------------------ pieces
+
+
+def _e(text: object) -> str:
+    return html.escape(str(text))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = (), empty: str) -> str:
+    """Cells are HTML already; columns in `numbers` are right-aligned."""
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return "".join(f"<{tag}{' class=n' if i in numbers else ''}>{c}</{tag}>" for i, c in enumerate(row))
+
+    kept = list(rows)
+    left_out = len(kept) - MAX_ROWS
+    if left_out > 0:
+        kept[MAX_ROWS // 2 : -MAX_ROWS // 2] = [(f"... {left_out} more ...", *[""] * (len(head) - 1))]
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in kept)
+    if not body:
+        return f'<p class="small">{_e(empty)}</p>'
+    head_row = cells("th", [_e(h) for h in head])
+    return f'<div class="scroll"><table><thead><tr>{head_row}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cards(timeline: Timeline) -> str:
+    good = folds.goodput(timeline)
+    joins = [j for j in folds.joins(timeline) if j.pull_done is not None]
+    recoveries = folds.recoveries(timeline)
+    slow = [r.seconds for r in recoveries if r.seconds is not None]
+    cards = [
+        (duration(timeline.stop - timeline.origin), "from the first member to the last event"),
+        (str(good.steps), "committed steps"),
+        (f"{good.samples:,}", "samples, each once per epoch"),
+        (duration(good.usual), "usual step"),
+        (f"{good.share:.1%}", "goodput"),
+        (str(len(joins)), "joins"),
+        (str(len(recoveries)), "deaths and freezes"),
+        (duration(max(slow)) if slow else "-", "slowest recovery"),
+    ]
+    inner = "".join(f'<div class="card"><b>{_e(value)}</b><span>{_e(what)}</span></div>' for value, what in cards)
+    return f'<div class="cards">{inner}</div>'
+
+
+def _contract(findings: Sequence[auditing.Finding]) -> str:
+    rows = []
+    for f in findings:
+        details = "".join(f"<li>{_e(line)}</li>" for line in f.details[:20])
+        if len(f.details) > 20:
+            details += f"<li>and {len(f.details) - 20} more</li>"
+        rows.append(
+            (
+                str(f.point),
+                f'<span class="tag {_TAGS[f.verdict]}">{_e(f.verdict)}</span>',
+                f"{_e(auditing.POINTS[f.point])}<div class=small>{_e(f.text)}"
+                + (f"<ul>{details}</ul>" if details else "")
+                + "</div>",
+            )
+        )
+    return _table(("point", "verdict", "what must hold, and what the logs show"), rows, empty="no verdict")
+
+
+def _picture(name: str, timeline: Timeline) -> str:
+    data = base64.b64encode(charts.picture(name, timeline)).decode("ascii")
+    return f'<figure><img alt="{_e(name)}" src="data:image/png;base64,{data}"></figure>'
+
+
+def _at(t: float | None, timeline: Timeline) -> str:
+    return "-" if t is None else f"{t - timeline.origin:.2f} s"
+
+
+def _members(timeline: Timeline) -> str:
+    contributed: dict[str, int] = {}
+    waited: dict[str, float] = {}
+    for slot in timeline.chain():
+        for member, commit in slot.commits.items():
+            contributed[member] = contributed.get(member, 0) + (slot.kind == "step")
+            waited[member] = waited.get(member, 0.0) + commit.wait_s
+    rows = []
+    for life in sorted(timeline.lives.values(), key=lambda x: (x.born, x.member)):
+        rows.append(
+            (
+                _e(life.member),
+                _e(life.role or "-"),
+                _at(life.born, timeline),
+                _at(life.joined, timeline),
+                _at(life.ended, timeline),
+                _e(_ended(life)),
+                str(contributed.get(life.member, 0)),
+                duration(waited.get(life.member, 0.0)),
+            )
+        )
+    return _table(
+        ("member", "role", "born", "joined", "ended", "how", "steps", "waited for others"),
+        rows,
+        numbers=(2, 3, 4, 6, 7),
+        empty="no members in this log",
+    )
+
+
+def _ended(life: Life) -> str:
+    return f"{life.end}: {life.why}" if life.end and life.why else life.end or "alive at the log's end"
+
+
+def _joins(timeline: Timeline) -> str:
+    rows = []
+    for j in folds.joins(timeline):
+        sources = ", ".join(f"{_e(node_of(d))} {amount(n)}" for d, n, _ in j.sources if n) or "-"
+        rows.append(
+            (
+                _e(j.member) + (" <span class=small>(again)</span>" if j.again else ""),
+                _at(j.born, timeline),
+                _at(j.contributed, timeline),
+                amount(j.nbytes),
+                amount(j.skipped),
+                duration(j.seconds) if j.pull_done is not None else "not done",
+                f"{amount(j.rate)}/s" if j.rate else "-",
+                sources,
+                duration(j.pause),
+            )
+        )
+    head = ("member", "born", "contributes", "pulled", "held already", "in", "rate", "sources", "others waited")
+    return _table(head, rows, numbers=(1, 2, 3, 4, 5, 6, 8), empty="nobody joined by pulling the state")
+
+
+def _recoveries(timeline: Timeline) -> str:
+    rows = []
+    for r in folds.recoveries(timeline):
+        rows.append(
+            (
+                _e(r.member),
+                _e(r.kind + (f" in {r.phase}" if r.phase else "")),
+                _at(r.at, timeline),
+                duration(r.noticed - r.at) if r.noticed is not None else "-",
+                duration(r.decided - r.at) if r.decided is not None else "-",
+                duration(r.seconds) if r.seconds is not None else "not in this log",
+                _e(charts.HOW[r.how]) + (f" ({r.seq})" if r.seq is not None else ""),
+                str(r.survivors),
+            )
+        )
+    head = ("member", "what", "at", "noticed after", "decided after", "recovered after", "how (slot)", "survivors")
+    return _table(head, rows, numbers=(2, 3, 4, 5, 7), empty="no death and no freeze")
+
+
+def _samples(timeline: Timeline) -> str:
+    rows = []
+    for (stream, epoch), use in folds.samples(timeline).items():
+        verdict = {True: "whole", False: f"{use.distinct} of {use.length}", None: "length not in the log"}[use.complete]
+        once = "each once" if not use.twice else f"{use.used - use.distinct} repeats"
+        rows.append((_e(stream or "(shared)"), str(epoch), f"{use.distinct:,}", _e(verdict), _e(once)))
+    return _table(
+        ("stream", "epoch", "samples", "whole?", "use"), rows, numbers=(1, 2), empty="no samples were committed"
+    )
+
+
+def _views(timeline: Timeline) -> str:
+    rows = []
+    for view in sorted(timeline.views.values(), key=lambda v: (v.t, v.number)):
+        names = ", ".join(
+            f"{_e(m)} <span class=small>(joins)</span>" if m in view.joiners else _e(m) for m in view.members
+        )
+        rows.append((_e(view.id), _at(view.t, timeline), str(len(view.members)), names, _e(view.reason)))
+    return _table(("view", "at", "size", "members", "reason"), rows, numbers=(1, 2), empty="no view was decided")
+
+
+def _notes(timeline: Timeline) -> str:
+    notes = sorted(timeline.notes, key=lambda n: n.t)
+    rows = [(_at(n.t, timeline), _e(n.member or "-"), _e(n.name), _e(n.text)) for n in notes]
+    return _table(("at", "who", "event", "words"), rows, numbers=(0,), empty="nothing was said")

@@ -1,0 +1,68 @@
+"""Arithmetic on half-open intervals, for folds and checkers only.
+
+Theory of operation. The engine has its own ledger arithmetic in `planning/`; what judges the engine must not share
+it, or a mistake there would judge itself innocent. Inputs need no order unless said otherwise; results are sorted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Span = tuple[int, int]
+"""[start, stop)."""
+Spans = tuple[Span, ...]
+
+
+def merge(spans: Iterable[Span]) -> Spans:
+    """Sorted, non-overlapping, joined where they touch; empty ones dropped."""
+    out: list[Span] = []
+    for a, b in sorted(spans):
+        if b <= a:
+            continue
+        if out and a <= out[-1][1]:
+            out[-1] = (out[-1][0], max(b, out[-1][1]))
+        else:
+            out.append((a, b))
+    return tuple(out)
+
+
+def overlaps(spans: Iterable[Span]) -> Spans:
+    """Positions that more than one of these holds."""
+    out: list[Span] = []
+    reach: int | None = None
+    for a, b in sorted(s for s in spans if s[1] > s[0]):
+        if reach is not None and a < reach:
+            out.append((a, min(b, reach)))
+        reach = b if reach is None else max(reach, b)
+    return merge(out)
+
+
+def intersect(one: Iterable[Span], two: Spans) -> Spans:
+    """Positions in both."""
+    return merge((max(a, c), min(b, d)) for a, b in one for c, d in two)
+
+
+def subtract(one: Iterable[Span], two: Spans) -> Spans:
+    """Positions of the first that are not in the second (merged)."""
+    out: list[Span] = []
+    for a, b in one:
+        at = a
+        for c, d in two:
+            if d > at and c < b:
+                if c > at:
+                    out.append((at, c))
+                at = max(at, d)
+        if at < b:
+            out.append((at, b))
+    return tuple(out)
+
+
+def size(spans: Iterable[Span]) -> int:
+    """Number of positions, overlaps counted as often as they occur."""
+    return sum(b - a for a, b in spans)
+
+
+def words(spans: Spans, limit: int = 4) -> str:
+    """For messages: "[0, 4), [8, 12) and 3 more"."""
+    text = ", ".join(f"[{a}, {b})" for a, b in spans[:limit])
+    return text + (f" and {len(spans) - limit} more" if len(spans) > limit else "")

@@ -1,0 +1,29 @@
+"""Seconds and bytes in words, the same in tables, pictures and on the live board."""
+
+from __future__ import annotations
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words that fit a label: 4.2 ms, 0.38 s, 2.1 min."""
+    if seconds < 0.0995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
+
+
+def amount(nbytes: float) -> str:
+    """Bytes in words: 12.3 MiB."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.4g} {unit}" if nbytes < 1024 * size else f"{nbytes / size:.0f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Divisor and name of the unit that suits a span of this many seconds."""
+    if seconds < 600:
+        return 1.0, "s"
+    if seconds < 3 * 3600:
+        return 60.0, "min"
+    return 3600.0, "h"

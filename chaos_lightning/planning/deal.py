@@ -1,0 +1,235 @@
+"""Who takes which samples in the next step (PROTOCOL.md 10, 25, 26).
+
+Theory of operation. The deal of step s+1 is a function of header s alone: its ledger says what is unspent, the view
+that it names (`ruling_view`) says among whom to deal. The first unspent positions go out micro-batch by micro-batch
+and, within a micro-batch, member by member in rank order, each up to its quota; so micro-batch j of all members
+together is one stretch of the epoch's order (with jumps over what was spent before). Nothing is padded: at the end
+of an epoch the last member to get any gets fewer and the others are idle (an empty micro-batch, weight 0). Because
+no message is involved, all members know the whole deal, a member's death needs no new deal (its share is simply not
+in the next ledger and so the first to be dealt again), and a DataLoader can draw ahead: `ahead=k` is the deal k
+steps later if every step until then commits as dealt.
+
+drop_last. If the user's loader drops incomplete batches, a member that would get less than its quota gets nothing
+in that micro-batch, and what no member's quota fits into any more is *dropped*: the view's first member marks it
+spent in that step. So at most min(quota)-1 positions of an epoch are unused, and "the epoch is spent" stays a
+question to the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from chaos_lightning.membership.types import NO_VIEW, Header, Ledger, Member, Span, View
+from chaos_lightning.planning.ledger import SHARED, announced_length, count, remaining
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """One member's part of one step."""
+
+    member: str
+    micro_batches: tuple[tuple[Span, ...], ...]
+    """Exactly `view.accumulate` entries; an empty one is idle."""
+    samples: int
+    """Positions in all micro-batches together (batches, where a custom batch sampler makes the batch the unit)."""
+    stream: str
+    epoch: int
+    dropped: tuple[Span, ...] = ()
+    """Positions to be marked spent without use; only with drop_last, only in an epoch's last step."""
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """All positions of the step, dropped ones included, in dealing order."""
+        return (*(span for part in self.micro_batches for span in part), *self.dropped)
+
+
+def ruling_view(header: Header, known: Iterable[View]) -> View | None:
+    """The view that rules the deal after `header`, out of those this member knows.
+
+    It is the one the header names, even if a later view was decided since (PROTOCOL.md 10: a view change re-deals
+    nothing). The genesis header names none: there the founding view rules, the one without a predecessor.
+
+    Returns:
+        None if this member does not know that view. Then it is not in it and no deal of the step is its own: it was
+        let in by a view decided after a failure and contributes weight 0 until the next header.
+    """
+    for view in known:
+        if view.id == header.next_view or (header.next_view == NO_VIEW and view.predecessor == NO_VIEW):
+            return view
+    return None
+
+
+def deal_step(
+    view: View,
+    ledger: Ledger,
+    *,
+    epoch: int,
+    length: int,
+    stream: str = SHARED,
+    ahead: int = 0,
+    drop_last: bool = False,
+) -> dict[str, Deal]:
+    """The deal of the next step of this view.
+
+    Args:
+        view: the view that rules the step (`ruling_view`); all its members are dealt to, joiners included.
+        ledger: the last committed header's.
+        epoch: the pass over the data.
+        length: positions in this epoch of the stream.
+        stream: "" for the shared order; a member's name for its own data, and then only that member is dealt to.
+        ahead: how many further steps are assumed to have committed as dealt.
+        drop_last: whether short micro-batches are dropped (see the module).
+
+    Returns:
+        A Deal per member id. Members without samples have one, too, with idle micro-batches.
+
+    Raises:
+        ValueError: a quota or `accumulate` below 1, or the ledger stands in a later epoch.
+    """
+    members = _dealt_to(view, stream)
+    if not members:
+        return {}
+    spans = remaining(ledger, stream, epoch, length)
+    total = count(spans)
+    quotas = _quotas(view, members)
+    skipped = _used_by(quotas, view.accumulate, total, drop_last, ahead)
+    cursor = _Cursor(spans)
+    cursor.skip(skipped)
+    total -= skipped
+    parts: list[list[tuple[Span, ...]]] = [[] for _ in members]
+    samples = [0] * len(members)
+    for _ in range(view.accumulate):
+        for i, quota in enumerate(quotas):
+            take = min(quota, total)
+            if drop_last and take < quota:
+                take = 0
+            parts[i].append(cursor.take(take) if take else ())
+            samples[i] += take
+            total -= take
+    left = cursor.take(total) if drop_last and 0 < total < min(quotas) else ()
+    return {
+        member.id: Deal(member.id, tuple(parts[i]), samples[i], stream, epoch, left if i == 0 else ())
+        for i, member in enumerate(members)
+    }
+
+
+def steps_left(
+    view: View, ledger: Ledger, *, epoch: int, length: int, stream: str = SHARED, drop_last: bool = False
+) -> int:
+    """Steps until this epoch of the stream is spent, if all commit as dealt and the view stays as it is."""
+    members = _dealt_to(view, stream)
+    if not members:
+        return 0
+    quotas = _quotas(view, members)
+    total = count(remaining(ledger, stream, epoch, length))
+    full = view.accumulate * sum(quotas)
+    if not drop_last:
+        return -(-total // full)
+    steps = max(0, total // full - 1)  # the last full step may drop the rest, so it is walked
+    total -= steps * full
+    while total > 0:
+        total -= sum(_used(quotas, view.accumulate, total, drop_last))
+        steps += 1
+    return steps
+
+
+def after_step(
+    view: View,
+    ledger: Ledger,
+    *,
+    epoch: int,
+    length: int,
+    stream: str = SHARED,
+    ahead: int = 0,
+    drop_last: bool = False,
+) -> tuple[Span, ...]:
+    """What is unspent once the step of `deal_step` with the same arguments has committed as dealt."""
+    members = _dealt_to(view, stream)
+    spans = remaining(ledger, stream, epoch, length)
+    if not members:
+        return spans
+    cursor = _Cursor(spans)
+    cursor.skip(_used_by(_quotas(view, members), view.accumulate, count(spans), drop_last, ahead + 1))
+    return cursor.rest()
+
+
+def local_steps_left(view: View, ledger: Ledger, epoch: int) -> int | None:
+    """Steps until each member's own data are spent; None while a member has not announced its length."""
+    most = 0
+    for member in view.members:
+        length = announced_length(ledger, member.name, epoch)
+        if length is None:
+            return None
+        most = max(most, steps_left(view, ledger, epoch=epoch, length=length, stream=member.name))
+    return most
+
+
+def _dealt_to(view: View, stream: str) -> Sequence[Member]:
+    return view.members if stream == SHARED else [member for member in view.members if member.name == stream][:1]
+
+
+def _quotas(view: View, members: Sequence[Member]) -> list[int]:
+    if view.accumulate < 1:
+        raise ValueError(f"view {view.id}: accumulate is {view.accumulate}; expected at least 1")
+    for member in members:
+        if member.quota < 1:
+            raise ValueError(f"view {view.id}: quota of {member.id} is {member.quota}; expected at least 1")
+    return [member.quota for member in members]
+
+
+def _used(quotas: Sequence[int], accumulate: int, total: int, drop_last: bool) -> tuple[int, int]:
+    """Positions that one step uses and drops of `total` unspent ones."""
+    full = accumulate * sum(quotas)
+    if not drop_last:
+        return min(full, total), 0
+    if total >= full:
+        used = full
+    else:
+        used = 0
+        for _ in range(accumulate):
+            for quota in quotas:
+                if total - used >= quota:
+                    used += quota
+    left = total - used
+    return used, left if left < min(quotas) else 0
+
+
+def _used_by(quotas: Sequence[int], accumulate: int, total: int, drop_last: bool, steps: int) -> int:
+    """Positions that the next `steps` steps use and drop of `total` unspent ones."""
+    full = accumulate * sum(quotas)
+    if not drop_last:
+        return min(total, steps * full)
+    quick = min(steps, max(0, total // full - 1))
+    done = quick * full
+    for _ in range(steps - quick):
+        if done == total:
+            break
+        done += sum(_used(quotas, accumulate, total - done, drop_last))
+    return done
+
+
+class _Cursor:
+    """Takes positions from the front of normal spans."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans: Iterator[Span] = iter(spans)
+        self._start = self._stop = 0
+
+    def take(self, number: int) -> tuple[Span, ...]:
+        out: list[Span] = []
+        while number:
+            if self._start == self._stop:
+                self._start, self._stop = next(self._spans)
+            stop = min(self._stop, self._start + number)
+            out.append((self._start, stop))
+            number -= stop - self._start
+            self._start = stop
+        return tuple(out)
+
+    def rest(self) -> tuple[Span, ...]:
+        head = ((self._start, self._stop),) if self._start < self._stop else ()
+        return (*head, *self._spans)
+
+    def skip(self, number: int) -> None:
+        self.take(number)

@@ -1,0 +1,21 @@
+"""The torchrun rendezvous backend "chaos": workers that come and go without anybody being restarted.
+
+torchrun finds `factory` through the entry-point group `torchrun.handlers`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandlerCreator
+
+
+def factory() -> RendezvousHandlerCreator:
+    """What torchrun calls to learn how handlers are made."""
+    from chaos_lightning.rendezvous.handler import create_handler
+
+    return create_handler
+
+
+__all__ = ["factory"]

@@ -1,0 +1,176 @@
+"""The handler that torchrun's agent talks to.
+
+Theory of operation. A torchrun agent thinks in rendezvous rounds: all agents meet, get ranks, start their workers; when
+anybody comes or goes, all workers are restarted. Here an agent meets nobody. `next_rendezvous` returns at once with a
+store of its own, rank 0 of 1, so each agent is a world by itself that starts and restarts its own workers only; who
+belongs to the job is settled between the workers and the scheduler, while training goes on. So:
+
+- `num_nodes_waiting` is always 0 (anything else restarts all workers). The agent asks ten times a second, and the
+handler
+  uses that to look now and then whether the scheduler, if it is this machine's to host, is still there.
+- What workers need goes into the agent's own environment, which they inherit.
+- The scheduler is started detached: it survives the agent's process group.
+- More agents than max_nodes: their workers start all the same and wait as standbys in their Hello, where a SIGTERM
+finds
+  them responsive; an agent that blocks in `next_rendezvous` would die without cleaning up.
+- A worker that restarts (--max-restarts) is a newcomer. If its job has finished meanwhile, the rendezvous is closed:
+the
+  job must not begin anew because one worker failed on its way out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+from chaos_lightning.errors import ChaosError, ConfigurationError, RefusedError
+from chaos_lightning.rendezvous.options import RendezvousOptions, read_options
+from chaos_lightning.rendezvous.polite import PoliteExit
+from chaos_lightning.runtime.access import check_bind, load_token
+from chaos_lightning.runtime.hosting import ensure_scheduler, options_for_engine
+from chaos_lightning.runtime.orphan import VARIABLE, agent_mark
+
+logger = logging.getLogger("chaos_lightning.rendezvous")
+
+BACKEND = "chaos"
+_LOOK_INTERVAL_S = 2.0
+
+
+class ChaosRendezvousHandler(RendezvousHandler):
+    """See the module.
+
+    Args:
+        run_id: torchrun's --rdzv-id.
+        options: Everything else.
+    """
+
+    def __init__(self, run_id: str, options: RendezvousOptions) -> None:
+        self._run_id = run_id
+        self._options = options
+        self._token = load_token(options.config.token_file)
+        self._rounds = 0
+        self._closed = False
+        self._looked = 0.0
+        self._looking: threading.Thread | None = None
+        self._polite = PoliteExit(agent_mark(), options.config.step_timeout_s)
+        check_bind(options.config.bind, self._token)
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """At once: this agent's workers may start.
+
+        Raises:
+            RendezvousClosedError: The job is finished.
+            RendezvousConnectionError: The scheduler cannot be started here, or something else is at its place.
+        """
+        if self._closed:
+            raise RendezvousClosedError(f"job {self._options.config.job!r} is closed for this agent")
+        self._polite.resort()  # workers that were asked to leave are not started again
+        os.environ.update(self._options.environment())
+        os.environ[VARIABLE] = agent_mark()
+        self._host(continue_only=self._rounds > 0)
+        self._rounds += 1
+        self._looked = time.monotonic()
+        store = HashStore()
+        config = self._options.config
+        info = RendezvousStoreInfo.build(0, store, local_addr=config.bind)
+        logger.info("node %s of job %s: workers join at %s", self._options.node, config.job, config.endpoint)
+        return RendezvousInfo(store, 0, 1, info)
+
+    def _host(self, *, continue_only: bool) -> None:
+        if not self._options.config.host_scheduler:
+            return
+        try:
+            hosted = ensure_scheduler(
+                options_for_engine(self._options.config), self._token, continue_only=continue_only
+            )
+        except ConfigurationError:
+            raise
+        except RefusedError as error:
+            self._closed = continue_only
+            kind = RendezvousClosedError if continue_only else RendezvousConnectionError
+            raise kind(str(error)) from error
+        except ChaosError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        if hosted is not None:
+            logger.info("started the scheduler at %s (pid %d, log %s)", hosted.endpoint, hosted.pid, hosted.log)
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        """Always 0: nobody is ever restarted because somebody came."""
+        self._polite.watch()
+        now = time.monotonic()
+        looking = self._looking is not None and self._looking.is_alive()
+        if self._options.config.host_scheduler and now - self._looked > _LOOK_INTERVAL_S and not looking:
+            self._looked = now
+            self._looking = threading.Thread(target=self._look, name="chaos-revive", daemon=True)
+            self._looking.start()
+        return 0
+
+    def _look(self) -> None:
+        """Starts the scheduler again if it is gone and the job is not finished. Its members waited for that."""
+        try:
+            hosted = ensure_scheduler(options_for_engine(self._options.config), self._token, continue_only=True)
+        except RefusedError:
+            return
+        except ChaosError as error:
+            logger.warning("the scheduler could not be started again: %s", error)
+            return
+        if hosted is not None:
+            logger.warning("the scheduler was gone; started another one on its chain (pid %d)", hosted.pid)
+
+    def shutdown(self) -> bool:
+        """This agent is done. The scheduler stays: others may use it, and it ends by itself."""
+        self._closed = True
+        return True
+
+
+def workers_per_node(arguments: list[str] | None = None) -> int:
+    """torchrun's --nproc-per-node, which it does not tell its rendezvous; 1 if this is no torchrun."""
+    given = sys.argv if arguments is None else arguments
+    if not given or not given[0].replace("\\", "/").endswith(("/torchrun", "/torch/distributed/run.py")):
+        return 1
+    from torch.distributed.run import determine_local_world_size, get_args_parser
+
+    known, _ = get_args_parser().parse_known_args(given[1:])
+    return max(1, int(determine_local_world_size(known.nproc_per_node)))
+
+
+def create_handler(params: RendezvousParameters) -> ChaosRendezvousHandler:
+    """Makes the handler from torchrun's parameters."""
+    options = read_options(
+        endpoint=params.endpoint,
+        run_id=params.run_id,
+        nodes=(params.min_nodes, params.max_nodes),
+        given=params.config,
+        nproc=workers_per_node(),
+        local_addr=params.local_addr,
+    )
+    return ChaosRendezvousHandler(params.run_id, options)

@@ -1,0 +1,56 @@
+"""The training state as byte ranges: publishing it as a donor, pulling it as a joiner.
+
+`table` says what the state consists of, `memory` gets at its bytes, `manifest` carries the rest, `access` names the
+parts of a training process, `bulk` frames them on a socket, `server` serves and `pull` (over `session`, `client` and
+`policy`) fetches.
+"""
+
+from __future__ import annotations
+
+from chaos_lightning.replication.access import (
+    ModuleState,
+    StateAccess,
+    module_extra,
+    module_tensors,
+    optimizer_manifest,
+    optimizer_tensors,
+    restore_module_extra,
+    restore_optimizer,
+    unique,
+)
+from chaos_lightning.replication.client import Endpoint, PullConfig
+from chaos_lightning.replication.manifest import decode_manifest, encode_manifest
+from chaos_lightning.replication.policy import Job, SharedQueue, SourceStats, TransferPolicy
+from chaos_lightning.replication.pull import PullReport, pull_result, pull_state
+from chaos_lightning.replication.server import ServerConfig, StateServer
+from chaos_lightning.replication.table import StateTable, build_table, decode_table, layout_hash, state_hash
+
+__all__ = [
+    "Endpoint",
+    "Job",
+    "ModuleState",
+    "PullConfig",
+    "PullReport",
+    "ServerConfig",
+    "SharedQueue",
+    "SourceStats",
+    "StateAccess",
+    "StateServer",
+    "StateTable",
+    "TransferPolicy",
+    "build_table",
+    "decode_manifest",
+    "decode_table",
+    "encode_manifest",
+    "layout_hash",
+    "module_extra",
+    "module_tensors",
+    "optimizer_manifest",
+    "optimizer_tensors",
+    "pull_result",
+    "pull_state",
+    "restore_module_extra",
+    "restore_optimizer",
+    "state_hash",
+    "unique",
+]

@@ -1,0 +1,313 @@
+"""Where the training state is: the protocol that donors and joiners use, and an implementation for plain PyTorch.
+
+Theory of operation. A `StateAccess` names the replicated tensors in a fixed order and gives everything else as a
+manifest. The joiner side works in two calls around the transfer: `prepare(manifest, table)` makes its tensors match
+the donor's (optimizers create their state lazily, so a fresh one has none yet), then the bytes are received straight
+into these tensors, then `adopt(manifest)` takes over what is no tensor. Both calls may be repeated.
+
+An optimizer is described by position, not by name: `optim0.3.exp_avg` is the `exp_avg` of the third parameter counted
+through the groups, as in `state_dict()`. Its manifest holds groups, and state values as a tree whose tensor leaves
+say type, shape and whether they lie beside their parameter or on the host (Adam's `step`), so the joiner may train on
+another kind of device than the donor. Tied parameters and buffers appear once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from chaos_lightning.errors import StateError
+from chaos_lightning.replication.table import DTYPES, StateTable, dtype_name
+
+
+@runtime_checkable
+class StateAccess(Protocol):
+    """The replicated state of one training process (PROTOCOL.md 21)."""
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Parameters, buffers, optimizer tensors: live references, in an order that is equal on all members."""
+        ...
+
+    def manifest(self) -> dict[str, object]:
+        """Everything else, as values that `manifest.encode_manifest` takes."""
+        ...
+
+    def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
+        """Make `tensors()` match the donor's table; tensors within the manifest are not filled yet."""
+        ...
+
+    def adopt(self, manifest: Mapping[str, Any]) -> None:
+        """All bytes arrived: take over the rest."""
+        ...
+
+
+class Stateful(Protocol):
+    """Schedulers, gradient scalers and the like."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+# --- modules ---------------------------------------------------------------------------------------------------------
+
+
+def module_tensors(module: nn.Module, prefix: str = "") -> list[tuple[str, Tensor]]:
+    """Parameters, then buffers (persistent or not), each memory once, as `param.NAME` and `buffer.NAME`."""
+    named: list[tuple[str, Tensor]] = [(f"{prefix}param.{n}", p) for n, p in module.named_parameters()]
+    named += [(f"{prefix}buffer.{n}", b) for n, b in module.named_buffers()]
+    return named
+
+
+def module_extra(module: nn.Module) -> dict[str, Any]:
+    """What submodules keep beside tensors (`get_extra_state`), by name."""
+    return {
+        name: child.get_extra_state()
+        for name, child in module.named_modules()
+        if type(child).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def restore_module_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
+    """Give submodules back what `module_extra` collected."""
+    children = dict(module.named_modules())
+    for name, value in extra.items():
+        if name not in children:
+            raise StateError(f"the donor's module {name!r} keeps extra state, this member has no such module")
+        children[name].set_extra_state(value)
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from _leaves(value[key], f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}.{index}")
+
+
+def _slots(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """(key, state value) in fixed order: by parameter position, then what is kept under other keys."""
+    positions = {id(p): i for i, p in enumerate(_parameters(optimizer))}
+    by_position = {positions[id(k)]: v for k, v in optimizer.state.items() if id(k) in positions}
+    for position in sorted(by_position):
+        yield str(position), by_position[position]
+    for key in sorted((k for k in optimizer.state if not isinstance(k, Tensor)), key=str):
+        yield f"state:{key}", optimizer.state[key]
+
+
+def optimizer_tensors(optimizer: Optimizer, prefix: str = "optim0") -> list[tuple[str, Tensor]]:
+    """State tensors (moments, step counters), then hyperparameters that are tensors, in fixed order."""
+    named = [leaf for key, value in _slots(optimizer) for leaf in _leaves(value, f"{prefix}.{key}")]
+    for number, group in enumerate(optimizer.param_groups):
+        for key in sorted(k for k in group if k != "params"):
+            named += _leaves(group[key], f"{prefix}.group{number}.{key}")
+    return named
+
+
+def _describe(value: Any, beside: Tensor | None) -> dict[str, Any]:
+    """A state value with its tensors replaced by what is needed to make them."""
+    if isinstance(value, Tensor):
+        # Step counters stay on the host although a donor's parameters may lie there, too: the joiner's may not.
+        counter = value.device.type == "cpu" and value.dim() == 0
+        place = "param" if beside is not None and value.device == beside.device and not counter else "host"
+        return {"tensor": [dtype_name(value.dtype), list(value.shape), place]}
+    if isinstance(value, dict):
+        return {"dict": [(k, _describe(v, beside)) for k, v in value.items()]}
+    if isinstance(value, list):
+        return {"list": [_describe(v, beside) for v in value]}
+    if type(value) is tuple:
+        return {"tuple": [_describe(v, beside) for v in value]}
+    return {"value": value}
+
+
+def _rebuild(tree: Mapping[str, Any], current: Any, beside: Tensor | None, path: str) -> Any:
+    """The value that `_describe` saw; tensors of `current` that fit are kept, so that references to them stay good."""
+    ((kind, value),) = tree.items()
+    if kind == "tensor":
+        dtype, shape, place = DTYPES[value[0]], tuple(value[1]), value[2]
+        if isinstance(current, Tensor) and current.dtype is dtype and tuple(current.shape) == shape:
+            return current
+        device = beside.device if place == "param" and beside is not None else torch.device("cpu")
+        if beside is not None and shape == tuple(beside.shape):  # keep channels_last and the like
+            return torch.zeros_like(beside, dtype=dtype, device=device, requires_grad=False)
+        return torch.zeros(shape, dtype=dtype, device=device)
+    if kind == "dict":
+        old = current if isinstance(current, dict) else {}
+        return {k: _rebuild(v, old.get(k), beside, f"{path}.{k}") for k, v in value}
+    if kind in ("list", "tuple"):
+        olds = list(current) if isinstance(current, list | tuple) else []
+        items = [_rebuild(v, olds[i] if i < len(olds) else None, beside, f"{path}.{i}") for i, v in enumerate(value)]
+        return items if kind == "list" else tuple(items)
+    if kind == "value":
+        return value
+    raise StateError(f"{path}: the donor describes this state value as {kind!r}, which this version does not know")
+
+
+def optimizer_manifest(optimizer: Optimizer) -> dict[str, Any]:
+    """Groups and state of an optimizer without its tensors' bytes."""
+    params = _parameters(optimizer)
+    groups = []
+    for group in optimizer.param_groups:
+        beside = group["params"][0] if group["params"] else None
+        hyper = {k: _describe(v, beside) for k, v in group.items() if k != "params"}
+        groups.append({"shapes": [list(p.shape) for p in group["params"]], "hyper": hyper})
+    state = {key: _describe(value, params[int(key)] if key.isdigit() else None) for key, value in _slots(optimizer)}
+    return {"kind": type(optimizer).__qualname__, "groups": groups, "state": state}
+
+
+def restore_optimizer(
+    optimizer: Optimizer,
+    manifest: Mapping[str, Any],
+    tensors: Mapping[str, Tensor] | None = None,
+    *,
+    prefix: str = "optim0",
+) -> None:
+    """Make the optimizer match a manifest: hyperparameters, state values, and tensors of the right type and shape.
+
+    Args:
+        optimizer: Of the same kind, with the same groups; its state may still be empty.
+        manifest: From `optimizer_manifest`.
+        tensors: Bytes to copy in, by the names of `optimizer_tensors(optimizer, prefix)`. Without it, tensors that are
+            new here hold zeros until somebody fills them.
+        prefix: Names this optimizer in messages and tensor names.
+    """
+    _check_groups(optimizer, manifest, prefix)
+    for number, (group, wanted) in enumerate(zip(optimizer.param_groups, manifest["groups"], strict=True)):
+        beside = group["params"][0] if group["params"] else None
+        for key, tree in wanted["hyper"].items():
+            group[key] = _rebuild(tree, group.get(key), beside, f"{prefix}.group{number}.{key}")
+    params = _parameters(optimizer)
+    keys: dict[str, Any] = {str(i): p for i, p in enumerate(params)}
+    keys.update({f"state:{k}": k for k in optimizer.state if not isinstance(k, Tensor)})
+    for key in [k for k in optimizer.state if not isinstance(k, Tensor)]:
+        if f"state:{key}" not in manifest["state"]:
+            del optimizer.state[key]
+    for position, param in enumerate(params):
+        if str(position) not in manifest["state"]:
+            optimizer.state.pop(param, None)
+    for key, tree in manifest["state"].items():
+        target = keys.get(key, key.removeprefix("state:") if key.startswith("state:") else None)
+        if target is None:
+            raise StateError(f"{prefix}: the donor has state for parameter {key}, this member has {len(params)}")
+        beside = target if isinstance(target, Tensor) else None
+        current = optimizer.state.get(target)
+        optimizer.state[target] = _rebuild(tree, current, beside, f"{prefix}.{key}")
+    if tensors is not None:
+        with torch.no_grad():
+            for name, tensor in optimizer_tensors(optimizer, prefix):
+                if name not in tensors:
+                    raise StateError(f"no bytes were given for the optimizer's tensor {name!r}")
+                tensor.copy_(tensors[name])
+
+
+def _check_groups(optimizer: Optimizer, manifest: Mapping[str, Any], prefix: str) -> None:
+    kind = type(optimizer).__qualname__
+    if manifest["kind"] != kind:
+        raise StateError(f"{prefix}: the donor's optimizer is {manifest['kind']}, this member's is {kind}")
+    theirs = [[tuple(s) for s in g["shapes"]] for g in manifest["groups"]]
+    mine = [[tuple(p.shape) for p in g["params"]] for g in optimizer.param_groups]
+    if len(theirs) != len(mine):
+        raise StateError(f"{prefix}: the donor's optimizer has {len(theirs)} parameter groups, this one {len(mine)}")
+    for number, (a, b) in enumerate(zip(theirs, mine, strict=True)):
+        if a != b:
+            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+            words = [list(shapes[at]) if at < len(shapes) else "no parameter" for shapes in (a, b)]
+            raise StateError(
+                f"{prefix}: parameter {at} of group {number} is {words[0]} at the donor and {words[1]} here"
+            )
+
+
+# --- plain PyTorch ---------------------------------------------------------------------------------------------------
+
+
+class ModuleState:
+    """StateAccess of a module, its optimizers, and other objects with `state_dict` and `load_state_dict`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Optimizer | Sequence[Optimizer] = (),
+        extra: Mapping[str, Stateful | nn.Module] | None = None,
+    ) -> None:
+        """Refer to the parts of the training state.
+
+        Args:
+            module: The model.
+            optimizers: In an order that is equal on all members.
+            extra: Schedulers, scalers, averaged copies of the model (an `nn.Module` here is replicated like the model).
+        """
+        self.module = module
+        self.optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+        self.extra = dict(extra or {})
+        for name, value in self.extra.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise StateError(f"extra state {name!r} ({type(value).__qualname__}) lacks state_dict/load_state_dict")
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        named = module_tensors(self.module)
+        for name, value in self.extra.items():
+            if isinstance(value, nn.Module):
+                named += module_tensors(value, f"{name}.")
+        for number, optimizer in enumerate(self.optimizers):
+            named += optimizer_tensors(optimizer, f"optim{number}")
+        return unique(named)
+
+    def volatile(self) -> list[str]:
+        """Names of tensors that a forward pass may write: a donor that goes on has to publish copies of these."""
+        modules = {"": self.module, **{f"{n}.": v for n, v in self.extra.items() if isinstance(v, nn.Module)}}
+        buffers = {f"{prefix}buffer.{name}" for prefix, module in modules.items() for name, _ in module.named_buffers()}
+        return [name for name, _ in self.tensors() if name in buffers]
+
+    def manifest(self) -> dict[str, object]:
+        modules = {"": self.module, **{n: v for n, v in self.extra.items() if isinstance(v, nn.Module)}}
+        return {
+            "optimizers": [optimizer_manifest(o) for o in self.optimizers],
+            "extra": {n: v.state_dict() for n, v in self.extra.items() if not isinstance(v, nn.Module)},
+            "modules": {name: module_extra(module) for name, module in modules.items()},
+        }
+
+    def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
+        theirs = manifest["optimizers"]
+        if len(theirs) != len(self.optimizers):
+            raise StateError(f"the donor has {len(theirs)} optimizers, this member {len(self.optimizers)}")
+        for number, (optimizer, wanted) in enumerate(zip(self.optimizers, theirs, strict=True)):
+            restore_optimizer(optimizer, wanted, prefix=f"optim{number}")
+
+    def adopt(self, manifest: Mapping[str, Any]) -> None:
+        for number, (optimizer, wanted) in enumerate(zip(self.optimizers, manifest["optimizers"], strict=True)):
+            restore_optimizer(optimizer, wanted, prefix=f"optim{number}")
+        for name, state in manifest["extra"].items():
+            target = self.extra.get(name)
+            if target is None:
+                raise StateError(f"the donor has extra state {name!r}, this member has {sorted(self.extra)}")
+            target.load_state_dict(state)
+        for name, extra in manifest["modules"].items():
+            module = self.extra.get(name) if name else self.module
+            if not isinstance(module, nn.Module):
+                raise StateError(f"the donor has a module {name!r} in its extra state, this member has not")
+            restore_module_extra(module, extra)
+
+
+def unique(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Drop tensors that were named before: tied memory travels once."""
+    seen: set[int] = set()
+    kept = []
+    for name, tensor in named:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            kept.append((name, tensor))
+    return kept

@@ -1,0 +1,242 @@
+"""Frames on a bulk socket: how state ranges and reduced bytes are asked for and answered.
+
+Theory of operation. A bulk socket is a connected, already authenticated, blocking TCP socket. The asking side sends
+requests, which are headers without payload; the serving side answers each in order, so requests can be pipelined and
+need no number of their own. A header has a fixed size of `HEADER_NBYTES` bytes: magic, version, type, flags, slot,
+head (the 8 bytes of a header's hash, PROTOCOL.md 4a), offset and length in bytes, an xxh3-64 checksum of the payload
+and one of the header itself. `length` is the range's length in a request and the payload's in a reply.
+
+Whatever arrives is checked in full, its length against the type's limit, before a byte is allocated for it; control
+payloads grow as their bytes arrive, range payloads land in memory the receiver owns already. All waits run against a
+stall timeout that every byte of progress winds up again, and against a deadline that nothing does. Anything odd is a
+`WireError`; after one the stream is out of step and must be closed.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from chaos_lightning.errors import WireError
+
+MAGIC = b"CLRB"
+VERSION = 1
+_FIELDS = struct.Struct("!4sBBHQ8sQQQ")
+HEADER_NBYTES = _FIELDS.size + 8
+MAX_RANGE_NBYTES = 64 << 20
+"""A single request asks for at most this many bytes."""
+MAX_CONTROL_NBYTES = 128 << 20
+"""Manifest and table; whoever has more state than this describes has to raise it here."""
+MAX_NOTE_NBYTES = 1 << 14
+MAX_STATE_NBYTES = 1 << 50
+_GROW_NBYTES = 1 << 20
+_IOV = min(512, os.sysconf("SC_IOV_MAX"))
+
+
+class Type(enum.IntEnum):
+    """Requests are below 16, replies above."""
+
+    GET_DIGEST = 1
+    GET_TABLE = 2
+    GET_MANIFEST = 3
+    GET_STATE = 4
+    GET_RESULT = 5
+    DIGEST = 17
+    TABLE = 18
+    MANIFEST = 19
+    DATA = 20
+    REFUSED = 21
+    PENDING = 22
+    """The donor is alive but has not published this head yet, or is still hashing; the answer follows."""
+
+
+REQUESTS = frozenset((Type.GET_DIGEST, Type.GET_TABLE, Type.GET_MANIFEST, Type.GET_STATE, Type.GET_RESULT))
+RANGES = frozenset((Type.GET_STATE, Type.GET_RESULT))
+UNSUMMED = 1
+"""Flag of DATA: the payload's checksum is left out since the table's piece hashes cover it."""
+
+_LIMITS = {
+    Type.GET_DIGEST: 0,
+    Type.GET_TABLE: 0,
+    Type.GET_MANIFEST: 0,
+    Type.GET_STATE: MAX_RANGE_NBYTES,
+    Type.GET_RESULT: MAX_RANGE_NBYTES,
+    Type.DIGEST: MAX_NOTE_NBYTES,
+    Type.TABLE: MAX_CONTROL_NBYTES,
+    Type.MANIFEST: MAX_CONTROL_NBYTES,
+    Type.DATA: MAX_RANGE_NBYTES,
+    Type.REFUSED: MAX_NOTE_NBYTES,
+    Type.PENDING: 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The header of one request or reply."""
+
+    type: Type
+    head: str
+    """16 hex digits: hash of the committed header whose state or result is meant."""
+    seq: int
+    offset: int = 0
+    length: int = 0
+    flags: int = 0
+    checksum: int = 0
+
+    def encode(self) -> bytes:
+        """The header's bytes, checksum of the header included."""
+        fields = _FIELDS.pack(
+            MAGIC,
+            VERSION,
+            self.type,
+            self.flags,
+            self.seq,
+            head_bytes(self.head),
+            self.offset,
+            self.length,
+            self.checksum,
+        )
+        return fields + xxhash.xxh3_64_digest(fields)
+
+
+def head_bytes(head: str) -> bytes:
+    """The 8 bytes of a head's 16 hex digits; ValueError for anything else."""
+    if len(head) != 16 or head != head.lower():
+        raise ValueError(f"a head is 16 lower-case hex digits (Header.hash), got {head!r}")
+    return bytes.fromhex(head)
+
+
+def decode(data: bytes | bytearray | memoryview) -> Frame:
+    """Read a header; everything in it is checked here, before anything is allocated for its payload."""
+    if len(data) != HEADER_NBYTES:
+        raise WireError(f"a bulk frame header has {HEADER_NBYTES} bytes, got {len(data)}")
+    fields, checksum = bytes(data[: _FIELDS.size]), bytes(data[_FIELDS.size :])
+    magic, version, kind, flags, seq, head, offset, length, payload_sum = _FIELDS.unpack(fields)
+    if magic != MAGIC:
+        raise WireError(f"no bulk frame: expected magic {MAGIC!r}, got {magic!r}")
+    if xxhash.xxh3_64_digest(fields) != checksum:
+        raise WireError("a bulk frame header arrived corrupted: its checksum does not match")
+    if version != VERSION:
+        raise WireError(f"bulk frame of version {version}, this side speaks {VERSION}: use the same package everywhere")
+    try:
+        type_ = Type(kind)
+    except ValueError:
+        raise WireError(f"bulk frame of unknown type {kind}") from None
+    if flags & ~UNSUMMED or (flags and type_ is not Type.DATA):
+        raise WireError(f"bulk frame {type_.name} with unknown flags {flags:#x}")
+    if length > _LIMITS[type_]:
+        raise WireError(f"bulk frame {type_.name} of {length} bytes, the limit is {_LIMITS[type_]}")
+    if offset + length > MAX_STATE_NBYTES:
+        raise WireError(f"bulk frame {type_.name} reaches byte {offset + length}, the limit is {MAX_STATE_NBYTES}")
+    return Frame(type_, head.hex(), seq, offset, length, flags, payload_sum)
+
+
+def checksum_of(parts: Sequence[memoryview | bytes]) -> int:
+    """xxh3-64 over the concatenation of the parts."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.intdigest()
+
+
+class BulkSocket:
+    """A blocking socket with the waits of a bulk transfer: a stall timeout that progress winds up, and a deadline."""
+
+    def __init__(self, sock: socket.socket, *, stall_timeout_s: float, deadline: float = float("inf")) -> None:
+        """Take over `sock`; `deadline` is a `time.monotonic()` value that no wait passes."""
+        self.sock = sock
+        self.stall_timeout_s = stall_timeout_s
+        self.deadline = deadline
+
+    def _arm(self, patience_s: float) -> None:
+        left = min(patience_s, self.deadline - time.monotonic())
+        if left <= 0:
+            raise TimeoutError("the transfer's deadline passed")
+        self.sock.settimeout(left)
+
+    # --- sending --------------------------------------------------------------------------------------------------
+
+    def send(self, frame: Frame, payload: Sequence[memoryview | bytes] = ()) -> None:
+        """Send header and payload straight from the memory given, without joining or copying it."""
+        parts = [memoryview(frame.encode()), *(memoryview(p) for p in payload if len(p))]
+        index = 0
+        while index < len(parts):
+            self._arm(self.stall_timeout_s)
+            sent = self.sock.sendmsg(parts[index : index + _IOV])
+            while sent:
+                if sent >= len(parts[index]):
+                    sent -= len(parts[index])
+                    index += 1
+                else:
+                    parts[index] = parts[index][sent:]
+                    sent = 0
+
+    # --- receiving ------------------------------------------------------------------------------------------------
+
+    def receive_header(self, *, patience_s: float | None = None) -> Frame | None:
+        """The next header; None at a clean end of the stream.
+
+        Args:
+            patience_s: How long to wait for the first byte; the stall timeout if None.
+        """
+        data = bytearray(HEADER_NBYTES)
+        view = memoryview(data)
+        got = 0
+        while got < HEADER_NBYTES:
+            self._arm(self.stall_timeout_s if got or patience_s is None else patience_s)
+            count = self.sock.recv_into(view[got:])
+            if not count:
+                if got:
+                    raise WireError(
+                        f"the stream ended within a bulk frame header, after {got} of {HEADER_NBYTES} bytes"
+                    )
+                return None
+            got += count
+        return decode(data)
+
+    def receive_into(self, buffers: Sequence[memoryview], on_bytes: Callable[[int], None] | None = None) -> None:
+        """Fill the buffers, in order, with what arrives; ConnectionError if the stream ends before they are full."""
+        parts = [b for b in buffers if len(b)]
+        index = 0
+        while index < len(parts):
+            self._arm(self.stall_timeout_s)
+            got = self.sock.recvmsg_into(parts[index : index + _IOV])[0]
+            if not got:
+                raise ConnectionError("the stream ended within a payload")
+            if on_bytes is not None:
+                on_bytes(got)
+            while got:
+                if got >= len(parts[index]):
+                    got -= len(parts[index])
+                    index += 1
+                else:
+                    parts[index] = parts[index][got:]
+                    got = 0
+
+    def receive_payload(self, frame: Frame) -> bytes:
+        """A control payload. Memory grows with what has arrived, never with what a header claims."""
+        data = bytearray()
+        while len(data) < frame.length:
+            step = bytearray(min(_GROW_NBYTES, frame.length - len(data)))
+            self.receive_into([memoryview(step)])
+            data += step
+        check_payload(frame, [memoryview(data)])
+        return bytes(data)
+
+
+def check_payload(frame: Frame, parts: Sequence[memoryview]) -> None:
+    """WireError unless the payload matches the header's checksum."""
+    if checksum_of(parts) != frame.checksum:
+        raise WireError(f"payload of bulk frame {frame.type.name} arrived corrupted: its checksum does not match")
+
+
+def reply(type_: Type, head: str, seq: int, payload: bytes) -> tuple[Frame, tuple[bytes, ...]]:
+    """A control reply with its checksum."""
+    return Frame(type_, head, seq, 0, len(payload), 0, checksum_of([payload])), (payload,)

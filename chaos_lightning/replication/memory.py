@@ -1,0 +1,185 @@
+"""Tensor memory as bytes, wherever it lies.
+
+Theory of operation. On the wire a tensor is the bytes of its elements in logical (row-major) order, whatever its
+strides or device. A `Region` gives access to them: contiguous host memory is read and received in place, without a
+copy; a strided host tensor through a contiguous copy that `finish()` writes back; a tensor on an accelerator through
+pinned host buffers, piece by piece (torch's caching host allocator reuses them), so that a state never needs its
+whole size on the host. Nothing here names a kind of accelerator: `torch.accelerator` decides.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from chaos_lightning.errors import StateError
+
+
+class Region(Protocol):
+    """Bytes [0, nbytes) of one tensor."""
+
+    nbytes: int
+    direct: bool
+    """Whether what is received lies in the tensor at once, so that verifying the received bytes verifies the tensor."""
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """The bytes, in host memory; to be used before the tensor changes."""
+        ...
+
+    def land(self, start: int, stop: int) -> memoryview:
+        """Host memory to receive these bytes into."""
+        ...
+
+    def landed(self, start: int, stop: int, landing: memoryview) -> None:
+        """The bytes in `landing` are verified: bring them to where they belong."""
+        ...
+
+    def finish(self) -> None:
+        """All bytes are there."""
+        ...
+
+
+def check_tensor(name: str, tensor: Tensor) -> None:
+    """StateError for tensors that are no plain run of bytes."""
+    problem = ""
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+        problem = "its shape is not known yet (lazy module): run one forward pass before training starts"
+    elif tensor.layout is not torch.strided:
+        problem = f"layout {tensor.layout} is no plain memory: convert it to a dense tensor"
+    elif tensor.is_meta:
+        problem = "it lies on the meta device and has no memory: materialise the model first"
+    elif tensor.is_nested or tensor.is_quantized:
+        problem = "nested and quantized tensors are not supported: keep such values out of the training state"
+    elif type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and hasattr(tensor, "__torch_dispatch__"):
+        kind = type(tensor)
+        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            problem = f"a {kind.__qualname__} is a wrapper around other tensors: give its plain tensors"
+    if problem:
+        raise StateError(f"tensor {name!r} cannot travel: {problem}")
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as flat uint8 of the same memory."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _plain(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def host_view(flat: Tensor) -> memoryview:
+    """Memoryview of a flat uint8 host tensor (empty ones have no memory to view)."""
+    return memoryview(flat.numpy().data) if flat.numel() else memoryview(bytearray())
+
+
+class HostRegion:
+    """Contiguous host memory: no copy in either direction."""
+
+    direct = True
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._view = host_view(as_bytes(tensor))
+        self.nbytes = len(self._view)
+
+    def read(self, start: int, stop: int) -> memoryview:
+        return self._view[start:stop]
+
+    land = read
+
+    def landed(self, start: int, stop: int, landing: memoryview) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class StridedRegion:
+    """A host tensor with other strides than row-major: a contiguous copy stands in for it."""
+
+    direct = False
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._copy = tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+        self._view = host_view(as_bytes(self._copy))
+        self.nbytes = len(self._view)
+
+    def read(self, start: int, stop: int) -> memoryview:
+        return self._view[start:stop]
+
+    land = read
+
+    def landed(self, start: int, stop: int, landing: memoryview) -> None:
+        pass
+
+    def finish(self) -> None:
+        with torch.no_grad():
+            self._tensor.copy_(self._copy)
+
+
+class DeviceRegion:
+    """A tensor on an accelerator: bytes are staged through pinned host memory, a range at a time."""
+
+    direct = False
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._copied = not _plain(tensor)
+        source = tensor.detach().resolve_conj().resolve_neg()
+        self._flat = as_bytes(source.contiguous())
+        self.nbytes = self._flat.numel()
+
+    def read(self, start: int, stop: int) -> memoryview:
+        staged = staging(stop - start)
+        staged.copy_(self._flat[start:stop])
+        return host_view(staged)
+
+    def land(self, start: int, stop: int) -> memoryview:
+        return host_view(staging(stop - start))
+
+    def landed(self, start: int, stop: int, landing: memoryview) -> None:
+        if stop > start:
+            self._flat[start:stop].copy_(torch.frombuffer(landing, dtype=torch.uint8))
+
+    def finish(self) -> None:
+        if self._copied:
+            with torch.no_grad():
+                self._tensor.copy_(self._flat.view(self._tensor.dtype).view(self._tensor.shape))
+
+
+@functools.cache
+def _can_pin() -> bool:
+    if not torch.accelerator.is_available():
+        return False
+    try:
+        torch.empty(1, dtype=torch.uint8, pin_memory=True)
+    except (RuntimeError, NotImplementedError):  # accelerators that share the host's memory have nothing to pin
+        return False
+    return True
+
+
+def staging(nbytes: int) -> Tensor:
+    """A host buffer that an accelerator copies to and from quickly."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=_can_pin() and nbytes > 0)
+
+
+def region(name: str, tensor: Tensor) -> Region:
+    """The way to this tensor's bytes; StateError (naming it) if there is none."""
+    check_tensor(name, tensor)
+    try:
+        if tensor.device.type != "cpu":
+            return DeviceRegion(tensor)
+        return HostRegion(tensor) if _plain(tensor) else StridedRegion(tensor)
+    except (RuntimeError, TypeError) as error:
+        raise StateError(f"tensor {name!r} ({tensor.dtype}, {tuple(tensor.shape)}) cannot travel: {error}") from error
+
+
+def synchronize(tensors: Iterable[Tensor]) -> None:
+    """Wait until no accelerator still computes what these tensors hold: other threads read them next."""
+    if any(t.device.type not in ("cpu", "meta") for t in tensors) and torch.accelerator.is_available():
+        torch.accelerator.synchronize()

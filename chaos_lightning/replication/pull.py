@@ -1,0 +1,433 @@
+"""The joiner's side: pull the state of one committed header from all donors at once.
+
+Theory of operation. (1) *Survey*: every donor is asked for the hash of its state at the header. What most of them
+have is taken; of several equally frequent ones that of the donor listed first, which is the older member. Who differs
+is not used and is named in the report (PROTOCOL.md 24). Who stands on another header refuses by itself (PROTOCOL.md
+11, 15). (2) The *lead*, one of those, gives the manifest and the table of piece hashes. (3) `state.prepare` makes the
+tensors, the pieces that are here already are found by hash and skipped (PROTOCOL.md 16). (4) All donors deliver the
+rest, a thread each, pipelined, straight into tensor memory; each piece is verified on arrival. A donor that dies,
+stalls or sends wrong bytes costs time only. If the donors of the attached tensors are gone, a new round starts with
+another lead, and what arrived is skipped. (5) `state.adopt`, and the whole state is hashed again where it now lies
+(PROTOCOL.md 19).
+
+If a pull fails the tensors hold a mixture: the caller must not contribute, and may only pull again.
+
+`pull_result` does the same for raw reduced bytes (a hand-on, PROTOCOL.md 9), which have no table: frames carry
+checksums.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from chaos_lightning.errors import StateError, WireError
+from chaos_lightning.membership.types import Span
+from chaos_lightning.replication import bulk
+from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.replication.bulk import Frame, Type
+from chaos_lightning.replication.client import Dial, Digest, Donor, Endpoint, PullConfig
+from chaos_lightning.replication.manifest import decode_manifest
+from chaos_lightning.replication.memory import Region, region
+from chaos_lightning.replication.policy import Board, Job, TransferPolicy, cut_jobs
+from chaos_lightning.replication.server import merge_spans
+from chaos_lightning.replication.session import Progress, PullReport, Session
+from chaos_lightning.replication.table import (
+    DTYPES,
+    PIECE_NBYTES,
+    Entry,
+    Piece,
+    StateTable,
+    build_table,
+    check_layout,
+    decode_table,
+    hash_region,
+)
+
+REQUESTS_PER_DONOR = 4
+"""At least so many requests for each donor, as long as they do not fall below..."""
+MIN_REQUEST_NBYTES = 64 << 10
+"""...this size: below it a request's round trip would cost more than its bytes."""
+
+
+class StateSink:
+    """Received pieces go into the joiner's tensors."""
+
+    request = Type.GET_STATE
+    flags = bulk.UNSUMMED
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        """`regions` are aligned with the table's entries."""
+        self._regions = regions
+
+    def land(self, job: Job) -> list[memoryview]:
+        return [self._regions[p.entry].land(p.start, p.stop) for p in job.pieces]
+
+    def landed(self, job: Job, buffers: list[memoryview], frame: Frame) -> list[Piece] | None:
+        bad = []
+        for piece, buffer in zip(job.pieces, buffers, strict=True):
+            if xxhash.xxh3_128_digest(buffer) == piece.digest:
+                self._regions[piece.entry].landed(piece.start, piece.stop, buffer)
+            else:
+                bad.append(piece)
+        return bad
+
+
+class ResultSink:
+    """Received reduced bytes go into one flat buffer."""
+
+    request = Type.GET_RESULT
+    flags = 0
+
+    def __init__(self, target: Region) -> None:
+        self._target = target
+
+    def land(self, job: Job) -> list[memoryview]:
+        return [self._target.land(job.start, job.stop)]
+
+    def landed(self, job: Job, buffers: list[memoryview], frame: Frame) -> list[Piece] | None:
+        if bulk.checksum_of(buffers) != frame.checksum:
+            return None
+        self._target.landed(job.start, job.stop, buffers[0])
+        return []
+
+
+class _Survey:
+    """Who has which state."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.digests: dict[str, Digest] = {}
+        self._first_at = float("inf")
+
+    def run(self) -> None:
+        """Ask everybody; returns as soon as the vote is decided, or nobody else is about to answer."""
+        for member, donor in self.session.donors.items():
+            self.session.start("digest", member, donor.digest)
+        while not self._decided():
+            for _, member, digest in self.session.collect(0.1):
+                self.digests[member] = digest
+                self._first_at = min(self._first_at, time.monotonic())
+
+    def _decided(self) -> bool:
+        session = self.session
+        open_ = session.pending("digest")
+        if not open_:
+            return True
+        if not self.digests:
+            return False
+        most = Counter(d.state for d in self.digests.values()).most_common(1)[0][1]
+        if 2 * most > len(self.digests) + len(open_):
+            return True
+        now, grace_s = time.monotonic(), session.config.survey_grace_s
+        # Donors that say they are still on their way get longer, but not for ever.
+        return now - self._first_at > 4 * grace_s or all(now - session.donors[m].heard_at > grace_s for m in open_)
+
+    def living(self) -> list[str]:
+        """Donors that answered and have not failed, oldest first."""
+        return [m for m in self.session.order if m in self.digests and m not in self.session.failed]
+
+    def choose(self) -> str | None:
+        """The lead: of the state that most have, the attached tensors that most of those have, the oldest member."""
+        living = self.living()
+        for field in ("state", "attached"):
+            values = [getattr(self.digests[m], field) for m in living]
+            counts = Counter(values)
+            best = max(values, key=lambda v: (counts[v], -values.index(v)), default=None)
+            living = [m for m in living if getattr(self.digests[m], field) == best]
+        return living[0] if living else None
+
+
+class _StatePull:
+    def __init__(
+        self, session: Session, state: StateAccess, policy: TransferPolicy | None, progress: Progress | None
+    ) -> None:
+        self.session = session
+        self.state = state
+        self.policy = policy
+        self.progress = progress
+        self.survey = _Survey(session)
+        self.skipped: int | None = None
+
+    def run(self, head: str, seq: int) -> PullReport:
+        self.survey.run()
+        board: Board | None = None
+        table: StateTable | None = None
+        rounds = 0
+        while True:
+            lead = self.survey.choose()
+            if lead is None:
+                raise self.session.exhausted(board, self._namer(table))
+            asked = self._ask(lead)
+            if asked is None:
+                continue
+            table, text = asked
+            try:
+                self._prepare(table, text)
+            except WireError as error:
+                self.session.drop(lead, str(error))
+                continue
+            rounds += 1
+            board = self._round(lead, table, text)
+            if board is None:
+                break
+        digest = self.survey.digests[lead]
+        return self.session.report(
+            head,
+            seq,
+            table.nbytes,
+            self.skipped or 0,
+            state_hash=digest.state,
+            disagreeing=tuple(
+                m
+                for m in self.session.order
+                if m in self.survey.digests and self.survey.digests[m].state != digest.state
+            ),
+            rounds=rounds,
+        )
+
+    def _ask(self, lead: str) -> tuple[StateTable, bytes] | None:
+        """Manifest and table of the lead; None if it failed."""
+        donor = self.session.donors[lead]
+        self.session.start("control", lead, lambda: _control(donor))
+        found: tuple[StateTable, bytes] | None = None
+        while self.session.pending("control"):
+            for kind, member, result in self.session.collect():
+                if kind == "digest":
+                    self.survey.digests[member] = result
+                else:
+                    found = result
+        if found is None:
+            return None
+        digest, table = self.survey.digests[lead], found[0]
+        if (table.state_hash, table.attached_hash) != (digest.state, digest.attached):
+            self.session.drop(lead, f"its table has the state hash {table.state_hash}, it announced {digest.state}")
+            return None
+        return found
+
+    def _prepare(self, table: StateTable, text: bytes) -> None:
+        """Make the tensors; those of the table that are not there yet have a shape but no memory in the manifest."""
+        shapes = {e.name: _placeholder(e) for e in table.entries}
+        self.state.prepare(decode_manifest(text, {**shapes, **dict(self.state.tensors())}), table)
+
+    def _round(self, lead: str, table: StateTable, text: bytes) -> Board | None:
+        """Deliver and adopt; the board if donors ran out before everything arrived."""
+        tensors = self.state.tensors()
+        check_layout(table, tensors)
+        attached = _make_attached(table, self.session.config.max_attached_nbytes)
+        named = [*tensors, *attached.items()]
+        regions = [region(name, tensor) for name, tensor in named]
+        missing = _missing(table, regions)
+        missing_nbytes = sum(p.nbytes for p in missing)
+        if self.skipped is None:
+            self.skipped = table.nbytes - missing_nbytes
+        board = self._deliver(lead, table, regions, missing, missing_nbytes)
+        if board.left_nbytes:
+            return board
+        for item in regions:
+            item.finish()
+        self.state.adopt(decode_manifest(text, {**dict(tensors), **attached}))
+        self._prove(table)
+        return None
+
+    def _deliver(
+        self, lead: str, table: StateTable, regions: Sequence[Region], missing: Sequence[Piece], missing_nbytes: int
+    ) -> Board:
+        digests = self.survey.digests
+        wanted = digests[lead]
+        usable = [m for m in self.survey.living() if digests[m].state == wanted.state]
+        holders = frozenset(m for m in usable if digests[m].attached == wanted.attached)
+        here = table.nbytes - missing_nbytes
+
+        def on_bytes(nbytes: int) -> None:
+            nonlocal here
+            here += nbytes
+            if self.progress is not None:
+                self.progress(here, table.nbytes)
+
+        def recruit(kind: str, member: str, result: Any) -> bool:
+            digests[member] = result
+            return bool(result.state == wanted.state)
+
+        on_bytes(0)
+        # A small state is cut so that every donor gets some of it, and the fast ones more.
+        fair = max(MIN_REQUEST_NBYTES, missing_nbytes // (REQUESTS_PER_DONOR * max(1, len(usable))))
+        jobs = cut_jobs(table, missing, min(self.session.config.request_nbytes, fair), attached=holders)
+        return self.session.deliver(
+            jobs, StateSink(regions), usable, policy=self.policy, on_bytes=on_bytes, recruit=recruit
+        )
+
+    def _prove(self, table: StateTable) -> None:
+        """The state as it now lies in the joiner has the donors' hash (PROTOCOL.md 19)."""
+        mine = build_table(self.state.tensors())
+        if mine.state_hash == table.state_hash:
+            return
+        theirs = [e for e in table.entries if not e.attached]
+        for a, b in zip(theirs, mine.entries, strict=False):
+            if (a.name, a.dtype, a.shape, a.hashes) != (b.name, b.dtype, b.shape, b.hashes):
+                raise StateError(
+                    f"after the state was adopted, tensor {b.words()} is not what the donors have as "
+                    f"{a.words()}: "
+                    "adopting the manifest changed it, or something here still writes to it"
+                )
+        raise StateError(f"after the state was adopted, it has {len(mine.entries)} tensors instead of {len(theirs)}")
+
+    @staticmethod
+    def _namer(table: StateTable | None) -> Any:
+        if table is None:
+            return None
+        known = table
+        return lambda job: known.entries[job.pieces[0].entry].words()
+
+
+def _control(donor: Donor) -> tuple[StateTable, bytes]:
+    """In the donor's thread: table and manifest."""
+    text = donor.ask(Type.GET_MANIFEST, Type.MANIFEST)
+    return decode_table(donor.ask(Type.GET_TABLE, Type.TABLE)), text
+
+
+def _placeholder(entry: Entry) -> Tensor:
+    """Stands for a tensor that is yet to be made: a shape without memory."""
+    return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
+
+
+def _make_attached(table: StateTable, limit_nbytes: int) -> dict[str, Tensor]:
+    """Memory for the tensors that only the manifest refers to, on the kind of device they have at the donor."""
+    entries = [e for e in table.entries if e.attached]
+    total = sum(e.nbytes for e in entries)
+    if total > limit_nbytes:
+        raise StateError(
+            f"callbacks and other parts of the manifest hold {total} bytes of tensors, the limit is {limit_nbytes} "
+            "(PullConfig.max_attached_nbytes)"
+        )
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    made = {}
+    for e in entries:
+        here = accelerator is not None and e.device == accelerator.type
+        made[e.name] = torch.empty(e.shape, dtype=DTYPES[e.dtype], device=accelerator if here else "cpu")
+    return made
+
+
+def _missing(table: StateTable, regions: Sequence[Region]) -> list[Piece]:
+    """The pieces that differ here (PROTOCOL.md 16)."""
+    mine = [hash_region(source) for source in regions]
+    return [p for p in table.pieces() if mine[p.entry][p.start // PIECE_NBYTES] != p.digest]
+
+
+def pull_state(
+    donors: Sequence[Endpoint],
+    dial: Dial,
+    *,
+    head: str,
+    seq: int,
+    state: StateAccess,
+    config: PullConfig | None = None,
+    policy: TransferPolicy | None = None,
+    progress: Progress | None = None,
+    abandoned: Callable[[], bool] | None = None,
+) -> PullReport:
+    """Make this member's state that of the donors at a header.
+
+    Args:
+        donors: Who may have it, oldest member first.
+        dial: Opens an authenticated bulk socket to an endpoint; called in a thread of its own for each donor.
+        head: Hash of the committed header.
+        seq: Its slot.
+        state: This member's state; `prepare` and `adopt` are called in the calling thread.
+        config: Waits and sizes.
+        policy: Which donor sends what; `SharedQueue` if None.
+        progress: Told of bytes that arrived.
+        abandoned: Asked now and then; True ends the pull, for what it was for is superseded.
+
+    Raises:
+        StateError: No donor is left (says what is missing and why each fell out), the state does not fit here
+            (says which tensor), or the pull was abandoned.
+        DeadlineError: The deadline passed.
+    """
+    with Session(donors, dial, what="state", head=head, seq=seq, config=config) as session:
+        session.abandoned = abandoned
+        return _StatePull(session, state, policy, progress).run(head, seq)
+
+
+def pull_result(
+    donors: Sequence[Endpoint],
+    dial: Dial,
+    *,
+    head: str,
+    seq: int,
+    memory: Tensor | memoryview,
+    spans: Mapping[str, Sequence[Span]],
+    wanted: Sequence[Span] | None = None,
+    config: PullConfig | None = None,
+    policy: TransferPolicy | None = None,
+    progress: Progress | None = None,
+    abandoned: Callable[[], bool] | None = None,
+) -> PullReport:
+    """Pull raw reduced bytes of a slot (a hand-on, PROTOCOL.md 9).
+
+    Args:
+        donors: Who holds some of them.
+        dial: Opens an authenticated bulk socket to an endpoint.
+        head: Hash of the slot's header.
+        seq: The slot.
+        memory: Flat uint8 of the result's full size; received into in place.
+        spans: The byte ranges that each donor holds, by member id.
+        wanted: The byte ranges that are needed here; all if None.
+        config: Waits and sizes.
+        policy: Which donor sends what.
+        progress: Told of bytes that arrived.
+        abandoned: Asked now and then; True ends the pull.
+
+    Raises:
+        StateError: Some wanted bytes have no donor (any more), or the pull was abandoned.
+        DeadlineError: The deadline passed.
+    """
+    flat = memory if isinstance(memory, Tensor) else torch.frombuffer(memory.cast("B"), dtype=torch.uint8)
+    if flat.dtype is not torch.uint8 or flat.dim() != 1 or not flat.is_contiguous():
+        raise ValueError(f"reduced bytes must be flat contiguous uint8, got {flat.dtype}{list(flat.shape)}")
+    needed = merge_spans(wanted if wanted is not None else [(0, flat.numel())])
+    if needed and (needed[0][0] < 0 or needed[-1][1] > flat.numel()):
+        raise ValueError(f"spans {list(needed)} are not within the {flat.numel()} reduced bytes")
+    with Session(donors, dial, what="result", head=head, seq=seq, config=config) as session:
+        session.abandoned = abandoned
+        held = {e.member: merge_spans(spans.get(e.member, ())) for e in donors}
+        jobs = _result_jobs(needed, held, session.config.request_nbytes)
+        total = sum(stop - start for start, stop in needed)
+        here = 0
+
+        def on_bytes(nbytes: int) -> None:
+            nonlocal here
+            here += nbytes
+            if progress is not None:
+                progress(here, total)
+
+        target = region("reduced bytes", flat)
+        board = session.deliver(jobs, ResultSink(target), session.order, policy=policy, on_bytes=on_bytes)
+        if board.left_nbytes:
+            raise session.exhausted(board)
+        target.finish()
+        return session.report(head, seq, total, 0)
+
+
+def _result_jobs(needed: Sequence[Span], held: Mapping[str, Sequence[Span]], request_nbytes: int) -> list[Job]:
+    """Cut what is needed where the set of its holders changes; StateError if some bytes have no holder."""
+    borders = sorted({b for spans in held.values() for span in spans for b in span})
+    jobs = []
+    for start, stop in needed:
+        cuts = [start, *(b for b in borders if start < b < stop), stop]
+        for low, high in pairwise(cuts):
+            only = frozenset(m for m, spans in held.items() if any(a <= low and high <= b for a, b in spans))
+            if not only:
+                raise StateError(f"nobody holds the reduced bytes [{low}, {high}): reduce the slot again")
+            jobs += [Job(at, min(at + request_nbytes, high), only=only) for at in range(low, high, request_nbytes)]
+    return jobs
+
+
+__all__ = ["PullReport", "pull_result", "pull_state"]

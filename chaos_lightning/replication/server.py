@@ -1,0 +1,350 @@
+"""The donor's side: serves the state of one committed header, and the raw reduced bytes of the last slots.
+
+Theory of operation. The training thread *publishes*: it hands over live references to the tensors of the state after
+header h and promises not to change them until it withdraws them. (Donors rest at h until the joiner contributes to
+the next slot, so nothing is copied, except tensors that the next forward pass writes: those are named in `copies`.)
+Threads that serve a bulk socket read that memory directly into the socket. The table of hashes is built once, by the
+first thread that needs it.
+
+A request names header and slot. What this member does not hold for exactly that header is refused by name
+(PROTOCOL.md 11, 15): another header of the same slot is a fork, an older slot is gone. Only a slot that is still
+ahead is waited for, for a bounded time, since a donor may be on its way to the boundary that the joiner heard of
+already; PENDING frames tell the joiner that this donor lives. Withdrawing waits for nobody: a range on its way may
+then carry newer bytes, which the joiner's piece hashes (or the frame's checksum) refuse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+from torch import Tensor
+
+from chaos_lightning.errors import StateError, WireError
+from chaos_lightning.membership.types import Span
+from chaos_lightning.replication import bulk
+from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
+from chaos_lightning.replication.manifest import encode_manifest
+from chaos_lightning.replication.memory import Region, region, synchronize
+from chaos_lightning.replication.table import StateTable, build_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Waits of the serving side, in seconds."""
+
+    publish_timeout_s: float = 30.0
+    """How long a request waits for a header that this member has yet to commit."""
+    idle_timeout_s: float = 120.0
+    """A connection without a request for so long is closed."""
+    stall_timeout_s: float = 10.0
+    """A peer that neither sends nor takes a byte for so long in mid-frame is given up."""
+    pending_interval_s: float = 0.25
+    """How often a waiting peer is told that this donor lives."""
+    results_kept: int = 2
+    """Reduced slots kept servable: the last one, and the one before until everybody is known to hold the last."""
+
+    def __post_init__(self) -> None:
+        for name in ("publish_timeout_s", "idle_timeout_s", "stall_timeout_s", "pending_interval_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.results_kept < 1:
+            raise ValueError(f"results_kept must be at least 1, got {self.results_kept}")
+
+
+class _RefusalError(Exception):
+    """Becomes a REFUSED frame."""
+
+
+@dataclass
+class _Published:
+    """One state, or one reduced slot."""
+
+    head: str
+    seq: int
+    regions: list[Region]
+    starts: list[int]
+    nbytes: int
+    manifest: bytes = b""
+    named: list[tuple[str, Tensor]] = field(default_factory=list)
+    attached: list[tuple[str, Tensor]] = field(default_factory=list)
+    spans: tuple[Span, ...] = ()
+    """Valid byte ranges of a reduced slot."""
+    table: StateTable | None = None
+    encoded: bytes = b""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def build(self, tick: Callable[[], None]) -> StateTable:
+        """The table; the first caller hashes, others wait for it and tick."""
+        while not self.lock.acquire(timeout=0.05):
+            tick()
+        try:
+            if self.table is None:
+                self.table = build_table(self.named, self.attached, regions=self.regions, tick=tick)
+                self.encoded = self.table.encode()
+            return self.table
+        finally:
+            self.lock.release()
+
+    def read(self, start: int, stop: int) -> list[memoryview]:
+        """Memory of address range [start, stop), in order."""
+        if not 0 <= start < stop <= self.nbytes:
+            raise _RefusalError(f"bytes [{start}, {stop}) are outside the {self.nbytes} bytes of this state")
+        low, high = 0, len(self.starts)
+        while high - low > 1:  # the last region that starts at or before `start`
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.starts[middle] <= start else (low, middle)
+        views: list[memoryview] = []
+        while start < stop:
+            base, source = self.starts[low], self.regions[low]
+            end = min(stop, base + source.nbytes)
+            if end > start:
+                views.append(source.read(start - base, end - base))
+                start = end
+            low += 1
+        return views
+
+
+def _lay_out(head: str, seq: int, regions: list[Region]) -> _Published:
+    starts, offset = [], 0
+    for item in regions:
+        starts.append(offset)
+        offset += item.nbytes
+    return _Published(head, seq, regions, starts, offset)
+
+
+class StateServer:
+    """Serves what was published, to any number of peers, one calling thread each."""
+
+    def __init__(self, config: ServerConfig | None = None) -> None:
+        self.config = config or ServerConfig()
+        self._changed = threading.Condition()
+        self._state: _Published | None = None
+        self._results: list[_Published] = []
+        self._gone = {"state": -1, "result": -1}
+        """Highest slot that was published and withdrawn, for the words of a refusal."""
+        self._closed = False
+        self._sockets: set[socket.socket] = set()
+        self.served_nbytes: dict[str, int] = {}
+        """Payload bytes sent so far, by peer."""
+
+    # --- the training thread's side -------------------------------------------------------------------------------
+
+    def publish(
+        self,
+        head: str,
+        seq: int,
+        tensors: Sequence[tuple[str, Tensor]],
+        manifest: Mapping[str, object],
+        *,
+        copies: Collection[str] = (),
+    ) -> None:
+        """Make the state after this header servable; replaces what was published before.
+
+        Args:
+            head: Hash of the committed header.
+            seq: Its slot.
+            tensors: Replicated tensors in their fixed order. They must not change until `withdraw`.
+            manifest: Everything else; encoded here and now. Tensors in it that are none of `tensors` are copied.
+            copies: Names of tensors that will change before the withdrawal: they are copied now.
+        """
+        bulk.head_bytes(head)
+        unknown = set(copies) - {name for name, _ in tensors}
+        if unknown:
+            raise StateError(f"cannot copy {sorted(unknown)[0]!r}: no such tensor in the training state")
+        synchronize(t for _, t in tensors)
+        encoded = encode_manifest(manifest, tensors)
+        with torch.no_grad():
+            named = [(name, t.detach().clone() if name in copies else t) for name, t in tensors]
+            attached = [(name, t.detach().clone()) for name, t in encoded.tensors]
+        synchronize(t for _, t in attached)
+        item = _lay_out(head, seq, [region(name, t) for name, t in (*named, *attached)])
+        item.named, item.attached, item.manifest = named, attached, encoded.data
+        if len(item.manifest) > bulk.MAX_CONTROL_NBYTES:
+            raise StateError(
+                f"the manifest has {len(item.manifest)} bytes, the limit is {bulk.MAX_CONTROL_NBYTES}: keep large "
+                "values of callbacks and schedulers in tensors or numpy arrays"
+            )
+        with self._changed:
+            self._state = item
+            self._changed.notify_all()
+
+    def publish_result(self, seq: int, head: str, memory: Tensor | memoryview, spans: Sequence[Span]) -> None:
+        """Make raw reduced bytes of a slot servable for a hand-on (PROTOCOL.md 9).
+
+        Args:
+            seq: The slot.
+            head: Hash of its header.
+            memory: Flat uint8, immutable until withdrawn (PROTOCOL.md 3); referred to, not copied.
+            spans: Byte ranges of it that are completely reduced.
+        """
+        bulk.head_bytes(head)
+        flat = memory if isinstance(memory, Tensor) else torch.frombuffer(memory.cast("B"), dtype=torch.uint8)
+        if flat.dtype is not torch.uint8 or flat.dim() != 1 or not flat.is_contiguous():
+            raise ValueError(f"reduced bytes must be flat contiguous uint8, got {flat.dtype}{list(flat.shape)}")
+        if any(not 0 <= start <= stop <= flat.numel() for start, stop in spans):
+            raise ValueError(f"spans {list(spans)} are not within the {flat.numel()} reduced bytes")
+        synchronize([flat])
+        item = _lay_out(head, seq, [region("reduced bytes", flat)])
+        item.spans = merge_spans(spans)
+        with self._changed:
+            kept = [r for r in self._results if r.seq != seq]
+            self._results = sorted([*kept, item], key=lambda r: r.seq)[-self.config.results_kept :]
+            self._changed.notify_all()
+
+    def withdraw(self, before: int | None = None) -> None:
+        """Stop serving slots below `before` (all if None). After this the memory may change."""
+        with self._changed:
+            if self._state is not None and (before is None or self._state.seq < before):
+                self._gone["state"] = max(self._gone["state"], self._state.seq)
+                self._state = None
+            dropped = [r.seq for r in self._results if before is None or r.seq < before]
+            self._gone["result"] = max([self._gone["result"], *dropped])
+            self._results = [r for r in self._results if before is not None and r.seq >= before]
+
+    def close(self) -> None:
+        """Refuse everything from now on; threads in `serve` return soon."""
+        with self._changed:
+            self._closed = True
+            self._state = None
+            self._results = []
+            sockets = list(self._sockets)
+            self._changed.notify_all()
+        for sock in sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    # --- the serving threads' side --------------------------------------------------------------------------------
+
+    def serve(self, sock: socket.socket, peer: str) -> str:
+        """Answer requests on this socket until it ends, and close it.
+
+        Args:
+            sock: Connected, authenticated, blocking.
+            peer: Member id of the other end, for the account of bytes.
+
+        Returns:
+            Why it ended, in words.
+        """
+        with self._changed:
+            if self._closed:
+                sock.close()
+                return "this member's state server is closed"
+            self._sockets.add(sock)
+        channel = BulkSocket(sock, stall_timeout_s=self.config.stall_timeout_s)
+        try:
+            while True:
+                request = channel.receive_header(patience_s=self.config.idle_timeout_s)
+                if request is None:
+                    return f"{peer} closed the connection"
+                if request.type not in bulk.REQUESTS:
+                    raise WireError(f"{peer} sent {request.type.name} where a request was expected")
+                try:
+                    self._answer(channel, request, peer)
+                except (_RefusalError, StateError) as refusal:
+                    note = str(refusal).encode()[: bulk.MAX_NOTE_NBYTES]
+                    channel.send(*bulk.reply(Type.REFUSED, request.head, request.seq, note))
+        except TimeoutError:
+            return f"{peer} was silent for too long"
+        except OSError as error:
+            return f"the connection to {peer} broke: {error}"
+        except WireError as error:
+            return str(error)
+        finally:
+            with self._changed:
+                self._sockets.discard(sock)
+            sock.close()
+
+    def _answer(self, channel: BulkSocket, request: Frame, peer: str) -> None:
+        last = time.monotonic()
+
+        def tick() -> None:
+            nonlocal last
+            if time.monotonic() - last >= self.config.pending_interval_s:
+                last = time.monotonic()
+                channel.send(Frame(Type.PENDING, request.head, request.seq))
+
+        item = self._find(request, tick)
+        head, seq = request.head, request.seq
+        if request.type is Type.GET_MANIFEST:
+            channel.send(*bulk.reply(Type.MANIFEST, head, seq, item.manifest))
+        elif request.type is Type.GET_TABLE:
+            item.build(tick)
+            if len(item.encoded) > bulk.MAX_CONTROL_NBYTES:
+                raise _RefusalError(f"the state table has {len(item.encoded)} bytes, over the frame limit")
+            channel.send(*bulk.reply(Type.TABLE, head, seq, item.encoded))
+        elif request.type is Type.GET_DIGEST:
+            table = item.build(tick)
+            digest = {
+                "state": table.state_hash,
+                "attached": table.attached_hash,
+                "manifest": xxhash.xxh3_128_hexdigest(item.manifest),
+                "nbytes": table.nbytes,
+            }
+            channel.send(*bulk.reply(Type.DIGEST, head, seq, json.dumps(digest).encode()))
+        else:
+            start, stop = request.offset, request.offset + request.length
+            result = request.type is Type.GET_RESULT
+            if result and not any(a <= start and stop <= b for a, b in item.spans):
+                raise _RefusalError(f"bytes [{start}, {stop}) of slot {seq} are not completely reduced here")
+            views = item.read(start, stop)
+            checksum, flags = (bulk.checksum_of(views), 0) if result else (0, bulk.UNSUMMED)
+            channel.send(Frame(Type.DATA, head, seq, start, request.length, flags, checksum), views)
+            with self._changed:
+                self.served_nbytes[peer] = self.served_nbytes.get(peer, 0) + request.length
+
+    def _find(self, request: Frame, tick: Callable[[], None]) -> _Published:
+        """What is published for this header; waits, ticking, while its slot is still ahead."""
+        what = "result" if request.type is Type.GET_RESULT else "state"
+        give_up = time.monotonic() + self.config.publish_timeout_s
+        while True:
+            with self._changed:
+                held = self._results if what == "result" else [self._state] if self._state is not None else []
+                for item in held:
+                    if item.head == request.head and item.seq == request.seq:
+                        return item
+                self._refuse_if_hopeless(request, what, held)
+                left = give_up - time.monotonic()
+                if left <= 0:
+                    raise _RefusalError(
+                        f"the {what} at header {request.head} (slot {request.seq}) was not published within "
+                        f"{self.config.publish_timeout_s:g} s; {self._standing(what, held)}"
+                    )
+                self._changed.wait(min(left, self.config.pending_interval_s))
+            tick()
+
+    def _refuse_if_hopeless(self, request: Frame, what: str, held: Sequence[_Published]) -> None:
+        asked = f"the {what} at header {request.head} (slot {request.seq}) is not served here"
+        if self._closed:
+            raise _RefusalError(f"{asked}: this member is leaving or was excluded")
+        newest = max((item.seq for item in held), default=-1)
+        if request.seq <= max(newest, self._gone[what]):
+            raise _RefusalError(f"{asked}: {self._standing(what, held)}")
+
+    def _standing(self, what: str, held: Sequence[_Published]) -> str:
+        if held:
+            places = ", ".join(f"header {item.head} (slot {item.seq})" for item in held)
+            return f"this member serves the {what} at {places}"
+        if self._gone[what] >= 0:
+            return f"this member withdrew its last {what}, that of slot {self._gone[what]}"
+        return f"this member has not published any {what}"
+
+
+def merge_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Sorted, without overlaps, neighbours joined, empty ones dropped."""
+    merged: list[Span] = []
+    for start, stop in sorted(spans):
+        if stop <= start:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return tuple(merged)

@@ -1,0 +1,315 @@
+"""The member's control stream to the scheduler, in a thread of its own.
+
+Theory of operation. The thread holds one gRPC stream at a time: Hello first; after the Welcome heartbeats at its
+interval and whatever `send` is given. What the stream says is read by a helper thread into an inbox, and the inbox is
+this thread's only wait, so that messages, heartbeats and the end come in one order. A stream that breaks is opened
+again, with growing, jittered pauses and for as long as it takes: training does not need the scheduler between events.
+What was not sent by then is dropped, for the member machine says everything that still matters again when it is
+welcomed anew. A Fence, Released or final Refused ends the conversation: after it the thread does not come back.
+
+gRPC is used without asyncio here: grpc.aio has one event poller per process, and it loses events of all loops once any
+of them was closed, be it the one of an earlier Agent or the user's own.
+
+States told to `on_state`: "connected" (welcomed), "lost: ..." (was welcomed, now trying again), "failed: ..." (final:
+refused at the door, or nobody reached within `connect_timeout_s` before the first Welcome).
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from chaos_lightning.errors import ChaosError, RefusedError, SchedulerUnreachableError, WireError
+from chaos_lightning.membership.types import (
+    Fence,
+    FromMember,
+    Heartbeat,
+    Hello,
+    Refused,
+    Released,
+    ToMember,
+    Welcome,
+)
+from chaos_lightning.runtime import chaos_pb2
+from chaos_lightning.runtime.access import addresses, split_endpoint, token_metadata
+from chaos_lightning.runtime.channel import CLIENT_OPTIONS, explain_code
+from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerStub
+from chaos_lightning.runtime.codec import unwrap_to_member, wrap_from_member
+from chaos_lightning.runtime.forks import close_peer_in_children, forget_peer
+
+import grpc  # isort: skip  (after channel, which sets gRPC's environment)
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+_ANSWER_TIMEOUT_S = 10.0
+"""How long the scheduler may take to answer a Hello."""
+_GOODBYE_TIMEOUT_S = 1.0
+_REVIVE_AFTER = 3
+"""Failed attempts in a row after which `revive` is called."""
+_MAX_OUTBOX = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """The stream is over. `reason` is None if the scheduler closed it in good order."""
+
+    talk: _Talk
+    reason: ChaosError | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    """Somebody called `close`."""
+
+
+class _Talk:
+    """One stream: an outbox that gRPC drains, and a thread that reads into the agent's inbox."""
+
+    def __init__(self, channel: grpc.Channel, endpoint: str, token: bytes, inbox: queue.SimpleQueue[Any]) -> None:
+        self._endpoint = endpoint
+        self._inbox = inbox
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.welcomed = False
+        self.call = SchedulerStub(channel).Attend(iter(self._outbox.get, None), metadata=token_metadata(token))
+        threading.Thread(target=self._read, name="chaos-agent-reader", daemon=True).start()
+
+    def say(self, envelope: Any) -> None:
+        if self._outbox.qsize() < _MAX_OUTBOX:
+            self._outbox.put(envelope)
+
+    @property
+    def clogged(self) -> bool:
+        """The scheduler does not read; heartbeats must not pile up."""
+        return self._outbox.qsize() > 16
+
+    def goodbye(self) -> None:
+        """Announces the end and half-closes the stream."""
+        self._outbox.put(chaos_pb2.FromMemberEnvelope(goodbye=True))
+        self._outbox.put(None)
+
+    def end(self) -> None:
+        """Cuts the stream, if it still stands, and frees gRPC's writer."""
+        self.call.cancel()
+        self._outbox.put(None)
+
+    def _read(self) -> None:
+        reason: ChaosError | None = None
+        try:
+            for envelope in self.call:
+                self._inbox.put((self, unwrap_to_member(envelope)))
+        except grpc.RpcError as error:
+            reason = explain_code(error.code(), error.details(), self._endpoint)
+        except WireError as error:
+            reason = error
+        finally:
+            self._inbox.put(_Ended(self, reason))
+
+
+class Agent(threading.Thread):
+    """See the module. `start` it, `send` from any thread, `close` it.
+
+    Args:
+        endpoint: HOST:PORT of the scheduler.
+        token: Cluster token, b"" for none.
+        hello_factory: Makes the Hello of each connection. Sets `resume` to the member's id once it stands in a view;
+            before that there is nothing to resume, and a scheduler restarted on its chain would not know the id.
+        on_message: Takes each message of the scheduler, in this thread.
+        on_state: Takes each change of state (see the module), in this thread.
+        heartbeat: Makes a Heartbeat, in this thread.
+        connect_timeout_s: How long to try before the first Welcome or final answer.
+        revive: Called in a helper thread when the scheduler does not answer; may start one (runtime/hosting.py).
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoint: str,
+        token: bytes,
+        hello_factory: Callable[[], Hello],
+        on_message: Callable[[ToMember], None],
+        on_state: Callable[[str], None],
+        heartbeat: Callable[[], Heartbeat],
+        connect_timeout_s: float = 30.0,
+        revive: Callable[[], object] | None = None,
+    ) -> None:
+        super().__init__(name="chaos-agent", daemon=True)
+        self._endpoint = endpoint
+        self._token = token
+        self._hello_factory = hello_factory
+        self._on_message = on_message
+        self._on_state = on_state
+        self._heartbeat = heartbeat
+        self._connect_timeout_s = connect_timeout_s
+        self._revive = revive
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._talk: _Talk | None = None
+        """The stream that `send` uses: set once it is welcomed."""
+        self._stopping = False
+        self._over = False
+        self._answered = False
+        self._admitted = False
+        self._reviving: threading.Thread | None = None
+
+    # ------------------------------------------------------------------ any thread
+
+    def send(self, message: FromMember) -> None:
+        """Sends `message` soon, if the stream stands; otherwise it is dropped (see the module).
+
+        Raises:
+            TypeError: The message does not fit chaos.proto.
+        """
+        envelope = wrap_from_member(message)
+        talk = self._talk
+        if talk is not None:
+            talk.say(envelope)
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Says goodbye and ends the thread. Idempotent; callable before `start` and from callbacks of this thread."""
+        self._stopping = True
+        self._inbox.put(_Stop())
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join(timeout_s)
+
+    # ------------------------------------------------------------------ the thread
+
+    def run(self) -> None:
+        try:
+            self._keep_talking()
+        except Exception as error:
+            self._on_state(f"failed: internal error of the control stream: {error!r}")
+            raise
+
+    def _keep_talking(self) -> None:
+        deadline = time.monotonic() + self._connect_timeout_s
+        failures = 0
+        told = ""
+        while not self._stopping:
+            if self._answered:
+                told = ""
+            self._answered = False
+            reason = self._converse()
+            if self._over or self._stopping:
+                return
+            if self._admitted:
+                # A member in the job trains on, whatever stands at the scheduler's place meanwhile.
+                deadline = float("inf")
+                if self._answered or isinstance(reason, RefusedError):
+                    told = self._tell(f"lost: {reason}", told)
+            elif isinstance(reason, RefusedError):
+                self._on_state(f"failed: {reason}")
+                return
+            failures = 0 if self._answered else failures + 1
+            if failures >= _REVIVE_AFTER:
+                self._try_to_revive()
+            if time.monotonic() > deadline:
+                self._on_state(f"failed: no admission within {self._connect_timeout_s:g} s: {reason}")
+                return
+            self._pause(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0))
+
+    def _tell(self, state: str, told: str) -> str:
+        """Tells a state unless it was the last one told; returns it."""
+        if state != told:
+            self._on_state(state)
+        return state
+
+    def _pause(self, seconds: float) -> None:
+        """Sleeps, but not through a `close`."""
+        deadline = time.monotonic() + seconds
+        while not self._stopping and (left := deadline - time.monotonic()) > 0:
+            self._next(left)
+
+    def _next(self, timeout_s: float) -> Any:
+        """The next item of the inbox; None after the timeout."""
+        try:
+            return self._inbox.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            return None
+
+    def _try_to_revive(self) -> None:
+        """One helper thread at a time; the function itself decides whether it is its turn."""
+        revive = self._revive
+        if revive is None or (self._reviving is not None and self._reviving.is_alive()):
+            return
+
+        def work() -> None:
+            try:
+                revive()
+            except ChaosError as error:
+                self._on_state(f"cannot revive the scheduler: {error}")
+
+        self._reviving = threading.Thread(target=work, name="chaos-revive", daemon=True)
+        self._reviving.start()
+
+    def _converse(self) -> ChaosError:
+        """One stream from Hello to its end; returns why it ended."""
+        try:
+            host, port = split_endpoint(self._endpoint)
+            reachable = addresses(host)
+        except ChaosError as error:
+            return SchedulerUnreachableError(str(error))
+        for address in reachable:
+            close_peer_in_children(address, port)
+        try:
+            with grpc.insecure_channel(self._endpoint, options=CLIENT_OPTIONS) as channel:
+                talk = _Talk(channel, self._endpoint, self._token, self._inbox)
+                try:
+                    return self._attend(talk)
+                finally:
+                    self._talk = None
+                    talk.end()
+        finally:
+            for address in reachable:
+                forget_peer(address, port)
+
+    def _attend(self, talk: _Talk) -> ChaosError:
+        talk.say(wrap_from_member(self._hello_factory()))
+        interval = _ANSWER_TIMEOUT_S
+        due = time.monotonic() + interval
+        while True:
+            item = self._next(due - time.monotonic())
+            if isinstance(item, _Stop) or (self._stopping and item is None):
+                self._take_leave(talk)
+                return ChaosError("closed by this member")
+            if isinstance(item, _Ended):
+                if item.talk is talk:
+                    return item.reason or SchedulerUnreachableError("the scheduler closed the stream")
+            elif item is not None and item[0] is talk:
+                message: ToMember = item[1]
+                if isinstance(message, Welcome) and not talk.welcomed:
+                    interval, due = message.heartbeat_interval_s, time.monotonic()
+                    talk.welcomed = True
+                    self._admitted, self._talk = True, talk
+                    self._on_state("connected")
+                if not self._answered:
+                    self._answered = True
+                    due = min(due, time.monotonic() + interval)
+                self._on_message(message)
+                if isinstance(message, Fence | Released | Refused):
+                    self._over = not (isinstance(message, Refused) and message.retry)
+                    self._take_leave(talk)
+                    return ChaosError(f"the scheduler said: {message.reason}")
+            if time.monotonic() >= due:
+                if talk.welcomed:
+                    if not talk.clogged:
+                        talk.say(wrap_from_member(self._heartbeat()))
+                    # Late beats are not made up for; the next one counts from now if this thread was held up.
+                    due = max(due + interval, time.monotonic())
+                elif not self._answered:
+                    return SchedulerUnreachableError(f"{self._endpoint} did not answer within {_ANSWER_TIMEOUT_S:g} s")
+                else:
+                    due = time.monotonic() + interval
+
+    def _take_leave(self, talk: _Talk) -> None:
+        """Goodbye, and a moment for it to arrive."""
+        self._talk = None
+        talk.goodbye()
+        deadline = time.monotonic() + _GOODBYE_TIMEOUT_S
+        while (left := deadline - time.monotonic()) > 0:
+            item = self._next(left)
+            if isinstance(item, _Ended) and item.talk is talk:
+                return

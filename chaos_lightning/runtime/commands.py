@@ -1,0 +1,169 @@
+"""Sub-commands of `chaos-lightning` around the scheduler. gRPC is imported when one of them needs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.membership.types import PlanSpec, Settings
+from chaos_lightning.runtime.access import load_token
+from chaos_lightning.runtime.options import MEMORY, SchedulerOptions, change_settings, check_settings
+
+DEFAULT_ENDPOINT = "127.0.0.1:29400"
+
+TokenFile = Annotated[
+    str,
+    typer.Option(
+        help="File with the cluster token (or the environment: CHAOS_TOKEN_FILE, CHAOS_TOKEN).", metavar="PATH"
+    ),
+]
+Endpoint = Annotated[
+    str, typer.Option(envvar="CHAOS_ENDPOINT", help="The scheduler.", metavar="HOST:PORT", show_default=True)
+]
+
+
+def scheduler(
+    listen: Annotated[
+        str, typer.Option(help="Where to listen; beyond loopback a token is demanded.", metavar="HOST:PORT")
+    ] = DEFAULT_ENDPOINT,
+    job: Annotated[str, typer.Option(help="Name of the job (torchrun: --rdzv-id).")] = "default",
+    min_nodes: Annotated[int, typer.Option(help="Training starts with, and pauses below, so many members.")] = 1,
+    max_nodes: Annotated[int, typer.Option(help="Further members wait as standbys.")] = 64,
+    plan: Annotated[str, typer.Option(help="How gradients travel: rotating, chain or tree.")] = "rotating",
+    store: Annotated[
+        str,
+        typer.Option(
+            help="The chain's file; default $XDG_STATE_HOME/chaos-lightning/JOB-PORT/chain.sqlite. "
+            f"{MEMORY} keeps nothing (for tests).",
+            metavar="PATH",
+        ),
+    ] = "",
+    token_file: TokenFile = "",
+    log_dir: Annotated[str, typer.Option(help="Folder for the event log.", metavar="PATH")] = "",
+    idle_timeout: Annotated[float, typer.Option(help="End after so many seconds without a member; 0 never.")] = 0.0,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="Any other rule, such as heartbeat_timeout_s=1.5 (repeatable).", metavar="NAME=VALUE"
+        ),
+    ] = None,
+) -> None:
+    """Run a job's scheduler in the foreground.
+
+    Usually not needed: the first torchrun (or training script) on the endpoint's machine starts one. Run it by hand to
+    keep it apart from training, for example under systemd on a small machine that stays. It may be killed and started
+    again at any time: training goes on meanwhile, and the chain of decided views is continued from its file.
+    """
+    from chaos_lightning.runtime.scheduler_main import run
+
+    given: dict[str, Any] = {"job": job, "min_nodes": min_nodes, "max_nodes": max_nodes}
+    for item in setting or []:
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigurationError(f"--set {item}: expected NAME=VALUE")
+        given[name.strip()] = value
+    settings = check_settings(change_settings(Settings(plan=PlanSpec(kind=plan)), given))
+    code = run(
+        SchedulerOptions(
+            listen=listen,
+            settings=settings,
+            store=store,
+            token_file=token_file,
+            log_dir=log_dir,
+            idle_timeout_s=idle_timeout,
+        )
+    )
+    raise typer.Exit(code)
+
+
+def status(
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    token_file: TokenFile = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, for scripts.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 5.0,
+) -> None:
+    """Show who is in a job, and what it waits for.
+
+    Exit code 1 if no scheduler answers; training may go on all the same, it needs none between events.
+    """
+    from chaos_lightning.runtime.channel import fetch_status
+
+    facts = fetch_status(endpoint, load_token(token_file), timeout)
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    _show(facts)
+
+
+def _show(facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    machine = facts.get("machine", {})
+    console.print(
+        f"job [bold]{facts['job']}[/bold] at {facts['endpoint']}: {machine.get('phase', '?')}, "
+        f"view {machine.get('view', '-')} (term {facts['term']}), {facts['min_nodes']} to {facts['max_nodes']} members",
+        highlight=False,
+    )
+    if machine.get("reason"):
+        console.print(f"because: {machine['reason']}", highlight=False, markup=False)
+    rows = [*machine.get("members", ()), *machine.get("others", ())]
+    if not rows:
+        console.print("nobody is here yet")
+        return
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(box=None)
+    for column in columns:
+        table.add_column(column.removesuffix("_s"), overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(row.get(column)) for column in columns))
+    console.print(table)
+
+
+def _cell(value: object) -> str:
+    from rich.markup import escape
+
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    return escape("" if value is None else str(value))
+
+
+def drain(
+    node: Annotated[str, typer.Argument(help="A member's name or id, or a node's name: then all its members.")],
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    token_file: TokenFile = "",
+) -> None:
+    """Ask a node to leave politely.
+
+    Its members finish the step they are in, hand over, and end by themselves; nothing is lost and nobody waits. The
+    same as Ctrl+C there.
+    """
+    from chaos_lightning.runtime.channel import drain as ask
+
+    asked = ask(endpoint, node, load_token(token_file))
+    print(f"asked to leave: {', '.join(asked)}")
+
+
+def version() -> None:
+    """Print the versions that a bug report needs."""
+    for package in ("chaos-lightning", "torch", "lightning", "grpcio", "protobuf"):
+        try:
+            print(f"{package} {installed(package)}")
+        except PackageNotFoundError:
+            print(f"{package} not installed")
+    print(f"python {platform.python_version()} ({sys.executable})")
+    print(
+        f"system {platform.platform()}, {os.cpu_count()} processors, {(Path('/proc').exists() and 'proc') or 'no proc'}"
+    )

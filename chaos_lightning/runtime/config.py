@@ -1,0 +1,115 @@
+"""What a member needs to know before it starts; defaults work on one machine, torchrun's backend fills the rest in.
+
+Every field can come from the environment as CHAOS_<NAME IN CAPITALS>, which is how the rendezvous backend hands
+settings to its workers; an explicit argument wins.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from chaos_lightning.errors import ConfigurationError
+
+DEFAULT_ENDPOINT = "127.0.0.1:29400"
+_NAME = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of one member.
+
+    Attributes:
+        endpoint: Scheduler as HOST:PORT. If it is this machine's and nobody listens there, this member hosts it.
+        job: Name of the job; members of different jobs never meet.
+        name: This node's name, unique in the job; default host name, local rank and process id.
+        min_nodes: Training starts with, and pauses below, so many members.
+        max_nodes: Further members wait as standbys.
+        token_file: File with the cluster token; the environment variable CHAOS_TOKEN serves as well.
+        bind: Address that links listen on; beyond loopback a token is demanded.
+        plan: How gradients travel: rotating, chain or tree.
+        chunk_nbytes: Size of one chunk of the all-reduce; 0 picks 256 KiB for small and 1 MiB for large models.
+        log_dir: Folder of the event log; empty for none.
+        heartbeat_timeout_s: Silence after which a member is suspected (its neighbours must confirm).
+        join_timeout_s: How long to wait for admission and state.
+        step_timeout_s: How long one slot may take before this member gives up with an error.
+        host_scheduler: Whether this member may start a scheduler at a free local endpoint.
+        overlap: Send gradients while backward runs.
+        state_hash_every: Compare state hashes of all members every so many steps; 0 never.
+    """
+
+    endpoint: str = DEFAULT_ENDPOINT
+    job: str = "default"
+    name: str = ""
+    min_nodes: int = 1
+    max_nodes: int = 64
+    token_file: str = ""
+    bind: str = "127.0.0.1"
+    plan: str = "rotating"
+    chunk_nbytes: int = 0
+    log_dir: str = ""
+    heartbeat_timeout_s: float = 0.3
+    join_timeout_s: float = 600.0
+    step_timeout_s: float = 600.0
+    host_scheduler: bool = True
+    overlap: bool = True
+    state_hash_every: int = 100
+
+    def __post_init__(self) -> None:
+        host, _, port = self.endpoint.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigurationError(f"endpoint {self.endpoint!r} is no HOST:PORT; write for example 10.0.0.5:29400")
+        for what, value in (("job", self.job), ("name", self.name or "x")):
+            if not _NAME.match(value):
+                raise ConfigurationError(
+                    f"{what} {value!r} may have up to 64 letters, digits, dots, dashes and underscores"
+                )
+        if not 1 <= self.min_nodes <= self.max_nodes:
+            raise ConfigurationError(
+                f"min_nodes {self.min_nodes} and max_nodes {self.max_nodes}: expected 1 <= min_nodes <= max_nodes"
+            )
+        if self.plan not in ("rotating", "chain", "tree"):
+            raise ConfigurationError(f"plan {self.plan!r} is unknown; expected rotating, chain or tree")
+        if self.chunk_nbytes and not 4096 <= self.chunk_nbytes <= 16 << 20:
+            raise ConfigurationError(f"chunk_nbytes {self.chunk_nbytes}: expected 0 or 4096 to {16 << 20}")
+
+    @classmethod
+    def build(cls, given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> EngineConfig:
+        """Merges arguments that are not None over the environment over the defaults."""
+        values: dict[str, object] = {}
+        for field in fields(cls):
+            text = environ.get(f"CHAOS_{field.name.upper()}")
+            if given.get(field.name) is not None:
+                values[field.name] = given[field.name]
+            elif text:
+                values[field.name] = _parse(field.name, text, field.default)
+        unknown = set(given) - {f.name for f in fields(cls)}
+        if unknown:
+            raise ConfigurationError(
+                f"unknown settings {sorted(unknown)}; expected some of {sorted(f.name for f in fields(cls))}"
+            )
+        if not values.get("name"):
+            node = environ.get("CHAOS_NODE")
+            local = environ.get("LOCAL_RANK", "0")
+            values["name"] = f"{node}-{local}" if node else f"{_hostname()}-{local}-{os.getpid()}"
+        return cls(**values)  # type: ignore[arg-type]
+
+
+def _hostname() -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40] or "node"
+
+
+def _parse(name: str, text: str, default: object) -> object:
+    try:
+        if isinstance(default, bool):
+            if text.lower() not in ("0", "1", "true", "false", "yes", "no"):
+                raise ValueError(text)
+            return text.lower() in ("1", "true", "yes")
+        return type(default)(text)  # type: ignore[call-arg]
+    except ValueError as error:
+        raise ConfigurationError(
+            f"environment variable CHAOS_{name.upper()}={text!r}: expected a {type(default).__name__}"
+        ) from error

@@ -1,0 +1,476 @@
+"""The engine: what a strategy or a plain training loop calls. One object, used by one training thread.
+
+Theory of operation. `prepare` lays out gradients and installs hooks; `join` says hello, waits for a view and, for a
+newcomer, fetches the state. Then every optimizer step is `arm` (before the window's last backward pass) and `step`
+(after it); every small collective is `gather`; between two windows `boundary` lets newcomers in when the last header
+asks for it. All of them are slots of one chain (membership/types.py) and return its headers. Each wait has a deadline
+and wakes when this member is put out, disagrees, or loses its scheduler for too long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from chaos_lightning.collectives.layout import Layout, Section
+from chaos_lightning.errors import (
+    ChaosError,
+    ConfigurationError,
+    DeadlineError,
+    DisagreementError,
+    FencedError,
+)
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.types import (
+    GENESIS,
+    Contribution,
+    FromMember,
+    Header,
+    Hello,
+    Kind,
+    Notice,
+    Refused,
+    Spent,
+    ToMember,
+    View,
+    ViewId,
+)
+from chaos_lightning.observe.events import EventLog
+from chaos_lightning.planning.deal import ruling_view
+from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.runtime.access import check_bind, load_token
+from chaos_lightning.runtime.agent import Agent
+from chaos_lightning.runtime.config import EngineConfig
+from chaos_lightning.runtime.doorway import hello
+from chaos_lightning.runtime.hosting import host_for_engine
+from chaos_lightning.runtime.links import Links
+from chaos_lightning.runtime.mailbox import Mailbox
+from chaos_lightning.runtime.orphan import watch_parent
+from chaos_lightning.runtime.shell import Shell
+from chaos_lightning.runtime.transfer import Transfer
+from chaos_lightning.runtime.window import Window
+from chaos_lightning.transport.loop import IoLoop
+
+_NO_VIEW = ViewId()
+
+
+class Engine:
+    """One member of a job. See the module for the order of calls.
+
+    Attributes:
+        view: The view that rules the coming slot.
+        ruling_view: The view that the last header named: it deals the coming step (PROTOCOL.md 10).
+        header: Last committed header.
+        role: "founder" or "joiner", after `join`.
+        leaving: This member has asked to leave; training stops when a header lets it go.
+        out: A header excluded this member (it left).
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.name = config.name
+        self.view: View | None = None
+        self.ruling_view: View | None = None
+        self.header: Header = GENESIS
+        self.role = ""
+        self.leaving = False
+        self.out = False
+        self.events = EventLog.in_directory(config.log_dir or None, config.name)
+        self._token = load_token(config.token_file)
+        self._mail = Mailbox(config.name)
+        self._transfer = Transfer(config.job, self._token, self._mail, self.events)
+        self._loop = IoLoop("chaos-io", self._on_crash)
+        self._shell = Shell(self._loop, self._mail, self.events, self._transfer, self._send_control)
+        self._agent: Agent | None = None
+        self._window: Window | None = None
+        self._hello: Hello | None = None
+        self._closed = False
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def member_id(self) -> str:
+        return self._mail.member.id if self._mail.member is not None else ""
+
+    @property
+    def rank(self) -> int:
+        """Place in the view, 0 is the oldest; -1 before this member is in one."""
+        ids = self.view.ids() if self.view is not None else ()
+        return ids.index(self.member_id) if self.member_id in ids else -1
+
+    @property
+    def world_size(self) -> int:
+        return len(self.view.members) if self.view is not None else 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    # ------------------------------------------------------------------ set-up
+
+    def prepare(self, *, sections: Sequence[Section], buffers: Sequence[tuple[str, Tensor]] = ()) -> None:
+        """Lays out gradients and reduced buffers, allocates the flat memory and installs the hooks."""
+        layout = Layout(sections, buffers)
+        self._window = Window(
+            layout, self.config.chunk_nbytes, self.config.overlap, self._loop, lambda: self._shell.reducer
+        )
+        self._shell.equip(self._window.memory, self._window.grid)
+        # The I/O thread needs the GIL for microseconds, often; the default interval would make it wait 5 ms each time.
+        sys.setswitchinterval(min(sys.getswitchinterval(), 5e-4))
+
+    @property
+    def layout_hash(self) -> str:
+        return self._window.layout.hash if self._window is not None else ""
+
+    def join(self, *, fingerprint: Mapping[str, str], quota: int, accumulate: int, state: StateAccess) -> Header:
+        """Enters the job: hello, links, view, and the state if others already have it.
+
+        Args:
+            fingerprint: What must equal the job's, by name; a mismatch is refused with both values.
+            quota: Samples per micro-batch of this member.
+            accumulate: Micro-batches per optimizer step; must equal the job's.
+            state: The training state that a newcomer receives, a founder publishes.
+
+        Returns:
+            The header that this member's state stands on (GENESIS for a new job).
+
+        Raises:
+            RefusedError: The scheduler did not let us in; it says why.
+            DeadlineError: No admission within `join_timeout_s`.
+        """
+        window = self._need_window()
+        started = time.monotonic()
+        deadline = started + self.config.join_timeout_s
+        if self._shell.links is None:  # they outlive a rejoin, the agent does not
+            self._start_network()
+        assert self._shell.links is not None
+        self._hello = hello(
+            self.config,
+            port=self._shell.links.port,
+            quota=quota,
+            accumulate=accumulate,
+            fingerprint=fingerprint,
+            layout=window.layout,
+        )
+        while True:
+            self._call_on()
+            try:
+                header = self._admission(state, deadline)
+                break
+            except FencedError as error:
+                if time.monotonic() > deadline:
+                    raise
+                # It was frozen on the threshold: nothing is lost but the place in the queue.
+                self.events.emit("rejoin", old_id=self.member_id, reason=str(error))
+                self._forget()
+        report = self._transfer.report
+        self.events.emit(
+            "joined",
+            id=self.member_id,
+            role=self.role,
+            rank=self.rank,
+            world_size=self.world_size,
+            seq=header.seq,
+            step=header.step,
+            seconds=round(time.monotonic() - started, 4),
+            by_source=report.by_source if report else {},
+            skipped=report.skipped if report else 0,
+        )
+        return header
+
+    def _call_on(self) -> None:
+        """Opens the control stream, if it is not open."""
+        if self._agent is None:
+            self._agent = Agent(
+                endpoint=self.config.endpoint,
+                token=self._token,
+                hello_factory=self._make_hello,
+                on_message=self._on_control,
+                on_state=self._on_agent_state,
+                heartbeat=self._shell.heartbeat,
+                connect_timeout_s=min(30.0, self.config.join_timeout_s),
+                revive=partial(self._host_scheduler, continue_only=True),
+            )
+            self._agent.start()
+
+    def _start_network(self) -> None:
+        check_bind(self.config.bind, self._token)
+        watch_parent()
+        self._host_scheduler()
+        self._shell.links = Links(
+            self._loop,
+            self.config.bind,
+            self.config.job,
+            self._token,
+            self._shell,
+            self._shell.link_changed,
+            self._transfer.server.serve,
+            lambda line: self.events.emit("refused", reason=line),
+        )
+        self._loop.start()
+        self._loop.call(self._shell.beat)
+
+    def _host_scheduler(self, *, continue_only: bool = False) -> None:
+        """Starts a scheduler if the endpoint is this machine's and free."""
+        if self.config.host_scheduler:
+            host_for_engine(self.config, continue_only=continue_only)
+
+    def _make_hello(self) -> Hello:
+        assert self._hello is not None
+        # Who is in no view yet has nothing to resume: after a scheduler's restart it simply knocks again.
+        return replace(self._hello, resume=self.member_id if self._shell.machine.view is not None else "")
+
+    def _admission(self, state: StateAccess, deadline: float) -> Header:
+        """Waits until this member stands in a view; a joiner pulls the state on the way."""
+        mail = self._mail
+        while True:
+            with mail.changed:
+                mail.wait(lambda: mail.pull is not None or mail.view is not None, "admission to the job", deadline)
+                pull, mail.pull = mail.pull, None
+                view = mail.view
+            if pull is not None:
+                if self._transfer.fetch(*pull, state, deadline):
+                    loaded = fx.StateLoaded(pull[0].hash)
+                    self._loop.call(partial(self._shell.feed, loaded))
+                    self.role, self.header, self.view = "joiner", pull[0], pull[1]
+                    break
+                continue
+            assert view is not None
+            if self.member_id in view.joiners:
+                with mail.changed:
+                    mail.wait(lambda: mail.pull is not None, "the state's header", deadline)
+                continue
+            self.role, self.view, self.header = "founder", view, GENESIS
+            self.publish(GENESIS, state)
+            break
+        # A recovery may have put a newer view in force; the deal follows the one that the header named (10).
+        known = (self.header.view_change, self.view)
+        self.ruling_view = ruling_view(self.header, [v for v in known if v is not None])
+        return self.header
+
+    def publish(self, header: Header, state: StateAccess) -> None:
+        """Makes the state at `header` servable to newcomers until the next slot commits."""
+        self._transfer.publish(header, state, self._need_window().layout)
+
+    # ------------------------------------------------------------------ a step
+
+    def hold(self) -> contextlib.AbstractContextManager[None]:
+        """Backward passes inside are accumulated, not sent."""
+        return self._need_window().hold()
+
+    def arm(self, *, coefficient: float, section: int = 0, empty: bool = False) -> None:
+        """Announces the window's last backward pass; call before it (or `step` does, after it).
+
+        Args:
+            coefficient: What this member's gradient is multiplied with before summing.
+            section: Which section's parameters step.
+            empty: This member has no gradient for this step (weight 0).
+        """
+        self._raise_pending()
+        self._need_window().arm(self.header.seq + 1, coefficient=coefficient, section=section, empty=empty)
+
+    def step(
+        self,
+        *,
+        weight: float,
+        coefficient: float,
+        spent: Sequence[Spent] = (),
+        section: int = 0,
+        hyper: str = "",
+        state_hash: str = "",
+    ) -> Header:
+        """Contributes this window's gradients and waits for the step's commit.
+
+        Afterwards `.grad` of the section's parameters holds sum(coefficient * gradient) / sum(weight) over all
+        contributors (None where nobody had one), and reduced buffers their mean.
+
+        Args:
+            weight: This member's part of the divisor, in the same unit as `coefficient`; 0 with no samples.
+            coefficient: What its gradient is multiplied with.
+            spent: Sample ranges it used.
+            section: Which optimizer steps.
+            hyper: Hyperparameters in words; compared at the root.
+            state_hash: Hash of the replicated state before the step, every n steps.
+
+        Raises:
+            FencedError, DisagreementError, DeadlineError: See errors.py; nothing was applied.
+        """
+        window = self._need_window()
+        if window.seq != self.header.seq + 1 or window.section != section:
+            self.arm(coefficient=coefficient, section=section, empty=weight == 0 and coefficient == 0)
+        presence = window.flush()
+        header = self._slot(
+            Kind.STEP,
+            name=f"section {section}",
+            weight=weight,
+            coefficient=coefficient,
+            presence=presence,
+            spent=tuple(spent),
+            hyper=hyper,
+            state_hash=state_hash,
+        )
+        window.apply(header)
+        return header
+
+    def gather(self, name: str, payload: bytes) -> list[tuple[str, bytes]]:
+        """A numbered collective: every member's payload, in rank order (PROTOCOL.md 28).
+
+        Returns:
+            (member id, payload) of all contributors.
+        """
+        header = self._slot(Kind.GATHER, name=name, payload=payload)
+        if self._window is not None:
+            self._window.move(self.header.seq + 1)
+        return [(s.member, a) for s, a in zip(header.contributors, header.answers, strict=True)]
+
+    def boundary(self, state: StateAccess) -> Header:
+        """The rest point between two windows: newcomers enter here, and the state is published for them."""
+        header = self._slot(Kind.BOUNDARY, name="boundary")
+        if header.view_change is not None and header.view_change.joiners and not self.out:
+            self.publish(header, state)
+        self.events.emit("boundary", seq=header.seq)
+        return header
+
+    def _slot(self, kind: Kind, **fields: object) -> Header:
+        """Contributes to the next slot and waits until it is committed."""
+        self._raise_pending()
+        contribution = Contribution(
+            member=self.member_id,
+            view=_NO_VIEW,
+            seq=self.header.seq + 1,
+            kind=kind,
+            step=self.header.step,
+            prev_hash=self.header.hash,
+            layout_hash=self.layout_hash,
+            **fields,  # type: ignore[arg-type]
+        )
+        self._loop.call(lambda: self._shell.contribute(contribution))
+        mail = self._mail
+        deadline = time.monotonic() + self.config.step_timeout_s
+        with mail.changed:
+            mail.wait(lambda: bool(mail.commits), f"the commit of slot {contribution.seq} ({kind})", deadline)
+            header, view = mail.commits.popleft()
+            self.view = mail.view
+        if header.error:
+            self.events.emit("error", what="disagreement", reason=header.error)
+            raise DisagreementError(header.error)
+        self.header, self.ruling_view = header, view
+        if self.member_id not in view.ids():
+            self.out = True
+        return header
+
+    # ------------------------------------------------------------------ going
+
+    def leave(self, reason: str) -> None:
+        """Asks to leave; callable from any thread and from signal handlers' followers. Training goes on until a
+        header lets this member go."""
+        if not self.leaving:
+            self.leaving = True
+            self._loop.call(lambda: self._shell.feed(fx.LeaveRequested(reason)))
+
+    def finish(self) -> None:
+        """The job's last slot; waits until all members have it (or the linger deadline)."""
+        if not self.out:
+            self._slot(Kind.CLOSING, name="closing")
+            self.events.emit("finished", seq=self.header.seq, step=self.header.step)
+        self.wait_released()
+
+    def wait_released(self, timeout_s: float = 10.0) -> None:
+        """After leaving or finishing: until nobody needs this member any more."""
+        mail = self._mail
+        with mail.changed, contextlib.suppress(ChaosError):
+            mail.wait(lambda: bool(mail.left), "release", time.monotonic() + timeout_s)
+
+    def rejoin(self, state: StateAccess) -> Header:
+        """After FencedError: forget everything and join again in this process (PROTOCOL.md 11)."""
+        assert self._hello is not None
+        said = self._hello
+        self.events.emit("rejoin", old_id=self.member_id)
+        self._forget()
+        return self.join(fingerprint=dict(said.fingerprint), quota=said.quota, accumulate=said.accumulate, state=state)
+
+    def _forget(self) -> None:
+        """Back to before the hello: a fresh machine, no view, no published state (PROTOCOL.md 11)."""
+        done = threading.Event()
+
+        def reset() -> None:
+            self._shell.reset()
+            done.set()
+
+        self._loop.call(reset)
+        if not done.wait(10.0):
+            raise DeadlineError("the I/O thread did not answer within 10 s while joining again")
+        if self._agent is not None:
+            self._agent.close()
+            self._agent = None
+        self._transfer.server.withdraw()
+        self._mail.reset()
+        if self._window is not None:
+            self._window.abandon()
+        self.view = self.ruling_view = None
+        self.header, self.role, self.out, self.leaving = GENESIS, "", False, False
+
+    def close(self) -> None:
+        """Ends threads, links and the log. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._agent is not None:
+            self._agent.close()
+        links = self._shell.links
+        if links is not None:
+            done = threading.Event()
+
+            def end() -> None:
+                links.close()
+                done.set()
+
+            self._loop.call(end)
+            done.wait(2.0)
+            self._loop.stop()
+        self._transfer.server.close()
+        if self._window is not None:
+            self._window.close()
+        self.events.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _need_window(self) -> Window:
+        if self._window is None:
+            raise ConfigurationError("call prepare() first: members compare their layouts when they join")
+        return self._window
+
+    def _send_control(self, message: FromMember) -> None:
+        if self._agent is not None:
+            self._agent.send(message)
+
+    def _on_control(self, message: ToMember) -> None:
+        if isinstance(message, Notice):
+            self.events.emit("notice", text=message.text, waiting=message.waiting)
+            self._mail.post(notice=message.text if message.waiting else "")
+        if isinstance(message, Refused):
+            self.events.emit("refused", reason=message.reason)
+        self._loop.call(lambda: self._shell.control(message))
+
+    def _on_agent_state(self, state: str) -> None:
+        self.events.emit("scheduler", state=state)
+        if state.startswith("failed"):
+            self._mail.post(ejected=(state, False))
+
+    def _on_crash(self, error: BaseException) -> None:
+        self.events.emit("error", what="io", reason=repr(error))
+        self._mail.post(crash=error)
+
+    def _raise_pending(self) -> None:
+        with self._mail.changed:
+            self._mail.check()
+
+
+__all__ = ["Engine", "EngineConfig", "Section"]

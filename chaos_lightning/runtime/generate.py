@@ -1,0 +1,30 @@
+"""Writes chaos_pb2.py and chaos_pb2_grpc.py from chaos.proto: `python -m chaos_lightning.runtime.generate`.
+
+Needs grpcio-tools (in the `dev` extra); the committed results need only grpcio and protobuf. The stubs demand at least
+the versions of grpcio and protobuf they were generated with, so regenerate with the oldest grpcio-tools that
+pyproject.toml's lower bounds allow, or raise the bounds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROTO = "chaos_lightning/runtime/chaos.proto"
+
+
+def generate(out: Path = ROOT) -> None:
+    """Writes the stubs under `out`; the module path inside them stays chaos_lightning.runtime."""
+    try:
+        protoc = importlib.import_module("grpc_tools.protoc")
+    except ImportError as error:
+        raise SystemExit("grpcio-tools is not installed; pip install 'chaos-lightning[dev]'") from error
+    arguments = ["protoc", f"-I{ROOT}", f"--python_out={out}", f"--grpc_python_out={out}", PROTO]
+    if protoc.main(arguments) != 0:
+        raise SystemExit(f"protoc refused {PROTO}")
+
+
+if __name__ == "__main__":
+    generate(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT)

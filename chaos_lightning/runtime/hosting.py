@@ -1,0 +1,253 @@
+"""Has a scheduler run at an endpoint of this machine if nobody serves it yet.
+
+Theory of operation. Whoever needs a scheduler looks at the endpoint. If it is another machine's, that is that machine's
+affair. If somebody serves this job there, fine. If nobody listens, a scheduler process is started, detached, so that it
+outlives the member, the torchrun agent and their process groups; then the endpoint is looked at until it answers. Two
+starters may race: only one scheduler gets the port, the other one ends before it has touched the chain, and both
+starters find the winner. The chain's file decides what the job is: an unfinished one is continued, a finished one is
+archived and a new one begins - or, with `continue_only`, nothing is started, for a worker that restarts must not repeat
+its job.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError
+from chaos_lightning.membership.types import PlanSpec
+from chaos_lightning.runtime.access import check_bind, is_local, join_endpoint, load_token, split_endpoint
+from chaos_lightning.runtime.options import SchedulerOptions, check_settings, settings_from_json, settings_to_json
+from chaos_lightning.runtime.orphan import still_runs
+from chaos_lightning.runtime.process_table import start_time
+
+if TYPE_CHECKING:
+    from chaos_lightning.runtime.config import EngineConfig
+
+IDLE_TIMEOUT_S = 300.0
+"""A hosted scheduler ends after so long without members; its chain stays."""
+_LOOK_INTERVAL_S = 0.05
+_ODD_LISTENER_PATIENCE_S = 6.0
+
+
+@dataclass(frozen=True)
+class HostedScheduler:
+    """A scheduler process that this process started. It does not end with it."""
+
+    endpoint: str
+    pid: int
+    pid_start: int
+    log: Path
+    store: Path | None
+
+    def alive(self) -> bool:
+        """Whether that very process still runs."""
+        return self.pid_start != 0 and still_runs(self.pid, self.pid_start)
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """Ends it (SIGTERM; members train on). True once it is gone."""
+        if not self.alive():
+            return True
+        try:
+            handle = os.pidfd_open(self.pid)
+        except OSError:
+            return not self.alive()
+        try:
+            signal.pidfd_send_signal(handle, signal.SIGTERM)
+            return bool(select.select([handle], [], [], timeout_s)[0])
+        except ProcessLookupError:
+            return True
+        finally:
+            os.close(handle)
+
+
+def _listens(endpoint: str) -> bool:
+    host, port = split_endpoint(endpoint)
+    try:
+        with socket.create_connection((host, port), timeout=1.0):
+            return True
+    except OSError:
+        return False
+
+
+def look(endpoint: str, job: str, token: bytes) -> str:
+    """What is at the endpoint: "free", "serves" (this job), "finished" (still lingering) or "silent" (no answer yet).
+
+    Raises:
+        ConfigurationError: A scheduler of another job is there.
+        RefusedError: It does not accept the token, or is no scheduler.
+    """
+    from chaos_lightning.runtime.channel import fetch_status
+
+    if not _listens(endpoint):
+        return "free"
+    try:
+        status = fetch_status(endpoint, token, timeout_s=2.0)
+    except SchedulerUnreachableError:
+        return "silent"
+    if status.get("job") != job:
+        raise ConfigurationError(
+            f"at {endpoint} runs the scheduler of job {status.get('job')!r}, not of {job!r}: "
+            "use another port, or the same job name (torchrun: --rdzv-id)"
+        )
+    return "finished" if status.get("finished") else "serves"
+
+
+def ensure_scheduler(
+    options: SchedulerOptions, token: bytes = b"", *, continue_only: bool = False, timeout_s: float = 30.0
+) -> HostedScheduler | None:
+    """Starts a scheduler at `options.listen` if that is this machine's and free; returns it, None if none was started.
+
+    Args:
+        options: What to run; `token_file` is not used, the token is handed over in the child's environment.
+        token: Cluster token.
+        continue_only: Do not begin a new job where one is finished; that is a RefusedError then.
+        timeout_s: How long to wait for an answer.
+
+    Raises:
+        ConfigurationError, RefusedError: What is there cannot serve this job; the message says why.
+        SchedulerUnreachableError: Started, but it ended or did not answer; the message quotes its log.
+    """
+    host, _ = split_endpoint(options.listen)
+    job = options.settings.job
+    if not is_local(host) or (continue_only and options.store_path is None):
+        return None
+    check_bind(host, token)
+    check_settings(options.settings)
+    started: HostedScheduler | None = None
+    begun = time.monotonic()
+    silent_since: float | None = None
+    while True:
+        found = look(options.listen, job, token)
+        now = time.monotonic()
+        if found == "serves":
+            return started if started is not None and _serves_itself(started, token) else None
+        if found == "finished" and continue_only:
+            raise RefusedError(f"job {job!r} is finished; nothing is left to do")
+        if found == "free":
+            if started is None or not started.alive():
+                if started is not None:
+                    raise SchedulerUnreachableError(f"the scheduler ended at once; {_last_words(started.log)}")
+                if continue_only and _finished(options):
+                    raise RefusedError(f"job {job!r} is finished; nothing is left to do")
+                started = _spawn(options, token)
+        elif found == "silent":
+            silent_since = silent_since if silent_since is not None else now
+            ours = started is not None and started.alive()
+            if now - silent_since > _ODD_LISTENER_PATIENCE_S and not ours:
+                raise RefusedError(f"at {options.listen} something listens that is no scheduler; choose another port")
+        if now - begun > timeout_s:
+            what = "the finished job's scheduler does not end" if found == "finished" else "no answer"
+            words = f"; {_last_words(started.log)}" if started is not None else ""
+            raise SchedulerUnreachableError(f"{what} at {options.listen} within {timeout_s:g} s{words}")
+        time.sleep(_LOOK_INTERVAL_S)
+
+
+def _serves_itself(started: HostedScheduler, token: bytes) -> bool:
+    """Whether it is our own process that answers, and not the winner of a race."""
+    from chaos_lightning.runtime.channel import fetch_status
+
+    return started.alive() and fetch_status(started.endpoint, token).get("pid") == started.pid
+
+
+def _finished(options: SchedulerOptions) -> bool:
+    from chaos_lightning.runtime.sqlite_store import SqliteStore
+
+    path = options.store_path
+    if path is None or not path.exists():
+        return False
+    with SqliteStore(path, options.settings.job, read_only=True) as store:
+        return store.tip().finished
+
+
+def _spawn(options: SchedulerOptions, token: bytes) -> HostedScheduler:
+    path = options.store_path
+    folder = path.parent if path is not None else Path(options.log_dir or ".")
+    log = (folder / "scheduler.log").absolute()
+    command = [
+        sys.executable,
+        "-m",
+        "chaos_lightning.runtime.scheduler_main",
+        *("--listen", options.listen),
+        *("--settings", settings_to_json(options.settings)),
+        *("--store", str(path.absolute()) if path is not None else options.store),
+        *("--idle-timeout", str(options.idle_timeout_s or IDLE_TIMEOUT_S)),
+        *("--detach", str(log)),
+    ]
+    if options.log_dir:
+        command += ["--log-dir", os.path.abspath(options.log_dir)]
+    if options.keep_finished:
+        command += ["--keep-finished"]
+    environment = {k: v for k, v in os.environ.items() if k not in ("CHAOS_TOKEN", "CHAOS_TOKEN_FILE")}
+    if token:
+        environment["CHAOS_TOKEN"] = os.fsdecode(token)
+    # Found also from a source tree that is not installed, and by a worker that changed its directory.
+    root = str(Path(__file__).resolve().parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env=environment,
+        start_new_session=True,
+        check=False,
+        timeout=30.0,
+    )
+    if done.returncode != 0 or not done.stdout.strip().isdigit():
+        raise SchedulerUnreachableError(
+            f"a scheduler could not be started ({' '.join(command[:3])} exited with {done.returncode}): "
+            f"{done.stderr.decode(errors='replace').strip()[-500:]}"
+        )
+    pid = int(done.stdout)
+    return HostedScheduler(options.listen, pid, start_time(pid), log, path)
+
+
+def _last_words(log: Path) -> str:
+    try:
+        lines = log.read_text(errors="replace").strip().splitlines()
+    except OSError as error:
+        return f"its log {log} cannot be read: {error}"
+    return f"its log {log} ends with: " + (" | ".join(lines[-3:]) or "nothing")
+
+
+def options_for_engine(config: EngineConfig) -> SchedulerOptions:
+    """What a member's own configuration says about its job's scheduler."""
+    # The rendezvous backend leaves its whole settings here, so that a worker may revive the very same scheduler.
+    base = settings_from_json(os.environ.get("CHAOS_SETTINGS") or "{}")
+    settings = replace(
+        base,
+        job=config.job,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        heartbeat_interval_s=min(base.heartbeat_interval_s, config.heartbeat_timeout_s / 3),
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+        plan=PlanSpec(kind=config.plan, chunk_nbytes=config.chunk_nbytes or base.plan.chunk_nbytes),
+    )
+    return SchedulerOptions(
+        listen=join_endpoint(*split_endpoint(config.endpoint)),
+        settings=settings,
+        store=os.environ.get("CHAOS_STORE", ""),
+        log_dir=config.log_dir,
+        idle_timeout_s=_idle_timeout_s(),
+    )
+
+
+def _idle_timeout_s() -> float:
+    text = os.environ.get("CHAOS_IDLE_TIMEOUT_S") or "0"
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigurationError(f"environment variable CHAOS_IDLE_TIMEOUT_S={text!r}: expected seconds") from error
+
+
+def host_for_engine(config: EngineConfig, *, continue_only: bool = False) -> HostedScheduler | None:
+    """`ensure_scheduler` for a member: at its start, and (continue_only) when its scheduler was lost."""
+    return ensure_scheduler(options_for_engine(config), load_token(config.token_file), continue_only=continue_only)

@@ -1,0 +1,83 @@
+"""What the I/O thread tells the training thread: one condition, a few fields, and waits that always end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from chaos_lightning.errors import ChaosError, DeadlineError, DepartedError, FencedError, RefusedError
+from chaos_lightning.membership.types import Header, Member, View
+
+
+@dataclass(slots=True)
+class Mailbox:
+    """Every field is guarded by `changed`."""
+
+    name: str
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    commits: deque[tuple[Header, View]] = field(default_factory=deque)
+    view: View | None = None
+    member: Member | None = None
+    pull: tuple[Header, View] | None = None
+    ejected: tuple[str, bool] | None = None
+    left: str = ""
+    crash: BaseException | None = None
+    notice: str = ""
+    step: int = 0
+
+    def post(self, **values: object) -> None:
+        """Sets fields and wakes the training thread."""
+        with self.changed:
+            for name, value in values.items():
+                setattr(self, name, value)
+            self.changed.notify_all()
+
+    def commit(self, header: Header, view: View) -> None:
+        with self.changed:
+            self.commits.append((header, view))
+            self.view, self.step = view, header.step
+            self.changed.notify_all()
+
+    def reset(self) -> None:
+        """Forgets everything, for a member that joins again."""
+        with self.changed:
+            self.commits.clear()
+            self.view = self.member = self.pull = self.ejected = self.crash = None
+            self.left = self.notice = ""
+
+    def who(self) -> str:
+        return self.member.id if self.member is not None else self.name
+
+    def check(self) -> None:
+        """Raises what ended this member, if anything did."""
+        if self.crash is not None:
+            raise ChaosError(f"{self.who()}: the I/O thread failed: {self.crash!r}") from self.crash
+        if self.ejected is not None:
+            reason, rejoin = self.ejected
+            if rejoin:
+                raise FencedError(f"{self.who()} is out of the job: {reason}")
+            raise RefusedError(reason)
+        if self.left and not self.commits:
+            raise DepartedError(f"{self.who()} was let go: {self.left}")
+
+    def wait(self, ready: Callable[[], bool], what: str, deadline: float) -> None:
+        """Waits until `ready()`; the caller holds `changed`.
+
+        Raises:
+            FencedError, RefusedError, DepartedError, ChaosError: This member is out, or its I/O thread is broken.
+            DeadlineError: `time.monotonic()` passed `deadline`.
+        """
+        while not ready():
+            self.check()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                view = f"view {self.view.id}" if self.view is not None else "no view yet"
+                said = f"; the scheduler says: {self.notice}" if self.notice else ""
+                raise DeadlineError(
+                    f"{self.who()} waited in vain for {what} ({view}, step {self.step}){said}; "
+                    "see the event log and `chaos-lightning status`"
+                )
+            self.changed.wait(min(left, 1.0))

@@ -1,0 +1,154 @@
+"""What a scheduler process is told: its options, and the job's Settings as JSON (for command lines and files)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.membership.types import PlanSpec, Settings, TreeSpec
+from chaos_lightning.runtime.access import split_endpoint
+
+MEMORY = ":memory:"
+"""As a store: keep the chain in memory only. For tests; the job dies with the scheduler."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOptions:
+    """Options of one scheduler process.
+
+    Attributes:
+        listen: HOST:PORT to listen on.
+        settings: The job's rules.
+        store: The chain's file, MEMORY, or "" for `default_store`.
+        token_file: File of the cluster token; "" for the environment's, if any.
+        log_dir: Folder for the event log; "" for none.
+        idle_timeout_s: End after so long without a member; 0 never.
+        keep_finished: Serve a finished chain (newcomers are told so) instead of archiving it and beginning anew.
+    """
+
+    listen: str
+    settings: Settings = field(default_factory=Settings)
+    store: str = ""
+    token_file: str = ""
+    log_dir: str = ""
+    idle_timeout_s: float = 0.0
+    keep_finished: bool = False
+
+    @property
+    def store_path(self) -> Path | None:
+        """The chain's file; None in memory."""
+        if self.store == MEMORY:
+            return None
+        return Path(self.store) if self.store else default_store(self.settings.job, split_endpoint(self.listen)[1])
+
+
+def default_store(job: str, port: int) -> Path:
+    """`$XDG_STATE_HOME/chaos-lightning/<job>-<port>/chain.sqlite` (~/.local/state by default)."""
+    root = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in job)
+    return Path(root) / "chaos-lightning" / f"{safe}-{port}" / "chain.sqlite"
+
+
+def settings_to_json(settings: Settings) -> str:
+    """One line of JSON."""
+    return json.dumps(asdict(settings), separators=(",", ":"), sort_keys=True)
+
+
+def settings_from_json(text: str) -> Settings:
+    """Back from `settings_to_json`; absent keys take their defaults.
+
+    Raises:
+        ConfigurationError: No JSON object, an unknown key, or a value that cannot work; names it.
+    """
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"settings are no JSON ({error}): {text[:200]}") from error
+    if not isinstance(given, dict):
+        raise ConfigurationError(f"settings must be a JSON object, got {text[:200]}")
+    plan = given.pop("plan", None)
+    settings = change_settings(Settings(), given)
+    if plan is not None:
+        settings = replace(settings, plan=_plan(plan))
+    return check_settings(settings)
+
+
+def change_settings(settings: Settings, given: dict[str, Any]) -> Settings:
+    """`settings` with some fields replaced, each converted to the field's type; text is parsed.
+
+    Raises:
+        ConfigurationError: An unknown name, or a value of the wrong type.
+    """
+    known = {f.name: f for f in fields(Settings) if f.name != "plan"}
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ConfigurationError(
+            f"unknown settings {', '.join(unknown)}; known are {', '.join(sorted(known))} and plan"
+        )
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        kind: type = type(getattr(Settings(), name))
+        try:
+            if isinstance(value, bool) or (kind is not str and isinstance(value, str) and not value.strip()):
+                raise ValueError(value)
+            if kind is int and isinstance(value, float) and value != int(value):
+                raise ValueError(value)
+            values[name] = kind(value)
+        except (ValueError, TypeError) as error:
+            raise ConfigurationError(f"setting {name}={value!r}: expected {_article(kind)}") from error
+    return replace(settings, **values)
+
+
+def check_settings(settings: Settings) -> Settings:
+    """The settings, if they can work together.
+
+    Raises:
+        ConfigurationError: Names what was given and what is expected.
+    """
+    if not settings.job:
+        raise ConfigurationError("setting job is empty; give the job a name")
+    if not 1 <= settings.min_nodes <= settings.max_nodes:
+        raise ConfigurationError(
+            f"min_nodes={settings.min_nodes}, max_nodes={settings.max_nodes}: expected 1 <= min_nodes <= max_nodes"
+        )
+    for f in fields(Settings):
+        value = getattr(settings, f.name)
+        if f.name.endswith("_s") and not (
+            math.isfinite(value) and (value > 0 or (f.name == "reconnect_grace_s" and value == 0))
+        ):
+            raise ConfigurationError(f"setting {f.name}={value}: expected a positive number of seconds")
+    if settings.heartbeat_timeout_s < 2 * settings.heartbeat_interval_s:
+        raise ConfigurationError(
+            f"heartbeat_timeout_s={settings.heartbeat_timeout_s:g} with heartbeat_interval_s="
+            f"{settings.heartbeat_interval_s:g}: one late heartbeat would be a suspicion; the timeout must be at least "
+            "twice the interval"
+        )
+    return settings
+
+
+def _plan(given: object) -> PlanSpec:
+    try:
+        if not isinstance(given, dict):
+            raise TypeError("expected an object")
+        trees = tuple(
+            TreeSpec(int(t["start"]), int(t["stop"]), tuple(map(str, t["members"])), tuple(map(str, t["parents"])))
+            for t in given.get("trees", ())
+        )
+        default = PlanSpec()
+        unknown = sorted(set(given) - {"kind", "chunk_nbytes", "trees"})
+        if unknown:
+            raise TypeError(f"unknown keys {unknown}")
+        return PlanSpec(
+            str(given.get("kind", default.kind)), int(given.get("chunk_nbytes", default.chunk_nbytes)), trees
+        )
+    except (TypeError, KeyError, ValueError) as error:
+        raise ConfigurationError(f"setting plan: {error} in {given!r}") from error
+
+
+def _article(kind: type) -> str:
+    return {int: "a whole number", float: "a number", str: "a text"}.get(kind, kind.__name__)

@@ -1,0 +1,136 @@
+"""A scheduler process: `python -m chaos_lightning.runtime.scheduler_main --listen HOST:PORT ...`.
+
+`chaos-lightning scheduler` runs the same in the foreground; runtime/hosting.py runs it detached, as a grandchild that
+survives the member which needed it. Heavy imports (gRPC) come after the detaching fork. Nothing secret is accepted on
+the command line. SIGTERM and SIGINT end it; members train on and find the next scheduler by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chaos_lightning.errors import ChaosError, ConfigurationError
+from chaos_lightning.membership.types import Settings
+from chaos_lightning.runtime.access import load_token, split_endpoint
+from chaos_lightning.runtime.options import SchedulerOptions, check_settings, settings_from_json
+
+if TYPE_CHECKING:
+    from chaos_lightning.runtime.server import SchedulerServer
+    from chaos_lightning.runtime.store import Store
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+def open_store(options: SchedulerOptions) -> Store:
+    """The chain to continue; a finished one is archived first, unless it is to be kept."""
+    from chaos_lightning.runtime.memory_store import MemoryStore
+    from chaos_lightning.runtime.sqlite_store import SqliteStore, archive
+
+    path, job = options.store_path, options.settings.job
+    if path is None:
+        return MemoryStore(job)
+    if path.exists() and not options.keep_finished:
+        with SqliteStore(path, job) as old:
+            finished = old.tip().finished
+        if finished:
+            _say(f"the chain in {path} is finished; archived as {archive(path)}")
+    return SqliteStore(path, job, exclusive=True)
+
+
+def run(options: SchedulerOptions) -> int:
+    """Serves until the job is finished, idleness, a signal or a failure; returns the exit code."""
+    from chaos_lightning.observe.events import EventLog
+    from chaos_lightning.runtime.server import ServerConfig, serve
+
+    host, port = split_endpoint(options.listen)
+    config = ServerConfig(
+        host=host,
+        port=port,
+        token=load_token(options.token_file),
+        settings=check_settings(options.settings),
+        idle_timeout_s=options.idle_timeout_s,
+        linger_s=options.settings.linger_timeout_s,
+    )
+
+    def on_started(server: SchedulerServer) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.end, f"stopped by {number.name}")
+        facts = server.status()
+        _say(
+            f"scheduler of job {facts['job']} at {facts['endpoint']} (pid {facts['pid']}, term {facts['term']}, "
+            f"min_nodes {facts['min_nodes']}, max_nodes {facts['max_nodes']}, chain in {facts['store']})"
+        )
+
+    with EventLog.in_directory(options.log_dir or None, options.settings.job, role="scheduler") as events:
+        reason, failed = asyncio.run(serve(config, lambda: open_store(options), events, on_started=on_started))
+    _say(f"scheduler of job {options.settings.job} ends: {reason}")
+    return EXIT_FAILED if failed else EXIT_OK
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def detach(log: Path) -> None:
+    """Goes on as a grandchild of the caller, in a session of its own, writing to `log`; the parent prints its pid."""
+    log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    pid = os.fork()
+    if pid:
+        os.write(1, f"{pid}\n".encode())
+        os._exit(EXIT_OK)
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.close(nothing)
+    os.close(output)
+    # A relative working directory must not keep a file system busy that its user wants to unmount.
+    os.chdir("/")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m chaos_lightning.runtime.scheduler_main", description=__doc__)
+    parser.add_argument("--listen", required=True, help="HOST:PORT")
+    parser.add_argument("--settings", default="{}", help="the job's rules, a JSON object of membership.types.Settings")
+    parser.add_argument("--store", default="", help="the chain's file (default: below XDG_STATE_HOME)")
+    parser.add_argument("--token-file", default="", help="file of the cluster token (or CHAOS_TOKEN_FILE, CHAOS_TOKEN)")
+    parser.add_argument("--log-dir", default="", help="folder of the event log")
+    parser.add_argument("--idle-timeout", type=float, default=0.0, help="seconds without any member; 0 never")
+    parser.add_argument("--keep-finished", action="store_true", help="do not begin anew where a job is finished")
+    parser.add_argument("--detach", default="", metavar="LOGFILE", help="run in the background")
+    given = parser.parse_args(arguments)
+    if given.detach:
+        detach(Path(given.detach).absolute())
+    try:
+        settings: Settings = settings_from_json(given.settings)
+        return run(
+            SchedulerOptions(
+                listen=given.listen,
+                settings=settings,
+                store=given.store,
+                token_file=given.token_file,
+                log_dir=given.log_dir,
+                idle_timeout_s=given.idle_timeout,
+                keep_finished=given.keep_finished,
+            )
+        )
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return EXIT_USAGE
+    except ChaosError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

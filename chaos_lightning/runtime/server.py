@@ -1,0 +1,441 @@
+"""The scheduler's shell: gRPC streams in, effects of the SchedulerMachine out, decisions into the store first.
+
+Theory of operation. Everything that happens - a stream opens, says something, breaks; a tick; an operator's wish -
+becomes an event in one queue, and one task feeds the machine from it, one event at a time. Effects are carried out in
+their order; a Persist is on the disk (written in an own thread, so that streams are read meanwhile) before the effects
+behind it are touched and before the machine hears `Stored`. So nothing is ever announced that a restart would not know.
+
+A stream ends in one of three ways. With a goodbye and a half-close: the member meant it. Without: its process died or
+its host cut the connection, and the kernel says so within milliseconds; that is `Closed(abrupt=True)`. A half-open
+stream says nothing at all; heartbeats find that out. A scheduler that lost its term (another one took the chain) or
+whose store fails for good ends itself; members go on training without it until one is back (PROTOCOL.md 13).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from chaos_lightning.errors import ChaosError, ConfigurationError, StoreError, WireError
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.types import Hello, Settings, ToMember, Welcome
+from chaos_lightning.observe.events import EventLog
+from chaos_lightning.runtime import chaos_pb2
+from chaos_lightning.runtime.access import TOKEN_KEY, check_bind, join_endpoint
+from chaos_lightning.runtime.channel import END_OF_STREAM, SERVER_OPTIONS
+from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
+from chaos_lightning.runtime.codec import unwrap_from_member, wrap_to_member
+from chaos_lightning.runtime.process_table import same_machine_verdict
+from chaos_lightning.runtime.store import Store, StoreFactory
+
+import grpc  # isort: skip  (after channel, which sets gRPC's environment)
+
+_MAX_OUTBOX = 4096
+"""Messages that wait for one member; more means that it has not read for a long time, and its stream is cut."""
+_STORE_PATIENCE_S = 5.0
+_MAX_STRANGER_LINES_PER_S = 5
+
+
+class Machine(Protocol):
+    """What the shell needs of membership.scheduler.SchedulerMachine."""
+
+    def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]: ...
+
+    def snapshot(self) -> dict[str, Any]: ...
+
+
+MachineFactory = Callable[[Settings, fx.Chain], Machine]
+
+
+def real_machine(settings: Settings, chain: fx.Chain) -> Machine:
+    from chaos_lightning.membership.scheduler import SchedulerMachine
+
+    return SchedulerMachine(settings, chain)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How the shell behaves; the job's rules are in `settings`.
+
+    Attributes:
+        host: Address to listen on.
+        port: Port; 0 takes a free one.
+        token: Cluster token; b"" only on loopback.
+        settings: Rules of the job.
+        tick_s: Seconds between ticks of the machine; 0 for a quarter of the heartbeat interval, 10 to 50 ms.
+        idle_timeout_s: End after so long without any member's stream; 0 never.
+        linger_s: How long a finished scheduler goes on answering while streams are open.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 29400
+    token: bytes = b""
+    settings: Settings = field(default_factory=Settings)
+    tick_s: float = 0.0
+    idle_timeout_s: float = 0.0
+    linger_s: float = 5.0
+
+
+class _Connection:
+    """One member's stream."""
+
+    def __init__(self, number: int, peer: str) -> None:
+        self.number = number
+        self.peer = peer
+        self.name = ""
+        self.outbox: asyncio.Queue[ToMember | None] = asyncio.Queue()
+        self.cut = asyncio.Event()
+
+
+class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
+    """See the module. `start` and `stop` belong to one asyncio loop.
+
+    Args:
+        config: How to behave.
+        open_store: Opens the store that decisions go to; called in `start`, once the port is ours.
+        events: The scheduler's event log.
+        machine: Makes the state machine.
+    """
+
+    def __init__(
+        self, config: ServerConfig, open_store: StoreFactory, events: EventLog, machine: MachineFactory = real_machine
+    ) -> None:
+        self.config = config
+        self.port = config.port
+        self.failed = False
+        """Whether the reason of `ended` is a failure (store lost, deposed, error of ours)."""
+        self._open_store = open_store
+        self._opened: Store | None = None
+        self._events = events
+        self._make_machine = machine
+        self._machine: Machine | None = None
+        self._connections: dict[int, _Connection] = {}
+        self._count = 0
+        self._inbox: asyncio.Queue[fx.SchedulerEvent] = asyncio.Queue()
+        self._tick_waits = False
+        self._idle_since = time.monotonic()
+        self._started = time.time()
+        self._ended: asyncio.Future[str] | None = None
+        self._done_reason = ""
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="chaos-store")
+        self._tasks: list[asyncio.Task[None]] = []
+        self._server: grpc.aio.Server | None = None
+        self._stranger_budget = (0.0, 0, 0)
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> int:
+        """Takes the port, then the chain, then lets members in; returns the port.
+
+        Raises:
+            ConfigurationError: The port is taken, or the address may not be listened on.
+            StoreError: The store cannot be used.
+        """
+        check_bind(self.config.host, self.config.token)
+        self._ended = asyncio.get_running_loop().create_future()
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        add_SchedulerServicer_to_server(self, self._server)
+        endpoint = join_endpoint(self.config.host, self.config.port)
+        try:
+            self.port = self._server.add_insecure_port(endpoint)
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"cannot listen on {endpoint}: the port is taken or the address is not this machine's ({error}); "
+                f"see `chaos-lightning status --endpoint {endpoint}`, or choose another port"
+            ) from error
+        self._opened = self._open_store()
+        self._store.take_term()
+        chain = self._store.load()
+        self._machine = self._make_machine(self._settings(chain), chain)
+        self._events.emit(
+            "scheduler_started",
+            endpoint=join_endpoint(self.config.host, self.port),
+            job=self.config.settings.job,
+            term=chain.term,
+            views=len(chain.views),
+            finished=chain.finished,
+            store=self._store.place,
+        )
+        await self._server.start()
+        self._tasks = [asyncio.create_task(self._drive()), asyncio.create_task(self._tick())]
+        return self.port
+
+    @property
+    def _store(self) -> Store:
+        assert self._opened is not None, "start() comes first"
+        return self._opened
+
+    def _settings(self, chain: fx.Chain) -> Settings:
+        """Nobody is waited for whose process, on this very machine, is gone."""
+        settings = self.config.settings
+        last = chain.views[-1].members if chain.views else ()
+        gone = [alive is False and evidence != "" for alive, evidence in map(same_machine_verdict, last)]
+        if last and all(gone):
+            self._events.emit("notice", text=f"the last view's members ({', '.join(m.id for m in last)}) are all gone")
+            return replace(settings, reconnect_grace_s=0.0)
+        return settings
+
+    async def ended(self) -> str:
+        """Waits until the scheduler has no reason to go on; returns why it ends."""
+        assert self._ended is not None, "start() comes first"
+        return await asyncio.shield(self._ended)
+
+    def end(self, reason: str, *, failed: bool = False) -> None:
+        """Makes `ended` return."""
+        if self._ended is not None and not self._ended.done():
+            self.failed = failed
+            self._events.emit("scheduler_ended", reason=reason, failed=failed)
+            self._ended.set_result(reason)
+
+    async def stop(self) -> None:
+        """Closes streams and port; members that train go on without a scheduler."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._server is not None:
+            await self._server.stop(0.1)
+        self._disk.shutdown()
+        if self._opened is not None:
+            self._opened.close()
+
+    # ------------------------------------------------------------------ the machine
+
+    async def _tick(self) -> None:
+        pause = self.config.tick_s or min(0.05, max(0.01, self.config.settings.heartbeat_interval_s / 4))
+        while True:
+            await asyncio.sleep(pause)
+            if not self._tick_waits:
+                self._tick_waits = True
+                self._inbox.put_nowait(fx.SchedulerTick())
+            self._look_for_idleness()
+
+    def _look_for_idleness(self) -> None:
+        now = time.monotonic()
+        if self._connections:
+            self._idle_since = now
+        idle = now - self._idle_since
+        if self._done_reason and not self._connections:
+            self.end(self._done_reason)
+        elif self.config.idle_timeout_s and idle > self.config.idle_timeout_s:
+            self.end(f"no member for {self.config.idle_timeout_s:g} s; the chain stays in {self._store.place}")
+
+    async def _drive(self) -> None:
+        """Feeds the machine, one event at a time."""
+        try:
+            while True:
+                event = await self._inbox.get()
+                if isinstance(event, fx.SchedulerTick):
+                    self._tick_waits = False
+                pending = [event]
+                while pending:
+                    pending += await self._feed(pending.pop(0))
+        except StoreError as error:
+            self.end(f"the store failed: {error}", failed=True)
+        except Exception as error:
+            # The machine is void after an error of ours; the chain is not. Whoever restarts continues it.
+            self._events.emit("error", text=f"{type(error).__name__}: {error}", where="scheduler machine")
+            self.end(f"internal error: {type(error).__name__}: {error}", failed=True)
+            raise
+
+    async def _feed(self, event: fx.SchedulerEvent) -> list[fx.SchedulerEvent]:
+        assert self._machine is not None
+        outcomes: list[fx.SchedulerEvent] = []
+        for effect in self._machine.on(time.monotonic(), event):
+            match effect:
+                case fx.Persist():
+                    outcomes.append(await self._persist(effect))
+                case fx.Send(number, message):
+                    self._send(number, message)
+                case fx.Close(number, reason):
+                    connection = self._connections.get(number)
+                    if connection is not None:
+                        self._events.emit("stream_closed", peer=connection.peer, of=connection.name, reason=reason)
+                        connection.outbox.put_nowait(None)
+                case fx.Note(name, fields):
+                    self._events.emit(name, **dict(fields))
+                case fx.SchedulerDone(reason):
+                    self._done(reason)
+        return outcomes
+
+    async def _persist(self, effect: fx.Persist) -> fx.Stored:
+        loop = asyncio.get_running_loop()
+        started = time.monotonic()
+        while True:
+            try:
+                outcome = await loop.run_in_executor(self._disk, self._store.append, effect)
+                break
+            except StoreError as error:
+                self._events.emit("error", text=str(error), where="store")
+                if time.monotonic() - started > _STORE_PATIENCE_S:
+                    raise
+                await asyncio.sleep(0.2)
+        seconds = round(time.monotonic() - started, 6)
+        self._events.emit(
+            "stored", kind=effect.kind, number=effect.number, ok=outcome.ok, detail=outcome.detail, seconds=seconds
+        )
+        if not outcome.ok:
+            self.end(f"{effect.kind} {effect.number} was not accepted by the store: {outcome.detail}", failed=True)
+        return fx.Stored(effect.token, outcome.ok, outcome.detail)
+
+    def _send(self, number: int, message: ToMember) -> None:
+        connection = self._connections.get(number)
+        if connection is None:
+            return
+        if isinstance(message, Welcome):
+            connection.name = message.member.name
+        if connection.outbox.qsize() >= _MAX_OUTBOX:
+            self._events.emit("error", text=f"{connection.name or connection.peer} does not read; its stream is cut")
+            connection.cut.set()
+            return
+        connection.outbox.put_nowait(message)
+
+    def _done(self, reason: str) -> None:
+        if not self._done_reason:
+            self._done_reason = reason
+            asyncio.get_running_loop().call_later(self.config.linger_s, self.end, reason)
+
+    # ------------------------------------------------------------------ rpc
+
+    async def _admit(self, context: Any, what: str) -> None:
+        """Aborts the call of a stranger."""
+        if not self.config.token:
+            return
+        given = next((v for k, v in context.invocation_metadata() or () if k == TOKEN_KEY), b"")
+        if isinstance(given, str):
+            given = given.encode()
+        if hmac.compare_digest(given, self.config.token):
+            return
+        reason = "wrong cluster token" if given else "missing cluster token"
+        self._note_stranger(context.peer(), f"{reason} ({what})")
+        await context.abort(
+            grpc.StatusCode.UNAUTHENTICATED, f"{reason}; give this job's token by CHAOS_TOKEN_FILE or CHAOS_TOKEN"
+        )
+
+    def _note_stranger(self, peer: str, reason: str) -> None:
+        """A line for the log, but no more than a few a second: a stranger must not fill the disk."""
+        since, lines, dropped = self._stranger_budget
+        now = time.monotonic()
+        if now - since > 1.0:
+            since, lines = now, 0
+        if lines >= _MAX_STRANGER_LINES_PER_S:
+            self._stranger_budget = (since, lines, dropped + 1)
+            return
+        self._stranger_budget = (since, lines + 1, 0)
+        self._events.emit("refused", peer=peer, reason=reason, unlogged=dropped)
+
+    async def Attend(self, _requests: AsyncIterator[Any], context: Any) -> None:
+        """One member's stream, from its Hello to its end."""
+        await self._admit(context, "Attend")
+        self._count += 1
+        connection = _Connection(self._count, context.peer())
+        self._connections[connection.number] = connection
+        self._inbox.put_nowait(fx.Opened(connection.number))
+        tasks = [
+            asyncio.create_task(self._read(connection, context)),
+            asyncio.create_task(self._write(connection, context)),
+            asyncio.create_task(connection.cut.wait()),
+        ]
+        abrupt = True
+        try:
+            # Answers at once: the member learns that it was let in before anything else is said.
+            await context.send_initial_metadata(())
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                abrupt = not tasks[0].result()
+            elif tasks[1].done():
+                abrupt = tasks[1].exception() is not None
+        except WireError as error:
+            self._note_stranger(connection.peer, str(error))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except (asyncio.CancelledError, grpc.aio.AioRpcError, grpc.aio.UsageError):
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            del self._connections[connection.number]
+            self._inbox.put_nowait(fx.Closed(connection.number, abrupt))
+
+    async def _read(self, connection: _Connection, context: Any) -> bool:
+        """Feeds what the member says; True if it said goodbye before the stream ended."""
+        goodbye = False
+        while True:
+            envelope = await context.read()
+            if envelope is END_OF_STREAM:
+                return goodbye
+            goodbye = goodbye or envelope.goodbye
+            if envelope.WhichOneof("message") is None and goodbye:
+                continue
+            message = unwrap_from_member(envelope)
+            if isinstance(message, Hello) and not connection.name:
+                connection.name = message.name
+            self._inbox.put_nowait(fx.MessageIn(connection.number, message))
+
+    async def _write(self, connection: _Connection, context: Any) -> None:
+        """Sends until the machine closes the stream."""
+        while True:
+            message = await connection.outbox.get()
+            if message is None:
+                return
+            await context.write(wrap_to_member(message))
+
+    async def Status(self, _request: Any, context: Any) -> Any:
+        await self._admit(context, "Status")
+        return chaos_pb2.StatusReply(json=json.dumps(self.status(), default=str))
+
+    def status(self) -> dict[str, Any]:
+        """Facts of this server, and the machine's snapshot under "machine"."""
+        settings = self.config.settings
+        return {
+            "job": settings.job,
+            "endpoint": join_endpoint(self.config.host, self.port),
+            "pid": os.getpid(),
+            "term": self._store.term,
+            "store": self._store.place,
+            "uptime_s": round(time.time() - self._started, 3),
+            "streams": [{"peer": c.peer, "name": c.name} for c in self._connections.values()],
+            "finished": bool(self._done_reason),
+            "min_nodes": settings.min_nodes,
+            "max_nodes": settings.max_nodes,
+            "machine": self._machine.snapshot() if self._machine is not None else {},
+        }
+
+    async def Drain(self, request: Any, context: Any) -> Any:
+        await self._admit(context, "Drain")
+        present = sorted({c.name for c in self._connections.values() if c.name})
+        wanted = request.name
+        asked = [n for n in present if n == wanted] or [
+            n for n in present if n.rpartition("-")[0] == wanted and n.rpartition("-")[2].isdigit()
+        ]
+        for name in asked:
+            self._events.emit("drain", of=name, by=context.peer())
+            self._inbox.put_nowait(fx.Drain(name))
+        return chaos_pb2.DrainReply(asked=asked, present=present)
+
+
+async def serve(
+    config: ServerConfig,
+    open_store: StoreFactory,
+    events: EventLog,
+    machine: MachineFactory = real_machine,
+    on_started: Callable[[SchedulerServer], None] = lambda server: None,
+) -> tuple[str, bool]:
+    """Runs a scheduler until it ends; returns (why, whether that is a failure)."""
+    server = SchedulerServer(config, open_store, events, machine)
+    try:
+        await server.start()
+        on_started(server)
+        return await server.ended(), server.failed
+    finally:
+        with contextlib.suppress(ChaosError):
+            await server.stop()
+
+
+__all__ = ["Machine", "MachineFactory", "SchedulerServer", "ServerConfig", "serve"]

@@ -1,0 +1,275 @@
+"""The member machine's shell: events in, effects out, in the I/O thread.
+
+Theory of operation. `Shell` owns the loop, the links, the reducer, the state server and the only reference to the
+`MemberMachine`. Whatever happens - a frame, a control message, a contribution of the training thread - becomes an
+event; the effects that come back are carried out here in their order. What the training thread must know is put into
+`Mailbox`, a condition it waits on; nothing else is shared with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from chaos_lightning.collectives.memory import Memory
+from chaos_lightning.collectives.reducer import Reducer
+from chaos_lightning.errors import WireError
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.recovery import needs_bytes, with_scope
+from chaos_lightning.membership.types import (
+    Contribution,
+    Decide,
+    FromMember,
+    Header,
+    Heartbeat,
+    Kind,
+    Prepare,
+    Probe,
+    Source,
+    Span,
+    ToMember,
+    Verdict,
+    View,
+    ViewId,
+    Welcome,
+)
+from chaos_lightning.observe.events import Event, EventLog, committed_fields
+from chaos_lightning.planning.ledger import subtract
+from chaos_lightning.runtime.codec import decode_peer, encode_peer
+from chaos_lightning.runtime.links import PING_INTERVAL_S, Links
+from chaos_lightning.runtime.mailbox import Mailbox
+from chaos_lightning.runtime.process_table import same_machine_verdict
+from chaos_lightning.runtime.transfer import Transfer
+from chaos_lightning.transport.frames import Frame, FrameType
+from chaos_lightning.transport.link import Link
+from chaos_lightning.transport.loop import IoLoop
+
+
+class Shell:
+    """See the module.
+
+    Args:
+        loop: Serves everything here.
+        mailbox: Where the training thread looks.
+        events: This member's event log.
+        transfer: Hands out and fetches state and raw results.
+        to_scheduler: Sends a control message (any thread).
+    """
+
+    def __init__(
+        self,
+        loop: IoLoop,
+        mailbox: Mailbox,
+        events: EventLog,
+        transfer: Transfer,
+        to_scheduler: Callable[[FromMember], None],
+    ) -> None:
+        self.loop = loop
+        self.mailbox = mailbox
+        self.events = events
+        self.transfer = transfer
+        self.server = transfer.server
+        self.machine = MemberMachine()
+        self.links: Links | None = None
+        self.reducer: Reducer | None = None
+        self.memory: Memory | None = None
+        self._to_scheduler = to_scheduler
+        self._contribution: Contribution | None = None
+        self._beat_at = 0.0
+        self._contributed_at = self._committed_at = time.monotonic()
+
+    # ------------------------------------------------------------------ set-up
+
+    def equip(self, memory: Memory, grid: tuple[Span, ...]) -> None:
+        """Gives the data plane its memory and grid; the reducer is made when the member's id is known."""
+        self.memory = memory
+        self._grid = grid
+
+    def reset(self) -> None:
+        """A fresh machine: the member joins again with nothing (PROTOCOL.md 11)."""
+        self.machine = MemberMachine()
+        self.reducer = None
+        if self.links is not None:
+            self.links.want(())
+
+    def beat(self) -> None:
+        """Pings idle links and ticks the machine; re-arms itself."""
+        self._beat_at = time.monotonic()
+        if self.links is not None:
+            self.links.ping()
+        self.feed(fx.Tick())
+        self.loop.later(PING_INTERVAL_S, self.beat)
+
+    def heartbeat(self) -> Heartbeat:
+        """For the agent's thread: values may be one slot old."""
+        machine = self.machine
+        return Heartbeat(machine.view.id if machine.view else ViewId(), machine.seq, machine.step)
+
+    # ------------------------------------------------------------------ events
+
+    def contribute(self, contribution: Contribution) -> None:
+        """The training thread's part of the next slot."""
+        self._contribution, self._contributed_at = contribution, time.monotonic()
+        self.feed(fx.Contribute(contribution))
+
+    def control(self, message: ToMember) -> None:
+        """A message of the scheduler."""
+        held: tuple[Span, ...] = ()
+        if isinstance(message, Welcome):
+            self._welcome(message)
+        elif isinstance(message, Probe):
+            self._probe(message.suspect)
+            return
+        elif isinstance(message, Prepare) and self.reducer is not None:
+            ranges = self.reducer.held()
+            held = with_scope(ranges, self.reducer.scope_spans()) if ranges is not None else ()
+        elif isinstance(message, Decide):
+            name = "hand_on" if message.hand_on else "redo"
+            self.events.emit(name, view=str(message.view.id), base=message.base.seq, reason=message.reason)
+            if message.hand_on:
+                self._offer_partial(message.base)
+        self.feed(fx.ControlIn(message, held))
+
+    def _welcome(self, message: Welcome) -> None:
+        if self.links is None or self.memory is None:
+            return
+        me = message.member.id
+        self.links.me = me
+        if self.reducer is None:
+            self.reducer = Reducer(self.memory, self._grid, me, self.links.chunk, self._ranges_done)
+        self.mailbox.post(member=message.member)
+        self.events.identify(me)
+        self.events.emit("welcomed", id=me, role=message.role, reason=message.reason)
+
+    def _offer_partial(self, base: Header) -> None:
+        """Others may need the ranges of the handed-on slot that this member holds in part (PROTOCOL.md 9)."""
+        held = self.reducer.held((base.view, base.seq)) if self.reducer is not None else None
+        if held and needs_bytes(base) and self.memory is not None:
+            self.server.publish_result(base.seq, base.hash, self.memory.result_bytes[base.seq % 2], held)
+
+    def _probe(self, suspect: str) -> None:
+        if self.links is None:
+            return
+        member = self.machine.view.find(suspect) if self.machine.view else None
+        alive, evidence = same_machine_verdict(member)
+        if not evidence:
+            now = time.monotonic()
+            silence = self.links.silence_s(suspect, now)
+            # Who was frozen itself has heard nobody; that is nobody's silence (PROTOCOL.md 12).
+            alive = silence < 2.5 * PING_INTERVAL_S or (self.links.up(suspect) and now - self._beat_at > silence / 2)
+            evidence = "no link" if silence == float("inf") else f"last heard {silence * 1000:.0f} ms ago"
+        self._to_scheduler(Verdict(suspect, alive, evidence))
+
+    def _ranges_done(self, view: ViewId, seq: int) -> None:
+        self.feed(fx.RangesDone(view, seq))
+
+    def link_changed(self, peer: str, up: bool, evidence: str) -> None:
+        self.events.emit("link_up" if up else "link_down", peer=peer, evidence=evidence)
+        self.feed(fx.LinkChanged(peer, up, evidence))
+
+    # Owner of links ----------------------------------------------------------
+
+    def target(self, peer: str, frame: Frame) -> memoryview | None:
+        if frame.type in (FrameType.UP, FrameType.DOWN):
+            return None if self.reducer is None else self.reducer.target(peer, frame)
+        return memoryview(bytearray(frame.length))
+
+    def arrived(self, peer: str, frame: Frame, payload: memoryview) -> None:
+        if frame.type in (FrameType.UP, FrameType.DOWN):
+            if self.reducer is not None:
+                self.reducer.arrived(peer, frame, payload)
+        elif frame.type == FrameType.MESSAGE:
+            self.feed(fx.PeerIn(peer, decode_peer(bytes(payload))))
+
+    def broken(self, peer: str, link: Link, evidence: str) -> None:
+        if self.links is not None:
+            self.links.broken(peer, link, evidence)
+
+    # ------------------------------------------------------------------ effects
+
+    def feed(self, event: fx.MemberEvent) -> None:
+        """One event through the machine; its effects are carried out in order."""
+        for effect in self.machine.on(time.monotonic(), event):
+            self._apply(effect)
+
+    def _apply(self, effect: fx.MemberEffect) -> None:
+        match effect:
+            case fx.ToScheduler(message):
+                self._to_scheduler(message)
+            case fx.ToPeer(peer, message):
+                if self.links is not None:
+                    self.links.message(peer, encode_peer(message))
+            case fx.Connect(peers):
+                if self.links is not None:
+                    self.links.want(peers)
+            case fx.OpenAttempt(view, seq):
+                if self.reducer is not None:
+                    self.reducer.open(view, seq)
+            case fx.DropAttempt(view):
+                if self.reducer is not None:
+                    self.reducer.drop(view)
+                # Only a recovery forgets what is queued: after a normal commit others still need this member's results.
+                if self.links is not None and self.machine.prepared:
+                    self.links.drop(view)
+            case fx.Committed(header, view):
+                self._committed(header, view)
+            case fx.PullResult(header, sources):
+                self._hand_on(header, sources)
+            case fx.PullState(header, view):
+                self.mailbox.post(pull=(header, view))
+            case fx.Viewed(view):
+                self._viewed(view)
+            case fx.Ejected(reason, rejoin):
+                self.events.emit("fenced", reason=reason, rejoin=rejoin)
+                self.mailbox.post(ejected=(reason, rejoin))
+            case fx.Left(reason):
+                self.events.emit("left", reason=reason)
+                self.mailbox.post(left=reason)
+            case fx.Note(name, fields):
+                self.events.emit(name, **dict(fields))
+
+    def _viewed(self, view: View) -> None:
+        self.events.emit(
+            "view", id=str(view.id), members=list(view.ids()), joiners=list(view.joiners), reason=view.reason
+        )
+        self.mailbox.post(view=view)
+
+    def _committed(self, header: Header, view: View) -> None:
+        self.server.withdraw(header.seq)
+        if header.kind == Kind.STEP and self.memory is not None and not header.error:
+            scope = self.reducer.scope_spans() if self.reducer is not None else ()
+            self.server.publish_result(header.seq, header.hash, self.memory.result_bytes[header.seq % 2], scope)
+        now = time.monotonic()
+        self.mailbox.commit(header, view)
+        mine = self._contribution
+        self.events.emit(
+            Event.COMMITTED,
+            **committed_fields(
+                header,
+                duration_s=now - self._committed_at,
+                wait_s=now - self._contributed_at,
+                spent=mine.spent if mine is not None and mine.seq == header.seq else (),
+            ),
+        )
+        self._committed_at = now
+        if header.view_change is not None:
+            self._viewed(view)
+
+    def _hand_on(self, header: Header, sources: tuple[Source, ...]) -> None:
+        view = self.machine.view
+        resolved = []
+        for source in sources:
+            member = view.find(source.member) if view is not None else None
+            if member is None:
+                raise WireError(f"the decision names {source.member} as a source, which is not in the view")
+            resolved.append((member, source.spans))
+        if self.memory is not None and self.reducer is not None:
+            own = self.reducer.held((header.view, header.seq)) or ()
+            self.transfer.hand_on(
+                header,
+                tuple(resolved),
+                subtract(self.reducer.scope_spans(), own),
+                self.memory,
+                lambda: self.loop.call(lambda: self.feed(fx.ResultPulled(header.seq))),
+            )

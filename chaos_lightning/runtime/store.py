@@ -1,0 +1,169 @@
+"""The coordination store: the chain of decided views, kept so that no scheduler can fork it (PROTOCOL.md 7, 14a).
+
+Theory of operation. A store holds one job's chain: an append-only list of entries (a number that is reserved, a view
+that is decided, the end of the job), each with a revision that counts up from 1. A scheduler first takes a *term*, one
+higher than any before; from then on every older scheduler's writes fail. A write states what it builds on - its term
+and the predecessor view - and is applied only if that is still true: compare-and-set. When a write returned, it is
+durable. Writing the very same entry again succeeds, so that a writer may retry after an answer that got lost.
+
+Besides, a store over a network (etcd) has three things to say that an embedded one answers trivially: whether this
+scheduler still holds its lease, what was appended after a revision, and when something is.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self
+
+from chaos_lightning.errors import StoreError
+from chaos_lightning.membership.effects import Chain, Persist
+from chaos_lightning.membership.types import NO_VIEW, Header, View, ViewId
+
+EntryKind = Literal["reserve", "view", "finish"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One durable decision."""
+
+    revision: int
+    kind: EntryKind
+    number: ViewId
+    view: View | None = None
+    base: Header | None = None
+    hand_on: bool = False
+
+    def same(self, other: Entry) -> bool:
+        """Equal but for the revision."""
+        return (self.kind, self.number, self.view, self.base, self.hand_on) == (
+            other.kind,
+            other.number,
+            other.view,
+            other.base,
+            other.hand_on,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """Outcome of a compare-and-set. ok False: somebody else decided meanwhile; `detail` says what is there."""
+
+    ok: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tip:
+    """What a write is compared with."""
+
+    term: int = 0
+    highest: ViewId = NO_VIEW
+    last_view: ViewId = NO_VIEW
+    finished: bool = False
+    last: Entry | None = None
+
+
+def entry_of(effect: Persist) -> Entry:
+    """The entry that a Persist effect asks for; a malformed one is a StoreError."""
+    kind = effect.kind
+    if kind not in ("reserve", "view", "finish"):
+        raise StoreError(f"Persist of the unknown kind {kind!r}; expected reserve, view or finish")
+    if (kind == "view") != (effect.view is not None):
+        raise StoreError(f"Persist of kind {kind!r} {'with' if effect.view else 'without'} a view")
+    if effect.view is not None and effect.view.id != effect.number:
+        raise StoreError(f"Persist of view {effect.view.id} under the number {effect.number}")
+    return Entry(0, kind, effect.number, effect.view, effect.base, effect.hand_on)  # type: ignore[arg-type]
+
+
+def judge(tip: Tip, term: int, entry: Entry) -> Appended:
+    """Whether `entry` of the scheduler with this term may follow `tip`; the one rule all stores share."""
+    if tip.last is not None and term == tip.term and entry.same(tip.last):
+        return Appended(True, "was there already")
+    if term != tip.term:
+        return Appended(False, f"term {term} is over, a scheduler with term {tip.term} has taken the chain")
+    if tip.finished:
+        return Appended(False, "the job is finished")
+    if entry.kind == "reserve" and (entry.number.term != term or entry.number <= tip.highest):
+        return Appended(False, f"number {entry.number} cannot be reserved after {tip.highest} in term {term}")
+    if entry.kind == "view":
+        assert entry.view is not None
+        if entry.view.predecessor != tip.last_view:
+            return Appended(
+                False, f"view {entry.number} follows {entry.view.predecessor}, the chain ends with {tip.last_view}"
+            )
+        if entry.number.term != term or entry.number < tip.highest or entry.number <= tip.last_view:
+            return Appended(
+                False, f"number {entry.number} is behind {max(tip.highest, tip.last_view)} or not of term {term}"
+            )
+    return Appended(True)
+
+
+class Store(abc.ABC):
+    """One job's chain. Methods block; call them from one thread at a time. All raise StoreError if the store fails."""
+
+    def __init__(self, job: str) -> None:
+        self.job = job
+        self.term = 0
+        """The term taken by `take_term`; 0 for a store that is only read."""
+
+    @property
+    @abc.abstractmethod
+    def place(self) -> str:
+        """Where the chain is, for people."""
+
+    @abc.abstractmethod
+    def take_term(self) -> int:
+        """Durably outranks every scheduler so far; returns the new term."""
+
+    @abc.abstractmethod
+    def tip(self) -> Tip:
+        """What the next write is compared with."""
+
+    @abc.abstractmethod
+    def append(self, effect: Persist) -> Appended:
+        """Compare-and-set: durable when it returns ok."""
+
+    @abc.abstractmethod
+    def entries(self, after: int = 0) -> tuple[Entry, ...]:
+        """Entries with a revision above `after`, oldest first (range read)."""
+
+    @abc.abstractmethod
+    def wait(self, after: int, timeout_s: float) -> bool:
+        """Waits until an entry above revision `after` is there (watch); False after `timeout_s`."""
+
+    def holds_term(self) -> bool:
+        """Whether no other scheduler has taken a later term (for etcd: and the lease stands)."""
+        return self.term > 0 and self.tip().term == self.term
+
+    def load(self) -> Chain:
+        """The chain as a starting scheduler needs it; call `take_term` first."""
+        tip = self.tip()
+        views = tuple(e.view for e in self.entries() if e.view is not None)
+        return Chain(term=self.term, highest=tip.highest, views=views, finished=tip.finished)
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Lets go of file or connection. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+StoreFactory = Callable[[], Store]
+
+
+def advance(tip: Tip, entry: Entry) -> Tip:
+    """The tip after this entry."""
+    return Tip(
+        term=tip.term,
+        highest=max(tip.highest, entry.number),
+        last_view=entry.number if entry.kind == "view" else tip.last_view,
+        finished=tip.finished or entry.kind == "finish",
+        last=entry,
+    )

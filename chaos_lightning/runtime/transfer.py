@@ -1,0 +1,125 @@
+"""State and raw results between members, as the engine uses replication/: over authenticated bulk connections."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from chaos_lightning.collectives.layout import Layout
+from chaos_lightning.collectives.memory import Memory
+from chaos_lightning.errors import ChaosError, DeadlineError, StateError
+from chaos_lightning.membership.types import Header, Member, Span, View
+from chaos_lightning.observe.events import EventLog
+from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.replication.client import Endpoint, PullConfig
+from chaos_lightning.replication.pull import PullReport, pull_result, pull_state
+from chaos_lightning.replication.server import StateServer
+from chaos_lightning.runtime.mailbox import Mailbox
+from chaos_lightning.transport.handshake import Greeting, dial
+
+Sources = tuple[tuple[Member, tuple[Span, ...]], ...]
+HAND_ON_DEADLINE_S = 30.0
+
+
+class Transfer:
+    """One member's transfers, in both directions."""
+
+    def __init__(self, job: str, token: bytes, mail: Mailbox, events: EventLog) -> None:
+        self.server = StateServer()
+        self.report: PullReport | None = None
+        self._job = job
+        self._token = token
+        self._mail = mail
+        self._events = events
+
+    def dial(self, donor: Endpoint) -> socket.socket:
+        """An authenticated bulk connection."""
+        greeting = Greeting(self._job, self._mail.who(), donor.member, "bulk")
+        return dial(donor.address, donor.port, greeting, token=self._token)
+
+    def publish(self, header: Header, state: StateAccess, layout: Layout) -> None:
+        """Makes the state at `header` servable until the next slot commits (PROTOCOL.md 15).
+
+        Nothing is copied but the buffers that the next forward pass changes: all else is still until that commit.
+        """
+        tensors = state.tensors()
+        changing = {id(layout.slots[i].tensor) for i in layout.buffer_slots}
+        copies = {name for name, tensor in tensors if id(tensor) in changing}
+        self.server.publish(header.hash, header.seq, tensors, state.manifest(), copies=copies)
+        self._events.emit("published", seq=header.seq, head=header.hash)
+
+    def fetch(self, header: Header, view: View, state: StateAccess, deadline: float) -> bool:
+        """Pulls the state at `header`; False if the scheduler has meanwhile told us to do something else.
+
+        Raises:
+            StateError: No donor is left, or the state does not fit.
+        """
+        sources = [m for m in view.members if m.id not in view.joiners]
+        self._events.emit("pull_started", seq=header.seq, head=header.hash, sources=[m.id for m in sources])
+        try:
+            report = pull_state(
+                [Endpoint(m.id, m.address, m.port) for m in sources],
+                self.dial,
+                head=header.hash,
+                seq=header.seq,
+                state=state,
+                config=PullConfig(deadline_s=max(0.1, deadline - time.monotonic())),
+                abandoned=self._superseded,
+            )
+        except (StateError, DeadlineError) as error:
+            self._events.emit("error", what="pull", reason=str(error))
+            if self._superseded():
+                return False
+            raise
+        self.report = report
+        for source, nbytes in report.by_source.items():
+            self._events.emit("pull_source", source=source, nbytes=nbytes, seconds=round(report.seconds, 4))
+        self._events.emit(
+            "pull_done",
+            nbytes=sum(report.by_source.values()),
+            skipped=report.skipped,
+            seconds=round(report.seconds, 4),
+            hash=report.state_hash,
+            seq=header.seq,
+            step=header.step,
+        )
+        return True
+
+    def _superseded(self) -> bool:
+        """Whether a newer decision (or this member's end) has made the present pull pointless."""
+        return self._mail.pull is not None or self._mail.ejected is not None or self._mail.crash is not None
+
+    def hand_on(
+        self, header: Header, sources: Sources, wanted: tuple[Span, ...], memory: Memory, done: Callable[[], None]
+    ) -> None:
+        """Fetches a handed-on slot's raw bytes in an own thread, then calls `done` (PROTOCOL.md 9).
+
+        Args:
+            header: The slot's header.
+            sources: Who holds which bytes; no spans means all that the step reduced.
+            wanted: What the step reduced.
+            memory: Where the bytes go: verbatim, into the slot's result buffer.
+            done: Called in the fetching thread.
+        """
+
+        def work() -> None:
+            try:
+                pull_result(
+                    [Endpoint(m.id, m.address, m.port) for m, _ in sources],
+                    self.dial,
+                    head=header.hash,
+                    seq=header.seq,
+                    memory=memory.results[header.seq % 2],
+                    spans={m.id: spans or wanted for m, spans in sources},
+                    wanted=wanted,
+                    config=PullConfig(deadline_s=HAND_ON_DEADLINE_S),
+                )
+            except (ChaosError, OSError) as error:
+                # The source died too: the next decision names another one or has the step reduced again.
+                self._events.emit("error", what="hand-on", reason=str(error))
+                return
+            done()
+
+        threading.Thread(target=work, name="chaos-hand-on", daemon=True).start()

@@ -1,0 +1,40 @@
+"""Many seeds, on one process or several."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+from chaos_lightning.simulate.bugs import BUGS
+from chaos_lightning.simulate.plans import any_plan
+from chaos_lightning.simulate.world import Hooks, Outcome, Plan, simulate
+
+_CHUNK = 25
+
+
+def behaviour(bug: str) -> tuple[Callable[[int], Plan], Callable[[], Hooks]]:
+    """What a run with this planted bug ("" for none) draws its plans from, and how it behaves."""
+    if not bug:
+        return any_plan, Hooks
+    return BUGS[bug].plan, BUGS[bug].hooks
+
+
+def run_chunk(task: tuple[int, int, str]) -> list[Outcome]:
+    """Runs seeds [start, stop) with a planted bug ("" for none)."""
+    start, stop, bug = task
+    plan, hooks = behaviour(bug)
+    return [simulate(plan(seed), hooks, validate=not bug) for seed in range(start, stop)]
+
+
+def outcomes(start: int, count: int, bug: str, jobs: int) -> Iterator[list[Outcome]]:
+    """Chunks of outcomes, in the order of seeds."""
+    tasks = [(s, min(s + _CHUNK, start + count), bug) for s in range(start, start + count, _CHUNK)]
+    if jobs <= 1:
+        yield from map(run_chunk, tasks)
+        return
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        yield from pool.map(run_chunk, tasks)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

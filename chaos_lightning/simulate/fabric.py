@@ -1,0 +1,186 @@
+"""The network of a simulated job: links between members, and control streams to the scheduler.
+
+Theory of operation. Every direction of every connection is FIFO with a latency of its own; different connections
+reorder freely against each other. A connection that breaks loses what is in flight; both ends learn of it, each after
+a while. Of a killed process what it had sent is either delivered or lost from some message on (never a gap), then
+comes the end of the stream. The younger member dials, as in runtime/links.py; messages for a link that does not stand
+yet wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from chaos_lightning.simulate.kernel import Kernel
+
+if TYPE_CHECKING:
+    from chaos_lightning.simulate.node import Node
+
+Payload = object
+Taker = Callable[[Payload], None]
+
+
+@dataclass(slots=True)
+class Pipe:
+    """One direction of a connection: FIFO, lossless until it is cut."""
+
+    kernel: Kernel
+    low: float
+    high: float
+    last: float = 0.0
+    lag: float = 0.0
+    """Added to each latency, in seconds."""
+    open: bool = True
+    cut_at: float = float("inf")
+
+    def send(self, payload: Payload, take: Taker) -> None:
+        if not self.open:
+            return
+        arrival = max(self.last, self.kernel.now + self.lag + self.kernel.between(self.low, self.high))
+        self.last = arrival
+
+        def arrive() -> None:
+            if self.kernel.now <= self.cut_at:
+                take(payload)
+
+        self.kernel.at(arrival, arrive)
+
+    def cut(self, at: float) -> None:
+        """Nothing that would arrive after `at` arrives; nothing is accepted any more."""
+        self.open = False
+        self.cut_at = min(self.cut_at, at)
+
+    def end(self, told: Callable[[], None]) -> None:
+        """Closed in good order: what was sent arrives, then the end does."""
+        if self.open:
+            self.open = False
+            self.last = max(self.last, self.kernel.now + self.kernel.between(self.low, self.high))
+            self.kernel.at(self.last, told)
+
+
+def youth(member_id: str) -> tuple[int, str]:
+    name, _, number = member_id.rpartition("~")
+    return (int(number) if number.isdigit() else 0, name)
+
+
+@dataclass(slots=True)
+class Link:
+    """A standing link between two incarnations."""
+
+    ends: tuple[str, str]
+    pipes: dict[str, Pipe]
+    """By sending member id."""
+
+
+@dataclass(slots=True)
+class Fabric:
+    """All links. Nodes are found by their current member id."""
+
+    kernel: Kernel
+    nodes: dict[str, Node] = field(default_factory=dict)
+    links: dict[frozenset[str], Link] = field(default_factory=dict)
+    dialling: set[frozenset[str]] = field(default_factory=set)
+    slow_links: dict[frozenset[str], float] = field(default_factory=dict)
+    """Extra latency by pair of node names."""
+
+    def wants(self, me: str, wanted: frozenset[str], before: frozenset[str]) -> None:
+        """`me` wants links to exactly these."""
+        for gone in before - wanted:
+            self.bye(me, gone)
+        for peer in sorted(wanted):
+            self._dial(me, peer)
+
+    def _dial(self, me: str, peer: str) -> None:
+        pair = frozenset((me, peer))
+        if pair in self.links or pair in self.dialling or youth(me) < youth(peer):
+            return
+        self.dialling.add(pair)
+        delay = self.kernel.between(0.0005, 0.004)
+        self.kernel.after(delay, lambda: self._shake(me, peer, pair))
+
+    def _shake(self, me: str, peer: str, pair: frozenset[str]) -> None:
+        """Both processes must run for the handshake."""
+        here, there = self.nodes.get(me), self.nodes.get(peer)
+        if here is None or not here.alive or here.machine.member_id != me or peer not in here.wanted:
+            self.dialling.discard(pair)
+        elif there is None or there.machine.member_id != peer or not there.alive or there.frozen or here.frozen:
+            self.kernel.after(0.02, lambda: self._shake(me, peer, pair))
+        else:
+            self.dialling.discard(pair)
+            self._stand(here, there, pair)
+
+    def _stand(self, here: Node, there: Node, pair: frozenset[str]) -> None:
+        extra = self.slow_links.get(frozenset((here.name, there.name)), 0.0)
+        me, peer = here.machine.member_id, there.machine.member_id
+        pipes = {end: Pipe(self.kernel, 0.0002, 0.002 + extra) for end in (me, peer)}
+        self.links[pair] = Link((me, peer), pipes)
+        for node, other in ((here, peer), (there, me)):
+            node.link_changed(other, True, "connected")
+            for payload in node.unsent.pop(other, []):
+                self.send(node.machine.member_id, other, payload)
+
+    def send(self, me: str, peer: str, payload: Payload) -> bool:
+        """True if a link took it."""
+        link = self.links.get(frozenset((me, peer)))
+        if link is None:
+            return False
+        target = self.nodes.get(peer)
+        if target is not None:
+            link.pipes[me].send(payload, lambda p: target.deliver(lambda: target.frame(me, p)))
+        return True
+
+    def bye(self, me: str, peer: str) -> None:
+        """Closed in good order by `me`."""
+        link = self.links.pop(frozenset((me, peer)), None)
+        if link is None:
+            return
+        other = self.nodes.get(peer)
+        link.pipes[peer].cut(self.kernel.now)
+
+        def told() -> None:
+            if other is not None:
+                other.deliver(lambda: other.link_changed(me, False, "bye"))
+
+        link.pipes[me].end(told)
+
+    def snap(self, me: str, peer: str, *, dead: str = "") -> None:
+        """The link breaks; `dead` names the end whose process is gone."""
+        link = self.links.pop(frozenset((me, peer)), None)
+        if link is None:
+            return
+        now, random = self.kernel.now, self.kernel.random
+        for end in link.ends:
+            other = link.ends[1] if end == link.ends[0] else link.ends[0]
+            node = self.nodes.get(other)
+            if end == dead and random.random() < 0.5:
+                # The kernel still delivers all that the dead process had written, then the end of the stream.
+                link.pipes[end].end(self._teller(node, end))
+                continue
+            told = now + self.kernel.between(0.0003, 0.008)
+            # Reset: of what `end` had sent, an arbitrary prefix still arrives.
+            link.pipes[end].cut(told if random.random() < 0.5 else self.kernel.between(now, told))
+            if other != dead:
+                self.kernel.at(told, self._teller(node, end))
+
+    @staticmethod
+    def _teller(node: Node | None, end: str) -> Callable[[], None]:
+        def tell() -> None:
+            if node is not None:
+                node.deliver(lambda: node.link_broken(end))
+
+        return tell
+
+    def peers_of(self, me: str) -> list[str]:
+        return [a if b == me else b for a, b in (link.ends for link in self.links.values()) if me in (a, b)]
+
+
+@dataclass(slots=True)
+class Stream:
+    """A member's control stream to one life of the scheduler."""
+
+    number: int
+    up: Pipe
+    down: Pipe
+    closed: bool = False

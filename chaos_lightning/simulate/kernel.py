@@ -1,0 +1,96 @@
+"""Virtual time: an event queue, one seeded source of chance, and processes that can be stopped, thawed and killed.
+
+Theory of operation. Everything that happens is a callable in one heap, ordered by virtual time and then by the order of
+scheduling, so that a run is a function of its seed. A `Process` receives whatever is meant for it through `deliver`:
+while it is frozen (SIGSTOP) deliveries and its own timers queue up and run in order when it thaws; once it is dead they
+vanish.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from random import Random
+
+Action = Callable[[], None]
+
+
+class Kernel:
+    """Runs actions in the order of virtual time (seconds)."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.now = 0.0
+        self.events = 0
+        self._heap: list[tuple[float, int, Action]] = []
+        self._count = 0
+
+    def after(self, delay: float, action: Action) -> None:
+        """Runs `action` `delay` seconds from now."""
+        self.at(self.now + delay, action)
+
+    def at(self, time: float, action: Action) -> None:
+        """Runs `action` at `time`, or now if that has passed."""
+        self._count += 1
+        heapq.heappush(self._heap, (max(time, self.now), self._count, action))
+
+    def run(self, until: float, done: Callable[[], bool]) -> bool:
+        """Runs until `done()` (True) or until nothing is left or time is up (False)."""
+        heap, pop = self._heap, heapq.heappop
+        while heap:
+            if heap[0][0] > until:
+                return done()
+            self.now, _, action = pop(heap)
+            self.events += 1
+            action()
+            if done():
+                return True
+        return done()
+
+    def between(self, low: float, high: float) -> float:
+        return low + (high - low) * self.random.random()
+
+
+class Process:
+    """Something that can be frozen, thawed and killed."""
+
+    def __init__(self, kernel: Kernel, name: str) -> None:
+        self.kernel = kernel
+        self.name = name
+        self.alive = True
+        self.frozen = False
+        self.frozen_since = 0.0
+        self.thawed_at = -1.0
+        self._backlog: list[Action] = []
+
+    def deliver(self, action: Action) -> None:
+        """Runs `action` in this process: now, when it thaws, or never."""
+        if not self.alive:
+            return
+        if self.frozen:
+            self._backlog.append(action)
+        else:
+            action()
+
+    def timer(self, delay: float, action: Action) -> None:
+        """A timer of this process: it does not fire while the process is stopped."""
+        self.kernel.after(delay, lambda: self.deliver(action))
+
+    def freeze(self) -> None:
+        if self.alive and not self.frozen:
+            self.frozen, self.frozen_since = True, self.kernel.now
+
+    def thaw(self) -> None:
+        if not self.alive or not self.frozen:
+            return
+        self.frozen, self.thawed_at = False, self.kernel.now
+        backlog, self._backlog = self._backlog, []
+        for i, action in enumerate(backlog):
+            if not self.alive or self.frozen:
+                self._backlog = backlog[i:] + self._backlog
+                return
+            action()
+
+    def die(self) -> None:
+        self.alive = False
+        self._backlog.clear()

@@ -1,0 +1,346 @@
+"""One simulated job: scheduler, nodes, network, faults, oracle; from a plan to a verdict.
+
+Theory of operation. A `Plan` says who takes part and what goes wrong when; everything else is chance from the plan's
+seed. The run ends when every process has finished, left or died and the scheduler has released all, or when virtual
+time is up: then the job is stuck, which is a violation too, since plans leave enough members alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from chaos_lightning.membership.effects import Drain, MemberEffect, Note, Persist
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.membership.types import Header, Kind, Settings
+from chaos_lightning.simulate.fabric import Fabric
+from chaos_lightning.simulate.host import SchedulerHost, Store
+from chaos_lightning.simulate.kernel import Kernel
+from chaos_lightning.simulate.node import Node, NodeSpec, Trap
+from chaos_lightning.simulate.oracle import Oracle, Violation, check_chain
+from chaos_lightning.simulate.training import Program
+
+
+class Hooks:
+    """Behaviour that planted bugs replace; the right one here."""
+
+    node_class: type[Node] = Node
+    scheduler_class: type[SchedulerMachine] = SchedulerMachine
+    host_class: type[SchedulerHost] = SchedulerHost
+    store_class: type[Store] = Store
+
+    def kept_ranges(self, node: Node, header: Header) -> dict[int, int]:
+        """State ranges that a joiner need not pull since it holds them: none, for it threw its state away (11)."""
+        return {}
+
+    def accept_state(self, equal: bool) -> bool:
+        """Whether a pulled state is promoted, given that its hash equals the donors' (19)."""
+        return equal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something that goes wrong, at a time or at an effect.
+
+    Attributes:
+        action: "kill", "kill-too" (and `other` with it), "freeze", "leave", "drain", "link", "stream", "lag", "stale",
+            "sched-freeze", "sched-crash", "sched-crash-write" (see `World._crash_in_write`).
+        node: Name of the node, "root" for the commit root at that moment, "" for the scheduler.
+        at: Virtual time in seconds; ignored with `trap`.
+        other: The other end of a link.
+        lasts: Duration in seconds of what ends by itself.
+        trap: "kind seq skip": before the skip+1-th effect of that kind from slot seq on (see node.Trap).
+    """
+
+    action: str
+    node: str = ""
+    at: float = 0.0
+    other: str = ""
+    lasts: float = 0.0
+    trap: tuple[str, int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One run."""
+
+    seed: int
+    settings: Settings
+    program: Program
+    nodes: tuple[NodeSpec, ...] = ()
+    starts: tuple[float, ...] = ()
+    """When each node says hello, in seconds."""
+    faults: tuple[Fault, ...] = ()
+    slow_links: tuple[tuple[str, str, float], ...] = ()
+    """(node, node, extra seconds): messages between these two take up to so much longer."""
+    damage: float = 0.0
+    """Part of all pulled state ranges that are damaged on the way."""
+    store_s: float = 0.004
+    limit_s: float = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run gave."""
+
+    seed: int
+    violation: str
+    seconds: float
+    """Virtual."""
+    events: int
+    commits: int
+    hand_ons: int
+    joins: int
+    ejections: int
+    views: int
+    errors: int = 0
+
+
+@dataclass(slots=True)
+class _Counters:
+    number: int = 0
+    uid: int = 0
+
+
+class World:
+    """See the module."""
+
+    def __init__(self, plan: Plan, hooks: Hooks | None = None, *, validate: bool = True) -> None:
+        self.plan = plan
+        self.hooks = hooks or Hooks()
+        self.validate = validate
+        self.kernel = Kernel(plan.seed)
+        self.settings = plan.settings
+        self.program = plan.program
+        self.damage = plan.damage
+        self.oracle = Oracle(plan.program)
+        self.fabric = Fabric(self.kernel)
+        for one, other, extra in plan.slow_links:
+            self.fabric.slow_links[frozenset((one, other))] = extra
+        self.store = self.hooks.store_class()
+        self._counters = _Counters()
+        self.log: list[str] = []
+        self.on_effect: Callable[[Node, MemberEffect], None] = lambda node, effect: None
+        self.on_note: Callable[[Note], None] = lambda note: None
+        self.on_fault: Callable[[str], None] = lambda words: None
+        self.scheduler = self._host()
+        self.nodes: dict[str, Node] = {}
+        for number, (spec, start) in enumerate(zip(plan.nodes, plan.starts, strict=True), 1):
+            node = self.nodes[spec.name] = self.hooks.node_class(self, spec, number)
+            self.kernel.at(start, node.connect)
+        self._todo = len(plan.faults)
+        for fault in plan.faults:
+            self._schedule(fault)
+
+    def _host(self) -> SchedulerHost:
+        plan = self.plan
+        check = SchedulerMachine.validate_state if self.validate else None
+        machine = self.hooks.scheduler_class
+        host = self.hooks.host_class(self.kernel, self.store, plan.settings, machine, plan.store_s, check)
+        host.on_note = lambda note: self.on_note(note)
+        return host
+
+    def next_number(self) -> int:
+        self._counters.number += 1
+        return self._counters.number
+
+    def next_uid(self) -> int:
+        self._counters.uid += 1
+        return self._counters.uid
+
+    def holders(self, besides: Node) -> list[str]:
+        """Members that hold the job's state and have not been in trouble lately."""
+        return [
+            n.machine.member_id
+            for n in self.nodes.values()
+            if n is not besides and n.alive and not n.frozen and n.training and self.kernel.now - n.troubled_at > 10.0
+        ]
+
+    # ------------------------------------------------------------------ faults
+
+    def _schedule(self, fault: Fault) -> None:
+        if fault.action == "sched-crash-write":
+            self.scheduler.slow_write = lambda entry: self._crash_in_write(fault, entry)
+            return
+        if fault.trap is None:
+            self.kernel.at(fault.at, lambda: self._strike(fault))
+            return
+        self._todo -= 1
+        kind, seq, skip = fault.trap
+        node = self.nodes[fault.node]
+        node.traps.append(Trap(kind, seq, skip, lambda: self._hit(fault, node)))
+
+    def _strike(self, fault: Fault) -> None:
+        self._todo -= 1
+        if fault.action == "sched-freeze":
+            host = self.scheduler
+            self._say(f"the scheduler freezes for {fault.lasts:g} s")
+            host.freeze()
+            self.kernel.after(fault.lasts, host.thaw)
+        elif fault.action == "sched-crash":
+            self._say("the scheduler dies")
+            self.scheduler.crash()
+            self._todo += 1
+            self.kernel.after(fault.lasts, self._restart)
+        else:
+            node = self._root() if fault.node == "root" else self.nodes.get(fault.node)
+            if node is not None and node.alive:
+                self._hit(fault, node)
+
+    def _crash_in_write(self, fault: Fault, entry: Persist) -> float:
+        """The scheduler dies while it writes the view that excludes `fault.node`. Then that node wakes, and the others,
+        who were in that view, are frozen."""
+        excluded = self.nodes[fault.node]
+        if entry.view is None or entry.view.find(excluded.machine.member_id) is not None or not self.store.views:
+            return 0.0
+        self.scheduler.slow_write = lambda entry: 0.0
+
+        def strike() -> None:
+            self._todo -= 1
+            self._say(f"the scheduler dies in its write of {entry.number}")
+            self._strike(Fault(action="sched-crash", lasts=0.02))
+            self._todo += 1
+            self.kernel.after(0.05, excluded.thaw)
+            for node in self.nodes.values():
+                if node is not excluded and node.alive:
+                    node.freeze()
+                    self.kernel.after(fault.lasts, node.thaw)
+
+        self.kernel.after(0.2, strike)
+        return 1.0
+
+    def _restart(self) -> None:
+        self._todo -= 1
+        self.scheduler = self._host()
+
+    def _say(self, words: str) -> None:
+        self.log.append(f"{self.kernel.now:.4f} {words}")
+        self.on_fault(words)
+
+    def _root(self) -> Node | None:
+        for node in self.nodes.values():
+            if node.alive and not node.frozen and node.machine.is_root:
+                return node
+        return None
+
+    def _hit(self, fault: Fault, node: Node) -> None:
+        self._say(f"{fault.action} {node.name} ({node.machine.member_id})")
+        match fault.action:
+            case "kill":
+                node.kill()
+            case "kill-too":
+                node.kill()
+                other = self.nodes[fault.other]
+                self.kernel.after(self.kernel.between(0.0, 0.004), other.kill)
+            case "freeze":
+                node.freeze()
+                self.kernel.after(fault.lasts, node.thaw)
+            case "leave":
+                node.deliver(lambda: node.leave("Ctrl+C"))
+            case "stream":
+                node.break_stream()
+            case "stale":
+                node.stale = True
+            case "drain":
+                self.scheduler.deliver(lambda: self._drain(node.name))
+            case "lag":
+                self._lag(node, fault.lasts)
+            case "link":
+                self._cut(node, fault.other)
+            case _:
+                raise ValueError(f"unknown fault {fault.action!r}")
+
+    def _drain(self, name: str) -> None:
+        self.scheduler.feed(Drain(name))
+
+    def _lag(self, node: Node, lasts: float) -> None:
+        """Its control stream is slow for a while; the process and its links are fine."""
+        extra = self.kernel.between(0.3, 1.2)
+        node.control_lag = extra
+        if node.stream is not None:
+            node.stream.up.lag = extra
+
+        def over() -> None:
+            node.control_lag = 0.0
+            if node.stream is not None:
+                node.stream.up.lag = 0.0
+
+        self.kernel.after(lasts, over)
+
+    def _cut(self, node: Node, other: str) -> None:
+        peer = self.nodes.get(other)
+        if peer is not None:
+            self.fabric.snap(node.machine.member_id, peer.machine.member_id)
+
+    # ------------------------------------------------------------------ the run
+
+    def _over(self) -> bool:
+        if self._todo > 0 or not self.scheduler.alive:
+            return False
+        return not any(n.alive for n in self.nodes.values())
+
+    def run(self) -> Outcome:
+        """Runs the plan to its end and returns the verdict."""
+        violation = ""
+        try:
+            if not self.kernel.run(self.plan.limit_s, self._over):
+                violation = f"stuck after {self.kernel.now:.1f} s: {self.describe()}"
+            else:
+                self._final()
+        except Violation as found:
+            violation = f"at {self.kernel.now:.4f} s: {found}"
+        except AssertionError as found:
+            violation = f"at {self.kernel.now:.4f} s: assertion: {found!r}"
+        oracle = self.oracle
+        errors = sum(1 for n in self.nodes.values() if n.outcome.startswith("disagreement"))
+        return Outcome(
+            self.plan.seed,
+            violation,
+            self.kernel.now,
+            self.kernel.events,
+            oracle.commits,
+            oracle.hand_ons,
+            oracle.joins,
+            oracle.ejections,
+            len(self.store.views),
+            errors,
+        )
+
+    def _final(self) -> None:
+        check_chain(self.store.views)
+        done = [n for n in self.nodes.values() if n.header.kind is Kind.CLOSING and n.outcome.startswith("left")]
+        released = [n for n in done if n.machine.closing_is_stable]
+        for node in released:
+            self.oracle.finished(node.lineage, node.header)
+        if len({n.header.hash for n in released}) > 1:
+            raise Violation(f"the job finished with {len({n.header.hash for n in released})} different last headers")
+        outcomes = {n.name: n.outcome for n in self.nodes.values()}
+        errors = [o for o in outcomes.values() if o.startswith("disagreement")]
+        if errors and not any(f.action == "stale" for f in self.plan.faults):
+            raise Violation(f"members disagree without a reason: {errors[0]}")
+        if not done and not errors and not self._all_went():
+            raise Violation(f"nobody finished the job: {outcomes}")
+
+    def _all_went(self) -> bool:
+        """Everybody was killed or asked to leave: there is nobody who could finish."""
+        return all(n.outcome == "killed" or n.leaving for n in self.nodes.values()) or any(
+            f.action == "drain" for f in self.plan.faults
+        )
+
+    def describe(self) -> str:
+        """Where everybody stands, for a report."""
+        lines = [f"scheduler {self.scheduler.machine.phase} {self.scheduler.machine.snapshot()}"]
+        for node in self.nodes.values():
+            machine = node.machine
+            lines.append(
+                f"{node.name}={machine.member_id} {machine.phase} alive={node.alive} frozen={node.frozen} "
+                f"view={machine.view.id if machine.view else None} promised={machine.promised} seq={machine.seq} "
+                f"pending={machine.pending is not None} own={machine.contribution is not None} "
+                f"outcome={node.outcome!r} stream={node.stream is not None}"
+            )
+        return "\n  ".join([*lines, *self.log])
+
+
+def simulate(plan: Plan, hooks: Callable[[], Hooks] = Hooks, *, validate: bool = True) -> Outcome:
+    """Runs one plan in a world of its own."""
+    return World(plan, hooks(), validate=validate).run()

@@ -1,0 +1,194 @@
+"""Named child processes for tests: started in groups of their own, logged to files, signalled by their own ids only.
+
+Theory of operation. Two ways to start one, one handle for both. A *command* is a fresh program (`Popen`). A
+*function* runs in a child of multiprocessing's fork server, which has torch and Lightning imported already: importing
+them costs ten seconds on a small machine, a child of the fork server has them after some milliseconds. Either way the
+child leads its own session, so a signal for its group (a torchrun agent and its workers) never reaches the test, its
+output goes to one file, and it dies with the test runner (PR_SET_PDEATHSIG), so that a test that is killed leaves no
+load behind. Exits are noticed through the child's sentinel (pidfd or pipe), which a wait can select on; nobody polls
+for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+PRELOAD = ("torch", "lightning.pytorch")
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent() -> None:
+    """This process gets SIGKILL when the thread that started it ends (Linux; elsewhere nothing happens)."""
+    if sys.platform == "linux":
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+_LAUNCH = (
+    "import ctypes, os, signal, sys; "
+    f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGKILL, 0, 0, 0) if sys.platform == 'linux' else None; "
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
+"""Bound to its parent, then the program; a preexec_fn would run Python between fork and exec of a threaded test."""
+
+
+@dataclass(slots=True)
+class Child:
+    """A started process. `expected` says that it may die."""
+
+    name: str
+    pid: int
+    log: Path
+    started: float
+    """Monotonic, s."""
+    sentinel: int
+    """File descriptor that becomes readable when the process has ended."""
+    poll: Callable[[], int | None]
+    """Exit code, negative for a signal; None while it runs."""
+    own_sentinel: bool = False
+    """The descriptor is ours to close."""
+    expected: bool = False
+    frozen: bool = False
+
+    @property
+    def running(self) -> bool:
+        """It has not ended."""
+        return self.poll() is None
+
+    def send(self, number: int, *, group: bool = False) -> bool:
+        """Signal this process (or its whole group); False if it is gone already."""
+        if not self.running:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            if group:
+                os.killpg(self.pid, number)
+            else:
+                os.kill(self.pid, number)
+            return True
+        return False
+
+    def end_group(self) -> None:
+        """SIGKILL for whatever is left of its group, frozen or not; the group is this child's own session.
+
+        A group that still has members keeps its leader's number from being given out again; so if the leader is gone
+        and a process of that number exists, the group is empty and the process is a stranger's.
+        """
+        if not self.running and _exists(self.pid):
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def release(self) -> None:
+        """Let the descriptor go, once the process has ended."""
+        if self.own_sentinel:
+            self.own_sentinel = False
+            os.close(self.sentinel)
+
+    def tail(self, lines: int = 40) -> str:
+        """The last lines it printed."""
+        try:
+            text = self.log.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            return f"(no output: {error})"
+        return "\n".join(text.splitlines()[-lines:]) or "(it printed nothing)"
+
+    def words(self) -> str:
+        """Its state for a message."""
+        code = self.poll()
+        if code is None:
+            return f"{self.name} (pid {self.pid}) is {'frozen' if self.frozen else 'running'}"
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"{self.name} (pid {self.pid}) ended with {how}"
+
+
+def start_command(
+    name: str, command: Sequence[str], log: Path, *, env: Mapping[str, str], cwd: Path | None = None
+) -> Child:
+    """Start a program in a session of its own, its output in `log`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _LAUNCH, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+            cwd=cwd,
+            start_new_session=True,
+        )
+    pidfd = os.pidfd_open(process.pid)
+    return Child(name, process.pid, log, time.monotonic(), pidfd, process.poll, own_sentinel=True)
+
+
+@functools.cache
+def forkserver(preload: tuple[str, ...] = PRELOAD) -> ForkServerContext:
+    """Multiprocessing context whose children have these modules imported (the first child waits for the import).
+
+    The preload list is that of the first call in a process: there is one fork server.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    return context
+
+
+def start_function(
+    name: str,
+    target: Callable[..., object],
+    args: Sequence[Any],
+    log: Path,
+    *,
+    env: Mapping[str, str],
+    preload: Sequence[str] = PRELOAD,
+) -> Child:
+    """Run `target(*args)` in a child of the fork server; both must be picklable (a function at module level)."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    context = forkserver(tuple(preload))
+    process: BaseProcess = context.Process(
+        target=_in_child, args=(name, str(log), dict(env), target, tuple(args)), name=name, daemon=False
+    )
+    process.start()
+    assert process.pid is not None
+    return Child(name, process.pid, log, time.monotonic(), process.sentinel, functools.partial(_exit_code, process))
+
+
+def _exit_code(process: BaseProcess) -> int | None:
+    return process.exitcode
+
+
+def _in_child(name: str, log: str, env: Mapping[str, str], target: Callable[..., object], args: Sequence[Any]) -> None:
+    os.setsid()
+    die_with_parent()
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    os.environ.update(env)
+    # A SIGINT default handler is missing in children of a shell's background job: polite exits need it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    target(*args)

@@ -1,0 +1,278 @@
+"""The API of the Chaos paper (Listings 1 and 2) for plain PyTorch loops, on the same engine as the Lightning strategy.
+
+    with Trainer() as trainer:
+        for batch in trainer.prepare(model, optimizer, loader, epochs=3):
+            loss = ...
+            loss.backward()
+            trainer.update()
+            trainer.check_state_replication()
+            if capture_exit_event():
+                trainer.request_node_exit()
+                break
+
+Theory of operation. `prepare` joins the job (and receives the others' state), then yields this member's batches of the
+shared data; `update` averages gradients over all members and steps the optimizer. A member that was put out (it froze)
+joins again inside `update`, which then steps nothing. A batch that `trainer.idle` marks stands in for "no samples left
+for me": its gradient weighs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import Any, Literal, Self
+
+from torch import nn
+from torch.optim import Optimizer
+
+from chaos_lightning.collectives.layout import Section
+from chaos_lightning.data.loader import ElasticLoader
+from chaos_lightning.errors import ConfigurationError, DepartedError, FencedError
+from chaos_lightning.hyper import hyper_words
+from chaos_lightning.observe.events import Event
+from chaos_lightning.planning.ledger import epoch_of
+from chaos_lightning.replication.access import ModuleState, Stateful
+from chaos_lightning.replication.table import state_hash
+from chaos_lightning.runtime.config import EngineConfig
+from chaos_lightning.runtime.engine import Engine
+
+
+class _ExitSignals:
+    """First SIGINT or SIGTERM: remembered. Second: the process ends at once, as without us."""
+
+    def __init__(self) -> None:
+        self.seen = ""
+        self._before: dict[int, Any] = {}
+
+    def install(self) -> None:
+        if self._before or threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._on_signal)
+
+    def restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+        self.seen = ""
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.seen = signal.Signals(number).name
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+
+
+_signals = _ExitSignals()
+
+
+def capture_exit_event() -> bool:
+    """Whether the user wants this node to leave: Ctrl+C or SIGTERM since the Trainer was made (Listing 2)."""
+    return bool(_signals.seen)
+
+
+class Trainer:
+    """One member of a job, for a plain loop.
+
+    Args:
+        settings: Fields of `EngineConfig` (endpoint, job, name, min_nodes, ...); the environment fills the rest in.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.engine = Engine(EngineConfig.build(settings))
+        self._state: ModuleState | None = None
+        self._optimizer: Optimizer | None = None
+        self._loader: ElasticLoader | None = None
+        self._fenced = False
+        self._hash = ""
+        _signals.install()
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def rank(self) -> int:
+        return self.engine.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.engine.world_size
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that the job has committed."""
+        return self.engine.header.step
+
+    @property
+    def idle(self) -> bool:
+        """The present batch stands in for none: no samples were left for this member."""
+        return self._loader is not None and self._loader.current is not None and self._loader.current.idle
+
+    # ------------------------------------------------------------------ the loop
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loader: Iterable[Any],
+        *,
+        epochs: int = 1,
+        data: Literal["shared", "local"] = "shared",
+        seed: int = 0,
+        extra: Mapping[str, Stateful | nn.Module] | None = None,
+        reduced_buffers: Sequence[str] = (),
+    ) -> Iterator[Any]:
+        """Joins the job, then yields this member's batches until the epochs are spent.
+
+        Args:
+            model: On one device.
+            optimizer: Of all trained parameters.
+            loader: The user's DataLoader, written as for one machine.
+            epochs: Passes over the data.
+            data: "shared": all members hold the same data set; "local": each has its own.
+            seed: Keys the order of samples; equal on all members.
+            extra: Further state that newcomers receive (schedulers, averaged copies).
+            reduced_buffers: Names of buffers that forward passes change (BatchNorm's are found by themselves).
+        """
+        if self._state is not None:
+            raise ConfigurationError("prepare() was called before; one Trainer trains one model")
+        names = {id(p): n for n, p in model.named_parameters()}
+        params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+        unknown = [i for i, p in enumerate(params) if id(p) not in names]
+        if unknown:
+            raise ConfigurationError(f"the optimizer's parameter {unknown[0]} does not belong to the model")
+        wanted = set(reduced_buffers) | norm_buffers(model)
+        buffers = [(n, b) for n, b in model.named_buffers() if n in wanted]
+        self._state = ModuleState(model, optimizer, extra)
+        self._optimizer = optimizer
+        engine = self.engine
+        engine.prepare(sections=[Section("optimizer 0", [(names[id(p)], p) for p in params])], buffers=buffers)
+        self._loader = elastic = ElasticLoader(loader, mode=data, seed=seed, source=engine)
+        engine.join(
+            fingerprint={**elastic.order_fingerprint, "optimizer": type(optimizer).__name__, "epochs": str(epochs)},
+            quota=elastic.quota,
+            accumulate=1,
+            state=self._state,
+        )
+        return self._batches(elastic, epochs)
+
+    def _batches(self, loader: ElasticLoader, epochs: int) -> Iterator[Any]:
+        epoch = loader.epoch
+        while epoch < epochs and not self.engine.out:
+            loader.set_epoch(epoch)
+            for batch in loader:
+                self._arm()
+                self._prove()
+                yield batch
+                if self.engine.out:
+                    return
+                if self._fenced:
+                    break
+            if self._fenced:
+                self._fenced = False
+                epoch = max(epoch, epoch_of(self.engine.header.ledger, loader.stream) or 0)
+            else:
+                epoch += 1
+
+    def _share(self) -> float:
+        current, view = (self._loader.current if self._loader else None), self.engine.ruling_view
+        if current is None:
+            raise ConfigurationError("update() belongs into the loop over prepare()'s batches")
+        # Nothing was dealt by a view that this member does not know.
+        return current.samples / view.members[0].quota if view is not None else 0.0
+
+    def _prove(self) -> None:
+        """Every so many steps, at rest: the hash of the state, to be compared in the coming step (PROTOCOL.md 24)."""
+        every, header = self.engine.config.state_hash_every, self.engine.header
+        self._hash = ""
+        if self._state is not None and every and header.step and header.step % every == 0:
+            self._hash = state_hash(self._state.tensors())
+            self.engine.events.emit(
+                Event.STATE_HASH, seq=header.seq, step=header.step, head=header.hash, hash=self._hash
+            )
+
+    def _arm(self) -> None:
+        with contextlib.suppress(FencedError):  # update() meets it again and joins anew
+            share = self._share()
+            self.engine.arm(coefficient=share, empty=share == 0)
+
+    def update(self) -> bool:
+        """Averages the gradients over all members and steps the optimizer.
+
+        Returns:
+            False if this member was out and has joined again: nothing was stepped, the next batch is a fresh one.
+        """
+        if self._loader is None or self._optimizer is None or self._state is None:
+            raise ConfigurationError("call prepare() first")
+        share = self._share()
+        try:
+            header = self.engine.step(
+                weight=share,
+                coefficient=share,
+                spent=self._loader.spent(),
+                hyper=hyper_words([self._optimizer]),
+                state_hash=self._hash,
+            )
+            if self.engine.member_id in header.drifted:
+                raise FencedError(f"the state of {self.engine.member_id} differs from the others' at {header.step}")
+        except FencedError:
+            self.engine.rejoin(self._state)
+            self._fenced = True
+            return False
+        except DepartedError:
+            self.engine.out = True
+            return False
+        self._optimizer.step()
+        return True
+
+    def check_state_replication(self) -> None:
+        """If somebody waits to join, lets them in and makes the state available to them (Listing 1)."""
+        if self._state is not None and self.engine.header.boundary and not self.engine.out and not self._fenced:
+            try:
+                self.engine.boundary(self._state)
+            except FencedError:
+                self.engine.rejoin(self._state)
+                self._fenced = True
+
+    def request_node_exit(self, reason: str = "") -> None:
+        """Leaves politely: takes part, without samples, until a header lets this member go (Listing 2)."""
+        engine = self.engine
+        engine.leave(reason or _signals.seen or "the user asked")
+        words = hyper_words([self._optimizer] if self._optimizer is not None else [])
+        try:
+            while not engine.out:
+                if engine.header.boundary:
+                    self.check_state_replication()
+                else:
+                    engine.step(weight=0.0, coefficient=0.0, hyper=words)
+        except (DepartedError, FencedError):
+            engine.out = True  # let go at once: nobody is left who would need another step
+        engine.wait_released()
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Ends this member's part at once."""
+        if self._loader is not None:
+            self._loader.close()
+        self.engine.close()
+        _signals.restore()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self._state is not None and not self.engine.out:
+            self.engine.finish()
+        self.close()
+
+
+def norm_buffers(model: nn.Module) -> set[str]:
+    """Running statistics of normalisation layers: forward passes change them, steps average them (PROTOCOL.md 21)."""
+    found = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            found |= {f"{name}.{b}" if name else b for b, _ in module.named_buffers(recurse=False)}
+    return found

@@ -1,0 +1,93 @@
+"""The frame: a fixed header of 44 bytes, then the payload.
+
+Theory of operation. A link is a TCP stream of frames. Every frame carries the view and the slot it belongs to, so that
+bytes of an older attempt are recognised and diverted (PROTOCOL.md 1, 11), a checksum of its payload and one of the
+header itself, so that a damaged length is found before anything is allocated or awaited.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from chaos_lightning.errors import WireError
+from chaos_lightning.membership.types import ViewId
+
+MAGIC = 0xC4A0
+_LAYOUT = struct.Struct("<HBBIIQQIQ")  # magic, type, flags, term, number, seq, start, length, payload checksum
+_SUM = struct.Struct("<I")
+HEADER_NBYTES = _LAYOUT.size + _SUM.size
+MAX_PAYLOAD_NBYTES = 64 << 20
+"""No frame of ours is larger: chunks are at most 16 MiB, messages at most 64 MiB (gathered payloads)."""
+
+
+class FrameType(enum.IntEnum):
+    UP = 1
+    """A partial sum on its way to the root of its tree."""
+    DOWN = 2
+    """A complete sum on its way back."""
+    MESSAGE = 3
+    """An encoded PeerMessage."""
+    PING = 4
+    BYE = 5
+    """The sender closes this link on purpose: no failure."""
+
+
+_TYPES = {int(t): t for t in FrameType}
+
+
+@dataclass(slots=True)
+class Frame:
+    """A frame's header. `start` is the byte offset of a chunk in the gradient layout; `length` the payload's bytes."""
+
+    type: FrameType
+    view: ViewId
+    seq: int
+    start: int
+    length: int
+    checksum: int
+    summed: bool = True
+    """Whether the checksum was taken (chunks between processes of one machine go without)."""
+
+
+def payload_checksum(pieces: Sequence[memoryview]) -> int:
+    """xxh3-64 of the pieces' bytes, one after the other."""
+    if len(pieces) == 1:
+        return xxhash.xxh3_64_intdigest(pieces[0])
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.intdigest()
+
+
+def pack(
+    frame_type: FrameType, view: ViewId, seq: int, start: int, length: int, checksum: int, *, summed: bool = True
+) -> bytes:
+    """Returns the header's bytes."""
+    head = _LAYOUT.pack(MAGIC, frame_type, int(summed), view.term, view.number, seq, start, length, checksum)
+    return head + _SUM.pack(xxhash.xxh32_intdigest(head))
+
+
+def unpack(data: bytearray | memoryview) -> Frame:
+    """Parses and checks a header.
+
+    Raises:
+        WireError: Magic, header checksum, type or length is not ours.
+    """
+    head = bytes(data[: _LAYOUT.size])
+    magic, kind, flags, term, number, seq, start, length, checksum = _LAYOUT.unpack(head)
+    if magic != MAGIC:
+        raise WireError(f"frame starts with {magic:#06x}, expected {MAGIC:#06x}: the peer does not speak this protocol")
+    if _SUM.unpack_from(data, _LAYOUT.size)[0] != xxhash.xxh32_intdigest(head):
+        raise WireError("frame header fails its checksum: bytes were damaged on the way")
+    if kind not in _TYPES:
+        raise WireError(f"frame type {kind} is unknown; expected one of {sorted(_TYPES)}")
+    if flags > 1:
+        raise WireError(f"frame flags {flags:#04x} are unknown; expected 0 or 1")
+    if length > MAX_PAYLOAD_NBYTES:
+        raise WireError(f"frame announces {length} bytes, the limit is {MAX_PAYLOAD_NBYTES}")
+    return Frame(_TYPES[kind], ViewId(term, number), seq, start, length, checksum, bool(flags))

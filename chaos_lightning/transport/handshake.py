@@ -1,0 +1,163 @@
+"""Who is at the other end: an authenticated hello on every new connection between members.
+
+Theory of operation. Both ends prove that they know the cluster token by an HMAC over the other's nonce and both
+hellos; the token itself never travels. Without a token (allowed on loopback only, see runtime/access.py) the HMAC key
+is empty and the exchange still checks job, identity and purpose. Messages are JSON of at most 4 KiB behind a 4-byte
+length, the whole handshake has one deadline, and nothing is allocated for a stranger beyond that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import socket
+import struct
+import time
+from dataclasses import asdict, dataclass
+
+from chaos_lightning.errors import RefusedError, WireError
+
+VERSION = 1
+_LIMIT = 4096
+BUFFER_NBYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What the dialling side says. `purpose` is "link" (frames, one per pair) or "bulk" (state ranges)."""
+
+    job: str
+    me: str
+    peer: str
+    purpose: str
+    version: int = VERSION
+
+
+def tune(sock: socket.socket, *, user_timeout_ms: int = 10_000) -> None:
+    """No Nagle, large buffers, cubic (BBR halves loopback), and a dead path noticed by the sender."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_NBYTES)
+    for name, value in (("TCP_CONGESTION", b"cubic"), ("TCP_USER_TIMEOUT", user_timeout_ms)):
+        known: int | None = getattr(socket, name, None)
+        if known is not None:
+            # A kernel without the module or the option works, only slower or later.
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, known, value)
+
+
+def _send(sock: socket.socket, fields: dict[str, object]) -> bytes:
+    body = json.dumps(fields, sort_keys=True).encode()
+    sock.sendall(struct.pack("<I", len(body)) + body)
+    return body
+
+
+def _exactly(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise WireError("handshake took longer than its deadline")
+        sock.settimeout(left)
+        try:
+            part = sock.recv(nbytes - len(data))
+        except TimeoutError as error:
+            raise WireError("handshake took longer than its deadline") from error
+        if not part:
+            raise WireError("connection closed in the middle of the handshake")
+        data += part
+    return data
+
+
+def _receive(sock: socket.socket, deadline: float) -> tuple[dict[str, object], bytes]:
+    (length,) = struct.unpack("<I", _exactly(sock, 4, deadline))
+    if length > _LIMIT:
+        raise WireError(f"handshake message announces {length} bytes, the limit is {_LIMIT}")
+    body = _exactly(sock, length, deadline)
+    try:
+        fields = json.loads(body)
+    except ValueError as error:
+        raise WireError("handshake message is no JSON") from error
+    if not isinstance(fields, dict):
+        raise WireError(f"handshake message is a {type(fields).__name__}, expected an object")
+    return fields, body
+
+
+def _proof(token: bytes, role: bytes, *parts: bytes) -> str:
+    mac = hmac.new(token, role, hashlib.sha256)
+    for part in parts:
+        mac.update(struct.pack("<I", len(part)) + part)
+    return mac.hexdigest()
+
+
+def dial(address: str, port: int, greeting: Greeting, *, token: bytes = b"", deadline_s: float = 5.0) -> socket.socket:
+    """Connects, proves the token both ways and returns a blocking, tuned socket.
+
+    Raises:
+        OSError: Nobody listens there.
+        RefusedError: The other side does not accept this greeting or token, and says why.
+        WireError: The other side does not speak this protocol.
+    """
+    deadline = time.monotonic() + deadline_s
+    sock = socket.create_connection((address, port), timeout=deadline_s)
+    try:
+        tune(sock)
+        challenge, _ = _receive(sock, deadline)
+        server_nonce = str(challenge.get("nonce", "")).encode()
+        nonce = os.urandom(16).hex()
+        body = json.dumps({**asdict(greeting), "nonce": nonce}, sort_keys=True).encode()
+        _send(sock, {"hello": body.decode(), "proof": _proof(token, b"dial", server_nonce, body)})
+        answer, _ = _receive(sock, deadline)
+        if not answer.get("ok"):
+            raise RefusedError(f"{address}:{port} refused {greeting.me} ({greeting.purpose}): {answer.get('reason')}")
+        if not hmac.compare_digest(str(answer.get("proof", "")), _proof(token, b"accept", nonce.encode(), body)):
+            raise RefusedError(f"{address}:{port} does not know the cluster token; it is not a member of this job")
+        sock.settimeout(None)
+        return sock
+    except BaseException:
+        sock.close()
+        raise
+
+
+def accept(sock: socket.socket, *, job: str, me: str, token: bytes = b"", deadline_s: float = 5.0) -> Greeting:
+    """The listening side's half. On refusal the reason is sent, the socket closed and RefusedError raised."""
+    deadline = time.monotonic() + deadline_s
+    try:
+        tune(sock)
+        nonce = os.urandom(16).hex()
+        _send(sock, {"nonce": nonce})
+        answer, _ = _receive(sock, deadline)
+        body = str(answer.get("hello", "")).encode()
+        reason = ""
+        greeting = Greeting("", "", "", "")
+        fields: dict[str, object] = {}
+        if not hmac.compare_digest(str(answer.get("proof", "")), _proof(token, b"dial", nonce.encode(), body)):
+            reason = "wrong or missing cluster token"
+        else:
+            try:
+                fields = json.loads(body)
+                job_given, peer_id, wanted, purpose = (str(fields[k]) for k in ("job", "me", "peer", "purpose"))
+                greeting = Greeting(job_given, peer_id, wanted, purpose, int(str(fields["version"])))
+            except (ValueError, KeyError, TypeError):
+                reason = "malformed hello"
+            else:
+                if greeting.version != VERSION:
+                    reason = f"link protocol {greeting.version}, this member speaks {VERSION}"
+                elif greeting.job != job:
+                    reason = f"job {greeting.job!r}, this member belongs to {job!r}"
+                elif greeting.peer != me:
+                    reason = f"looks for {greeting.peer!r}, this is {me!r}"
+                elif greeting.purpose not in ("link", "bulk"):
+                    reason = f"purpose {greeting.purpose!r}, expected link or bulk"
+        if reason:
+            _send(sock, {"ok": False, "reason": reason})
+            raise RefusedError(f"refused a connection: {reason}")
+        _send(sock, {"ok": True, "proof": _proof(token, b"accept", str(fields["nonce"]).encode(), body)})
+        sock.settimeout(None)
+        return greeting
+    except BaseException:
+        sock.close()
+        raise

@@ -1,0 +1,106 @@
+"""One epoll loop in one thread: link sockets, a listener, timers, and calls from other threads.
+
+Theory of operation. Everything that must not race runs here: the member machine, the reducer, the links. Other threads
+hand work in by `call(fn)`; an eventfd wakes the loop at most once per batch of calls. An exception in a callback is
+fatal for the loop: it is kept, `on_crash` is told, and the training thread raises it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+
+class IoLoop:
+    """See the module. `start()` runs it in a daemon thread; `stop()` ends and joins it."""
+
+    def __init__(self, name: str, on_crash: Callable[[BaseException], None]) -> None:
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._handlers: dict[int, Callable[[int], None]] = {}
+        self._calls: deque[Callable[[], None]] = deque()
+        self._awake = False
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._ids = itertools.count()
+        self._on_crash = on_crash
+        self._running = True
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def inside(self) -> bool:
+        """Whether the caller runs in the loop's thread."""
+        return threading.current_thread() is self._thread
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Runs `function` in the loop's thread, soon; callable from any thread."""
+        self._calls.append(function)
+        if not self._awake:
+            self._awake = True
+            try:
+                os.eventfd_write(self._wake, 1)
+            except (OSError, ValueError):  # the loop has ended (its descriptor is -1); nobody waits for this call
+                self._awake = False
+
+    def later(self, delay_s: float, function: Callable[[], None]) -> None:
+        """Runs `function` once after `delay_s`; only from the loop's thread."""
+        heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._ids), function))
+
+    def register(self, fd: int, events: int, handler: Callable[[int], None]) -> None:
+        self._handlers[fd] = handler
+        self._epoll.register(fd, events)
+
+    def modify(self, fd: int, events: int) -> None:
+        if fd in self._handlers:
+            self._epoll.modify(fd, events)
+
+    def unregister(self, fd: int) -> None:
+        if self._handlers.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        def end() -> None:
+            self._running = False
+
+        self.call(end)
+        if self._thread.is_alive() and not self.inside():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while self._running:
+                self._turn()
+        except BaseException as error:
+            self._on_crash(error)
+        finally:
+            self._epoll.close()
+            wake, self._wake = self._wake, -1
+            os.close(wake)
+
+    def _turn(self) -> None:
+        timeout = 1.0
+        if self._timers:
+            timeout = max(0.0, min(timeout, self._timers[0][0] - time.monotonic()))
+        if self._calls:
+            timeout = 0.0
+        for fd, events in self._epoll.poll(timeout):
+            if fd == self._wake:
+                self._awake = False
+                os.eventfd_read(self._wake)
+                continue
+            handler = self._handlers.get(fd)
+            if handler is not None:
+                handler(events)
+        while self._calls:
+            self._calls.popleft()()
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()

@@ -1,0 +1,103 @@
+"""Types of the configuration: what Hydra checks the YAML files and the command line against.
+
+Theory of operation. Each dataclass mirrors one constructor: same names, same types, same defaults; `tests/configs`
+compares them with the constructors' signatures, so neither can move alone. `register` puts them into Hydra's
+ConfigStore as `*_schema` entries, on which the YAML files of the same group build (`defaults: [chaos_schema]`). A
+misspelt or mistyped setting is therefore refused when the configuration is put together, before any process joins a
+job.
+
+The groups `model` and `data` are open: they belong to whoever brings a model and data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+@dataclass(kw_only=True)
+class OptionsConfig:
+    """`chaos_lightning.strategies.ChaosOptions`; None: the environment's CHAOS_<NAME>, else the default."""
+
+    token_file: str | None = None
+    bind: str | None = None
+    plan: str | None = None
+    chunk_nbytes: int | None = None
+    heartbeat_timeout_s: float | None = None
+    join_timeout_s: float | None = None
+    step_timeout_s: float | None = None
+    host_scheduler: bool | None = None
+    overlap: bool | None = None
+    state_hash_every: int | None = None
+    seed: int | None = None
+    leave_on_signals: bool = True
+
+
+@dataclass(kw_only=True)
+class ChaosStrategyConfig:
+    """`chaos_lightning.strategies.ChaosStrategy`."""
+
+    _target_: str = "chaos_lightning.strategies.ChaosStrategy"
+    endpoint: str | None = None
+    job: str | None = None
+    name: str | None = None
+    min_nodes: int | None = None
+    max_nodes: int | None = None
+    data: str = "shared"
+    log_dir: str | None = None
+    options: OptionsConfig = field(default_factory=OptionsConfig)
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    """Arguments of `lightning.pytorch.Trainer` that groups and experiments set; `+trainer.x=y` adds others."""
+
+    _target_: str = "lightning.pytorch.Trainer"
+    _convert_: str = "all"
+    accelerator: Any = "cpu"
+    """A name, or a mapping with `_target_` (NPU)."""
+    devices: Any = 1
+    """A count or a list of numbers; one device per process."""
+    precision: Any = None
+    plugins: Any = None
+    max_epochs: int | None = None
+    max_steps: int = -1
+    min_epochs: int | None = None
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    log_every_n_steps: int = 10
+    limit_train_batches: Any = 1.0
+    """A fraction (float) or a number of batches (int)."""
+    limit_val_batches: Any = 1.0
+    val_check_interval: Any = None
+    enable_checkpointing: bool = True
+    enable_progress_bar: bool = True
+    enable_model_summary: bool = False
+    logger: Any = False
+    default_root_dir: str | None = None
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """The root, `config.yaml`."""
+
+    seed: int = 1
+    monitor: str = "val_loss"
+    """Metric that a sweep looks at."""
+    device: str = "cpu"
+    """What the group `accelerator` chose, for strategies that are told a device."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    strategy: Any = MISSING
+    model: dict[str, Any] = MISSING
+    data: dict[str, Any] = MISSING
+    callbacks: dict[str, Any] = field(default_factory=dict)
+
+
+def register() -> None:
+    """Tell Hydra about the types. Calling it again changes nothing."""
+    store = ConfigStore.instance()
+    store.store(name="train_schema", node=TrainConfig, provider="chaos_lightning")
+    store.store(group="strategy", name="chaos_schema", node=ChaosStrategyConfig, provider="chaos_lightning")

@@ -1,0 +1,184 @@
+"""Lightning's small collectives as numbered slots of the job (PROTOCOL.md 28).
+
+Theory of operation. Each collective is one gather: every member sends its value, gets everybody's in rank order, and
+computes the answer by itself, so that all get the same bits. The slot's name says which call it is, so members that
+are at different places are told so by name instead of hanging. While this member is not in the job (setting up, after
+leaving, between being fenced and joining again) every collective answers with the member's own value.
+
+Inside `training_step` things differ: a member without samples in a micro-batch does not run `training_step` at all,
+so a collective there would find some members and miss others. What `self.log(..., on_step=True, sync_dist=True)`
+reduces is therefore put aside and exchanged once, when every member is past its `training_step`; the tensors that
+`log` holds are filled in place. Other collectives inside `training_step` are refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from torch import Tensor
+
+from chaos_lightning.errors import DisagreementError, UnsupportedError
+from chaos_lightning.strategies import results
+from chaos_lightning.strategies.payload import decode_payload, encode_payload
+
+Gather = Callable[[str, bytes], list[tuple[str, bytes]] | None]
+
+_OWN = os.path.dirname(os.path.abspath(__file__))
+_SKIPPED = ("strategy.py", "collectives.py", "parallel.py", "strategy.py", "apply_func.py", "contextlib.py")
+_MEANS = ("mean", "avg", "AVG")
+
+
+def call_site() -> str:
+    """`file.py:function` of the code that asked for the collective, past the strategy and generic helpers."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and os.path.basename(frame.f_code.co_filename) in _SKIPPED:
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_code.co_name}"
+
+
+def reduced(values: Sequence[Tensor], op: str) -> Tensor:
+    """One tensor out of the members' in rank order; low precision is summed in float32, a mean of integers is a
+    float."""
+    op = op.lower()
+    first = values[0]
+    if any(v.shape != first.shape for v in values):
+        raise DisagreementError(
+            f"a reduce found tensors of shapes {[tuple(v.shape) for v in values]}; expected one shape"
+        )
+    stacked = torch.stack([v.to(first.dtype) for v in values])
+    if op in ("min", "max"):
+        return stacked.amin(0) if op == "min" else stacked.amax(0)
+    if op == "product":
+        return stacked.prod(0)
+    if op not in ("mean", "avg", "sum"):
+        raise UnsupportedError(f"reduce with {op!r} is not supported; expected sum, mean, min, max or product")
+    if not stacked.dtype.is_floating_point and not stacked.dtype.is_complex:
+        total = stacked.sum(0)
+        return total if op == "sum" else total.to(torch.get_default_dtype()) / len(values)
+    wide = stacked.float() if stacked.dtype in (torch.float16, torch.bfloat16) else stacked
+    total = wide.sum(0)
+    return (total if op == "sum" else total / len(values)).to(first.dtype)
+
+
+class Collectives:
+    """See the module.
+
+    Args:
+        gather: Exchanges bytes under a name; None if this member is not in the job.
+        device: Where tensors of answers go.
+    """
+
+    def __init__(self, gather: Gather, device: Callable[[], torch.device]) -> None:
+        self._gather = gather
+        self._device = device
+        self._in_step = False
+        self._waiting: list[tuple[str, Tensor]] = []
+        self._hook = ""
+        self.syncs: set[str] = set()
+        """Of "training_step" and "validation_step", those in which somebody has asked for a reduce; then each batch has
+        one exchange."""
+
+    # ------------------------------------------------------------------ plain collectives
+
+    def exchange(self, name: str, value: Any) -> list[Any] | None:
+        """Everybody's value in rank order; None if this member is not in the job."""
+        if self._in_step:
+            raise UnsupportedError(
+                f"{name}: collectives inside {self._hook} are not supported (only self.log(..., "
+                "sync_dist=True) is), since "
+                "members without samples do not run it; move it to on_train_batch_end or to the end of the epoch"
+            )
+        answers = self._gather(name, encode_payload(value))
+        if answers is None:
+            return None
+        return [decode_payload(data, self._device()) for _, data in answers]
+
+    def barrier(self, name: str | None) -> None:
+        """All members are here."""
+        self.exchange(f"barrier {name or call_site()}", None)
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """The value of rank `source`. Everybody sends its own: if that member dies meanwhile, its successor's
+        counts."""
+        answers = self.exchange(f"broadcast at {call_site()}", value)
+        if answers is None:
+            return value
+        return answers[source] if source < len(answers) else answers[0]
+
+    def reduce(self, value: Any, op: str) -> Any:
+        """A tensor reduced over members; other values come back as they are, as with DDP."""
+        if not isinstance(value, Tensor):
+            return value
+        if self._in_step:
+            kept = value.detach()
+            if op.lower() in ("mean", "avg") and not kept.dtype.is_floating_point:
+                kept = kept.to(torch.get_default_dtype())
+            self._waiting.append((op, kept))
+            return kept
+        answers = self.exchange(f"reduce {op} at {call_site()}", value)
+        return value if answers is None else reduced(answers, op)
+
+    def all_gather(self, value: Tensor) -> Tensor:
+        """Stacked over members in rank order."""
+        answers = self.exchange(f"all_gather at {call_site()}", value)
+        if answers is None:
+            return value.unsqueeze(0)
+        shapes = {tuple(a.shape) for a in answers}
+        if len(shapes) > 1:
+            raise DisagreementError(
+                f"all_gather at {call_site()} found shapes {sorted(shapes)}; pad to one shape, since the last "
+                "batch of an "
+                "epoch may be smaller at some members"
+            )
+        return torch.stack(answers)
+
+    def decide(self, decision: bool, every: bool) -> bool:
+        """Whether all (or any) members say yes."""
+        answers = self.exchange(f"decision at {call_site()}", bool(decision))
+        if answers is None:
+            return bool(decision)
+        return all(answers) if every else any(answers)
+
+    # ------------------------------------------------------------------ inside training_step
+
+    def enter_step(self, hook: str = "training_step") -> None:
+        self._in_step, self._hook, self._waiting = True, hook, []
+
+    def leave_step(self, collection: _ResultCollection, *, always: bool = False) -> None:
+        """Every member is past its step: exchange what was put aside.
+
+        Args:
+            collection: What `self.log` keeps; a member that had no samples gets the others' values there.
+            always: Exchange even if there is nothing to: then all learn whether there is.
+        """
+        waiting, self._waiting, self._in_step = self._waiting, [], False
+        if not waiting and not always and self._hook not in self.syncs:
+            return
+        mine = [[op, tensor, results.key_of(collection, tensor)] for op, tensor in waiting]
+        answers = self.exchange(f"values logged in {self._hook} with sync_dist=True", mine)
+        if answers is None:
+            return
+        logged = [answer for answer in answers if answer]
+        if logged:
+            self.syncs.add(self._hook)
+        counts = {len(answer) for answer in logged}
+        if len(counts) > 1:
+            raise DisagreementError(
+                f"members logged {sorted(counts)} values with sync_dist=True in one {self._hook}; "
+                "every member that has samples must log the same ones"
+            )
+        for place, (op, _, key) in enumerate(logged[0] if logged else ()):
+            value = reduced([answer[place][1] for answer in logged], op)
+            if waiting:
+                waiting[place][1].copy_(value)
+            else:
+                results.fill(collection, key, value)
+
+    def abandon_step(self) -> None:
+        """training_step raised: forget what it put aside."""
+        self._in_step, self._waiting = False, []

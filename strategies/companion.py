@@ -1,0 +1,64 @@
+"""A private callback, first in the list: Lightning's hooks that a strategy does not get."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from chaos_lightning.observe.events import Event
+from chaos_lightning.strategies import results
+from chaos_lightning.strategies.evaluation import refit_limits
+
+if TYPE_CHECKING:
+    from chaos_lightning.strategies.strategy import ChaosStrategy
+
+
+class Companion(Callback):
+    """Inserted by the strategy; keeps no state of its own."""
+
+    def __init__(self, strategy: ChaosStrategy) -> None:
+        self._strategy = strategy
+        self._began = 0.0
+
+    @property
+    def state_key(self) -> str:
+        return "chaos_lightning.Companion"
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before any value of the epoch is computed: one that left ends fit here; the others agree on keys."""
+        session = self._strategy.session
+        if session is not None and session.departed:
+            # fit's loop ends at a StopIteration, without the epoch-end hooks that would judge half an epoch.
+            raise StopIteration
+        results.agree(
+            trainer,
+            trainer.fit_loop.epoch_loop._results,
+            self._strategy.collectives.exchange,
+            "the training epoch",
+            self._strategy.reduce,
+        )
+        if session is not None and len(session.members) > 1:
+            results.count_as_updated(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = time.monotonic()
+        refit_limits(trainer)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """All members are past their batches: from here on they do the same again."""
+        if self._strategy.session is not None:
+            self._strategy.session.evaluating = None
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        session = self._strategy.session
+        if session is not None and session.in_job:
+            session.engine.events.emit(Event.VALIDATION, seconds=round(time.monotonic() - self._began, 4))
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Other callbacks may write a checkpoint now; that must not call for the others."""
+        self._strategy.on_exception(exception)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Companion:
+        return Companion(self._strategy)

@@ -1,0 +1,108 @@
+"""The training loader between Lightning and the job: batches out, the rest point in.
+
+Theory of operation. No strategy hook lies between two steps, but Lightning fetches the next batch exactly there, when
+all its counters are at rest. So `TrainLoader.__next__` first lets the strategy do what may only be done at rest
+(join, let others in, join again after being fenced, stop after leaving) and then takes a micro-batch of the elastic
+loader. Length and attributes are the elastic loader's and the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Trainer
+from torch.utils.data import IterableDataset
+
+from chaos_lightning.data.loader import ElasticLoader
+from chaos_lightning.membership.types import GENESIS, Header, View
+from chaos_lightning.runtime.engine import Engine
+from chaos_lightning.strategies.loops import epoch_of
+
+if TYPE_CHECKING:
+    from chaos_lightning.strategies.session import Session
+
+
+class EngineSource:
+    """The job as the elastic loader sees it (`data.source.DealSource`), also before there is an engine."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.engine: Engine | None = None
+
+    @property
+    def header(self) -> Header:
+        return self.engine.header if self.engine is not None else GENESIS
+
+    @property
+    def view(self) -> View | None:
+        return self.engine.view if self.engine is not None else None
+
+    @property
+    def ruling_view(self) -> View | None:
+        return self.engine.ruling_view if self.engine is not None else None
+
+    @property
+    def member_id(self) -> str:
+        return self.engine.member_id if self.engine is not None else ""
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+
+class TrainLoader:
+    """What Lightning iterates over instead of the user's loader.
+
+    Args:
+        elastic: Deals.
+        trainer: Whose fit this is.
+        session: This fit's part in the job.
+    """
+
+    def __init__(self, elastic: ElasticLoader, trainer: Trainer, session: Session) -> None:
+        self.elastic = elastic
+        self._trainer = trainer
+        self._session = session
+        self._batches: Iterator[Any] | None = None
+
+    def __iter__(self) -> TrainLoader:
+        self._batches = None
+        return self
+
+    def __next__(self) -> Any:
+        self._session.rest()
+        return next(self.begin())
+
+    def begin(self) -> Iterator[Any]:
+        """Begins a pass over the epoch that Lightning is in, unless one is under way."""
+        if self._batches is None:
+            epoch = epoch_of(self._trainer)
+            self.elastic.set_epoch(epoch)
+            self._session.begin_pass(epoch)
+            self._batches = iter(self.elastic)
+        return self._batches
+
+    def __len__(self) -> int:
+        return self._session.length()
+
+    def restart(self) -> None:
+        """The member has the state of another place in the data now."""
+        self._batches = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints: what is spent (PROTOCOL.md 27)."""
+        return self.elastic.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.elastic.load_state_dict(state)
+        self._batches = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "elastic":
+            raise AttributeError(name)
+        loader = self.elastic.loader
+        if name == "dataset" and isinstance(getattr(loader, "dataset", None), IterableDataset):
+            # Lightning would warn about its length, which it does not need here.
+            raise AttributeError("dataset")
+        return getattr(loader, name)

@@ -1,0 +1,80 @@
+"""The cluster as Lightning sees it: rank and world size come live from the view, not from RANK and WORLD_SIZE.
+
+Theory of operation. Three phases. *Outside a job* (validate, test, predict, or before fit) this process is rank 0 of
+1 and works alone. *Setting up* for fit, nobody knows yet whether this member founds the job or joins it in epoch 3,
+so it must not look like the writer: it is rank 1 of 2 until the first rest point, and collectives do nothing. *In the
+job* rank and world size are those of the view at the last committed slot; the training thread sets them, so they
+never change under its feet.
+"""
+
+from __future__ import annotations
+
+import os
+
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+ALONE = (0, 1)
+SETTING_UP = (1, 2)
+
+
+def local_rank() -> int:
+    """This process's place on its machine; picks the accelerator."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+class ChaosEnvironment(ClusterEnvironment):
+    """See the module. One per strategy."""
+
+    def __init__(self) -> None:
+        self._rank, self._world_size = ALONE
+        self.preparing_data = False
+        """Every process then counts as its machine's first one: each prepares data, one after the other."""
+
+    def place(self, rank: int, world_size: int) -> bool:
+        """Sets both.
+
+        Returns:
+            Whether this process has become the writer by it.
+        """
+        promoted = rank == 0 and self._rank != 0
+        self._rank, self._world_size = rank, world_size
+        rank_zero_only.rank = rank
+        return promoted
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def world_size(self) -> int:
+        return self._world_size
+
+    def set_global_rank(self, rank: int) -> None:
+        """Ignored: the view says it."""
+
+    def set_world_size(self, size: int) -> None:
+        """Ignored: the view says it."""
+
+    def local_rank(self) -> int:
+        return 0 if self.preparing_data else local_rank()
+
+    def node_rank(self) -> int:
+        """0 on every machine: machines come and go, so each one prepares data for itself."""
+        return 0
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """There is no process group and so no main address."""
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        """Never chosen by itself: only together with the strategy."""
+        return False

@@ -1,0 +1,210 @@
+"""Validation during fit, dealt out among members: every batch is evaluated once, also if a member dies meanwhile.
+
+Theory of operation. Validation sees constant membership but for deaths. When it begins, batch i of the loader goes to
+member i mod W in rank order: the batches are those of one machine, nothing is padded or evaluated twice, and members'
+numbers of batches differ by one at most. At the end all members meet; if one is missing, what it had evaluated died
+with it, so its batches are dealt out again among the others, until everybody who is left has met. Before values are
+computed, members agree on the keys that were logged, and each number logged per epoch is reduced over members, with
+`sync_dist=True` or without: a value of a part of the validation set would send schedulers and early stopping different
+ways on different members.
+
+What cannot be dealt this way (iterables, shuffled loaders, subclasses of DataLoader, fewer batches than members) is
+evaluated in full by every member, as is everything with `Trainer(use_distributed_sampler=False)`.
+
+Lightning asks for a length to know the last batch. Here the last batch is followed by the meeting, which must not come
+before that batch has been evaluated; so the length that Lightning's fetcher gets is one more, and ours ends the pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from chaos_lightning.strategies import results
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from chaos_lightning.strategies.session import Session
+
+_log = logging.getLogger("chaos_lightning")
+
+
+def can_be_dealt(loader: Any, trainer: Trainer) -> bool:
+    """Whether all members find the same batches at the same places, and one can draw some of them only."""
+    return (
+        type(loader) is DataLoader
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.batch_sampler) is BatchSampler
+        and type(loader.sampler) is SequentialSampler
+        and not is_param_in_hook_signature(trainer.lightning_module.validation_step, "dataloader_iter", explicit=True)
+    )
+
+
+class EvalLoader:
+    """What Lightning iterates over instead of the user's validation loader.
+
+    Args:
+        loader: One for which `can_be_dealt`.
+        trainer: Whose fit this is.
+        session: This fit's part in the job.
+    """
+
+    def __init__(self, loader: DataLoader[Any], trainer: Trainer, session: Session) -> None:
+        self._loader = loader
+        self._trainer = trainer
+        self._session = session
+        self._plan: list[list[int]] = []
+        self._members: tuple[str, ...] = ()
+        self._share: dict[str, list[int]] = {}
+        self._left = 0
+        self._rounds = 0
+        self.steps = 0
+        """Batches of this pass so far."""
+        self._batches: Iterator[Any] = iter(())
+
+    # ------------------------------------------------------------------ how much
+
+    @property
+    def total(self) -> int:
+        """Batches that the job evaluates, `limit_val_batches` considered."""
+        return int(_parse_num_batches(RunningStage.VALIDATING, len(self._loader), self._trainer.limit_val_batches))
+
+    @property
+    def dealt(self) -> bool:
+        """Whether a validation that began now would be dealt out."""
+        members = self._session.members
+        return len(members) > 1 and self.total >= len(members)
+
+    def own(self) -> int:
+        """Batches of this member in a validation that began now."""
+        return len(self._deal()[self._session.member_id]) if self.dealt else self.total
+
+    def __len__(self) -> int:
+        return self.own() + 1 if self.dealt else len(self._loader)
+
+    def _deal(self) -> dict[str, list[int]]:
+        members = self._session.members
+        return {m: list(range(place, self.total, len(members))) for place, m in enumerate(members)}
+
+    # ------------------------------------------------------------------ a pass
+
+    def __iter__(self) -> Iterator[Any]:
+        self.steps = 0
+        self._session.evaluating = None
+        if not self.dealt:
+            return iter(self._loader)
+        self._session.evaluating = self
+        self._members, self._share = self._session.members, self._deal()
+        self._rounds = max(len(share) for share in self._share.values())
+        self._draw(self._share[self._session.member_id])
+        return self
+
+    def __next__(self) -> Any:
+        if self._left:
+            self.steps += 1
+            self._left -= 1
+            self._rounds -= 1
+            return next(self._batches)
+        while self._meet():
+            if self._left:
+                return next(self)
+        raise StopIteration
+
+    def _draw(self, wanted: Sequence[int]) -> None:
+        """Fetches these batches, in order."""
+        every = list(self._loader.batch_sampler)
+        loader = self._loader
+        kwargs: dict[str, Any] = {"num_workers": loader.num_workers}
+        if loader.num_workers:
+            kwargs |= {
+                "prefetch_factor": loader.prefetch_factor,
+                "multiprocessing_context": loader.multiprocessing_context,
+                "worker_init_fn": loader.worker_init_fn,
+                "timeout": loader.timeout,
+            }
+        self._batches = iter(
+            DataLoader(
+                loader.dataset,
+                batch_sampler=[every[number] for number in wanted],
+                collate_fn=loader.collate_fn,
+                pin_memory=loader.pin_memory,
+                **kwargs,
+            )
+        )
+        self._left = len(wanted)
+
+    def _meet(self) -> bool:
+        """The end of this member's batches. Whether anybody has more of them."""
+        session = self._session
+        collection = self._trainer.fit_loop.epoch_loop.val_loop._results
+        while self._rounds > 0:
+            # Others have one batch more, and may reduce what they log in it.
+            self._rounds -= 1
+            session.collectives.enter_step("validation_step")
+            session.collectives.leave_step(collection)
+        answers = session.gather(f"end of validation ({len(self._members)} members)", b"")
+        if answers is None:
+            return False
+        here = {member for member, _ in answers}
+        lost = [member for member in self._members if member not in here]
+        if lost:
+            self._deal_again(lost)
+            return True
+        reduce = self._trainer.strategy.reduce
+        results.agree(self._trainer, collection, session.collectives.exchange, "validation", reduce)
+        results.reduce_all(collection)
+        return False
+
+    def _deal_again(self, lost: Sequence[str]) -> None:
+        """The dead's batches go to those who are left."""
+        numbers = sorted(number for member in lost for number in self._share[member])
+        self._members = tuple(m for m in self._members if m not in lost)
+        _log.warning("%s died during validation; %d batches are evaluated again", ", ".join(lost), len(numbers))
+        again = {m: numbers[place :: len(self._members)] for place, m in enumerate(self._members)}
+        for member, share in again.items():
+            self._share[member] += share
+        for member in lost:
+            del self._share[member]
+        self._rounds = max(len(share) for share in again.values())
+        mine = again[self._session.member_id]
+        self._draw(mine)
+        val_loop = self._trainer.fit_loop.epoch_loop.val_loop
+        combined, fetcher = val_loop._combined_loader, val_loop._data_fetcher
+        if combined is not None and combined._iterator is not None and fetcher is not None:
+            place = next(i for i, loader in enumerate(combined.flattened) if loader is self)
+            combined._iterator.limits[place] += len(mine)
+            fetcher.length += len(mine)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+def refit_limits(trainer: Trainer) -> None:
+    """Before a validation of fit: limits follow the members. Lightning counts batches once, when loaders are made."""
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    combined: CombinedLoader | None = val_loop._combined_loader
+    if combined is None or trainer.sanity_checking:
+        return
+    shown = list(val_loop._max_batches)
+    limits: list[int | float] = list(shown)
+    for place, loader in enumerate(combined.flattened):
+        if isinstance(loader, EvalLoader):
+            shown[place] = loader.own()
+            limits[place] = loader.own() + 1 if loader.dealt else loader.total
+    val_loop._max_batches = shown
+    combined.limits = limits
+    if combined._iterator is not None:
+        combined._iterator.limits = limits
+    fetcher = val_loop._data_fetcher
+    if fetcher is not None and fetcher.length is not None:
+        fetcher.length = len(combined)

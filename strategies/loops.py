@@ -1,0 +1,197 @@
+"""Lightning's loop state: what a newcomer takes over, and the lengths that must be refitted when members come and go.
+
+Theory of operation. Lightning computes an epoch's length once and copies it to many places. Here it changes with the
+members, so after each commit and each view change `refit` writes it everywhere again: before Lightning asks whether
+the batch was the epoch's last one. A newcomer's loops stand at the start of epoch 0 when it is let in; `adopt` gives
+them the donors' counters at the same point between two batches, so that from there on all members take the same
+branches. Everything private that is touched here is listed in `tests/strategies/test_canary.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loops import _Loop
+
+ENDLESS = 1 << 62
+"""Length that the fetcher is told while nobody knows it. Not None: then it would fetch a batch ahead."""
+
+_CONNECTOR_DICTS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
+
+def batches_begun(trainer: Trainer) -> int:
+    """Micro-batches of this epoch that Lightning has begun."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+
+def epoch_of(trainer: Trainer) -> int:
+    """The pass over the data that Lightning is in."""
+    return int(trainer.fit_loop.epoch_progress.current.processed)
+
+
+def limited(trainer: Trainer, total: float) -> float:
+    """`limit_train_batches` applied: an int counts micro-batches of each member, a fraction is of the present
+    length."""
+    limit = trainer.limit_train_batches
+    if isinstance(limit, int):
+        return min(total, limit)
+    if limit == 1.0 or math.isinf(total):
+        return total
+    step = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
+    return min(total, max(1, round(total * limit / step)) * step)
+
+
+def refit(trainer: Trainer, total: float) -> bool:
+    """Tells all of Lightning how many micro-batches this epoch has.
+
+    Args:
+        trainer: In `fit`, at any point of a training epoch.
+        total: Micro-batches of each member in this epoch, those already begun included; inf if unknown.
+
+    Returns:
+        Whether the batch begun last is the epoch's last.
+    """
+    fit_loop = trainer.fit_loop
+    total = limited(trainer, total)
+    begun = batches_begun(trainer)
+    over = begun >= total
+    fit_loop.max_batches = total
+    combined = fit_loop._combined_loader
+    if combined is not None:
+        combined.limits = [total]
+        if combined._iterator is not None:
+            combined._iterator.limits = [total]
+    fetcher = fit_loop._data_fetcher
+    if fetcher is not None:
+        fetcher.length = ENDLESS if math.isinf(total) else int(total)
+        fetcher.fetched = begun
+        fetcher.done = over
+    fit_loop.epoch_loop.batch_progress.is_last_batch = over and begun > 0
+    if getattr(trainer, "_val_check_time_interval", None) is None and not isinstance(trainer.val_check_interval, int):
+        interval = trainer.val_check_interval
+        trainer.val_check_batch = math.inf if math.isinf(total) else max(1, int(total * interval))
+    _refit_bars(trainer, total)
+    return over
+
+
+def _refit_bars(trainer: Trainer, total: float) -> None:
+    bar = trainer.progress_bar_callback
+    shown = None if math.isinf(total) else int(total)
+    if isinstance(bar, TQDMProgressBar) and bar._train_progress_bar is not None:
+        bar.train_progress_bar.total = shown
+    elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.train_progress_bar_id is not None:
+        bar.progress.update(bar.train_progress_bar_id, total=shown)
+
+
+# --- the counters that travel ----------------------------------------------------------------------------------------
+
+
+def loops_manifest(trainer: Trainer) -> dict[str, Any]:
+    """Counters of all loops of fit at a rest point, and what of the trainer decides which branches are taken."""
+    fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    states = {key: value for key, value in fit_loop.state_dict().items() if key != "state_dict"}
+    connector = trainer._logger_connector
+    return {
+        "loops": states,
+        "skip_next_val": epoch_loop._skip_next_val,
+        "val_has_run": epoch_loop.val_loop._has_run,
+        "train_reload_epoch": _finite(fit_loop._last_train_dl_reload_epoch),
+        "val_reload_epoch": _finite(epoch_loop.val_loop._last_val_dl_reload_epoch),
+        "seen_val_batches": dict(epoch_loop.val_loop._seen_batches_per_dataloader),
+        "should_stop": bool(trainer.should_stop),
+        "first_loop_iter": connector._first_loop_iter,
+        "current_fx": connector._current_fx,
+        "metrics": {name: _plain(getattr(connector, name)) for name in _CONNECTOR_DICTS},
+    }
+
+
+def _finite(value: float) -> float | None:
+    return None if math.isinf(value) else value
+
+
+def _plain(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Clones, since donors go on while the bytes travel."""
+    return {k: v.detach().clone() if hasattr(v, "detach") else v for k, v in metrics.items()}
+
+
+def adopt_loops(trainer: Trainer, manifest: dict[str, Any]) -> None:
+    """Puts this member's loops where the donors' stand. Call between two batches only."""
+    fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    fit_loop.load_state_dict(dict(manifest["loops"]))
+    fit_loop._combined_loader_states_to_load = []
+    for loop in (
+        fit_loop,
+        epoch_loop,
+        epoch_loop.val_loop,
+        epoch_loop.automatic_optimization,
+        epoch_loop.manual_optimization,
+    ):
+        settle(loop)
+    epoch_loop._skip_next_val = manifest["skip_next_val"]
+    epoch_loop.val_loop._has_run = manifest["val_has_run"]
+    for loop, name, key in (
+        (fit_loop, "_last_train_dl_reload_epoch", "train_reload_epoch"),
+        (epoch_loop.val_loop, "_last_val_dl_reload_epoch", "val_reload_epoch"),
+    ):
+        setattr(loop, name, -math.inf if manifest[key] is None else manifest[key])
+    epoch_loop.val_loop._seen_batches_per_dataloader.clear()
+    epoch_loop.val_loop._seen_batches_per_dataloader.update(manifest["seen_val_batches"])
+    trainer.should_stop = manifest["should_stop"]
+    connector = trainer._logger_connector
+    connector._first_loop_iter = manifest["first_loop_iter"]
+    connector._current_fx = manifest["current_fx"]
+    device = trainer.strategy.root_device
+    for name in _CONNECTOR_DICTS:
+        moved = {k: v.to(device) if hasattr(v, "to") else v for k, v in manifest["metrics"][name].items()}
+        setattr(connector, name, moved)
+
+
+def settle(loop: _Loop) -> None:
+    """This loop is in the middle of its run, neither restarting nor resuming. The `restarting` property's setter would
+    say otherwise whenever max_steps is set."""
+    loop._restarting = False
+    loop._loaded_from_state_dict = False
+    loop._resuming_from_checkpoint = False
+    loop.reset_restart_stage()
+
+
+# --- getting to the next rest point whatever the counters say --------------------------------------------------------
+
+
+@dataclass
+class Suspension:
+    """Limits lifted while this member is out of the job but must get back to its next rest point."""
+
+    max_steps: int
+    max_epochs: int | None
+    min_epochs: int | None
+    should_stop: bool
+
+    @classmethod
+    def begin(cls, trainer: Trainer) -> Suspension:
+        """From here on nothing ends the loop: the state it counts with is void."""
+        fit_loop = trainer.fit_loop
+        kept = cls(fit_loop.epoch_loop.max_steps, fit_loop.max_epochs, fit_loop.min_epochs, trainer.should_stop)
+        fit_loop.epoch_loop.max_steps = -1
+        fit_loop.max_epochs = -1
+        fit_loop.min_epochs = 1 << 62
+        trainer.should_stop = False
+        skip_validation(trainer)
+        refit(trainer, math.inf)
+        return kept
+
+    def end(self, trainer: Trainer) -> None:
+        trainer.fit_loop.epoch_loop.max_steps = self.max_steps
+        trainer.fit_loop.max_epochs = self.max_epochs
+        trainer.fit_loop.min_epochs = self.min_epochs
+        trainer.should_stop = self.should_stop
+        trainer.fit_loop.epoch_loop._skip_next_val = False
+
+
+def skip_validation(trainer: Trainer) -> None:
+    """A validation that this batch would cause does not take place."""
+    trainer.fit_loop.epoch_loop._skip_next_val = True

@@ -1,0 +1,206 @@
+"""What is refused, and why: one table, applied before training starts.
+
+Theory of operation. Every entry looks at one thing and returns what it found, in words, or nothing. All findings are
+reported together, so that a user does not meet them one by one. Better a refusal than a run that is silently
+something else.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+
+from chaos_lightning.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One row of the table.
+
+    Attributes:
+        what: The feature, as a user would name it.
+        why: Why it cannot be served, and what to do instead.
+        found: Looks at a trainer in fit, before (`early`) or after its optimizers exist; returns what it found, or "".
+        early: Whether it needs no optimizers.
+    """
+
+    what: str
+    why: str
+    found: Callable[[Trainer], str]
+    early: bool = True
+
+
+def _callbacks(*kinds: type) -> Callable[[Trainer], str]:
+    return lambda trainer: ", ".join(type(c).__name__ for c in trainer.callbacks if isinstance(c, kinds))
+
+
+def _modules(test: Callable[[nn.Module], bool]) -> Callable[[Trainer], str]:
+    return lambda trainer: ", ".join(
+        f"{name or 'the module'} ({type(m).__name__})"
+        for name, m in trainer.lightning_module.named_modules()
+        if test(m)
+    )
+
+
+def _optimizers(test: Callable[[torch.optim.Optimizer], bool]) -> Callable[[Trainer], str]:
+    return lambda trainer: ", ".join(type(o).__name__ for o in trainer.strategy.optimizers if test(o))
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    return any(nn.parameter.is_lazy(p) for p in module.parameters(recurse=False))
+
+
+def _local_data_fraction(trainer: Trainer) -> str:
+    if getattr(trainer.strategy, "data", "shared") != "local":
+        return ""
+    found = []
+    if isinstance(trainer.val_check_interval, float) and trainer.val_check_interval != 1.0:
+        found.append(f"val_check_interval={trainer.val_check_interval}")
+    if isinstance(trainer.limit_train_batches, float) and trainer.limit_train_batches != 1.0:
+        found.append(f"limit_train_batches={trainer.limit_train_batches}")
+    return ", ".join(found)
+
+
+TABLE: tuple[Refusal, ...] = (
+    Refusal(
+        "sync_batchnorm",
+        "statistics of a forward pass would need all members within it, and one of them may be idle or gone; "
+        "plain BatchNorm's "
+        "running statistics are averaged with each step",
+        lambda t: "Trainer(sync_batchnorm=True)" if t.strategy._layer_sync is not None else "",
+    ),
+    Refusal(
+        "SyncBatchNorm",
+        "it uses torch.distributed inside the forward pass, where members may be idle or gone; use BatchNorm",
+        _modules(lambda m: isinstance(m, nn.SyncBatchNorm)),
+    ),
+    Refusal(
+        "lazy modules",
+        "newcomers need the parameters' shapes before the first batch; run one batch through the module before fit",
+        _modules(_is_lazy),
+    ),
+    Refusal(
+        "sparse gradients",
+        "gradients are reduced in place as dense memory; use sparse=False",
+        _modules(lambda m: isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse),
+    ),
+    Refusal(
+        "gradient accumulation that changes",
+        "micro-batches per step are part of what members agree on; use Trainer(accumulate_grad_batches=...)",
+        _callbacks(GradientAccumulationScheduler),
+    ),
+    Refusal(
+        "search callbacks",
+        "they train on their own before fit, which others would have to take part in; run the search with one "
+        "process first",
+        _callbacks(BatchSizeFinder, LearningRateFinder),
+    ),
+    Refusal(
+        "callbacks that change what is trained",
+        "the layout of gradients is fixed when a member joins; freeze or prune before fit",
+        _callbacks(BaseFinetuning, ModelPruning),
+    ),
+    Refusal(
+        "StochasticWeightAveraging",
+        "it replaces schedulers and adds an epoch while it runs, which a newcomer cannot take over; use "
+        "EMAWeightAveraging",
+        _callbacks(StochasticWeightAveraging),
+    ),
+    Refusal(
+        "dataloader_iter",
+        "members come and go before a batch is fetched, and this fetches within training_step; take `batch` as "
+        "an argument",
+        lambda t: (
+            "training_step(dataloader_iter)"
+            if is_param_in_hook_signature(t.lightning_module.training_step, "dataloader_iter", explicit=True)
+            else ""
+        ),
+    ),
+    Refusal(
+        "fractions of an epoch with data='local'",
+        "nobody knows how long an epoch will be; give a number of batches",
+        _local_data_fraction,
+    ),
+    Refusal(
+        "no optimizer",
+        "there is nothing to average; return one from configure_optimizers",
+        _optimizers(lambda o: isinstance(o, _MockOptimizer)),
+        early=False,
+    ),
+    Refusal(
+        "optimizers that evaluate the loss several times in a step",
+        "each evaluation would be a step of the whole job; use one that evaluates it once",
+        _optimizers(lambda o: isinstance(o, torch.optim.LBFGS)),
+        early=False,
+    ),
+    Refusal(
+        "sharded optimizers",
+        "every member holds the whole state, so that any of them may die; use the plain optimizer",
+        _optimizers(lambda o: hasattr(o, "consolidate_state_dict")),
+        early=False,
+    ),
+)
+
+
+def refuse(trainer: Trainer, *, early: bool) -> None:
+    """UnsupportedError with everything in this trainer that cannot be served."""
+    found = [(row, words) for row in TABLE if row.early is early and (words := row.found(trainer))]
+    if found:
+        lines = [f"- {words}: {row.what}: {row.why}" for row, words in found]
+        raise UnsupportedError("strategy chaos does not support:\n" + "\n".join(lines))
+
+
+def refuse_loaders(trainer: Trainer) -> None:
+    """UnsupportedError for several training loaders; they are only known once they were made."""
+    combined = trainer.fit_loop._combined_loader
+    if combined is not None and len(combined.flattened) != 1:
+        raise UnsupportedError(
+            f"fit got {len(combined.flattened)} training loaders; strategy chaos deals the samples of one. "
+            "Combine the data "
+            "sets (ConcatDataset, or one that returns both), or draw the second one's batches within the "
+            "first's collate_fn"
+        )
+
+
+def check_host_version() -> None:
+    """Private fields of the host are touched, so its minor version is pinned."""
+    found = version("lightning")
+    if found.split(".")[:2] != ["2", "6"]:
+        raise UnsupportedError(
+            f"lightning {found} is installed; strategy chaos works with lightning>=2.6,<2.7, since it "
+            "continues loops whose "
+            "counters are private. Install a matching version."
+        )
+
+
+def warn_ignored(trainer: Trainer, devices: int) -> None:
+    """Settings that are not honoured are named."""
+    nodes = trainer._accelerator_connector._num_nodes_flag
+    if nodes > 1:
+        warnings.warn(
+            f"Trainer(num_nodes={nodes}) is not honoured: members come and go; see min_nodes and max_nodes",
+            stacklevel=2,
+        )
+    if devices > 1:
+        warnings.warn(
+            f"this process found {devices} devices and uses one (number LOCAL_RANK), since each process is a "
+            "member of its own; "
+            "start one process per device, for example with torchrun --nproc-per-node",
+            stacklevel=2,
+        )

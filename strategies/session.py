@@ -1,0 +1,453 @@
+"""One fit's part in a job: coming in, rest points, going, and everything in between.
+
+Theory of operation. Setting up, every process is alone and no writer (environment.py): nobody knows yet whether it
+founds the job or joins one in epoch 3, and a newcomer's set-up runs many barriers that the running members never
+repeat. When the training loop asks for its first batch, all counters are at rest, and there the member enters: a
+founder begins, a newcomer takes over state and counters from the others. From then on each optimizer step is a slot
+of the job, each collective too, and each fetch of a batch is a *rest point*, the only place where newcomers are let
+in, where a member that was fenced joins again, and where one that left stops. After each commit the epoch's length is
+refitted (loops.py), before Lightning asks whether the batch was the last one.
+
+A member is in one of four conditions: not yet in, in the job, *void* (fenced: it runs on without collectives until its
+next rest point, and joins again there), *departed* (it left: fit ends at the next rest point, without the hooks of an
+epoch's end, which would judge half an epoch).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
+from torch import Tensor
+from torch.optim import Optimizer
+
+from chaos_lightning.data.loader import ElasticLoader
+from chaos_lightning.errors import DepartedError, FencedError, UnsupportedError
+from chaos_lightning.observe.events import Event
+from chaos_lightning.runtime.config import EngineConfig
+from chaos_lightning.runtime.engine import Engine
+from chaos_lightning.strategies.collectives import Collectives
+from chaos_lightning.strategies.data import EngineSource, TrainLoader
+from chaos_lightning.strategies.environment import SETTING_UP, ChaosEnvironment
+from chaos_lightning.strategies.evaluation import EvalLoader
+from chaos_lightning.strategies.fingerprint import fingerprint_of, seed_of
+from chaos_lightning.strategies.loops import (
+    ENDLESS,
+    Suspension,
+    batches_begun,
+    epoch_of,
+    refit,
+    skip_validation,
+)
+from chaos_lightning.strategies.options import ChaosOptions
+from chaos_lightning.strategies.signals import Signals
+from chaos_lightning.strategies.state import LightningState
+from chaos_lightning.strategies.stepping import Stepper
+from chaos_lightning.strategies.writer import StableLog, demote, open_loggers, promote, save_logs
+
+DataMode = Literal["shared", "local"]
+_log = logging.getLogger("chaos_lightning")
+
+
+class NoStep(Exception):
+    """The optimizer step that is under way does not take place."""
+
+
+class Session:
+    """See the module. One per call of `fit`.
+
+    Args:
+        trainer: Whose fit this is.
+        config: For the engine.
+        options: The strategy's.
+        data: "shared" or "local".
+        environment: Told who this process is.
+        collectives: Exchanged through this session.
+
+    Attributes:
+        in_job: Collectives reach the others.
+        departed: This member left.
+        evaluating: The validation loader that is being dealt out at the moment.
+        stepped: Number and header hash of the last committed optimizer step.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        config: EngineConfig,
+        options: ChaosOptions,
+        data: DataMode,
+        environment: ChaosEnvironment,
+        collectives: Collectives,
+    ) -> None:
+        self.trainer = trainer
+        self.config = config
+        self.in_job = False
+        self.departed = False
+        self.stepped = (0, "")
+        self.evaluating: EvalLoader | None = None
+        self._options = options
+        self._data = data
+        self._environment = environment
+        self.collectives = collectives
+        self._source = EngineSource(config.name)
+        self._logs = StableLog(lambda: not self.in_job or environment.world_size() == 1)
+        self._engine: Engine | None = None
+        self._loader: TrainLoader | None = None
+        self._state: LightningState | None = None
+        self._stepper: Stepper | None = None
+        self._signals: Signals | None = None
+        self._void: Suspension | None = None
+        self._boundary_asked = False
+        self._promotion_due = False
+
+    # ------------------------------------------------------------------ parts
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "the member has not entered the job yet"
+        return self._engine
+
+    @property
+    def entered(self) -> bool:
+        return self._engine is not None
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Ids of all members in rank order, by the last slot; none outside the job."""
+        view = self.engine.view if self.in_job else None
+        return view.ids() if view is not None else ()
+
+    @property
+    def member_id(self) -> str:
+        return self.engine.member_id
+
+    @property
+    def void(self) -> bool:
+        """Fenced: the training state means nothing until this member has joined again."""
+        return self._void is not None
+
+    @property
+    def stepper(self) -> Stepper:
+        assert self._stepper is not None
+        return self._stepper
+
+    @property
+    def state(self) -> LightningState:
+        assert self._state is not None
+        return self._state
+
+    @property
+    def elastic(self) -> ElasticLoader:
+        assert self._loader is not None
+        return self._loader.elastic
+
+    def wrap(self, dataloader: Any) -> TrainLoader:
+        """The training loader that Lightning gets instead of the user's; a new one when loaders are reloaded."""
+        elastic = ElasticLoader(dataloader, mode=self._data, seed=seed_of(self._options), source=self._source)
+        if self._loader is not None:
+            self.elastic.close()
+        self._loader = TrainLoader(elastic, self.trainer, self)
+        if self._state is not None:
+            self._state.loader = elastic
+        return self._loader
+
+    def begin_pass(self, epoch: int) -> None:
+        """The loader begins an epoch: the log says how long it is, so that an audit sees whether all of it was used."""
+        units = self.elastic._units
+        if units is not None and self.entered and self.trainer.limit_train_batches == 1.0:
+            stream = "" if self._data == "shared" else self.engine.name
+            self.engine.events.emit(Event.EPOCH, stream=stream, epoch=epoch, length=units.length(epoch))
+
+    def note_checkpoint(self, path: str) -> None:
+        """A file of this member's state leaves the job."""
+        step, head = self.stepped
+        self.engine.events.emit(Event.CHECKPOINT, path=path, step=step, head=head)
+
+    # ------------------------------------------------------------------ coming in
+
+    def _enter(self) -> None:
+        trainer = self.trainer
+        engine = Engine(self.config)
+        self._engine = self._source.engine = engine
+        extra = {"syncs": lambda: sorted(self.collectives.syncs)}
+        self._state = LightningState(trainer, self.elastic, trainer.strategy.reduce, extra, self._adopt_extra)
+        self._stepper = Stepper(
+            engine, trainer, self._state, lambda: self.elastic.current, lambda: self.elastic.spent()
+        )
+        engine.prepare(sections=self._stepper.sections, buffers=self._stepper.buffers)
+        epoch = epoch_of(trainer)
+        engine.join(
+            fingerprint=fingerprint_of(trainer, self.elastic),
+            quota=self.elastic.quota,
+            accumulate=trainer.accumulate_grad_batches,
+            state=self._state,
+        )
+        if self._options.leave_on_signals:
+            self._signals = Signals(engine.leave)
+        self._logs.hold(trainer.loggers)
+        self._entered(epoch)
+
+    def _reenter(self) -> None:
+        """Joins again after being fenced."""
+        assert self._void is not None
+        epoch = epoch_of(self.trainer)
+        void, self._void = self._void, None
+        void.end(self.trainer)
+        self.stepper.reset()
+        self.engine.rejoin(self.state)
+        self._entered(epoch)
+
+    def _entered(self, epoch_before: int) -> None:
+        trainer, engine = self.trainer, self.engine
+        assert self._loader is not None
+        self._boundary_asked = False
+        self._loader.restart()
+        self.in_job = True
+        fresh = engine.role == "founder"
+        self._observe(fresh=fresh)
+        if not fresh and epoch_of(trainer) != epoch_before:
+            # Every process has seen this hook for the epoch that it is in.
+            with self.alone():
+                _call_callback_hooks(trainer, "on_train_epoch_start")
+                _call_lightning_module_hook(trainer, "on_train_epoch_start")
+        if fresh and self.elastic.ledger.streams:
+            engine.events.emit(Event.RESUMED, step=trainer.global_step, ledger=self.elastic.ledger.streams)
+        self.stepped = (engine.header.step, engine.header.hash)
+        _log.info(
+            "%s is rank %d of %d, in epoch %d at batch %d (%s)",
+            engine.member_id, engine.rank, engine.world_size, epoch_of(trainer), batches_begun(trainer), engine.role,
+        )  # fmt: skip
+        self._promote_if_due(fresh=fresh)
+        self._refit()
+
+    def _adopt_extra(self, extra: Mapping[str, Any]) -> None:
+        self.collectives.syncs = set(extra["syncs"])
+
+    # ------------------------------------------------------------------ the rest point
+
+    def rest(self) -> None:
+        """Between two batches, with all counters at rest. StopIteration once this member has left."""
+        if self.departed:
+            raise StopIteration
+        if not self.entered:
+            self._enter()
+        elif self.void:
+            self._reenter()
+        if not self.in_job:
+            return
+        if not self.elastic.at_rest:
+            self._check_stepped()
+            return
+        try:
+            while self._boundary_asked and not self.engine.out:
+                self._boundary_asked = False
+                self.engine.boundary(self.state)
+                self._observe()
+        except FencedError as error:
+            self.fenced(error)
+            self._reenter()
+        except DepartedError:
+            self._depart()
+        self._check_departure()
+        if self.departed:
+            raise StopIteration
+        self._promote_if_due(fresh=False)
+        self.stepper.prove()
+        assert self._loader is not None
+        self._loader.begin()
+        self._refit()
+
+    def _check_stepped(self) -> None:
+        """In the middle of a window, or past its end: then a step was left out."""
+        current = self.elastic.current
+        if self.stepper.automatic and current is not None and current.last:
+            raise UnsupportedError(
+                "a window went by without an optimizer step, although Lightning said it was due; "
+                "LightningModule.optimizer_step must call optimizer.step(closure=...) each time (for other "
+                "plans there is "
+                "manual optimization)"
+            )
+
+    # ------------------------------------------------------------------ slots
+
+    def average(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Runs an optimizer's closure, then averages; `.grad` holds the result for all that comes after.
+
+        Raises:
+            NoStep: This member was fenced meanwhile or let go, or its state has drifted from the others'.
+        """
+        with self.stepper.stepping():
+            result = closure()
+        if not self.in_job:
+            raise NoStep
+        try:
+            header = self.stepper.average(optimizer)
+        except FencedError as error:
+            self.fenced(error)
+            raise NoStep from error
+        except DepartedError as error:
+            self._depart()
+            raise NoStep from error
+        self.stepped = (header.step, header.hash)
+        self._observe()
+        if self.engine.member_id in header.drifted:
+            self.fenced(
+                FencedError(f"the state of {self.engine.member_id} differs from the others' at step {header.step}")
+            )
+            raise NoStep
+        self._check_departure()
+        if not self.departed:
+            self._refit()
+        return result
+
+    def backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """One backward pass, or none if this member has been fenced."""
+        try:
+            if self.in_job:
+                return self.stepper.backward(loss, run)
+        except FencedError as error:
+            self.fenced(error)
+        except DepartedError:
+            self._depart()
+        return loss
+
+    def gather(self, name: str, payload: bytes) -> list[tuple[str, bytes]] | None:
+        """Everybody's payload; None if this member is not in the job."""
+        if not self.in_job:
+            return None
+        before = self.members
+        try:
+            answers = self.engine.gather(name, payload)
+        except FencedError as error:
+            self.fenced(error)
+            return None
+        except DepartedError:
+            self._depart()
+            return None
+        here = {member for member, _ in answers}
+        if lost := [member for member in before if member not in here]:
+            _log.warning("%s died before %r, which misses what it had to say", ", ".join(lost), name)
+        self._observe()
+        return answers
+
+    def _observe(self, *, fresh: bool = False) -> None:
+        """A slot committed, or this member came in: who is it now?"""
+        engine = self.engine
+        self._logs.stable()
+        self._boundary_asked |= engine.header.boundary
+        if engine.rank < 0 or engine.out:
+            return
+        wrote = self._environment.global_rank() == 0
+        if self._environment.place(engine.rank, engine.world_size):
+            self._promotion_due = True
+            with self.alone():
+                open_loggers(self.trainer, engine.name, fresh=fresh)
+        elif wrote and engine.rank != 0:
+            demote(self.trainer)
+
+    def _promote_if_due(self, *, fresh: bool) -> None:
+        if self._promotion_due:
+            self._promotion_due = False
+            with self.alone():
+                promote(self.trainer, fresh=fresh)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Collectives inside answer with this member's own values."""
+        kept, self.in_job = self.in_job, False
+        try:
+            yield
+        finally:
+            self.in_job = kept
+
+    # ------------------------------------------------------------------ lengths
+
+    def length(self) -> int:
+        """What Lightning is told when it asks for the loader's length."""
+        total = self._total()
+        return ENDLESS if math.isinf(total) else int(total)
+
+    def _total(self) -> float:
+        """Micro-batches of this epoch; inf while unknown (with data of its own, nobody knows the others')."""
+        if self._data == "local":
+            # Before the pass has begun, the loader still speaks of the one before.
+            current = self.entered and self.elastic.epoch == epoch_of(self.trainer)
+            over = current and self.elastic.epoch_spent()
+            return batches_begun(self.trainer) if over else math.inf
+        return len(self.elastic)
+
+    def _refit(self) -> None:
+        refit(self.trainer, self._total())
+
+    # ------------------------------------------------------------------ going
+
+    def fenced(self, error: FencedError) -> None:
+        """The state is void from here on; get to the next rest point without anybody's help."""
+        if self.void:
+            return
+        _log.warning("%s; this process joins again by itself", error)
+        self._step_aside()
+        self._logs.drop()
+        self._void = Suspension.begin(self.trainer)
+
+    def _check_departure(self) -> None:
+        """After a commit: may this member go? The last one need not ask."""
+        engine = self.engine
+        if engine.out or (engine.leaving and engine.world_size == 1):
+            self._depart()
+
+    def _depart(self) -> None:
+        """The others go on without this member; it may not even have seen the header that let it go."""
+        if not self.departed:
+            self.departed = True
+            self._step_aside()
+            skip_validation(self.trainer)
+
+    def _step_aside(self) -> None:
+        self.in_job = False
+        if self._environment.global_rank() == 0:
+            save_logs(self.trainer)
+        self._environment.place(*SETTING_UP)
+        demote(self.trainer)
+
+    def finish(self) -> None:
+        """fit is over: the job's last slot, or the farewell of a member that left."""
+        if self.void:
+            raise FencedError(
+                "this member was excluded from the job as it ended, so its state is void; the others have the result"
+            )
+        if not self.entered:
+            return
+        if self.in_job:
+            with contextlib.suppress(DepartedError):
+                self.engine.finish()
+            self._logs.stable()
+            self.in_job = False
+        elif self.engine.out:
+            self.engine.wait_released()
+
+    def abandon(self) -> None:
+        """An exception ends fit: what callbacks do now must not call for the others, who go on without this member."""
+        self.in_job = False
+        if self._engine is not None:
+            try:
+                self._engine.close()
+            except Exception as error:  # the exception that brought us here must be the one that is seen
+                _log.warning("closing the engine of %s failed: %r", self.config.name, error)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.abandon()
+        self._logs.release()
+        if self._signals is not None:
+            self._signals.restore()
+            self._signals = None
+        if self._loader is not None:
+            self.elastic.close()

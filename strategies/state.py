@@ -1,0 +1,227 @@
+"""The training state of a Lightning fit, as donors publish it and newcomers take it over (PROTOCOL.md 15, 21).
+
+Theory of operation. Tensors: the module's parameters and buffers, the optimizers' state, and modules that callbacks
+average. Everything else is the manifest: optimizer layout, schedulers, gradient scaler, loops' counters, callbacks,
+what has been logged in this epoch, and what the module itself puts into checkpoints. A part that cannot travel is
+refused with its path, such as `callbacks.MyCallback.buffer`, on the donor, when somebody joins.
+
+Callbacks give `state_dict()`. For Lightning's own ones that is not always enough: how many collectives a
+ModelCheckpoint runs depends on private counters, so these travel too. A callback that keeps more can say so by
+overriding `state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.trainer.call import _call_lightning_module_hook
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+
+from chaos_lightning.data.loader import ElasticLoader
+from chaos_lightning.errors import StateError
+from chaos_lightning.replication.access import (
+    module_extra,
+    module_tensors,
+    optimizer_manifest,
+    optimizer_tensors,
+    restore_module_extra,
+    restore_optimizer,
+    unique,
+)
+from chaos_lightning.replication.table import StateTable
+from chaos_lightning.strategies import results
+from chaos_lightning.strategies.loops import adopt_loops, loops_manifest
+
+PRIVATE: dict[type[Callback], tuple[str, ...]] = {
+    ModelCheckpoint: (
+        "dirpath",
+        "current_score",
+        "_last_global_step_saved",
+        "_last_checkpoint_saved",
+        "_defer_save_until_validation",
+    ),
+    WeightAveraging: ("_latest_update_epoch",),
+}
+"""What Lightning's own callbacks keep beside `state_dict()` and decide by."""
+
+_STANDARD_KEYS = ("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks")
+
+
+class LightningState:
+    """`StateAccess` of one trainer.
+
+    Args:
+        trainer: In fit, set up.
+        loader: This member's training loader.
+        reduce: What `self.log(sync_dist=True)` syncs with.
+        extra: What else travels, by name, at the donor.
+        adopt_extra: Takes it over at the newcomer.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        loader: ElasticLoader,
+        reduce: Callable[..., Any],
+        extra: Mapping[str, Callable[[], Any]],
+        adopt_extra: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._trainer = trainer
+        self.loader = loader
+        self._reduce = reduce
+        self._extra = extra
+        self._adopt_extra = adopt_extra
+
+    # ------------------------------------------------------------------ tensors
+
+    def _averages(self) -> dict[str, nn.Module]:
+        """Copies of the model that callbacks keep (EMA and the like)."""
+        found = {}
+        for place, callback in enumerate(self._trainer.callbacks):
+            for name, value in vars(callback).items():
+                if isinstance(value, nn.Module) and value is not self._trainer.lightning_module:
+                    found[f"callback{place}.{name}"] = value
+        return found
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        named = module_tensors(self._trainer.lightning_module)
+        for name, module in self._averages().items():
+            named += module_tensors(module, f"{name}.")
+        for number, optimizer in enumerate(self._trainer.optimizers):
+            named += optimizer_tensors(optimizer, f"optim{number}")
+        return unique(named)
+
+    # ------------------------------------------------------------------ the rest, at the donor
+
+    def manifest(self) -> dict[str, object]:
+        trainer = self._trainer
+        module = trainer.lightning_module
+        return {
+            "optimizers": [optimizer_manifest(o) for o in trainer.optimizers],
+            "modules": {"": module_extra(module), **{n: module_extra(m) for n, m in self._averages().items()}},
+            "frozen": [n for n, p in module.named_parameters() if not p.requires_grad],
+            "eval": [n for n, m in module.named_modules() if not m.training],
+            "schedulers": [_cloned(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
+            "precision": _cloned(trainer.precision_plugin.state_dict()),
+            "callbacks": {c.state_key: _callback_state(c) for c in trainer.callbacks if _callback_state(c)},
+            "module": self._module_keys(),
+            "datamodule": _cloned(trainer.datamodule.state_dict()) if trainer.datamodule is not None else {},
+            "loops": loops_manifest(trainer),
+            "results": results.collections_manifest(trainer),
+            "loader": self.loader.state_dict(),
+            "extra": {name: get() for name, get in self._extra.items()},
+        }
+
+    def _checkpoint_stub(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "state_dict": trainer.lightning_module.state_dict(),
+            "loops": {},
+            "callbacks": {},
+        }
+
+    def _module_keys(self) -> dict[str, Any]:
+        """What `LightningModule.on_save_checkpoint` adds of its own."""
+        if not is_overridden("on_save_checkpoint", self._trainer.lightning_module):
+            return {}
+        stub = self._checkpoint_stub()
+        _call_lightning_module_hook(self._trainer, "on_save_checkpoint", stub)
+        return _cloned({k: v for k, v in stub.items() if k not in _STANDARD_KEYS})
+
+    # ------------------------------------------------------------------ the newcomer
+
+    def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
+        theirs, mine = manifest["optimizers"], self._trainer.optimizers
+        if len(theirs) != len(mine):
+            raise StateError(f"the donor has {len(theirs)} optimizers, this member {len(mine)}")
+        for number, (optimizer, wanted) in enumerate(zip(mine, theirs, strict=True)):
+            restore_optimizer(optimizer, wanted, prefix=f"optim{number}")
+
+    def adopt(self, manifest: Mapping[str, Any]) -> None:
+        trainer = self._trainer
+        module = trainer.lightning_module
+        for number, (optimizer, wanted) in enumerate(zip(trainer.optimizers, manifest["optimizers"], strict=True)):
+            restore_optimizer(optimizer, wanted, prefix=f"optim{number}")
+        modules = {"": module, **self._averages()}
+        for name, extra in manifest["modules"].items():
+            if name not in modules:
+                raise StateError(f"the donor has the averaged model {name!r}, this member has {sorted(modules)}")
+            restore_module_extra(modules[name], extra)
+        frozen, evaluating = set(manifest["frozen"]), set(manifest["eval"])
+        for name, param in module.named_parameters():
+            param.requires_grad_(name not in frozen)
+        for name, child in module.named_modules():
+            child.training = name not in evaluating
+        _check_count("learning rate schedulers", manifest["schedulers"], trainer.lr_scheduler_configs)
+        for config, state in zip(trainer.lr_scheduler_configs, manifest["schedulers"], strict=True):
+            config.scheduler.load_state_dict(state)
+        if manifest["precision"]:
+            trainer.precision_plugin.load_state_dict(manifest["precision"])
+        adopt_loops(trainer, manifest["loops"])
+        for callback in trainer.callbacks:
+            if callback.state_key in manifest["callbacks"]:
+                _adopt_callback(callback, manifest["callbacks"][callback.state_key])
+        if manifest["module"]:
+            _call_lightning_module_hook(
+                trainer, "on_load_checkpoint", {**self._checkpoint_stub(), **manifest["module"]}
+            )
+        if trainer.datamodule is not None and manifest["datamodule"]:
+            trainer.datamodule.load_state_dict(manifest["datamodule"])
+        results.adopt_collections(trainer, manifest["results"], self._reduce)
+        self.loader.load_state_dict(manifest["loader"])
+        self._adopt_extra(manifest["extra"])
+
+
+def _check_count(what: str, theirs: Any, mine: Any) -> None:
+    if len(theirs) != len(mine):
+        raise StateError(f"the donor has {len(theirs)} {what}, this member {len(mine)}; start it with the same script")
+
+
+def _callback_state(callback: Callback) -> dict[str, Any]:
+    private = {
+        name: getattr(callback, name) for kind, names in PRIVATE.items() if isinstance(callback, kind) for name in names
+    }
+    state = callback.state_dict()
+    if not state and not private:
+        return {}
+    return _cloned({"state": state, "private": private})
+
+
+def _adopt_callback(callback: Callback, given: Mapping[str, Any]) -> None:
+    for name, value in given["private"].items():
+        setattr(callback, name, value)
+    if given["state"]:
+        callback.load_state_dict(given["state"])
+
+
+def _cloned(value: Any) -> Any:
+    """Tensors copied: donors train on while the bytes travel."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {k: _cloned(v) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_cloned(v) for v in value)
+    return value
+
+
+def reduced_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Buffers that forward passes change and that are averaged with each step: normalisation statistics, and those that
+    the module names in `chaos_buffers`."""
+    wanted = set(getattr(module, "chaos_buffers", ()))
+    found = []
+    for prefix, child in module.named_modules():
+        tracked = isinstance(child, nn.modules.batchnorm._NormBase) and child.track_running_stats
+        for name, buffer in child.named_buffers(prefix=prefix, recurse=False):
+            if tracked or name in wanted:
+                found.append((name, buffer))
+                wanted.discard(name)
+    if wanted:
+        raise StateError(f"chaos_buffers names {sorted(wanted)}, which the module has not")
+    return unique(found)

@@ -1,0 +1,280 @@
+"""From micro-batches to committed steps: weights, idle micro-batches, averaging.
+
+Theory of operation. A *window* is what one optimizer step uses. Every member runs the same number of micro-batches in
+it, so that all of Lightning's counters agree; where nothing was dealt to it, it is idle. The average of a step is
+
+    sum over members and their micro-batches m of (n_m * gradient of m's mean loss) / sum of n_m,
+
+the gradient of the mean over all samples, however they were dealt. Lightning accumulates (1/A) * sum of gradients, so
+each loss is scaled by n_m relative to the window's first one, and before the window's last backward pass, when all
+n_m are known, the rest of the factor is made up for: by then the member's coefficient is its weight w = sum of n_m,
+which also makes reduced buffers a weighted mean. For full windows all these factors are 1 and nothing is touched.
+
+Averaging comes after the closure and before everything that the precision plugin does with gradients (unscaling,
+clipping, `on_before_optimizer_step`), so these see the same averaged gradients on all members.
+
+An idle micro-batch under automatic optimization does not run the user's `training_step`: it gives a loss without graph,
+and backward does nothing. Under manual optimization only the user's code knows which optimizers step, so it runs on a
+stand-in batch, with weight 0 and without effect on metrics and logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+
+from chaos_lightning.collectives.layout import Section
+from chaos_lightning.data.source import MicroBatch
+from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.membership.types import Header, Spent
+from chaos_lightning.observe.events import Event
+from chaos_lightning.replication.table import state_hash
+from chaos_lightning.runtime.engine import Engine
+from chaos_lightning.strategies.results import Untouched
+from chaos_lightning.strategies.state import LightningState, reduced_buffers
+
+IDLE_KEY = "chaos_idle"
+"""In `outputs` of `on_train_batch_end`: this member had no samples in this micro-batch."""
+
+
+def sections_of(module: LightningModule, optimizers: list[Optimizer]) -> list[Section]:
+    """One section per optimizer, with the parameters that are trained now."""
+    names = {id(p): n for n, p in module.named_parameters()}
+    sections = []
+    for number, optimizer in enumerate(optimizers):
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        named = [
+            (names.get(id(p), f"optimizer {number} parameter {place}"), p)
+            for place, p in enumerate(params)
+            if p.requires_grad
+        ]
+        sections.append(Section(f"optimizer {number}", named))
+    return sections
+
+
+def hyper_of(optimizers: list[Optimizer]) -> str:
+    """Hyperparameters in words; equal on all members or the step is refused with the name of what differs."""
+    words = []
+    for number, optimizer in enumerate(optimizers):
+        for place, group in enumerate(optimizer.param_groups):
+            for key in sorted(group):
+                value = group[key]
+                if isinstance(value, Tensor) and value.numel() == 1:
+                    value = value.item()
+                if isinstance(value, int | float | str | tuple | None) and key != "params":
+                    words.append(f"opt{number}.{place}.{key}={value!r}")
+    return ";".join(words)
+
+
+class Stepper:
+    """One member's steps.
+
+    Args:
+        engine: Joined.
+        trainer: In fit.
+        state: For state hashes.
+        current: What the loader says about the present micro-batch.
+        spent: What a contribution made now spends.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        trainer: Trainer,
+        state: LightningState,
+        current: Callable[[], MicroBatch | None],
+        spent: Callable[[], tuple[Spent, ...]],
+    ) -> None:
+        self._engine = engine
+        self._trainer = trainer
+        self._module = trainer.lightning_module
+        self._state = state
+        self._current = current
+        self._spent = spent
+        self.sections = sections_of(self._module, trainer.optimizers)
+        self._trained = {id(p) for s in self.sections for _, p in s.params}
+        reduced = reduced_buffers(self._module)
+        self.buffers = reduced
+        self._watched = [(n, b) for n, b in self._module.named_buffers() if id(b) not in {id(r) for _, r in reduced}]
+        self._watch_params = 2
+        self._window: list[float] = []
+        self._unit = 0.0
+        self._open = [0.0 for _ in self.sections]
+        self._skip_backward = False
+        self._stepping = False
+        self._hash = ""
+        hooks = [self._module, *trainer.callbacks]
+        self._late = any(is_overridden("on_after_backward", hook) for hook in hooks)
+        """Someone changes gradients after backward: they must not be sent before."""
+
+    @property
+    def automatic(self) -> bool:
+        return bool(self._module.automatic_optimization)
+
+    # ------------------------------------------------------------------ one micro-batch
+
+    def training_step(self, run: Callable[[], Any], batch: Any, batch_idx: int) -> Any:
+        """The user's training step, or what an idle member does instead."""
+        part = self._current()
+        idle = part is None or part.idle
+        if idle and not self.automatic:
+            with Untouched(self._trainer):
+                output = run()
+            self._note(0.0)
+            return output
+        output = None
+        if not idle:
+            with self._watch():
+                output = run()
+        if output is None and self.automatic:
+            self._skip_backward = True
+            self._note(0.0)
+            return {"loss": torch.zeros((), device=self._module.device), IDLE_KEY: idle}
+        self._skip_backward = False
+        self._note(self._weight(part, batch, batch_idx))
+        return output
+
+    def _weight(self, part: MicroBatch | None, batch: Any, batch_idx: int) -> float:
+        assert part is not None
+        own = getattr(self._module, "chaos_weight", None)
+        if own is None:
+            return float(part.samples)
+        weight = float(own(batch, batch_idx))
+        if not 0 <= weight < float("inf"):
+            raise ConfigurationError(f"chaos_weight returned {weight}; expected a finite number that is not negative")
+        return weight
+
+    def _note(self, weight: float) -> None:
+        self._window.append(weight)
+        self._open = [kept + weight for kept in self._open]
+
+    @contextlib.contextmanager
+    def _watch(self) -> Iterator[None]:
+        """What forward passes change must be averaged, or members drift apart."""
+        watched = list(self._watched)
+        if self._watch_params > 0 and self.automatic:
+            self._watch_params -= 1
+            watched += list(self._module.named_parameters())
+        before = [t._version for _, t in watched]
+        yield
+        changed = [n for (n, t), v in zip(watched, before, strict=True) if t._version != v]
+        if changed:
+            raise UnsupportedError(
+                f"{', '.join(changed[:5])} changed within training_step; members see different batches (or "
+                "none), so they "
+                "would drift apart. Name buffers in `chaos_buffers = [...]` of the module to have them "
+                "averaged with each "
+                "step, or change them in on_train_batch_end, which runs on all members"
+            )
+
+    # ------------------------------------------------------------------ backward
+
+    def backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """Scales the loss by what its samples count, tells the engine before the window's last pass, and runs it."""
+        if not self.automatic:
+            return run(loss)
+        weight = self._window[-1]
+        self._unit = self._unit or weight
+        factor = weight / self._unit if self._unit else 1.0
+        if self._stepping:
+            factor = self._close_window(weight)
+        if self._skip_backward:
+            self._start_scaler(loss)
+            return loss
+        return run(loss if factor == 1.0 else loss * factor)
+
+    def _close_window(self, weight: float) -> float:
+        """Before the last pass: earlier gradients get the factor that was not known then. Returns the last one's."""
+        total = sum(self._window)
+        parts = self._trainer.accumulate_grad_batches
+        late = parts * self._unit / total if total else 1.0
+        if late != 1.0 and len(self._window) > 1:
+            with torch.no_grad():
+                for _, param in self.sections[0].params:
+                    if param.grad is not None:
+                        param.grad.mul_(late)
+        with self._engine.hold() if self._late else contextlib.nullcontext():
+            self._engine.arm(coefficient=total, section=0, empty=total == 0)
+        return parts * weight / total if total else 1.0
+
+    def _start_scaler(self, loss: Tensor) -> None:
+        """A scaler that never scaled refuses to unscale the gradients that the others bring."""
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            scaler.scale(loss)
+
+    # ------------------------------------------------------------------ the step
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """The closure inside belongs to the window's last micro-batch."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+
+    def average(self, optimizer: Optimizer) -> Header:
+        """Contributes this window and waits for its commit; `.grad` holds the average afterwards."""
+        number = self._number(optimizer)
+        self._check_layout(optimizer)
+        weight = sum(self._window) if self.automatic else self._open[number]
+        header = self._engine.step(
+            weight=weight,
+            coefficient=weight,
+            spent=self._spent(),
+            section=number,
+            hyper=hyper_of(self._trainer.optimizers),
+            state_hash=self._hash,
+        )
+        self._hash = ""
+        self._open[number] = 0.0
+        self.forget_window()
+        return header
+
+    def nothing(self) -> Tensor | None:
+        """What a closure returns that came to nothing."""
+        return torch.zeros((), device=self._module.device) if self.automatic else None
+
+    def forget_window(self) -> None:
+        """The next micro-batch begins a new one."""
+        self._window, self._unit = [], 0.0
+
+    def reset(self) -> None:
+        """The member joined again: nothing is open."""
+        self.forget_window()
+        self._open = [0.0 for _ in self.sections]
+
+    def _number(self, optimizer: Optimizer) -> int:
+        for number, mine in enumerate(self._trainer.optimizers):
+            if mine is optimizer:
+                return number
+        raise ConfigurationError(f"{type(optimizer).__name__} steps, but configure_optimizers did not return it")
+
+    def _check_layout(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and id(param) not in self._trained:
+                    names = {id(p): n for n, p in self._module.named_parameters()}
+                    raise UnsupportedError(
+                        f"parameter {names.get(id(param), 'of an added group')!r} has a gradient, but was frozen or "
+                        "absent when this member joined; parameters that are trained may not change within a job"
+                    )
+
+    def prove(self) -> None:
+        """Every so many steps, at rest (a forward pass would change reduced buffers): the hash of the replicated state,
+        to be compared with the others' in the coming step (PROTOCOL.md 24)."""
+        every, header = self._engine.config.state_hash_every, self._engine.header
+        self._hash = ""
+        if every and header.step and header.step % every == 0:
+            self._hash = state_hash(self._state.tensors())
+            self._engine.events.emit(
+                Event.STATE_HASH, seq=header.seq, step=header.step, head=header.hash, hash=self._hash
+            )

@@ -1,0 +1,310 @@
+"""ChaosStrategy: Lightning's hooks, handed on to where they are served.
+
+Theory of operation. The strategy itself knows what Lightning calls when, and nothing else: a `Session` is this fit's
+part in the job, `Collectives` are Lightning's small collectives, `ChaosEnvironment` says who this process is. Outside
+of fit there is no session, and everything behaves as on a single device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.distributed import ReduceOp
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.runtime.config import EngineConfig
+from chaos_lightning.strategies import results
+from chaos_lightning.strategies.collectives import Collectives
+from chaos_lightning.strategies.companion import Companion
+from chaos_lightning.strategies.environment import SETTING_UP, ChaosEnvironment, local_rank
+from chaos_lightning.strategies.evaluation import EvalLoader, can_be_dealt
+from chaos_lightning.strategies.loops import batches_begun
+from chaos_lightning.strategies.options import ChaosOptions
+from chaos_lightning.strategies.preparing import DataTurn
+from chaos_lightning.strategies.refusals import check_host_version, refuse, refuse_loaders, warn_ignored
+from chaos_lightning.strategies.saving import save
+from chaos_lightning.strategies.session import DataMode, NoStep, Session
+
+
+class ChaosStrategy(ParallelStrategy):
+    """Data-parallel training whose members may join, leave and die.
+
+    Args:
+        endpoint: Scheduler as HOST:PORT. If it is this machine's and free, the first process hosts it.
+        job: Name of the job; members of different jobs never meet.
+        name: This node's name, unique in the job.
+        min_nodes: Training starts with, and pauses below, so many members.
+        max_nodes: Further ones wait.
+        data: "shared": all members have the same data set and each sample is used once per epoch. "local": each
+            member has data of its own.
+        log_dir: Folder of the event log.
+        options: `ChaosOptions` or a mapping of its fields.
+
+    Arguments that are None come from the environment (CHAOS_ENDPOINT and so on, set by the torchrun backend), else
+    from the engine's defaults. Two things are read from the LightningModule if it has them: `chaos_buffers`, names of
+    buffers that forward passes change and that are to be averaged with each step, and `chaos_weight(batch, batch_idx)`,
+    what a batch weighs in the average if not its number of samples.
+    """
+
+    strategy_name = "chaos"
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        job: str | None = None,
+        name: str | None = None,
+        min_nodes: int | None = None,
+        max_nodes: int | None = None,
+        data: DataMode = "shared",
+        log_dir: str | None = None,
+        options: ChaosOptions | dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(cluster_environment=ChaosEnvironment())
+        if data not in ("shared", "local"):
+            raise ConfigurationError(f"data={data!r}; expected 'shared' or 'local'")
+        self.data = data
+        self.options = ChaosOptions.of(options)
+        self._given = {
+            "endpoint": endpoint,
+            "job": job,
+            "name": name,
+            "min_nodes": min_nodes,
+            "max_nodes": max_nodes,
+            "log_dir": log_dir,
+        }
+        self.session: Session | None = None
+        self.collectives = Collectives(self._gather, lambda: self.root_device)
+        self._turn = DataTurn(self.environment)
+        self._deal_validation: bool | None = None
+
+    # ------------------------------------------------------------------ where this process runs
+
+    @property
+    def environment(self) -> ChaosEnvironment:
+        assert isinstance(self.cluster_environment, ChaosEnvironment)
+        return self.cluster_environment
+
+    @property
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[min(local_rank(), len(devices) - 1)]
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning honours `sync_dist=True` only then. Its DistributedSampler is kept away in `connect`."""
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def in_job(self) -> bool:
+        """Whether collectives reach other members."""
+        return self.session is not None and self.session.in_job
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    # ------------------------------------------------------------------ set-up
+
+    def connect(self, model: Any) -> None:
+        super().connect(model)
+        trainer: Trainer = model.trainer
+        self.session = None
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        check_host_version()
+        # Samples are dealt here; a DistributedSampler would shard a second time.
+        connector = trainer._accelerator_connector
+        if self._deal_validation is None:
+            self._deal_validation = connector.use_distributed_sampler
+        connector.use_distributed_sampler = False
+        trainer.callbacks[:] = [Companion(self), *(c for c in trainer.callbacks if not isinstance(c, Companion))]
+        self.environment.place(*SETTING_UP)
+        config = EngineConfig.build({**self._given, **self.options.for_engine()})
+        self.session = Session(trainer, config, self.options, self.data, self.environment, self.collectives)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.session is not None:
+            refuse(self.session.trainer, early=True)
+            warn_ignored(self.session.trainer, len(self.parallel_devices or ()))
+            self._turn.begin(self.session.config.job)
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self.session is not None:
+            refuse(trainer, early=False)
+            results.route_metrics(trainer, self.collectives.exchange, lambda: self.in_job)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Loaders of fit are dealt out among members; those of validate, test and predict run on this process alone."""
+        if self.session is None:
+            return dataloader
+        if self.session.trainer.training:
+            return self.session.wrap(dataloader)
+        if self._deal_validation and can_be_dealt(dataloader, self.session.trainer):
+            return EvalLoader(dataloader, self.session.trainer, self.session)
+        return dataloader
+
+    def on_train_start(self) -> None:
+        """The last hook before batches are fetched. Loaders of validation are made now, alone: a member that came later
+        would otherwise make them, with their barriers, when the others have them already."""
+        if self.session is None:
+            return
+        trainer = self.session.trainer
+        refuse_loaders(trainer)
+        val_loop = trainer.fit_loop.epoch_loop.val_loop
+        if trainer.enable_validation and val_loop._combined_loader is None:
+            trainer.validating = True
+            val_loop.setup_data()
+            trainer.training = True
+
+    # ------------------------------------------------------------------ training
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        session, parent = self.session, super().training_step
+        if session is None or not session.in_job:
+            return parent(*args, **kwargs)
+        self.collectives.enter_step()
+        try:
+            batch_idx = batches_begun(session.trainer) - 1
+            output = session.stepper.training_step(lambda: parent(*args, **kwargs), args[0], batch_idx)
+        except BaseException:
+            self.collectives.abandon_step()
+            raise
+        self.collectives.leave_step(session.trainer.fit_loop.epoch_loop._results)
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        session, parent = self.session, super().validation_step
+        if session is None or not session.in_job or session.evaluating is None:
+            return parent(*args, **kwargs)
+        self.collectives.enter_step("validation_step")
+        try:
+            output = parent(*args, **kwargs)
+        except BaseException:
+            self.collectives.abandon_step()
+            raise
+        collection = session.trainer.fit_loop.epoch_loop.val_loop._results
+        self.collectives.leave_step(collection, always=session.evaluating.steps == 1)
+        return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        session, parent = self.session, super().backward
+        if session is None or not session.entered:
+            return parent(closure_loss, optimizer, *args, **kwargs)
+        return session.backward(closure_loss, lambda loss: parent(loss, optimizer, *args, **kwargs))
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients of accumulating micro-batches stay here."""
+        with self.session.engine.hold() if self.in_job and self.session is not None else nullcontext():
+            yield
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Averages between the closure and all that the precision plugin does with gradients."""
+        session = self.session
+        if session is not None and session.entered and not session.in_job:
+            return closure()
+        if session is None or not session.in_job:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        calls = 0
+
+        def averaged() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} evaluated its closure twice in one step; each evaluation "
+                    "would be a step "
+                    "of the whole job. Use an optimizer that evaluates it once"
+                )
+            return session.average(optimizer, closure)
+
+        try:
+            output = super().optimizer_step(optimizer, averaged, model, **kwargs)
+        except NoStep:
+            return session.stepper.nothing()
+        if not calls:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}.step did not call its closure, so there was nothing to average; its step "
+                "must take a closure and call it once"
+            )
+        return output
+
+    # ------------------------------------------------------------------ collectives
+
+    def _gather(self, name: str, payload: bytes) -> list[tuple[str, bytes]] | None:
+        return self.session.gather(name, payload) if self.session is not None else None
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        self._turn.end()
+        self.collectives.barrier(name)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self.collectives.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        return self.collectives.reduce(tensor, _op_name(reduce_op))
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if sync_grads and tensor.requires_grad:
+            raise UnsupportedError(
+                "all_gather(sync_grads=True) is not supported by strategy chaos: gradients would have to flow "
+                "to members "
+                "that may be gone; compute the loss on local samples, or detach"
+            )
+        return self.collectives.all_gather(tensor)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self.collectives.decide(decision, all)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Written by the writer alone, and only of a stable step: the barrier makes the last one stable."""
+        if self.in_job:
+            self.barrier(f"before saving {filepath}")
+        if self.session is not None and (self.session.void or self.session.departed):
+            return
+        if self.is_global_zero:
+            save(self, checkpoint, filepath, storage_options)
+
+    # ------------------------------------------------------------------ the end
+
+    def on_train_end(self) -> None:
+        if self.session is not None:
+            self.session.finish()
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self.session is not None:
+            self.session.abandon()
+
+    def teardown(self) -> None:
+        self._turn.end()
+        if self.session is not None:
+            self.session.close()
+            # The rank stays, so that one process saves the final model; the others are gone.
+            rank = self.global_rank
+            self.environment.place(rank, rank + 1)
+        super().teardown()
+
+
+def _op_name(op: ReduceOp | str | None) -> str:
+    if op is None:
+        return "sum"
+    if isinstance(op, str):
+        return op
+    known = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max", "PRODUCT": "product"}
+    return next((word for name, word in known.items() if op == getattr(ReduceOp, name, object())), str(op))

@@ -1,0 +1,120 @@
+"""The writer: the one member that logs, draws the progress bar and writes files; and how another becomes it.
+
+Theory of operation. Rank 0 writes. Everybody sets up as rank 1, so becoming the writer is one and the same thing for
+the job's first member and for one whose writer has died or left: loggers open, hyperparameters are logged, the
+progress bar is switched on where the loops stand, and callbacks that write once at set-up get a second chance.
+
+Logged values leave the job only when the step they belong to is stable (PROTOCOL.md 4): with other members, calls of
+`log_metrics` wait until the next slot has committed. A writer that dies in between has logged nothing that others redo.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelSummary, ProgressBar
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.trainer.trainer import _log_hyperparams
+
+
+class StableLog:
+    """Holds back what loggers are told until the next commit.
+
+    Args:
+        alone: Whether nobody else could redo the present step, so that waiting is pointless.
+    """
+
+    def __init__(self, alone: Callable[[], bool]) -> None:
+        self._alone = alone
+        self._waiting: list[Callable[[], None]] = []
+        self._held: list[Logger] = []
+
+    def hold(self, loggers: list[Logger]) -> None:
+        """From here on these loggers' `log_metrics` goes through here."""
+        for logger in loggers:
+            real = logger.log_metrics
+            logger.log_metrics = self._wrap(real)
+            self._held.append(logger)
+
+    def _wrap(self, real: Callable[..., None]) -> Callable[..., None]:
+        def log_metrics(*args: Any, **kwargs: Any) -> None:
+            if self._alone():
+                real(*args, **kwargs)
+            else:
+                self._waiting.append(lambda: real(*args, **kwargs))
+
+        return log_metrics
+
+    def stable(self) -> None:
+        """A slot committed: whatever was logged before it is final."""
+        waiting, self._waiting = self._waiting, []
+        for write in waiting:
+            write()
+
+    def drop(self) -> None:
+        """This member was fenced: its last step may be redone by others."""
+        self._waiting.clear()
+
+    def release(self) -> None:
+        """Loggers are the user's again; what still waits is dropped."""
+        self._waiting.clear()
+        for logger in self._held:
+            vars(logger).pop("log_metrics", None)
+        self._held.clear()
+
+
+def open_loggers(trainer: Trainer, name: str, *, fresh: bool) -> None:
+    """This member writes from now on: its loggers open. Collectives must be switched off meanwhile.
+
+    Args:
+        trainer: In fit.
+        name: This member's name; distinguishes its log folder from that of the writer before.
+        fresh: The job starts; nobody has written yet.
+    """
+    for logger in trainer.loggers:
+        if not fresh:
+            _own_folder(logger, name)
+        if hasattr(logger, "experiment"):
+            _ = logger.experiment
+    if trainer.enable_autolog_hparams:
+        _log_hyperparams(trainer)
+
+
+def promote(trainer: Trainer, *, fresh: bool) -> None:
+    """The rest of becoming the writer, between two batches. Collectives must be switched off meanwhile."""
+    cli = sys.modules.get("lightning.pytorch.cli")
+    for callback in trainer.callbacks:
+        if cli is not None and isinstance(callback, cli.SaveConfigCallback) and fresh:
+            callback.setup(trainer, trainer.lightning_module, "fit")
+        elif isinstance(callback, ModelSummary) and fresh:
+            callback.on_fit_start(trainer, trainer.lightning_module)
+        elif isinstance(callback, ProgressBar):
+            callback.enable()
+            callback.on_train_start(trainer, trainer.lightning_module)
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+
+
+def _own_folder(logger: Logger, name: str) -> None:
+    """File loggers empty the folder they open; the one of the writer before may be shared."""
+    folder = getattr(logger, "log_dir", None)
+    if hasattr(logger, "_version") and hasattr(logger, "_experiment") and folder and os.path.isdir(folder):
+        version = logger.version
+        logger._version = f"version_{version}-{name}" if isinstance(version, int) else f"{version}-{name}"
+        logger._experiment = None
+
+
+def save_logs(trainer: Trainer) -> None:
+    """What loggers hold back goes to their files, while this member is still the writer."""
+    for logger in trainer.loggers:
+        logger.save()
+
+
+def demote(trainer: Trainer) -> None:
+    """Somebody else writes now."""
+    bar = trainer.progress_bar_callback
+    if bar is not None:
+        bar.disable()

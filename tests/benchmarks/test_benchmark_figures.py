@@ -1,0 +1,143 @@
+"""Figures and their bounds, the statistics behind them, and the members' reports as the parent books them."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import random
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import peers_torchft
+from benchmarks.common import Result, parser
+from benchmarks.kill import main as kill_main
+from benchmarks.soak import beyond, beyond_line
+from benchmarks.survival import Case, World, report
+
+EVERY = ("kill", "soak", "steady")
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_each_benchmark_tells_its_flags(name):
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(flag in done.stdout for flag in ("--out", "--quick", "--check"))
+
+
+def test_a_miss_is_said_and_ends_a_check_with_1(tmp_path, capsys):
+    result = Result("some")
+    result.add("fast enough", 1.0, "s", 2.0)
+    result.add("too slow", 3.0, "s", 2.0)
+    args = parser("").parse_args(["--check", "--out", str(tmp_path / "out.json")])
+    assert result.finish(args) == 1
+    assert "1 of 2 bounds held; missed: too slow" in capsys.readouterr().out
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert [f["ok"] for f in record["figures"]] == [True, False]
+    assert set(record["figures"][0]) >= {"name", "value", "unit", "bound", "ok"}
+
+
+def test_the_prediction_interval_has_its_border_at_one():
+    values = [1.0, 2.0, 3.0]  # mean 2, deviation 1, quantile 4.303 for two degrees of freedom
+    assert beyond(values, 2.0) == 0.0
+    assert beyond(values, 2.0 + 4.303 * math.sqrt(4 / 3)) == pytest.approx(1.0)
+
+
+def test_the_line_s_interval_widens_away_from_the_middle():
+    points = [(0.0, 0.1), (1.0, 0.9), (2.0, 2.1), (3.0, 2.9), (4.0, 4.0)]
+    near, far = beyond_line(points, 2.0, 3.0), beyond_line(points, 9.0, 10.0)
+    assert near > far > 0.0
+    assert beyond_line(points, 2.0, 2.0) < 1.0
+
+
+class Member:
+    """A worker whose reports a test writes."""
+
+    def __init__(self) -> None:
+        self.pipe, self.theirs = multiprocessing.Pipe()
+        self.process = SimpleNamespace(pid=0, exitcode=None)
+
+    def kill(self) -> None:
+        self.theirs.close()
+
+    def step(self, ns: int, step: int, contributors: int, backwards: int) -> None:
+        self.theirs.send(("step", ns, step, step, f"h{step}", contributors, 0, backwards))
+
+
+@pytest.fixture
+def world() -> Any:
+    made = World(lambda name: Member(), random.Random(0), patience_s=5.0)
+    for _ in range(3):
+        made.start()
+        made.members[f"w{len(made.members) - 1}"].worker.theirs.send(("in", 1, "id"))
+    return made
+
+
+def test_recovery_ends_when_the_last_survivor_has_a_step_without_the_victim(world):
+    one, other, _ = (s.worker for s in world.members.values())
+    one.step(1_000_000_010, 7, 3, 1)  # still with the victim: its result was under way
+    one.step(1_100_000_000, 8, 2, 2)
+    other.step(1_000_000_020, 7, 3, 1)
+    other.step(1_250_000_000, 8, 2, 2)
+    assert world.recovered("w2", 1_000_000_000) == pytest.approx(0.25)
+
+
+def test_a_gradient_that_went_into_no_step_is_counted_as_thrown_away(world):
+    seen = world.members["w0"]
+    seen.worker.step(10, 1, 3, 1)
+    seen.worker.step(20, 2, 3, 3)
+    world.pump(lambda: len(seen.steps) == 2, "two steps")
+    assert [s.thrown for s in seen.steps] == [0, 1]
+
+
+def test_waiting_in_vain_names_what_for_and_the_last_reports(world):
+    world._patience_s = 0.0
+    with pytest.raises(TimeoutError, match=r"three steps of 3 members; last reports: .*'w0': 'no step yet'"):
+        world.settle()
+
+
+def test_a_member_that_dies_of_itself_ends_the_wait_at_once(world):
+    world.members["w1"].worker.process.exitcode = 1
+    with pytest.raises(RuntimeError, match="w1 died of itself"):
+        world.pump(lambda: False, "anything")
+
+
+def test_members_that_drop_out_of_the_pipe_are_no_error(world):
+    world.members["w2"].worker.kill()
+    world.members["w0"].worker.step(10, 1, 3, 1)
+    world.pump(lambda: bool(world.members["w0"].steps) and world.members["w2"].worker.pipe.closed, "one step")
+
+
+def test_the_report_bounds_what_is_ours_and_not_what_is_the_peer_s(capsys):
+    case = Case(seconds=[0.1, 0.1, 0.3], usual=[0.04] * 3, back=[1.0] * 3, ranks=[0, 1, 2], thrown=2)
+    ours, peers = Result("ours"), Result("peers")
+    report(ours, "kill", case, bound_s=0.15, strict=True)
+    report(peers, "kill", case)
+    missed = {f.name for f in ours.figures if f.ok is False}
+    assert missed == {"kill: slowest / median", "kill: survivors' gradients thrown away"}
+    assert all(f.ok is None for f in peers.figures)
+
+
+def test_a_missing_peer_is_said_with_the_way_to_install_it(monkeypatch, capsys):
+    monkeypatch.setattr(peers_torchft.importlib.util, "find_spec", lambda name: None)
+    result = Result("kill")
+    peers_torchft.measure(result, 50, 0.1, SimpleNamespace(quick=True, seed=1))
+    assert "pip install torchft" in result.notes[0]
+    assert not result.figures
+
+
+@pytest.mark.slow
+def test_kills_freezes_and_forced_hand_ons_of_real_processes(monkeypatch, tmp_path):
+    out = tmp_path / "kill.json"
+    monkeypatch.setattr(sys, "argv", ["kill", "--quick", "--runs", "1", "--peers", "--out", str(out)])
+    kill_main()
+    record = json.loads(out.read_text())
+    timed = {f["name"] for f in record["figures"] if f["unit"] in ("s", "ratio")}
+    assert not set(record["missed"]) - timed  # how fast it is depends on the machine, what is lost does not
+    assert len(record["details"]["slots handed on, 50 MiB"]) == 3

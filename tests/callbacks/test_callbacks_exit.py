@@ -1,0 +1,151 @@
+"""ChaosExit: one signal leaves, a second one ends, and every other handler is back afterwards."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import callback_support
+import pytest
+from callback_support import FakeEngine, fit, trainer
+from lightning.pytorch import Callback, Trainer
+
+from chaos_lightning.callbacks import ChaosExit
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.testing.harness import Harness
+
+
+class At(Callback):
+    """Does something in the middle of a batch."""
+
+    def __init__(self, batch: int, what: Any):
+        self.batch, self.what = batch, what
+
+    def on_before_backward(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == self.batch:
+            self.what()
+
+
+def settled(engine: FakeEngine) -> FakeEngine:
+    """After the thread that tells the engine."""
+    for thread in threading.enumerate():
+        if thread.name == "chaos-exit":
+            thread.join()
+    return engine
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_one_signal_leaves_after_the_step(tmp_path: Path, name: str) -> None:
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    engine = FakeEngine()
+    leave = ChaosExit()
+    raise_it = At(2, lambda: (signal.raise_signal(signal.Signals[name]), settled(engine)))
+    made = trainer(engine, leave, raise_it, root=str(tmp_path))
+    fit(made)
+    assert engine.left == [f"signal {name}"]
+    assert made.global_step == 3  # the step it was in is finished, no exception
+    assert not made.received_sigterm
+    assert {n: signal.getsignal(n) for n in before} == before
+
+
+def test_repeats_within_the_debounce_are_one_wish(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    leave = ChaosExit(debounce_s=30)
+
+    def twice() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        settled(engine)
+
+    fit(trainer(engine, leave, At(1, twice), root=str(tmp_path)))
+    assert engine.left == ["signal SIGINT"]
+
+
+def test_a_second_ctrl_c_is_a_keyboard_interrupt(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    leave = ChaosExit(debounce_s=1.0)
+    times = iter([0.0, 5.0, 7.0])
+    leave._clock = lambda: next(times, 9.0)
+
+    def twice() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as ended:  # Lightning's way with Ctrl+C
+        fit(trainer(engine, leave, At(1, twice), root=str(tmp_path)))
+    signal.signal(signal.SIGINT, before)
+    assert ended.value.code == 1
+    settled(engine)
+
+
+def test_a_flag_file_and_a_time_limit_are_exit_events_too(tmp_path: Path) -> None:
+    engine, flag = FakeEngine(), tmp_path / "leave"
+    fit(trainer(engine, ChaosExit(flag_file=str(flag)), At(1, flag.touch), root=str(tmp_path)))
+    assert settled(engine).left == [f"file {flag}"]
+
+    engine = FakeEngine()
+    late = ChaosExit(after_s=60)
+    times = iter([0.0, 1.0, 61.0])
+    late._clock = lambda: next(times, 99.0)
+    made = trainer(engine, late, root=str(tmp_path))
+    fit(made)
+    assert settled(engine).left == ["time limit of 60 s"]
+
+
+def test_without_members_training_stops_after_the_step(tmp_path: Path) -> None:
+    made = trainer(None, ChaosExit(), At(2, lambda: signal.raise_signal(signal.SIGTERM)), root=str(tmp_path))
+    fit(made)
+    assert made.global_step == 3
+
+
+def test_a_handler_that_somebody_else_put_in_is_left_alone(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    calls: list[int] = []
+
+    def other(number: int, frame: Any) -> None:
+        calls.append(number)
+
+    class Late(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            signal.signal(signal.SIGUSR1, other)
+
+    leave = ChaosExit(signals=["SIGUSR1"])
+    fit(trainer(FakeEngine(), leave, Late(), root=str(tmp_path)))
+    # Lightning restores all signals at its end; what matters is that ours did not undo the other one's before.
+    leave._before = {signal.SIGUSR1: before}
+    signal.signal(signal.SIGUSR1, other)
+    leave._restore()
+    assert signal.getsignal(signal.SIGUSR1) is other
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"no signals \['SIGFOO'\]"):
+        ChaosExit(signals=["SIGFOO"])
+    with pytest.raises(ConfigurationError, match="SIGKILL"):
+        ChaosExit(signals=["SIGKILL"])
+    with pytest.raises(ConfigurationError, match="negative"):
+        ChaosExit(after_s=-1)
+
+
+def test_a_real_process_leaves_with_exit_code_0_and_dies_at_the_second_signal(tmp_path: Path) -> None:
+    with Harness(tmp_path / "polite") as harness:
+        (tmp_path / "polite" / "go").touch()
+        harness.start_function("a", callback_support.leaver, str(tmp_path / "polite"))
+        harness.wait_step(2, 120)
+        harness.terminate("a")
+        assert harness.wait_exit("a") == 0
+        assert harness.wait_for("left")["reason"] == "signal SIGTERM"
+    with Harness(tmp_path / "hasty") as harness:
+        harness.start_function("a", callback_support.leaver, str(tmp_path / "hasty"))
+        harness.wait_step(2, 120)
+        harness.terminate("a")
+        left = harness.wait_for("leave")
+        harness.declare("a")
+        # Past the debounce time: the member itself goes on committing meanwhile.
+        harness.wait_for("committed", lambda r: r.t > left.t + 0.5)
+        harness.terminate("a")
+        assert harness.wait_exit("a") == -signal.SIGTERM

@@ -1,0 +1,111 @@
+"""All callbacks in real members of a real job: deaths in every phase, and an audit that finds nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import callback_support
+import pytest
+
+from chaos_lightning.membership.types import Settings
+from chaos_lightning.observe import folds
+from chaos_lightning.runtime.hosting import ensure_scheduler
+from chaos_lightning.runtime.options import SchedulerOptions
+from chaos_lightning.testing.faults import FaultPlan
+from chaos_lightning.testing.harness import Harness
+
+
+class Job:
+    def __init__(self, harness: Harness, port: int, root: Path):
+        self.harness, self.port, self.root = harness, port, root
+
+    def start(self, *names: str, plan: str) -> None:
+        """The first one founds the job and waits at step 2 until the others are admitted."""
+        gate = self.root / "gate"
+        os.mkfifo(gate)
+        first, *others = names
+        self.harness.declare(*FaultPlan.parse(plan).expected_deaths)
+        self._member(first, plan, str(gate))
+        self.harness.wait_step(2)
+        for place, name in enumerate(others):
+            self._member(name, plan)
+            if not place:
+                self.harness.wait_for(
+                    "view", lambda r: any(j.startswith(f"{others[0]}~") for j in r.get("joiners") or ())
+                )
+            else:  # who comes while a view waits for its boundary gets into the next one
+                self.harness.wait_for("link_up", lambda r: str(r["peer"]).startswith(f"{first}~"), node=name)
+        with open(gate, "w"):
+            pass
+
+    def _member(self, name: str, plan: str, gate: str = "") -> None:
+        self.harness.start_function(name, callback_support.job_member, name, self.port, str(self.root), plan, gate)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # Generous: test machines are busy, and a member that is slow must not look dead.
+    rules = Settings(heartbeat_timeout_s=3.0, confirm_timeout_s=1.0, report_timeout_s=5.0)
+    options = SchedulerOptions(
+        listen=f"127.0.0.1:{port}",
+        store=str(tmp_path / "chain.sqlite"),
+        log_dir=str(tmp_path / "events"),
+        settings=rules,
+    )
+    with Harness(tmp_path, deadline_s=120.0) as harness:
+        scheduler = ensure_scheduler(options)
+        try:
+            yield Job(harness, port, tmp_path)
+        finally:
+            if scheduler is not None:
+                scheduler.stop()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "at step 14 in forward: sigkill d\nat step 18 in backward: sigkill c\nat step 22 in allreduce: sigkill b",
+        "at step 14 in optimizer: sigkill a\nat step 18 in validation: sigkill b\nat step 30 in checkpoint: sigkill c",
+        "at step 14 in backward: sigkill rank 0\nat step 18 in optimizer: sigkill rank 0",
+    ],
+    ids=["before the commit", "after the commit", "roots"],
+)
+def test_deaths_in_every_phase_break_nothing(job: Job, plan: str) -> None:
+    job.start("a", "b", "c", "d", plan=plan)
+    harness = job.harness
+    survivors = []
+    for name in "abcd":
+        code = harness.wait_exit(name)
+        assert code in (0, -signal.SIGKILL)
+        survivors += [name] if code == 0 else []
+    deaths = len(FaultPlan.parse(plan))
+    assert len(survivors) == 4 - deaths
+    findings = harness.audit()
+    assert [f.verdict for f in findings][1:3] == ["ok", "ok"]
+    assert findings[4].verdict == "ok", findings[4]
+    told = harness.timeline()
+    recovered = folds.recoveries(told)
+    assert len(recovered) == deaths
+    assert all(r.seconds is not None for r in recovered)
+    assert {k: (u.used, u.twice) for k, u in folds.samples(told).items()} == {("", e): (48, ()) for e in range(8)}
+    assert "goodput" in harness.children[survivors[0]].tail()
+
+
+@pytest.mark.parametrize("who", ["a", "b"])
+def test_a_signal_leaves_with_exit_code_0_and_the_others_go_on(job: Job, who: str) -> None:
+    job.start("a", "b", plan="")
+    harness = job.harness
+    harness.wait_for("committed", lambda r: r["step"] >= 6, node="b")
+    harness.terminate(who)
+    assert harness.wait_exit("a") == 0
+    assert harness.wait_exit("b") == 0
+    (left,) = [life for life in harness.timeline().lives.values() if life.end == "left" and life.node == who]
+    assert left.member in harness.timeline().lives
+    harness.audit()

@@ -1,0 +1,197 @@
+"""Goodput and LiveView: what they log and show, and where they keep silent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from callback_support import FakeEngine, fit, trainer, view
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+
+from chaos_lightning.callbacks import Goodput, LiveView
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.observe.events import EventLog
+from chaos_lightning.observe.meter import GoodputMeter
+
+
+class Kept(Logger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    name = "kept"
+    version = "0"
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> None:
+        return None
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def test_meter_books_each_second_on_its_cause() -> None:
+    meter = GoodputMeter()
+    now = 0.0
+    for _ in range(11):
+        meter.step(now, ("a", "b"))
+        now += 1.0
+    meter.step(now + 2.0, ("a", "b", "c"))  # 3 s, 2 of them for a join
+    meter.step(now + 3.0, ("a", "b", "c"))
+    meter.step(now + 4.5, ("b", "c"))  # 1.5 s: a died
+    meter.step(now + 6.0, ("b",), leaving=True)  # 1.5 s: c left
+    assert meter.lost_s == pytest.approx({"join": 2.0, "recovery": 0.5, "leave": 0.5})
+    assert meter.total_s == pytest.approx(17.0)
+    assert meter.share == pytest.approx(1 - 3.0 / 17.0)
+    assert meter.usual_s == 1.0
+
+
+def test_meter_does_not_count_pauses_and_goes_on_from_a_state() -> None:
+    meter = GoodputMeter()
+    meter.step(0.0, ("a",))
+    meter.step(1.0, ("a",))
+    meter.pause()
+    meter.step(100.0, ("a",))
+    meter.step(101.0, ("a",))
+    assert meter.total_s == pytest.approx(2.0)
+    other = GoodputMeter()
+    other.load(json.loads(json.dumps(meter.state())))
+    other.step(500.0, ("a",))
+    other.step(501.0, ("a",))
+    assert (other.total_s, other.steps) == (pytest.approx(3.0), 3)
+    assert GoodputMeter().share == 1.0
+
+
+def test_goodput_is_logged_by_rank_0_to_all_loggers(tmp_path: Path) -> None:
+    engine, logger, goodput = FakeEngine(), Kept(), Goodput(every_n_steps=2)
+
+    class Dying(Callback):
+        def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                engine.view = view(2, "a", reason="b~1 died")
+
+    times = iter([0.0, 1.0, 2.0, 5.0, 6.0, 7.0])
+    goodput._clock = lambda: next(times)
+    fit(trainer(engine, Dying(), goodput, root=str(tmp_path), logger=logger))
+    rows = [row for _, row in logger.rows if "chaos/goodput" in row]
+    assert len(rows) == 5  # steps 1, 2, 4, 6, and the end
+    assert rows[-1]["chaos/lost_recovery_s"] == pytest.approx(2.0)
+    assert rows[-1]["chaos/goodput"] == pytest.approx(5 / 7)
+    assert (rows[0]["chaos/members"], rows[-1]["chaos/members"]) == (2, 1)
+
+
+def test_goodput_tells_a_leave_by_the_header_that_carried_it(tmp_path: Path) -> None:
+    engine, goodput = FakeEngine(), Goodput()
+
+    class Leaving(Callback):
+        def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                engine.view = view(2, "a")
+                engine.header = replace(engine.header, view_change=engine.view)
+
+    times = iter([0.0, 1.0, 2.0, 5.0, 6.0, 7.0])
+    goodput._clock = lambda: next(times)
+    fit(trainer(engine, Leaving(), goodput, root=str(tmp_path)))
+    assert goodput.meter.lost_s == pytest.approx({"join": 0.0, "recovery": 0.0, "leave": 2.0})
+
+
+def test_goodput_counts_optimizer_steps_not_batches(tmp_path: Path) -> None:
+    goodput = Goodput()
+    fit(trainer(None, goodput, root=str(tmp_path), accumulate_grad_batches=3), batches=6)
+    assert goodput.meter.steps == 1  # two steps, one interval
+
+
+def test_goodput_state_survives_a_checkpoint(tmp_path: Path) -> None:
+    goodput = Goodput()
+    fit(trainer(FakeEngine(), goodput, root=str(tmp_path)))
+    again = Goodput()
+    again.load_state_dict(goodput.state_dict())
+    assert again.meter.steps == goodput.meter.steps == 5
+
+
+def test_live_view_is_silent_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    live = LiveView()
+    fit(trainer(FakeEngine(), live, root=str(tmp_path)))
+    assert live._thread is None
+    assert capsys.readouterr().out == ""
+
+
+def test_live_view_and_a_progress_bar_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    with pytest.raises(ConfigurationError, match="enable_progress_bar=False"):
+        fit(trainer(FakeEngine(), LiveView(), root=str(tmp_path), enable_progress_bar=True))
+
+
+def test_live_view_runs_on_rank_0_only_and_follows_promotions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    engine = FakeEngine(events=EventLog(tmp_path / "logs" / "x.jsonl", node="a"))
+    live = LiveView()
+    seen: list[bool] = []
+    boards: list[Any] = []
+    running = threading.Event()
+
+    def watch(board: Any, *, interval_s: float, stop: threading.Event) -> None:
+        boards.append(board())
+        running.set()
+        stop.wait()
+
+    class Ranks(Callback):
+        def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(live._thread is not None)
+
+    live._watch = watch
+    zero = {"now": False}
+    made = trainer(engine, live, Ranks(), root=str(tmp_path))
+    monkeypatch.setattr(type(made), "is_global_zero", property(lambda self: zero["now"]))
+
+    class Promote(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            zero["now"] = batch_idx in (1, 2)
+
+    made.callbacks.insert(0, Promote())  # type: ignore[attr-defined]
+    fit(made)
+    assert seen == [False, False, True, True, False, False]
+    assert running.wait(10)
+    assert boards[0].title.startswith("logs ")
+    assert live._thread is None
+    engine.events.close()
+
+
+def test_live_view_asks_the_scheduler_if_there_are_no_logs(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    board = LiveView()._source(trainer(engine, root=str(tmp_path)))
+    assert board is not None
+    assert board().title == "scheduler 127.0.0.1:1"
+    assert LiveView()._source(trainer(None, root=str(tmp_path))) is None
+
+
+def test_the_folder_at_the_root_is_refused() -> None:
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", "import callbacks"], cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "write `import chaos_lightning.callbacks`" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Goodput(every_n_steps=-1), lambda: LiveView(interval_s=0)], ids=["goodput", "live"]
+)
+def test_wrong_arguments_are_named(make: Any) -> None:
+    with pytest.raises(ConfigurationError, match="expected"):
+        make()

@@ -1,0 +1,220 @@
+"""The data plane alone: real sockets and loops in one process, no machine above it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+import torch
+
+from chaos_lightning.collectives.gradients import cells_of
+from chaos_lightning.collectives.layout import Layout, Section
+from chaos_lightning.collectives.memory import Memory
+from chaos_lightning.collectives.reducer import Reducer
+from chaos_lightning.membership.types import Member, PlanSpec, View, ViewId
+from chaos_lightning.transport.frames import FrameType
+from chaos_lightning.transport.link import Link
+from chaos_lightning.transport.loop import IoLoop
+
+DEADLINE_S = 20.0
+
+
+class Node:
+    """A reducer with links, in its own loop."""
+
+    def __init__(self, me: str, shapes: list[tuple[int, ...]], dtype: torch.dtype, chunk: int) -> None:
+        self.me = me
+        self.crash: list[BaseException] = []
+        self.done: dict[tuple[ViewId, int], threading.Event] = {}
+        self.loop = IoLoop(me, self.crash.append)
+        params = [(f"p{i}", torch.zeros(s, dtype=dtype)) for i, s in enumerate(shapes)]
+        self.layout = Layout([Section("all", params)])
+        self.memory = Memory(self.layout, pinned=False)
+        self.grid = cells_of(self.layout, chunk)
+        self.links: dict[str, Link] = {}
+        self.reducer = Reducer(self.memory, self.grid, me, self.send, self.on_done)
+        self.loop.start()
+
+    def send(self, peer, kind, view, seq, start, payload) -> None:
+        self.links[peer].send(kind, view, seq, start, payload)
+
+    def on_done(self, view: ViewId, seq: int) -> None:
+        self.done.setdefault((view, seq), threading.Event()).set()
+
+    def target(self, peer, frame):
+        return self.reducer.target(peer, frame)
+
+    def arrived(self, peer, frame, payload) -> None:
+        assert frame.type in (FrameType.UP, FrameType.DOWN)
+        self.reducer.arrived(peer, frame, payload)
+
+    def broken(self, peer, link, evidence) -> None:
+        pass
+
+    def attach(self, peer: str, sock: socket.socket) -> None:
+        self.loop.call(lambda: self.links.__setitem__(peer, Link(self.loop, sock, peer, self)))
+
+    def fill(self, value: float) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(int(value * 1000))
+        for i in range(len(self.layout.slots)):
+            view = self.memory.view(self.memory.own, i)
+            view.copy_(torch.randn(view.shape, generator=generator))
+        return self.memory.own.clone()
+
+    def run(self, view: View, seq: int, *, empty: bool = False) -> None:
+        self.done.setdefault((view.id, seq), threading.Event())
+        self.loop.call(lambda: self.reducer.open(view, seq))
+        self.loop.call(lambda: self.reducer.begin(seq, self.layout.scope(0), empty=empty))
+        for start, _ in self.grid:
+            self.loop.call(lambda start=start: self.reducer.ready(seq, [start]))
+
+    def wait(self, view: View, seq: int) -> None:
+        assert self.done[view.id, seq].wait(DEADLINE_S), (self.me, self.crash)
+        assert not self.crash
+
+    def flat(self, seq: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.memory.results[seq % 2].view(dtype)
+
+
+def a_view(ids: list[str], plan: PlanSpec, number: int = 1) -> View:
+    members = tuple(Member(i, i, "host", "127.0.0.1", 1) for i in ids)
+    return View(ViewId(1, number), ViewId(1, number - 1), members, plan=plan)
+
+
+@pytest.fixture
+def cluster():
+    nodes: list[Node] = []
+
+    def build(count: int, dtype=torch.float32, chunk=4096) -> list[Node]:
+        nodes.extend(Node(f"n{i}", [(37, 41), (5,), (1000, 11), (3, 3, 3)], dtype, chunk) for i in range(count))
+        for i in range(count):
+            for j in range(i):
+                a, b = socket.socketpair()
+                nodes[i].attach(nodes[j].me, a)
+                nodes[j].attach(nodes[i].me, b)
+        return nodes
+
+    yield build
+    for node in nodes:
+        node.loop.call(lambda node=node: [link.close() for link in node.links.values()])
+        node.loop.stop()
+
+
+@pytest.mark.parametrize("kind", ["rotating", "chain", "tree"])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_sum_is_exact_and_bit_identical_on_all_members(cluster, kind, count):
+    nodes = cluster(count, torch.float64)
+    view = a_view([n.me for n in nodes], PlanSpec(kind, 4096))
+    for seq in (1, 2, 3):
+        owns = [n.fill(seq + i / 10).view(torch.float64) for i, n in enumerate(nodes)]
+        for n in nodes:
+            n.run(view, seq)
+        for n in nodes:
+            n.wait(view, seq)
+        results = [n.flat(seq, torch.float64) for n in nodes]
+        torch.testing.assert_close(results[0], torch.stack(owns).sum(0), rtol=1e-12, atol=1e-12)
+        assert all(torch.equal(results[0], r) for r in results)
+        assert all(torch.equal(n.memory.own.view(torch.float64), o) for n, o in zip(nodes, owns, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_summed_in_its_own_type(cluster, dtype):
+    nodes = cluster(2, dtype)
+    view = a_view([n.me for n in nodes], PlanSpec("rotating", 4096))
+    owns = [n.fill(1 + i).view(dtype) for i, n in enumerate(nodes)]
+    for n in nodes:
+        n.run(view, 1)
+    for n in nodes:
+        n.wait(view, 1)
+    assert torch.equal(nodes[0].flat(1, dtype), owns[0] + owns[1])
+    assert torch.equal(nodes[0].flat(1, dtype), nodes[1].flat(1, dtype))
+
+
+@pytest.mark.parametrize("kind", ["rotating", "chain", "tree"])
+@pytest.mark.parametrize("empty", [{1}, {0, 2}, {0, 1, 2}])
+def test_members_without_samples_add_nothing(cluster, kind, empty):
+    nodes = cluster(3)
+    view = a_view([n.me for n in nodes], PlanSpec(kind, 4096))
+    owns = [n.fill(1 + i).view(torch.float32) for i, n in enumerate(nodes)]
+    for i, n in enumerate(nodes):
+        n.run(view, 1, empty=i in empty)
+    for n in nodes:
+        n.wait(view, 1)
+    wanted = sum((o for i, o in enumerate(owns) if i not in empty), torch.zeros_like(owns[0]))
+    torch.testing.assert_close(nodes[0].flat(1, torch.float32), wanted)
+    assert all(torch.equal(nodes[0].flat(1, torch.float32), n.flat(1, torch.float32)) for n in nodes)
+
+
+def test_a_step_is_reduced_again_by_survivors_from_kept_gradients(cluster):
+    nodes = cluster(3)
+    first = a_view([n.me for n in nodes], PlanSpec("rotating", 4096))
+    owns = [n.fill(1 + i).view(torch.float32) for i, n in enumerate(nodes)]
+    for n in nodes[:2]:  # the third never contributes
+        n.run(first, 1)
+    second = a_view([n.me for n in nodes[:2]], PlanSpec("rotating", 4096), number=2)
+    for n in nodes[:2]:
+        n.done[second.id, 1] = threading.Event()
+        n.loop.call(lambda n=n: n.reducer.drop(first.id))
+        n.loop.call(lambda n=n: n.reducer.open(second, 1))
+    for n in nodes[:2]:
+        n.wait(second, 1)
+    assert torch.equal(nodes[0].flat(1, torch.float32), owns[0] + owns[1])
+    assert torch.equal(nodes[1].flat(1, torch.float32), owns[0] + owns[1])
+    assert not nodes[0].done[first.id, 1].is_set()
+    # What the dead one still had in its socket belongs to the old view and changes nothing.
+    nodes[2].fill(9)
+    nodes[2].run(first, 1)
+    for n in nodes[:2]:
+        n.fill(2)
+        n.run(second, 2)
+    for n in nodes[:2]:
+        n.wait(second, 2)
+    assert torch.equal(nodes[0].flat(1, torch.float32), owns[0] + owns[1])
+
+
+def test_chunks_that_arrive_before_their_attempt_are_kept(cluster):
+    nodes = cluster(2)
+    view = a_view([n.me for n in nodes], PlanSpec("rotating", 4096))
+    owns = [n.fill(1 + i).view(torch.float32) for i, n in enumerate(nodes)]
+    early = threading.Event()
+    arrived = nodes[1].reducer.arrived
+
+    def spy(peer, frame, payload):
+        arrived(peer, frame, payload)
+        early.set()
+
+    nodes[1].reducer.arrived = spy  # type: ignore[method-assign]
+    nodes[0].run(view, 1)
+    assert early.wait(DEADLINE_S)
+    nodes[1].run(view, 1)
+    for n in nodes:
+        n.wait(view, 1)
+    assert torch.equal(nodes[1].flat(1, torch.float32), owns[0] + owns[1])
+
+
+def test_held_ranges_name_exactly_what_is_complete(cluster):
+    nodes = cluster(2, chunk=16384)
+    view = a_view([n.me for n in nodes], PlanSpec("chain", 16384))
+    for i, n in enumerate(nodes):
+        n.fill(i)
+    one, other = nodes
+    one.run(view, 1)
+    other.loop.call(lambda: other.reducer.open(view, 1))
+    other.loop.call(lambda: other.reducer.begin(1, other.layout.scope(0)))
+    other.loop.call(lambda: other.reducer.ready(1, [start for start, _ in other.grid[:2]]))
+    stop = other.grid[1][1]
+    seen = threading.Event()
+    answer: list[tuple[tuple[int, int], ...]] = []
+
+    def ask() -> None:
+        held = one.reducer.held()
+        if held and held[0][1] >= stop:
+            answer.append(held)
+            seen.set()
+        else:
+            one.loop.later(0.01, ask)
+
+    one.loop.call(ask)
+    assert seen.wait(DEADLINE_S)
+    assert answer == [((0, stop),)]

@@ -1,0 +1,314 @@
+"""The Hydra groups: every choice composes, fits the constructors it names, and is checked against its types."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.errors import ConfigCompositionException
+from hydra.utils import get_class, instantiate
+from omegaconf import DictConfig, OmegaConf
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+CHOICES = sorted(
+    f"{path.parent.name}={path.stem}" for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "experiment"
+)
+EXPERIMENTS = sorted(path.stem for path in CONFIGS.glob("experiment/*.yaml"))
+SPECIAL = {"_target_", "_convert_", "_args_", "_partial_", "_recursive_"}
+
+
+@pytest.fixture(autouse=True)
+def _examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`model` and `data` name the examples' modules."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_module("chaos_lightning.configs", version_base="1.3"):
+        return compose("config", ["trainer.default_root_dir=.", *overrides])
+
+
+def nodes(value: Any) -> list[dict[str, Any]]:
+    """Every mapping with a `_target_` in a plain container."""
+    if isinstance(value, dict):
+        inner = [n for item in value.values() for n in nodes(item)]
+        return [value, *inner] if "_target_" in value else inner
+    return [n for item in value for n in nodes(item)] if isinstance(value, list) else []
+
+
+def parameters(target: Any) -> dict[str, inspect.Parameter]:
+    return {name: p for name, p in inspect.signature(target).parameters.items() if name != "self"}
+
+
+# ------------------------------------------------------------------------------------------------ composing
+
+
+def test_the_groups_are_there() -> None:
+    groups = {choice.partition("=")[0] for choice in CHOICES}
+    assert groups == {"accelerator", "strategy", "data", "model", "callbacks"}
+    assert {"accelerator=edge_cpu", "accelerator=gpu", "accelerator=npu"} <= set(CHOICES)
+
+
+@pytest.mark.parametrize("choice", [*CHOICES, *(f"experiment={name}" for name in EXPERIMENTS)])
+def test_choice_composes_and_fits_what_it_names(choice: str) -> None:
+    overrides = [choice]
+    if choice == "model=gpt_small":
+        overrides.append("data=text")
+    if "cifar10" in choice:
+        overrides.append("data.root=somewhere")
+    plain = OmegaConf.to_container(composed(*overrides), resolve=True)
+    found = nodes(plain)
+    assert {"lightning.pytorch.Trainer"} < {n["_target_"] for n in found}
+    for node in found:
+        known = parameters(get_class(node["_target_"]))
+        if any(p.kind is p.VAR_KEYWORD for p in known.values()):
+            continue
+        assert set(node) - SPECIAL <= set(known), node["_target_"]
+
+
+def test_every_member_can_be_told_apart_and_reached() -> None:
+    config = composed("strategy.endpoint=10.0.0.5:29400", "strategy.name=box-7", "strategy.options.plan=chain")
+    strategy = instantiate(config.strategy)
+    assert type(strategy).__name__ == "ChaosStrategy"
+    assert strategy.options.plan == "chain"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "callbacks.faults.plan='at step 40 in allreduce: sigkill rank 1'",
+        "callbacks.faults.plan=['at step 40 in allreduce: sigkill rank 1']",
+        "callbacks.faults.plan=[{do: sigkill, rank: 1, at_step: 40, in: allreduce}]",
+    ],
+)
+def test_fault_plan_on_the_command_line(override: str) -> None:
+    config = composed("callbacks=faults", override)
+    callback = instantiate(config.callbacks.faults, _convert_="all")
+    assert [str(fault) for fault in callback.plan] == ["at step 40 in allreduce: sigkill rank 1"]
+
+
+def test_callback_choices_extend_the_default() -> None:
+    assert list(composed("callbacks=none").callbacks) == []
+    default = list(composed().callbacks)
+    for name in ("faults", "live"):
+        assert list(composed(f"callbacks={name}").callbacks) == [*default, name]
+    made = [instantiate(c, _convert_="all") for c in composed("callbacks=live").callbacks.values()]
+    assert [type(c).__name__ for c in made] == ["Goodput", "ChaosExit", "LiveView"]
+
+
+@pytest.mark.parametrize("choice", ["faults", "live"])
+def test_callback_files_name_every_argument(choice: str) -> None:
+    for node in nodes(OmegaConf.to_container(composed(f"callbacks={choice}").callbacks)):
+        assert set(node) - SPECIAL == set(parameters(get_class(node["_target_"]))), node["_target_"]
+
+
+def test_local_rank_picks_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    config = composed("accelerator=gpu")
+    assert list(config.trainer.devices) == [3]
+    assert config.device == "cuda:3"
+
+
+def test_experiment_wins_over_the_root_and_the_command_line_over_both() -> None:
+    assert composed("experiment=gpt_text").trainer.max_epochs == 2
+    assert composed("experiment=gpt_text", "trainer.max_epochs=9").trainer.max_epochs == 9
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("strategy.endpiont=x", "endpiont"),
+        ("strategy.min_nodes=two", "two"),
+        ("strategy.options.overlap=perhaps", "perhaps"),
+        ("trainer.max_stepz=3", "max_stepz"),
+        ("accelerator=tpu", "edge_cpu"),
+    ],
+)
+def test_mistake_is_refused_when_composing(override: str, words: str) -> None:
+    with pytest.raises(Exception, match=words) as caught:
+        composed(override)
+    assert isinstance(caught.value, ConfigCompositionException)
+
+
+def test_another_project_uses_the_groups_beside_its_own(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text("_target_: builtins.dict\nwidth: 7\n")
+    (tmp_path / "conf" / "mine.yaml").write_text(
+        "defaults: [config, {override model: mine}, _self_]\n"
+        "hydra: {searchpath: ['pkg://chaos_lightning.configs']}\nseed: 5\n"
+    )
+    (tmp_path / "app.py").write_text(
+        "import hydra\n"
+        "@hydra.main(version_base='1.3', config_path='conf', config_name='mine')\n"
+        "def main(config):\n"
+        "    print(hydra.utils.instantiate(config.model), config.seed, config.strategy.min_nodes)\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "app.py", "strategy.min_nodes=2"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "{'width': 7} 5 2"
+
+
+# ------------------------------------------------------------------------------------------------ types
+
+
+def mirror(config_class: type) -> dict[str, Any]:
+    """Field name to default of a schema."""
+    return {
+        f.name: f.default if f.default is not dataclasses.MISSING else f.default_factory  # type: ignore[misc]
+        for f in dataclasses.fields(config_class)
+        if f.name not in SPECIAL
+    }
+
+
+def test_strategy_schema_equals_the_constructor() -> None:
+    from chaos_lightning.configs.schema import ChaosStrategyConfig, OptionsConfig
+    from chaos_lightning.strategies import ChaosStrategy
+
+    constructor = parameters(ChaosStrategy)
+    schema = mirror(ChaosStrategyConfig)
+    assert list(schema) == list(constructor)
+    assert schema.pop("options") is OptionsConfig
+    assert schema == {name: p.default for name, p in constructor.items() if name != "options"}
+    hints = {f.name: f.type for f in dataclasses.fields(ChaosStrategyConfig)}
+    for name, parameter in constructor.items():
+        if name not in ("options", "data"):  # a dataclass for a dataclass; a str for a Literal, which Hydra lacks
+            assert hints[name] == parameter.annotation, name
+
+
+def test_options_schema_equals_the_options() -> None:
+    from chaos_lightning.configs.schema import OptionsConfig
+    from chaos_lightning.strategies import ChaosOptions
+
+    assert mirror(OptionsConfig) == mirror(ChaosOptions)
+    assert [f.type for f in dataclasses.fields(OptionsConfig)] == [f.type for f in dataclasses.fields(ChaosOptions)]
+
+
+def test_strategy_file_names_every_argument() -> None:
+    from chaos_lightning.configs.schema import ChaosStrategyConfig
+
+    written = OmegaConf.load(CONFIGS / "strategy" / "chaos.yaml")
+    assert {*written} - {"defaults"} == {*mirror(ChaosStrategyConfig)} - {"options"}
+
+
+def test_trainer_schema_has_only_arguments_of_the_trainer() -> None:
+    import lightning
+
+    from chaos_lightning.configs.schema import TrainerConfig
+
+    assert set(mirror(TrainerConfig)) <= set(parameters(lightning.Trainer))
+
+
+def test_default_composition_equals_the_defaults_of_the_constructors() -> None:
+    from chaos_lightning.strategies import ChaosOptions, ChaosStrategy
+
+    made, plain = instantiate(composed().strategy), ChaosStrategy()
+    assert made.options == plain.options == ChaosOptions()
+    assert made.data == plain.data
+
+
+# ------------------------------------------------------------------------------------------------ accelerators
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "expected"),
+    [
+        ("edge_cpu", {"accelerator": "cpu", "devices": 1, "precision": "32-true", "plugins": None}),
+        ("gpu", {"accelerator": "cuda", "devices": [0], "precision": "bf16-mixed", "plugins": None}),
+    ],
+)
+def test_trainer_arguments_without_the_device(
+    accelerator: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    arguments = instantiate(composed(f"accelerator={accelerator}").trainer, _target_="builtins.dict")
+    assert {name: arguments[name] for name in expected} == expected
+    assert type(arguments["devices"]) in (int, list)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_edge_cpu_makes_a_trainer() -> None:
+    config = composed("accelerator=edge_cpu", "trainer.enable_checkpointing=false")
+    trainer = instantiate(config.trainer, strategy=instantiate(config.strategy))
+    assert str(trainer.strategy.root_device) == "cpu"
+    assert type(trainer.strategy).__name__ == "ChaosStrategy"
+
+
+def test_machine_without_an_npu_says_what_is_missing() -> None:
+    import torch
+
+    from chaos_lightning.errors import UnsupportedError
+
+    current = torch.accelerator.current_accelerator(check_available=True)
+    if current is not None and current.type == "npu":
+        pytest.skip("this machine has an NPU")
+    with pytest.raises(Exception, match="torch_npu is not installed") as caught:
+        instantiate(composed("accelerator=npu").trainer)
+    assert isinstance(caught.value.__cause__, UnsupportedError)
+
+
+NPU = """
+import torch
+torch.utils.rename_privateuse1_backend("npu")
+torch.accelerator.current_accelerator = lambda check_available=False: torch.device("npu")
+torch.accelerator.device_count = lambda: 2
+import os
+os.environ["LOCAL_RANK"] = "1"
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
+with initialize_config_module("chaos_lightning.configs", version_base="1.3"):
+    config = compose("config", ["accelerator=npu", "trainer.default_root_dir=.", "trainer.enable_checkpointing=false"])
+trainer = instantiate(config.trainer, strategy=instantiate(config.strategy))
+kind = type(trainer.accelerator).__name__
+print(trainer.strategy.root_device, trainer.precision_plugin.device, trainer.precision, kind)
+from chaos_lightning.configs.npu import NPUAccelerator
+print(NPUAccelerator.parse_devices(-1), NPUAccelerator.parse_devices("0,1"), NPUAccelerator.parse_devices(1))
+try:
+    NPUAccelerator.parse_devices([2])
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_npu_trainer_is_made_of_the_right_parts(tmp_path: Path) -> None:
+    """With torch's device of a third party renamed to npu, in a process of its own, since that cannot be undone."""
+    done = subprocess.run(
+        [sys.executable, "-c", NPU],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-3:] == [
+        "npu:1 npu bf16-mixed NPUAccelerator",
+        "[0, 1] [0, 1] [0]",
+        "devices [2] asked for, but this machine has 2 NPUs (numbered from 0)",
+    ]
+
+
+@pytest.mark.accelerator
+@pytest.mark.filterwarnings("ignore")
+def test_gpu_makes_a_trainer() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    config = composed("accelerator=gpu", "trainer.enable_checkpointing=false")
+    trainer = instantiate(config.trainer, strategy=instantiate(config.strategy))
+    assert trainer.strategy.root_device.type == "cuda"

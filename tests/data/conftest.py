@@ -1,0 +1,6 @@
+"""Makes elastic_job importable, whatever the import mode."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,122 @@
+"""Worker processes: settings of the user's loader are kept, seeds are keyed, nobody outlives the training process."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from elastic_job import Job
+from test_elastic_loader import Numbers
+from torch.utils.data import DataLoader, get_worker_info
+
+
+class Seeds(Numbers):
+    """The seed of the worker that read the sample."""
+
+    def __getitem__(self, i):
+        return torch.tensor(get_worker_info().seed)
+
+
+def seeds_of(name, seed, epoch):
+    job = Job(lambda name: DataLoader(Seeds(8), num_workers=1), name, seed=seed)
+    loader = job.loaders[f"{name}~1"]
+    loader.set_epoch(epoch)
+    batch = next(iter(loader))
+    job.close()
+    return batch.item()
+
+
+def test_workers_are_seeded_by_job_member_and_epoch_not_by_the_process():
+    torch.manual_seed(0)
+    first = seeds_of("a", 5, 0)
+    state = torch.get_rng_state()
+    assert seeds_of("a", 5, 0) == first
+    assert torch.equal(torch.get_rng_state(), state)  # opening iterators draws nothing from the training's generator
+    assert len({first, seeds_of("b", 5, 0), seeds_of("a", 6, 0), seeds_of("a", 5, 1)}) == 4
+
+
+def mark(worker):
+    os.environ["MARKED"] = str(worker)
+
+
+class Marks(Numbers):
+    def __getitem__(self, i):
+        return os.environ["MARKED"]
+
+
+def plus(batch):
+    return [*batch, "collated"]
+
+
+def test_the_users_settings_are_kept():
+    user = DataLoader(
+        Marks(6), batch_size=2, num_workers=1, worker_init_fn=mark, collate_fn=plus, prefetch_factor=3, timeout=30
+    )
+    job = Job(lambda name: user, "a")
+    loader = job.loaders["a~1"]
+    assert next(iter(loader)) == ["0", "0", "collated"]
+    assert loader.stats.drawn == 3 + 0  # prefetch_factor batches ahead; the epoch has no more
+    inner = loader._feed._inner
+    assert (inner.timeout, inner.prefetch_factor, inner.num_workers) == (30, 3, 1)
+    assert loader.worker_init_fn is mark
+    job.close()
+
+
+def test_the_host_framework_may_set_the_worker_init_fn():
+    job = Job(lambda name: DataLoader(Marks(4), batch_size=1, num_workers=1), "a")
+    job.loaders["a~1"].worker_init_fn = mark
+    assert next(iter(job.loaders["a~1"])) == ["0"]
+    job.close()
+
+
+def test_out_of_order_is_not_honoured_and_said_so():
+    loader = DataLoader(Numbers(4), num_workers=1, in_order=False)
+    with pytest.warns(UserWarning, match="in_order=False is not honoured"):
+        Job(lambda name: loader, "a")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Job(lambda name: DataLoader(Numbers(4), in_order=False), "a")  # without workers it means nothing
+
+
+KILLED = """
+import os, signal, sys, socket
+sys.path[:0] = [{tests!r}, {root!r}]
+from elastic_job import Job
+from test_elastic_loader import Numbers
+from torch.utils.data import DataLoader, IterableDataset
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(1000))
+
+link = socket.socket(fileno=int(sys.argv[1]))  # held by the workers, too, once they are forked
+data = Numbers(1000) if sys.argv[2] == "shared" else Stream()
+job = Job(lambda name: DataLoader(data, num_workers=2), "a", mode=sys.argv[2])
+next(iter(job.loaders["a~1"]))
+link.send(b"up")
+signal.pause()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
+@pytest.mark.parametrize("mode", ["shared", "local"])
+def test_killed_process_closes_its_links_although_its_workers_hold_them(mode):
+    """Torch's workers look for their parent every 5 s; a neighbour must see the closed socket at once."""
+    here = os.path.dirname(__file__)
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        child = subprocess.Popen(
+            [sys.executable, "-c", KILLED.format(tests=here, root=os.getcwd()), str(theirs.fileno()), mode],
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        mine.settimeout(60)
+        assert mine.recv(2) == b"up"
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        mine.settimeout(4)  # below torch's 5 s
+        assert mine.recv(1) == b""

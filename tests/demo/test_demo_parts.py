@@ -1,0 +1,161 @@
+"""The demo's parts without a training: the folder, the proof over nothing, and the ending of its own processes only."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from chaos_lightning.demo import cast, proof
+from chaos_lightning.demo.cast import MARK, Cast, NodeDied
+from chaos_lightning.demo.command import conclude, prepare, tidy
+from chaos_lightning.demo.screen import Screen
+from chaos_lightning.demo.story import Plot, Story
+from chaos_lightning.errors import ConfigurationError, DeadlineError
+from chaos_lightning.observe.events import Event, EventLog, read_events
+
+NODE = """
+import os, subprocess, sys, time
+# As a worker of torchrun: in a session of its own.
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print(worker.pid, flush=True)
+time.sleep(60)
+"""
+NOBODY = proof.Expected(
+    founders=("edge-1", "edge-2", "edge-3"),
+    joins="edge-4",
+    killed="edge-2",
+    frozen="edge-3",
+    leaves="edge-1",
+    exit_codes={},
+)
+
+
+def until(ready: Callable[[], Any], what: str) -> Any:
+    end = time.monotonic() + 30.0
+    while not (result := ready()):
+        assert time.monotonic() < end, f"{what} did not come"
+        time.sleep(0.02)
+    return result
+
+
+class Sleepers(Cast):
+    """Nodes that do nothing."""
+
+    script = NODE
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", self.script]
+
+
+@pytest.fixture
+def sleepers(tmp_path: Path) -> Iterator[Sleepers]:
+    nodes = Sleepers(tmp_path)
+    yield nodes
+    nodes.close()
+
+
+def worker_of(nodes: Cast, name: str) -> int:
+    return int(until(lambda: nodes.nodes[name].log.read_text().strip(), "the worker's pid"))
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+# ------------------------------------------------------------------------------------------------ processes
+
+
+def test_close_ends_nodes_and_workers_and_nobody_else(sleepers: Sleepers) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, MARK: "no"})
+    try:
+        sleepers.start("edge-1")
+        worker = worker_of(sleepers, "edge-1")
+        os.kill(worker, signal.SIGSTOP)  # frozen ones, too
+        assert sleepers.close() == 2
+        assert not runs(worker)
+        assert not sleepers.nodes["edge-1"].running
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_close_does_not_wait_for_ever(sleepers: Sleepers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cast, "POLITE_S", 0.1)
+    monkeypatch.setattr(Sleepers, "script", "import signal; signal.signal(15, signal.SIG_IGN); print(1)\n" + NODE)
+    sleepers.start("edge-1")
+    until(lambda: len(sleepers.nodes["edge-1"].log.read_text().split()) == 2, "both")
+    sleepers.close()
+    assert sleepers.exit_codes() == {"edge-1": -9}
+
+
+def test_kill_is_for_agent_and_worker_and_is_written_down_before(sleepers: Sleepers) -> None:
+    sleepers.start("edge-2")
+    worker = worker_of(sleepers, "edge-2")
+    sleepers.kill("edge-2", worker)
+    until(lambda: not runs(worker) and sleepers.exit_codes()["edge-2"] == -9, "both deaths")
+    (fault,) = [r for r in read_events(sleepers.events) if r.name == Event.FAULT_INJECTED]
+    assert (fault["kind"], fault.node) == ("sigkill", "edge-2-0")
+    sleepers.check()  # it was meant
+
+
+def test_a_stranger_is_never_signalled(sleepers: Sleepers) -> None:
+    with pytest.raises(NodeDied, match="is not there any more"):
+        sleepers.freeze("edge-1", os.getpid(), 1.0)
+
+
+def test_a_node_that_ends_by_itself_with_an_error_breaks_the_story_off(
+    sleepers: Sleepers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sleepers, "script", "raise SystemExit('no disk')")
+    screen = Screen(Console(file=io.StringIO()))
+    with pytest.raises(NodeDied, match="no disk"):
+        Story(sleepers, screen, Plot(start_deadline_s=30.0)).tell()
+
+
+def test_a_wait_ends_with_what_it_waited_for(sleepers: Sleepers) -> None:
+    screen = Screen(Console(file=io.StringIO()))
+    with pytest.raises(DeadlineError, match="'joined' of edge-1"):
+        Story(sleepers, screen, Plot(start_deadline_s=0.1)).tell()
+
+
+# ------------------------------------------------------------------------------------------------ folder and proof
+
+
+def test_folder_must_be_empty(tmp_path: Path) -> None:
+    assert prepare(tmp_path / "new") == tmp_path / "new"
+    (tmp_path / "new" / "old.jsonl").touch()
+    with pytest.raises(ConfigurationError, match="logs of two runs must not mix"):
+        prepare(tmp_path / "new")
+    with pytest.raises(ConfigurationError):
+        prepare(tmp_path / "new" / "old.jsonl")
+
+
+def test_nothing_is_proved_by_empty_logs(tmp_path: Path) -> None:
+    EventLog.in_directory(tmp_path / "events", "demo", role="harness").close()
+    checks = proof.prove(tmp_path, NOBODY)
+    assert [check.what for check in checks if check.ok] == []
+    said = io.StringIO()
+    assert not conclude(Console(file=said, width=120), tmp_path, NOBODY, "", 1.0)
+    assert f"all logs are in {tmp_path}" in said.getvalue()
+
+
+def test_tidy_keeps_logs_and_report(tmp_path: Path) -> None:
+    for name in ("events/a.jsonl", "out/edge-1.log", "checkpoints/last.ckpt", "chain.sqlite", "report.html", "enough"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    tidy(tmp_path)
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["a.jsonl", "report.html"]

@@ -1,0 +1,65 @@
+"""A job of real processes: members by name, gates, and the audit of what they left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import engine_members
+
+from chaos_lightning.testing.harness import Harness
+
+PRELOAD = ("torch", "chaos_lightning.trainer", "chaos_lightning.runtime.agent", "lightning.pytorch")
+
+
+class Job:
+    """Members by name; the first one hosts the scheduler."""
+
+    def __init__(self, harness: Harness, folder: Path) -> None:
+        self.harness = harness
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+
+    def start(self, name: str, **spec: Any) -> None:
+        full = {"name": name, "endpoint": self.endpoint, "report": str(self.folder / f"{name}.pt"), **spec}
+        self.harness.start_function(name, engine_members.train, full, preload=PRELOAD)
+
+    def gate(self, name: str) -> str:
+        path = self.folder / f"{name}.gate"
+        os.mkfifo(path)
+        return str(path)
+
+    def open(self, gate: str) -> None:
+        """Blocks until the member is at its gate, then lets it through."""
+        with open(gate, "w"):
+            pass
+
+    def admitted(self, name: str) -> None:
+        """Until a view that has this member as a joiner is decided."""
+        self.harness.wait_for(
+            "view", lambda r: any(j.startswith(f"{name}~") for j in r.get("joiners") or ()), node="default"
+        )
+
+    def finish(self, *names: str) -> list[dict[str, Any]]:
+        """The reports of these members, which all end by themselves with exit code 0; the audit must find nothing."""
+        for name in names:
+            assert self.harness.wait_exit(name) == 0
+        for finding in self.harness.audit():
+            assert finding.verdict != "violated", self.harness.dump() + f"\n{finding}"
+        return [engine_members.read(self.folder / f"{name}.pt") for name in names]
+
+
+def end_schedulers(logs: Path) -> None:
+    """A hosted scheduler outlives its members on purpose; a test's must not outlive the test."""
+    for log in logs.glob("scheduler-*.jsonl"):
+        with log.open() as lines:
+            pid = json.loads(next(lines))["pid"]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)

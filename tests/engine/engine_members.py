@@ -1,0 +1,83 @@
+"""What member processes of the engine tests run: a plain loop on the paper's API, and a report of how it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from chaos_lightning.replication.table import state_hash
+from chaos_lightning.trainer import Trainer, capture_exit_event
+
+
+def train(spec: dict[str, Any]) -> None:
+    """One member.
+
+    Args:
+        spec: name, endpoint, report (file), samples, batch, epochs, width, settings, gates {step: fifo},
+            drift_at (step), die_at {"when": "after_first_header", "world": members}.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(spec.get("seed", 7))
+    generator = torch.Generator().manual_seed(1)
+    samples, width = spec.get("samples", 240), spec.get("width", 32)
+    data = TensorDataset(torch.randn(samples, 8, generator=generator), torch.randn(samples, 4, generator=generator))
+    settings = {"step_timeout_s": 60.0, "join_timeout_s": 60.0, **spec.get("settings", {})}
+    trainer = Trainer(name=spec["name"], endpoint=spec["endpoint"], **settings)
+    gates = dict(spec.get("gates", {}))
+    die_at = spec.get("die_at", {})
+    with trainer:
+        model = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader = DataLoader(data, spec.get("batch", 4), shuffle=True, num_workers=spec.get("workers", 0))
+        for x, y in trainer.prepare(model, optimizer, loader, epochs=spec.get("epochs", 2)):
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            if die_at and die_at["when"] == "after_first_header" and trainer.world_size == die_at["world"]:
+                die_after_first_header(trainer)
+            if spec.get("drift_at") == trainer.step:
+                with torch.no_grad():
+                    model[0].weight += 1e-3
+            trainer.update()
+            trainer.check_state_replication()
+            gate = gates.pop(trainer.step, None)
+            if gate is not None:
+                with open(gate) as opened:
+                    opened.read()
+            if capture_exit_event():
+                trainer.request_node_exit()
+                break
+        tensors = [(n, t) for n, t in model.state_dict().items()]
+        tensors += [(f"opt{i}.{k}", v) for i, s in enumerate(optimizer.state.values()) for k, v in s.items()]
+        report = {
+            "name": spec["name"],
+            "hash": state_hash(tensors),
+            "step": trainer.step,
+            "pid": os.getpid(),
+            "out": trainer.engine.out,
+        }
+    torch.save(report, spec["report"])
+
+
+def die_after_first_header(trainer: Trainer) -> None:
+    """The commit root dies when its header is on the way to one member only: that one holds the result alone."""
+    links = trainer.engine._shell.links
+    assert links is not None
+    send = links.message
+
+    def once(peer: str, payload: bytes) -> None:
+        send(peer, payload)
+        # Sockets are closed by the kernel in order, what was written before still arrives.
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    links.message = once  # type: ignore[method-assign]
+
+
+def read(path: Path) -> dict[str, Any]:
+    return dict(torch.load(path, weights_only=True))

@@ -1,0 +1,162 @@
+"""Real processes: whoever is in at the end holds the same bits; no step and no sample is lost."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import engine_members
+import pytest
+from engine_job import Job
+
+
+def same(reports: list[dict[str, Any]]) -> None:
+    assert len({r["hash"] for r in reports}) == 1, reports
+    assert len({r["step"] for r in reports}) == 1, reports
+
+
+@pytest.mark.parametrize("plan", ["rotating", "chain", "tree"])
+def test_three_founders_end_alike(job: Job, plan: str) -> None:
+    for name in "abc":
+        job.start(name, settings={"min_nodes": 3, "plan": plan})
+    reports = job.finish("a", "b", "c")
+    same(reports)
+    assert reports[0]["step"] == 40
+
+
+def test_newcomers_initial_weights_do_not_matter(job: Job) -> None:
+    job.start("a", seed=1, gates={5: job.gate("a")})
+    job.harness.wait_step(5)
+    job.start("b", seed=2)
+    job.admitted("b")
+    job.open(str(job.folder / "a.gate"))
+    same(job.finish("a", "b"))
+
+
+def test_two_newcomers_at_once(job: Job) -> None:
+    gate = job.gate("a")
+    job.start("a", gates={5: gate})
+    job.harness.wait_step(5)
+    job.start("b")
+    job.start("c")
+    job.harness.wait_for("welcomed", node="b")
+    job.harness.wait_for("welcomed", node="c")
+    job.open(gate)
+    same(job.finish("a", "b", "c"))
+
+
+@pytest.mark.parametrize("victim", ["root", "leaf"])
+def test_sigkill_of_one_of_three(job: Job, victim: str) -> None:
+    job.start("a", settings={"min_nodes": 3})
+    job.harness.wait_for("welcomed", node="a")
+    for name in "bc":
+        job.start(name, settings={"min_nodes": 3})
+    # Deaths inside the members are told to the harness by name; the first welcomed is the root.
+    dead, alive = ("a", "bc") if victim == "root" else ("c", "ab")
+    job.harness.wait_step(3)
+    job.harness.kill(dead)
+    job.harness.wait_for("death", lambda r: r.member.startswith(f"{dead}~"))
+    job.start("d")
+    same(job.finish(*alive, "d"))
+
+
+def test_two_of_four_die_at_once(job: Job) -> None:
+    for name in "abcd":
+        job.start(name, settings={"min_nodes": 2}, epochs=20)
+    job.harness.wait_for("view", lambda r: len(r.get("members") or ()) == 4)
+    job.harness.wait_step(3)
+    job.harness.kill("b")
+    job.harness.kill("c")
+    for name in "ef":
+        job.start(name, epochs=20)
+    same(job.finish("a", "d", "e", "f"))
+
+
+def test_root_dies_after_its_header_reached_one_member(job: Job) -> None:
+    """The hand-on path: the result that one survivor holds is given to the other verbatim (PROTOCOL.md 9)."""
+    job.start("a", settings={"min_nodes": 2}, die_at={"when": "after_first_header", "world": 3}, epochs=30)
+    job.harness.declare("a")
+    job.harness.wait_for("welcomed", node="a")
+    for name in "bc":
+        job.start(name, epochs=30)
+    handed = job.harness.wait_for("hand_on")
+    assert handed.get("base") is not None
+    same(job.finish("b", "c"))
+
+
+def test_frozen_member_is_fenced_and_joins_again_in_the_same_process(job: Job) -> None:
+    for name in "abc":
+        job.start(name, settings={"min_nodes": 2}, epochs=60)
+    job.harness.wait_for("view", lambda r: len(r.get("members") or ()) == 3)
+    pid = job.harness.children["b"].pid
+    job.harness.stop("b")
+    death = job.harness.wait_for("death", lambda r: r.member.startswith("b~"))
+    job.harness.wait_for("committed", node="a", after=death)
+    job.harness.cont("b")
+    job.harness.wait_for("rejoin", node="b")
+    reports = job.finish("a", "b", "c")
+    same(reports)
+    assert reports[1]["pid"] == pid
+
+
+def test_sigterm_leaves_after_the_step_with_exit_code_0(job: Job) -> None:
+    for name in "abc":
+        job.start(name, settings={"min_nodes": 2}, epochs=30)
+    job.harness.wait_for("view", lambda r: len(r.get("members") or ()) == 3)
+    job.harness.terminate("b", number=signal.SIGINT)
+    assert job.harness.wait_exit("b") == 0
+    same(job.finish("a", "c"))
+
+
+def test_leaver_is_the_writer_and_root(job: Job) -> None:
+    job.start("a", epochs=30)
+    job.harness.wait_for("welcomed", node="a")
+    job.start("b", epochs=30)
+    job.harness.wait_for("view", lambda r: len(r.get("members") or ()) == 2)
+    job.harness.terminate("a")
+    assert job.harness.wait_exit("a") == 0
+    job.finish("b")
+
+
+def test_last_member_leaves_at_once(job: Job) -> None:
+    """Nobody is there to commit another step with; it must not wait for one."""
+    job.start("a", epochs=200)
+    job.harness.wait_step(5)
+    job.harness.terminate("a", number=signal.SIGINT)
+    assert job.harness.wait_exit("a", deadline_s=15) == 0
+
+
+def test_joiner_dies_while_others_wait_for_it(job: Job) -> None:
+    gate = job.gate("a")
+    job.start("a", gates={5: gate}, settings={"min_nodes": 2}, epochs=3)
+    job.start("b", epochs=3)
+    job.harness.wait_step(5)
+    job.start("c", epochs=3)
+    job.admitted("c")
+    job.harness.kill("c")
+    job.open(gate)
+    same(job.finish("a", "b"))
+
+
+def test_workers_of_a_killed_member_do_not_hide_its_death(job: Job) -> None:
+    """DataLoader workers inherit sockets; the survivors must see the death at once all the same."""
+    for name in "abc":
+        job.start(name, settings={"min_nodes": 2}, epochs=4, workers=1, samples=480)
+    job.harness.wait_for("view", lambda r: len(r.get("members") or ()) == 3)
+    job.harness.kill("b")
+    death = job.harness.wait_for("death", lambda r: r.member.startswith("b~"), deadline_s=5)
+    assert "closed" in str(death.get("evidence"))
+    same(job.finish("a", "c"))
+
+
+def test_member_whose_state_drifts_pulls_it_again(job: Job) -> None:
+    """A bit that flipped in memory, say: hashes are compared, the odd one out joins again (PROTOCOL.md 24)."""
+    settings = {"min_nodes": 2, "state_hash_every": 5}
+    for name in "ab":
+        job.start(name, settings=settings, epochs=20)
+    job.start("c", settings=settings, epochs=20, drift_at=22)
+    job.harness.wait_for("rejoin", node="c")
+    for name in "abc":
+        assert job.harness.wait_exit(name) == 0
+    reports = [engine_members.read(job.folder / f"{name}.pt") for name in "abc"]
+    same(reports)

@@ -1,0 +1,469 @@
+"""A small language in which one machine is told what happens, line by line, and what it does is written below.
+
+Lines that begin with ">" are told to the machine (or define a name); the indented lines below are its effects. Run the
+tests with CHAOS_REWRITE=1 to write the effects anew, and read the difference before keeping it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.recovery import with_scope
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.membership.slots import close_slot
+from chaos_lightning.membership.types import (
+    GENESIS,
+    NO_VIEW,
+    Contribution,
+    Decide,
+    Entered,
+    Fence,
+    Finished,
+    FromMember,
+    Header,
+    Heartbeat,
+    Hello,
+    Kind,
+    Leave,
+    LinkEvent,
+    Member,
+    NextView,
+    Notice,
+    OpenLinks,
+    Prepare,
+    Probe,
+    Ready,
+    Refused,
+    Released,
+    Report,
+    Settings,
+    Source,
+    ToMember,
+    Verdict,
+    View,
+    ViewId,
+    Welcome,
+)
+
+SCOPE = ((0, 100),)
+
+
+def member(member_id: str) -> Member:
+    name = member_id.partition("~")[0]
+    return Member(member_id, name, f"host-{name}", "127.0.0.1", 7000)
+
+
+def number(text: str) -> ViewId:
+    term, _, count = text.partition(".")
+    return ViewId(int(term), int(count))
+
+
+def contribution(view: View, prev: Header, kind: str, who: str, **fields: object) -> Contribution:
+    """What a well-behaved member brings to the slot after `prev`."""
+    return Contribution(
+        member=who,
+        view=view.id,
+        seq=prev.seq + 1,
+        kind=Kind(kind),
+        step=prev.step,
+        prev_hash=prev.hash,
+        weight=1.0 if kind == "step" else 0.0,
+        coefficient=1.0 if kind == "step" else 0.0,
+        payload=f"{who} votes".encode() if kind == "gather" else b"",
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def header_after(view: View, prev: Header, kind: str, waiting: View | None = None) -> Header:
+    """The header of the slot after `prev`, as the root of `view` makes it."""
+    box = {m: contribution(view, prev, kind, m) for m in view.ids()}
+    return close_slot(view=view, prev=prev, contributions=box, waiting=waiting)
+
+
+class Names:
+    """Views and headers that a script has named."""
+
+    def __init__(self) -> None:
+        self.views: dict[str, View] = {}
+        self.headers: dict[str, Header] = {"genesis": GENESIS}
+
+    def define(self, words: list[str]) -> bool:
+        """`view NAME ID PREDECESSOR MEMBER MEMBER*...` (a star: joiner), `header NAME PREV VIEW KIND [WAITING]`."""
+        match words:
+            case ["view", name, view_id, predecessor, *members]:
+                self.views[name] = View(
+                    id=number(view_id),
+                    predecessor=number(predecessor),
+                    members=tuple(member(m.rstrip("*")) for m in members),
+                    joiners=tuple(m.rstrip("*") for m in members if m.endswith("*")),
+                    reason=f"as {name}",
+                )
+            case ["header", name, prev, view, kind, *waiting]:
+                carried = self.views[waiting[0]] if waiting else None
+                self.headers[name] = header_after(self.views[view], self.headers[prev], kind, carried)
+            case _:
+                return False
+        return True
+
+    def of_header(self, header: Header | None) -> str:
+        if header is None:
+            return "none"
+        known = next((n for n, h in self.headers.items() if h.hash == header.hash), "")
+        words = f"{known or '?'}({header.seq} {header.kind} of {header.view}"
+        if header.view_change is not None:
+            words += f", then {header.view_change.id}"
+        words += ", boundary please" if header.boundary else ""
+        words += f", error: {header.error}" if header.error else ""
+        return words + ")"
+
+    def of_hash(self, value: str) -> str:
+        return next((n for n, h in self.headers.items() if h.hash == value), value or "-")
+
+
+def told(words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Plain words and key=value words."""
+    plain = [w for w in words if "=" not in w]
+    return plain, dict(w.split("=", 1) for w in words if "=" in w)
+
+
+def spans(text: str) -> tuple[tuple[int, int], ...]:
+    return tuple((int(a), int(b)) for a, b in (part.split("-") for part in text.split(",") if part))
+
+
+def message_words(names: Names, message: object) -> str:
+    """A message in words."""
+    match message:
+        case Contribution():
+            votes = f" {message.payload.decode()!r}" if message.payload else ""
+            return f"contribution {message.seq} {message.kind} of {message.view}{votes}"
+        case Header():
+            return f"header {names.of_header(message)}"
+        case Entered(view, seq, _, head, loaded):
+            return f"entered {view} at {seq} on {names.of_hash(head)}{'' if loaded else ', not loaded'}"
+        case Report():
+            flags = ("" if message.loaded else ", not loaded") + ("" if message.raw else ", no raw bytes")
+            pending = f", pending {names.of_header(message.pending)}" if message.pending else ""
+            held = f", holds {[s for s in message.held if s[0] < s[1]]}" if message.held else ""
+            where = f"entered {message.entered} at {message.seq} on {names.of_hash(message.head)}"
+            return f"report for {message.number}: {where}{flags}{pending}{held}"
+        case Decide():
+            how = "hand on" if message.hand_on else "redo after"
+            sources = f" from {','.join(s.member for s in message.sources)}" if message.sources else ""
+            return f"decide {view_words(message.view)}: {how} {names.of_header(message.base)}{sources}"
+        case NextView(view):
+            return f"next {view_words(view)}"
+        case Welcome(who, _, role, reason):
+            return f"welcome {who.id} as {role} ({reason})"
+        case OpenLinks(peers):
+            return f"open links to {','.join(p.id for p in peers) or 'nobody'}"
+        case Prepare(promised, reason):
+            return f"prepare {promised} ({reason})"
+        case Refused(reason, retry):
+            return f"refused{', try again' if retry else ''}: {reason}"
+        case Fence(reason, rejoin):
+            return f"fence{', join again' if rejoin else ''}: {reason}"
+        case LinkEvent(peer, up, evidence):
+            return f"link to {peer} {'up' if up else 'down'} ({evidence})"
+        case Verdict(suspect, alive, evidence):
+            return f"verdict on {suspect}: {'alive' if alive else 'dead'} ({evidence})"
+        case Released(reason) | Leave(reason):
+            return f"{type(message).__name__.lower()}: {reason}"
+        case Notice(text, waiting):
+            return f"notice{', waiting' if waiting else ''}: {text}"
+        case Finished(seq, step):
+            return f"finished at {seq}, step {step}"
+        case Probe(suspect):
+            return f"probe {suspect}"
+        case Ready():
+            return "ready"
+        case _:
+            return repr(message)
+
+
+def view_words(view: View) -> str:
+    marks = [m + "*" if m in view.joiners else m for m in view.ids()]
+    return f"view {view.id} after {view.predecessor} [{' '.join(marks)}]"
+
+
+class MemberScript:
+    """Drives a MemberMachine."""
+
+    def __init__(self) -> None:
+        self.names = Names()
+        self.machine = MemberMachine()
+        self.now = 0.0
+
+    def line(self, words: list[str]) -> list[str]:
+        """One line; the effects in words."""
+        if self.names.define(words):
+            return []
+        if words[0] == "after":
+            self.now += float(words[1])
+            return []
+        effects = self.machine.on(self.now, self._event(words))
+        self.machine.validate_state()
+        return [self._effect(e) for e in effects if not isinstance(e, fx.Note)]
+
+    def _event(self, words: list[str]) -> fx.MemberEvent:
+        plain, keys = told(words)
+        match plain:
+            case ["own", kind]:
+                assert self.machine.view is not None
+                mine = contribution(self.machine.view, self.machine.header, kind, self.machine.member_id)
+                return fx.Contribute(replace(mine, view=NO_VIEW, prev_hash=keys.get("prev", mine.prev_hash)))
+            case ["peer", who, "contributes", kind]:
+                view = self.names.views[keys["view"]]
+                prev = self.names.headers[keys["prev"]]
+                fields = {k: v for k, v in keys.items() if k not in ("view", "prev")}
+                return fx.PeerIn(who, contribution(view, prev, kind, who, **fields))
+            case ["peer", who, "header", name]:
+                return fx.PeerIn(who, self.names.headers[name])
+            case ["ranges", view, seq]:
+                return fx.RangesDone(self.names.views[view].id, int(seq))
+            case ["pulled", seq]:
+                return fx.ResultPulled(int(seq))
+            case ["loaded", name]:
+                return fx.StateLoaded(self.names.headers[name].hash)
+            case ["link", peer, state, *evidence]:
+                return fx.LinkChanged(peer, state == "up", " ".join(evidence) or "connected")
+            case ["leave"]:
+                return fx.LeaveRequested("Ctrl+C")
+            case ["tick"]:
+                return fx.Tick()
+            case ["prepare", view_id]:
+                held = with_scope(spans(keys.get("held", "")), SCOPE) if "held" in keys else ()
+                return fx.ControlIn(Prepare(number(view_id), "a test"), held)
+            case _:
+                return fx.ControlIn(self._message(plain, keys))
+
+    def _message(self, plain: list[str], keys: dict[str, str]) -> ToMember:
+        names = self.names
+        match plain:
+            case ["welcome", who, role]:
+                return Welcome(member(who), 1, role, "hello", 0.1, 0.35)
+            case ["open", "links", *peers]:
+                return OpenLinks(tuple(member(p) for p in peers))
+            case ["next", view]:
+                return NextView(names.views[view])
+            case ["decide", view, "after", base]:
+                return Decide(names.views[view], names.headers[base], reason="a test")
+            case ["decide", view, "hand", "on", base, *sources]:
+                return Decide(names.views[view], names.headers[base], True, tuple(Source(s, ()) for s in sources))
+            case ["fence"]:
+                return Fence("a view went on without it")
+            case ["released"]:
+                return Released("nobody needs it")
+            case ["refused", *rest]:
+                return Refused("the name is taken", retry=bool(rest))
+            case ["probe", who]:
+                return Probe(who)
+            case _:
+                raise AssertionError(f"no such line: {plain} {keys}")
+
+    def _effect(self, effect: fx.MemberEffect) -> str:
+        names = self.names
+        match effect:
+            case fx.ToScheduler(message):
+                return f"tells the scheduler: {message_words(names, message)}"
+            case fx.ToPeer(peer, message):
+                return f"sends {peer}: {message_words(names, message)}"
+            case fx.Connect(peers):
+                return f"wants links to {','.join(p.id for p in peers) or 'nobody'}"
+            case fx.OpenAttempt(view, seq):
+                return f"opens slot {seq} in view {view.id}"
+            case fx.DropAttempt(view_id):
+                return f"drops attempts up to view {view_id}"
+            case fx.Committed(header, view):
+                return f"commits {names.of_header(header)}; it names view {view.id}"
+            case fx.PullResult(header, sources):
+                return f"pulls bytes of {names.of_header(header)} from {','.join(s.member for s in sources)}"
+            case fx.PullState(header, view):
+                donors = [m for m in view.ids() if m not in view.joiners]
+                return f"pulls the state at {names.of_header(header)} from {','.join(donors)}"
+            case fx.Viewed(view):
+                return f"sees {view_words(view)}"
+            case fx.Ejected(reason, rejoin):
+                return f"is out, {'joins again' if rejoin else 'for good'}: {reason}"
+            case fx.Left(reason):
+                return f"goes: {reason}"
+            case _:
+                return repr(effect)
+
+
+class SchedulerScript:
+    """Drives a SchedulerMachine. Streams have their members' names; writes succeed at once unless `store waits`."""
+
+    def __init__(self) -> None:
+        self.names = Names()
+        self.settings = Settings(
+            job="job",
+            min_nodes=1,
+            max_nodes=4,
+            heartbeat_interval_s=0.1,
+            heartbeat_timeout_s=0.35,
+            confirm_timeout_s=0.15,
+            hang_timeout_s=5.0,
+            report_timeout_s=2.0,
+            join_timeout_s=60.0,
+            reconnect_grace_s=2.0,
+        )
+        self.machine: SchedulerMachine | None = None
+        self.now = 0.0
+        self.conns: dict[str, int] = {}
+        self.ids: dict[str, str] = {}
+        self.waiting: list[fx.Persist] = []
+        self.store_waits = False
+        self.chain = fx.Chain(1, NO_VIEW)
+
+    def line(self, words: list[str]) -> list[str]:
+        if self.names.define(words):
+            return []
+        plain, keys = told(words)
+        match plain:
+            case ["set", name, value]:
+                kind = type(getattr(self.settings, name))
+                self.settings = replace(self.settings, **{name: kind(value)})
+                return []
+            case ["chain", highest, *views]:
+                self.chain = fx.Chain(2, number(highest), tuple(self.names.views[v] for v in views))
+                return []
+            case ["store", how] if how in ("waits", "writes"):
+                self.store_waits = how == "waits"
+                return []
+            case ["after", seconds]:
+                return self._pass(float(seconds))
+            case ["jump", seconds]:
+                self.now += float(seconds)
+                return []
+            case ["beats", *names]:
+                # Time passes in which these send their heartbeats.
+                return self._pass(float(keys["for"]), names)
+        return self._feed(self._event(plain, keys))
+
+    def _pass(self, seconds: float, beating: list[str] | None = None) -> list[str]:
+        lines: list[str] = []
+        end = self.now + seconds
+        while self.now < end - 1e-9:
+            self.now = min(end, self.now + 0.05)
+            for name in beating or []:
+                lines += self._feed(fx.MessageIn(self.conns[name], Heartbeat(NO_VIEW, 0, 0)))
+            lines += self._feed(fx.SchedulerTick())
+        return lines
+
+    def _feed(self, event: fx.SchedulerEvent) -> list[str]:
+        if self.machine is None:
+            self.machine = SchedulerMachine(self.settings, self.chain)
+        lines: list[str] = []
+        for effect in self.machine.on(self.now, event):
+            if isinstance(effect, fx.Persist):
+                what = view_words(effect.view) if effect.view is not None else str(effect.number)
+                lines.append(f"stores {effect.kind} {what}")
+                self.waiting.append(effect)
+            elif isinstance(effect, fx.Send):
+                lines.append(f"to {self._name(effect.conn)}: {message_words(self.names, effect.message)}")
+                if isinstance(effect.message, Welcome):
+                    self.ids[self._name(effect.conn)] = effect.message.member.id
+            elif isinstance(effect, fx.Close):
+                lines.append(f"closes the stream of {self._name(effect.conn)}: {effect.reason}")
+            elif isinstance(effect, fx.SchedulerDone):
+                lines.append(f"is done: {effect.reason}")
+            elif effect.name in ("death", "suspect", "notice"):
+                fields = dict(effect.fields)
+                lines.append(f"notes {effect.name} {' '.join(str(v) for v in fields.values())}")
+        self.machine.validate_state()
+        if self.waiting and not self.store_waits:
+            lines += self._feed(fx.Stored(self.waiting.pop(0).token, True))
+        return lines
+
+    def _name(self, conn: int) -> str:
+        return next(name for name, c in self.conns.items() if c == conn)
+
+    def _event(self, plain: list[str], keys: dict[str, str]) -> fx.SchedulerEvent:
+        match plain:
+            case ["stored"]:
+                return fx.Stored(self.waiting.pop(0).token, True)
+            case ["lost"]:
+                return fx.Stored(self.waiting.pop(0).token, False, "another term")
+            case [name, "closes"]:
+                return fx.Closed(self.conns[name], abrupt="clean" not in keys)
+            case ["drain", name]:
+                return fx.Drain(name)
+            case ["tick"]:
+                return fx.SchedulerTick()
+            case [name, "hello", *_]:
+                self.conns[name] = len(self.conns) + 1 + 100 * (name in self.conns)
+        name, *rest = plain
+        return fx.MessageIn(self.conns[name], self._message(name, rest, keys))
+
+    def _message(self, name: str, plain: list[str], keys: dict[str, str]) -> FromMember:
+        names = self.names
+        match plain:
+            case ["hello", *_]:
+                return Hello(
+                    job=keys.get("job", "job"),
+                    name=keys.get("name", name),
+                    host=keys.get("host", f"host-{name}"),
+                    address="127.0.0.1",
+                    port=7000,
+                    pid=int(keys.get("pid", "1")),
+                    pid_start=1,
+                    quota=1,
+                    accumulate=1,
+                    package="1.0",
+                    fingerprint=(("script", keys.get("script", "train.py")),),
+                    resume=keys.get("resume", ""),
+                )
+            case ["ready"]:
+                return Ready()
+            case ["beats"]:
+                return Heartbeat(NO_VIEW, 0, 0)
+            case ["entered", view, *rest]:
+                header = names.headers[keys["on"]]
+                return Entered(number(view), header.seq, header.step, header.hash, loaded="loading" not in rest)
+            case ["reports", promised, *rest]:
+                header = names.headers[keys["on"]]
+                return Report(
+                    number=number(promised),
+                    entered=number(keys["entered"]),
+                    seq=header.seq,
+                    head=header.hash,
+                    loaded="loading" not in rest,
+                    raw="loading" not in rest,
+                    pending=names.headers[keys["pending"]] if "pending" in keys else None,
+                    last=header,
+                    held=with_scope(spans(keys["held"]), SCOPE) if "held" in keys else (),
+                )
+            case ["link", peer, state, *evidence]:
+                return LinkEvent(self.ids[peer], state == "up", " ".join(evidence) or "connected")
+            case ["says", peer, "is", state]:
+                return Verdict(self.ids.get(peer, peer), state == "alive", "asked")
+            case ["leaves"]:
+                return Leave("Ctrl+C")
+            case ["finished"]:
+                header = names.headers[keys["on"]]
+                return Finished(header.seq, header.step)
+            case _:
+                raise AssertionError(f"no such line: {name} {plain} {keys}")
+
+
+def replay(path: Path, make: Callable[[], MemberScript | SchedulerScript]) -> tuple[str, str]:
+    """(what the file says, what it would say if written now)."""
+    script = make()
+    text = path.read_text()
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("    "):
+            continue
+        lines.append(line)
+        if line.startswith("> "):
+            lines += [f"    {effect}" for effect in script.line(line[2:].partition(" # ")[0].split())]
+    now = "\n".join(lines) + "\n"
+    if os.environ.get("CHAOS_REWRITE"):
+        path.write_text(now)
+        return now, now
+    return text, now

@@ -1,0 +1,199 @@
+"""The ruling after a failure (PROTOCOL.md 9): base, hand-on or redo, and who goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from membership_script import header_after, member
+
+from chaos_lightning.membership.recovery import needs_bytes, rule, scope_of, union, with_scope
+from chaos_lightning.membership.types import GENESIS, NO_VIEW, Header, Report, Source, Span, View, ViewId
+
+SCOPE: tuple[Span, ...] = ((0, 40), (60, 100))
+
+
+def view(number: int, predecessor: int, *members: str, joiners: tuple[str, ...] = ()) -> View:
+    before = ViewId(1, predecessor) if predecessor else NO_VIEW
+    return View(ViewId(1, number), before, tuple(member(m) for m in members), joiners)
+
+
+V1 = view(1, 0, "a~1", "b~2", "c~3", "d~4")
+H1 = header_after(V1, GENESIS, "step")
+H2 = header_after(V1, H1, "step")
+
+
+def report(header: Header, entered: View = V1, **fields: object) -> Report:
+    words: dict[str, object] = {"number": ViewId(1, 9), "entered": entered.id, "seq": header.seq, "head": header.hash}
+    return Report(**{**words, "last": header, **fields})  # type: ignore[arg-type]
+
+
+def test_nobody_has_the_next_header_so_the_slot_is_reduced_again() -> None:
+    ruling = rule([V1], {"b~2": report(H1), "c~3": report(H1)})
+    assert (ruling.base, ruling.hand_on, ruling.members) == (H1, False, ("b~2", "c~3"))
+
+
+def test_root_dies_after_one_member_committed() -> None:
+    """The others get that member's slot, verbatim."""
+    ruling = rule([V1], {"b~2": report(H1), "c~3": report(H2), "d~4": report(H1)})
+    assert (ruling.base, ruling.hand_on, ruling.sources) == (H2, True, (Source("c~3", ()),))
+    assert ruling.members == ("b~2", "c~3", "d~4")
+
+
+def test_header_without_its_bytes_anywhere_is_not_handed_on() -> None:
+    reports = {
+        "b~2": report(H1, pending=H2, held=with_scope(((0, 40),), SCOPE)),
+        "c~3": report(H1, held=with_scope(((60, 90),), SCOPE)),
+    }
+    ruling = rule([V1], reports)
+    assert (ruling.base, ruling.hand_on) == (H1, False)
+
+
+def test_header_whose_bytes_the_survivors_hold_together_is_handed_on() -> None:
+    reports = {
+        "b~2": report(H1, pending=H2, held=with_scope(((0, 40), (60, 70)), SCOPE)),
+        "c~3": report(H1, held=with_scope(((70, 100),), SCOPE)),
+    }
+    ruling = rule([V1], reports)
+    assert (ruling.base, ruling.hand_on) == (H2, True)
+    assert ruling.sources == (Source("b~2", ((0, 40), (60, 70))), Source("c~3", ((70, 100),)))
+
+
+def test_unknown_scope_counts_as_missing_bytes() -> None:
+    ruling = rule([V1], {"b~2": report(H1, pending=H2, held=((0, 100),))})
+    assert (ruling.base, ruling.hand_on) == (H1, False)
+
+
+def test_collective_needs_no_bytes() -> None:
+    vote = header_after(V1, H1, "gather")
+    ruling = rule([V1], {"b~2": report(H1), "c~3": report(vote)})
+    assert (ruling.base, ruling.hand_on, ruling.sources) == (vote, True, ())
+
+
+def test_ranges_of_another_attempt_do_not_count() -> None:
+    """c stands on the same header, but what it holds was summed in another view."""
+    v2 = view(2, 1, "a~1", "b~2", "c~3", "d~4")
+    header = header_after(v2, H1, "step")
+    whole = with_scope(SCOPE, SCOPE)
+    reports = {"b~2": report(H1, entered=v2, pending=header), "c~3": report(H1, entered=V1, held=whole)}
+    assert not rule([V1, v2], reports).hand_on
+
+
+def test_report_of_a_member_that_a_later_view_excluded_does_not_count() -> None:
+    """A restarted scheduler that hears the excluded must not take them for the base."""
+    v2 = view(2, 1, "b~2", "c~3", "d~4")
+    v3 = view(3, 2, "a~1", "b~2", "c~3", joiners=("a~1",))
+    ruling = rule([V1, v2, v3], {"a~1": report(H2), "b~2": report(H1, entered=v2)})
+    assert ruling.base == H1
+    assert dict(ruling.rejoin).keys() == {"a~1"}
+
+
+def test_higher_view_wins_over_higher_slot() -> None:
+    v2 = view(2, 1, "a~1", "b~2", "c~3", "d~4")
+    header = header_after(v2, H1, "gather")
+    ruling = rule([V1, v2], {"b~2": report(H1, entered=v2), "c~3": report(header, entered=V1)})
+    assert ruling.base == H1
+    assert [m for m, _ in ruling.rejoin] == ["c~3"]
+
+
+def test_joiner_by_pause_alone_holds_a_step_so_it_joins_again() -> None:
+    ruling = rule([V1], {"b~2": report(H1), "d~4": report(H2, raw=False)})
+    assert (ruling.base, ruling.hand_on, ruling.members) == (H1, False, ("b~2",))
+    assert [m for m, _ in ruling.rejoin] == ["d~4"]
+
+
+def test_joiner_in_flight_stays_if_its_header_is_the_base() -> None:
+    v2 = view(2, 1, "a~1", "b~2", "c~3", "d~4", "e~5", joiners=("e~5",))
+    rest = header_after(V1, H1, "boundary", v2)
+    reports = {"b~2": report(rest, entered=v2), "e~5": report(rest, entered=v2, loaded=False, raw=False)}
+    ruling = rule([V1, v2], reports)
+    assert (ruling.members, ruling.joiners) == (("b~2", "e~5"), ("e~5",))
+
+
+def test_joiner_in_flight_joins_again_if_its_header_is_lost() -> None:
+    v2 = view(2, 1, "a~1", "b~2", "c~3", "d~4", "e~5", joiners=("e~5",))
+    rest = header_after(V1, H1, "boundary", v2)
+    reports = {"b~2": report(H1), "e~5": report(rest, entered=v2, loaded=False, raw=False)}
+    ruling = rule([V1, v2], reports)
+    assert (ruling.base, ruling.members) == (H1, ("b~2",))
+    assert [m for m, _ in ruling.rejoin] == ["e~5"]
+
+
+def test_newcomer_whose_view_no_header_carried_waits_for_another() -> None:
+    v2 = view(2, 1, "a~1", "b~2", "c~3", "d~4", "e~5", joiners=("e~5",))
+    nothing = Report(ViewId(1, 9), NO_VIEW, 0, GENESIS.hash, loaded=False, raw=False, last=GENESIS)
+    ruling = rule([V1, v2], {"b~2": report(H1), "e~5": nothing})
+    assert (ruling.members, ruling.waiting) == (("b~2",), ("e~5",))
+
+
+def test_nobody_holds_the_state() -> None:
+    loading = report(GENESIS, loaded=False, raw=False)
+    ruling = rule([replace(V1, joiners=("b~2", "c~3", "d~4"))], {"b~2": loading})
+    assert ruling.base is None
+    assert [m for m, _ in ruling.rejoin] == ["b~2"]
+
+
+def test_before_the_first_slot_joiners_join_again() -> None:
+    """Their deal is the founding view's function, which a joiner of a later view would not know (10)."""
+    founding = replace(V1, joiners=("b~2", "c~3", "d~4"))
+    reports = {"a~1": report(GENESIS), "b~2": report(GENESIS, loaded=False, raw=False), "c~3": report(GENESIS)}
+    ruling = rule([founding], reports)
+    assert ruling.members == ("a~1", "c~3")
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda p: (min(p), max(p)))))
+def test_union_covers_the_same_positions(spans: list[Span]) -> None:
+    merged = union(spans)
+    assert {p for a, b in spans for p in range(a, b)} == {p for a, b in merged for p in range(a, b)}
+    assert all(one[1] < other[0] for one, other in pairwise(merged))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=5))
+def test_scope_survives_the_report(pairs: list[tuple[int, int]]) -> None:
+    start, scope = 0, []
+    for gap, length in pairs:
+        scope.append((start + gap + 1, start + gap + 1 + length))
+        start += gap + 1 + length
+    held = with_scope(scope[:1], scope)
+    assert scope_of([report(H1, held=held)]) == (tuple(scope) or None)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> dict[str, Report]:
+    """Reports that can come of one view: slots 1 or 2 committed, header 2 here or there, some ranges, some loading."""
+    reports = {}
+    for name in draw(st.sets(st.sampled_from(V1.ids()), min_size=1)):
+        held = draw(st.lists(st.sampled_from([(0, 40), (60, 70), (70, 100)]), unique=True))
+        what = draw(st.sampled_from(["behind", "pending", "ahead", "loading"]))
+        if what == "ahead":
+            reports[name] = report(H2, raw=draw(st.booleans()))
+        elif what == "loading":
+            reports[name] = report(H1, loaded=False, raw=False)
+        else:
+            pending = H2 if what == "pending" else None
+            reports[name] = report(H1, pending=pending, held=with_scope(held, SCOPE))
+    return reports
+
+
+@settings(max_examples=300)
+@given(cuts())
+def test_ruling_loses_nothing_that_somebody_can_hand_on(reports: dict[str, Report]) -> None:
+    ruling = rule([V1], reports)
+    sorted_out = [*ruling.members, *ruling.waiting, *(m for m, _ in ruling.rejoin)]
+    assert sorted(sorted_out) == sorted(reports)
+    holders = {m: r for m, r in reports.items() if r.loaded}
+    if ruling.base is None:
+        assert not holders or all(not r.raw for r in holders.values())
+        return
+    for name in set(ruling.members) - set(ruling.joiners):
+        stands = reports[name].head
+        assert stands == ruling.base.hash or (ruling.hand_on and stands == ruling.base.prev_hash)
+    # Whoever committed slot 2 and can hand it on (or need not) is followed by all.
+    if any(r.head == H2.hash and r.raw for r in holders.values()):
+        assert ruling.base == H2
+    if ruling.hand_on and needs_bytes(ruling.base):
+        whole = [s for s in ruling.sources if not s.spans]
+        covered = union(span for s in ruling.sources for span in s.spans)
+        assert whole or all(any(a <= s and e <= b for a, b in covered) for s, e in SCOPE)

@@ -1,0 +1,114 @@
+"""Closing a slot: agreement, folding, votes, and which header carries a view."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from membership_script import contribution, header_after, member
+
+from chaos_lightning.membership.slots import carried, close_slot, drifted, presence_of
+from chaos_lightning.membership.types import GENESIS, NO_VIEW, Kind, Ledger, Spent, View, ViewId
+
+IDS = ("a~1", "b~2", "c~3")
+VIEW = View(id=ViewId(1, 1), predecessor=NO_VIEW, members=tuple(member(m) for m in IDS))
+
+
+def box(kind: str = "step", **fields: object) -> dict[str, object]:
+    return {m: contribution(VIEW, GENESIS, kind, m, **fields) for m in IDS}
+
+
+def closed(contributions: dict[str, object], waiting: View | None = None):  # type: ignore[no-untyped-def]
+    return close_slot(view=VIEW, prev=GENESIS, contributions=contributions, waiting=waiting)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prev_hash", "feed"),
+        ("kind", Kind.GATHER),
+        ("name", "other"),
+        ("step", 7),
+        ("layout_hash", "1234"),
+        ("hyper", "opt0.lr=0.2"),
+    ],
+)
+def test_disagreement_names_member_field_and_both_values(field: str, value: object) -> None:
+    contributions = box()
+    expected = getattr(contributions["a~1"], field)
+    contributions["c~3"] = replace(contributions["c~3"], **{field: value})
+    header = closed(contributions)
+    for word in ("c~3", "a~1", field, str(value), str(expected)):
+        assert word in header.error
+    assert header.step == 0
+    assert header.ledger == GENESIS.ledger
+    assert header.contributors == ()
+    assert header.next_view == VIEW.id
+
+
+def test_sample_spent_twice_in_one_slot_is_an_error_and_spends_nothing() -> None:
+    header = closed(box(spent=(Spent("", 0, ((0, 4),)),)))
+    assert "0" in header.error
+    assert header.ledger == Ledger()
+
+
+def test_gather_answers_are_in_rank_order() -> None:
+    header = closed(dict(reversed(box("gather").items())))
+    assert header.answers == tuple(f"{m} votes".encode() for m in IDS)
+    assert [s.member for s in header.contributors] == list(IDS)
+    assert header.step == 0
+
+
+def test_step_counts_and_keeps_the_last_words_on_layout() -> None:
+    first = closed(box(layout_hash="abc", hyper="lr=1"))
+    assert (first.step, first.layout_hash, first.hyper) == (1, "abc", "lr=1")
+    second = close_slot(view=VIEW, prev=first, contributions={m: contribution(VIEW, first, "boundary", m) for m in IDS})
+    assert (second.step, second.layout_hash, second.hyper) == (1, "abc", "lr=1")
+
+
+def test_joiners_ride_on_a_boundary_only() -> None:
+    joining = replace(VIEW, id=ViewId(1, 2), predecessor=VIEW.id, joiners=("c~3",))
+    assert carried(Kind.STEP, joining) == (None, True)
+    assert carried(Kind.GATHER, joining) == (None, True)
+    assert carried(Kind.BOUNDARY, joining) == (joining, False)
+    assert carried(Kind.CLOSING, joining) == (None, False)
+
+
+def test_leave_rides_on_a_step_never_on_a_collective() -> None:
+    leaving = replace(VIEW, id=ViewId(1, 2), predecessor=VIEW.id)
+    assert carried(Kind.STEP, leaving) == (leaving, False)
+    assert carried(Kind.BOUNDARY, leaving) == (leaving, False)
+    assert carried(Kind.GATHER, leaving) == (None, False)
+    assert carried(Kind.CLOSING, leaving) == (None, False)
+
+
+def test_error_header_carries_no_view() -> None:
+    contributions = box()
+    contributions["b~2"] = replace(contributions["b~2"], name="other")
+    header = closed(contributions, waiting=replace(VIEW, id=ViewId(1, 2), predecessor=VIEW.id))
+    assert header.error
+    assert header.view_change is None
+
+
+def test_minority_of_state_hashes_has_drifted_and_the_oldest_decides_a_tie() -> None:
+    hashes = {"a~1": "x", "b~2": "y", "c~3": "y"}
+    assert drifted([contribution(VIEW, GENESIS, "step", m, state_hash=h) for m, h in hashes.items()]) == ("a~1",)
+    pair = [contribution(VIEW, GENESIS, "step", m, state_hash=h) for m, h in (("a~1", "x"), ("b~2", "y"))]
+    assert drifted(pair) == ("b~2",)
+    assert drifted([contribution(VIEW, GENESIS, "step", "a~1")]) == ()
+
+
+@given(st.lists(st.binary(max_size=5), min_size=1, max_size=4))
+def test_presence_is_the_union_of_all_masks(masks: list[bytes]) -> None:
+    union = presence_of([contribution(VIEW, GENESIS, "step", "a~1", presence=m) for m in masks])
+    for bit in range(48):
+        expected = any(len(m) > bit // 8 and m[bit // 8] >> bit % 8 & 1 for m in masks)
+        assert expected == (len(union) > bit // 8 and bool(union[bit // 8] >> bit % 8 & 1))
+
+
+@given(st.permutations(IDS), st.sampled_from(["step", "gather", "boundary", "closing"]))
+def test_header_does_not_depend_on_the_order_of_arrival(order: list[str], kind: str) -> None:
+    contributions = box(kind)
+    assert closed({m: contributions[m] for m in order}).hash == header_after(VIEW, GENESIS, kind).hash

@@ -1,0 +1,289 @@
+"""A made-up run with everything in it, as event lines: the reference for folds, audit, report and live view.
+
+Three founders; delta joins by pulling from three donors; bravo is killed during an all-reduce (the slot is redone);
+charlie is frozen, put out, wakes and joins again; alpha leaves; validation gathers; several epochs; a closing slot.
+Times are exact, so tests can compare numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chaos_lightning.membership.types import GENESIS
+
+T0 = 1_700_000_000.0
+Line = dict[str, Any]
+
+
+@dataclass
+class Script:
+    """Writes a run slot by slot; `lines[source]` are its files."""
+
+    quota: int = 8
+    length: int = 640
+    step_s: float = 0.1
+    lines: dict[str, list[Line]] = field(default_factory=dict)
+    now: float = T0
+    seq: int = 0
+    step: int = 0
+    epoch: int = 0
+    used: int = 0
+    head: str = GENESIS.hash
+    number: int = 0
+    members: list[str] = field(default_factory=list)
+    sources: dict[str, str] = field(default_factory=dict)
+    noise: int = 0
+
+    # ------------------------------------------------------------------ lines
+
+    def say(self, who: str, name: str, *, at: float | None = None, file: str = "", **fields: Any) -> Line:
+        """One line of member `who` ("" with a source: a scheduler or a harness)."""
+        t = self.now if at is None else at
+        line: Line = {"t": round(t, 6), "mono": round(t - T0 + 1000, 6), "member": who}
+        if who:
+            line["node"] = who.rpartition("~")[0]
+        line |= {"name": name, **fields}
+        self.lines.setdefault(file or self.sources[who], []).append(line)
+        return line
+
+    def process(self, node: str, source: str = "", role: str = "member") -> str:
+        source = source or f"{role}-{node}-1.jsonl"
+        self.lines[source] = []
+        self.say("", "opened", file=source, node=node, pid=1, host="box", role=role)
+        return source
+
+    def welcome(self, member: str, source: str, role: str) -> None:
+        self.sources[member] = source
+        self.say(member, "welcomed", id=member, role=role, reason="there is room")
+
+    def jitter(self) -> float:
+        """A reproducible wobble of a step, s."""
+        self.noise = (self.noise * 1103515245 + 12345) % (1 << 31)
+        return 0.012 * (self.noise / (1 << 31)) * (1 + 5 * (self.noise % 37 == 0))
+
+    # ------------------------------------------------------------------ views and slots
+
+    def view(self, members: list[str], reason: str, joiners: tuple[str, ...] = ()) -> None:
+        self.members = list(members)
+        self.number += 1
+        self.say(
+            "",
+            "decide",
+            file="scheduler-s-1.jsonl",
+            id=self.view_id,
+            members=members,
+            base=self.head,
+            hand_on=False,
+            reason=reason,
+        )
+        for i, member in enumerate(members):
+            self.say(
+                member,
+                "view",
+                at=self.now + 0.002 + 0.0005 * i,
+                id=self.view_id,
+                members=list(members),
+                joiners=list(joiners),
+                reason=reason,
+            )
+
+    @property
+    def view_id(self) -> str:
+        return f"1.{self.number}"
+
+    def header(self, *extra: object) -> str:
+        return hashlib.blake2b(
+            repr((self.seq, self.view_id, self.members, self.head, extra)).encode(), digest_size=8
+        ).hexdigest()
+
+    def state(self, head: str) -> str:
+        return hashlib.blake2b(f"state {head}".encode(), digest_size=8).hexdigest()
+
+    def slot(
+        self, kind: str = "step", *, only: list[str] | None = None, hashes: bool = False, took: float = 0.0
+    ) -> str:
+        """Commit one slot at all members (or `only` some), `took` seconds after the last."""
+        self.now += took or (self.step_s + self.jitter() if kind == "step" else 0.02)
+        self.seq += 1
+        spent: dict[str, list[Line]] = {m: [] for m in self.members}
+        weights = dict.fromkeys(self.members, 0.0)
+        if kind == "step":
+            self.step += 1
+            if self.used >= self.length:
+                self.epoch, self.used = self.epoch + 1, 0
+            for member in self.members:
+                take = min(self.quota, self.length - self.used)
+                weights[member] = float(take)
+                if take:
+                    spent[member] = [{"stream": "", "epoch": self.epoch, "spans": [[self.used, self.used + take]]}]
+                self.used += take
+        new = self.header(kind, only)
+        ledger = [{"stream": "", "epoch": self.epoch, "spans": [[0, self.used]]}] if self.used else []
+        for i, member in enumerate(self.members if only is None else only):
+            line = self.say(
+                member,
+                "committed",
+                at=self.now + 0.001 * i,
+                seq=self.seq,
+                kind=kind,
+                step=self.step,
+                view=self.view_id,
+                header=new,
+                prev=self.head,
+                contributors=[[m, weights[m]] for m in self.members],
+                spent=spent[member],
+                ledger=ledger,
+                next_view=self.view_id,
+                duration_s=self.step_s,
+                wait_s=0.03,
+            )
+            if hashes:
+                line["state_hash"] = self.state(new)
+        self.head = new
+        return new
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.slot(hashes=(self.step + 1) % 10 == 0)
+
+    # ------------------------------------------------------------------ happenings
+
+    def found(self, nodes: list[str]) -> None:
+        self.process("s", "scheduler-s-1.jsonl", role="scheduler")
+        members = []
+        for node in nodes:
+            source = self.process(node)
+            self.now += 0.2
+            self.welcome(f"{node}~1", source, "founder")
+            members.append(f"{node}~1")
+        self.now += 0.3
+        self.view(members, "founding")
+        for member in members:
+            self.say(member, "joined", role="founder", seq=0, step=0, view=self.view_id, head=self.head)
+            self.say(member, "epoch", stream="", epoch=0, length=self.length)
+            self.say(member, "epoch", stream="", epoch=1, length=self.length)
+
+    def join(self, node: str, *, incarnation: int = 1, mib: float = 48.0, source: str = "", pause: float = 0.35) -> str:
+        """A newcomer: welcomed while the others train, then a boundary and a pull from all members."""
+        member = f"{node}~{incarnation}"
+        source = source or self.process(node, f"member-{node}-{incarnation}.jsonl")
+        self.now += 0.001
+        self.welcome(member, source, "joiner")
+        self.steps(6)
+        old = list(self.members)
+        self.slot("boundary", hashes=True)
+        at_head, at_seq = self.head, self.seq
+        for donor in old:
+            self.say(donor, "published", seq=at_seq, head=at_head, hash=self.state(at_head))
+        self.view([*old, member], f"{node} joins", (member,))
+        self.say(member, "pull_started", seq=at_seq, head=at_head, sources=old)
+        total = int(mib * (1 << 20))
+        parts = [0.5, 0.3, 0.2, 0.0, 0.0] if len(old) == 3 else [1 / len(old)] * len(old)
+        for i in range(1, 5):
+            self.say(member, "pull_progress", at=self.now + pause * i / 5, nbytes=total * i // 5, total=total)
+        for donor, part in zip(old, parts, strict=False):
+            self.say(
+                member,
+                "pull_source",
+                at=self.now + pause * 0.95,
+                source=donor,
+                nbytes=int(total * part),
+                seconds=pause * 0.9,
+            )
+        self.now += pause
+        self.say(
+            member,
+            "pull_done",
+            nbytes=sum(int(total * p) for p, _ in zip(parts, old, strict=False)),
+            skipped=2 << 20,
+            seconds=pause * 0.95,
+            hash=self.state(at_head),
+        )
+        self.say(member, "joined", role="joiner", seq=at_seq, step=self.step, view=self.view_id, head=at_head)
+        self.slot(took=self.step_s)
+        return member
+
+    def kill(self, member: str, phase: str = "allreduce") -> None:
+        """SIGKILL inside a slot that nobody committed: it is redone without the dead."""
+        self.now += 0.05
+        self.say(member, "fault_injected", kind="sigkill", phase=phase, step=self.step)
+        rest = [m for m in self.members if m != member]
+        self.say(rest[0], "link_down", at=self.now + 0.004, peer=member, evidence="closed")
+        self.say("", "suspect", at=self.now + 0.004, file="scheduler-s-1.jsonl", evidence="closed")["member"] = member
+        self.now += 0.009
+        self.say("", "death", file="scheduler-s-1.jsonl", evidence="control stream closed")["member"] = member
+        self.now += 0.01
+        self.view(rest, f"{member} died")
+        for m in rest:
+            self.say(m, "redo", seq=self.seq + 1, view=self.view_id)
+        self.slot(took=0.05)
+
+    def freeze(self, member: str, seconds: float) -> float:
+        """SIGSTOP by the harness; put out after 0.6 s. Returns when it thaws."""
+        node = member.rpartition("~")[0]
+        if "harness-h-1.jsonl" not in self.lines:
+            self.process("h", "harness-h-1.jsonl", role="harness")
+        self.say("", "fault_injected", file="harness-h-1.jsonl", node=node, kind="sigstop", seconds=seconds)
+        thaw = self.now + seconds
+        rest = [m for m in self.members if m != member]
+        self.now += 0.4
+        self.say("", "suspect", file="scheduler-s-1.jsonl", evidence="silent")["member"] = member
+        self.now += 0.2
+        self.say("", "death", file="scheduler-s-1.jsonl", evidence="silent, confirmed by a neighbour")["member"] = (
+            member
+        )
+        self.view(rest, f"{member} is silent")
+        self.slot(took=0.07)
+        return thaw
+
+    def wake(self, member: str, thaw: float) -> None:
+        self.now = max(self.now, thaw)
+        self.say(member, "fenced", reason="excluded by a decided view", rejoin=True)
+        self.say(member, "rejoin", reason="fenced")
+
+    def leave(self, member: str) -> None:
+        self.say(member, "leave", reason="Ctrl+C")
+        self.steps(1)
+        rest = [m for m in self.members if m != member]
+        self.view(rest, f"{member} leaves")
+        self.say(member, "left", reason="Ctrl+C", at=self.now + 0.02)
+        self.say(member, "closed", at=self.now + 0.03)
+
+    def close(self) -> None:
+        self.slot("closing", hashes=True)
+        for member in self.members:
+            self.say(member, "finished", seq=self.seq, step=self.step, at=self.now + 0.01)
+            self.say(member, "closed", at=self.now + 0.02)
+
+    def write(self, where: Path) -> Path:
+        where.mkdir(parents=True, exist_ok=True)
+        for source, lines in self.lines.items():
+            ordered = sorted(lines, key=lambda line: line["t"])  # stable: equal times keep their order
+            (where / source).write_text("".join(json.dumps(line) + "\n" for line in ordered))
+        return where
+
+
+def story() -> Script:
+    """The whole run."""
+    run = Script()
+    run.found(["alpha", "bravo", "charlie"])
+    run.steps(20)
+    run.join("delta")
+    run.steps(12)
+    run.slot("gather")
+    run.slot("gather")
+    run.kill("bravo~1")
+    run.steps(25)
+    thaw = run.freeze("charlie~1", 3.0)
+    run.steps(24)
+    run.wake("charlie~1", thaw)
+    run.join("charlie", incarnation=2, source=run.sources["charlie~1"], mib=40)
+    run.steps(10)
+    run.leave("alpha~1")
+    run.steps(14)
+    run.close()
+    return run

@@ -1,0 +1,357 @@
+"""The audit acquits the good run and catches every way to break the contract, each by the point it breaks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from observe_synthetic import Line, Script, story
+
+from chaos_lightning.observe.audit import NOT_SHOWN, OK, VIOLATED, Finding, audit, verdict, violations
+
+STORY = story()
+
+
+def judged(run: Script, where: Path) -> dict[int, Finding]:
+    return {f.point: f for f in audit(run.write(where))}
+
+
+def broken(tmp_path: Path, change: Callable[[Script], None]) -> list[str]:
+    run = copy.deepcopy(STORY)
+    change(run)
+    return violations(audit(run.write(tmp_path)))
+
+
+def commits(run: Script, member: str) -> list[Line]:
+    return [x for x in run.lines[run.sources[member]] if x["name"] == "committed" and x["member"] == member]
+
+
+def test_the_good_run_held(tmp_path: Path) -> None:
+    findings = judged(STORY, tmp_path)
+    assert {p: f.verdict for p, f in findings.items()} == dict.fromkeys(range(1, 6), OK)
+    text = verdict(findings.values())
+    assert text.endswith("HELD: 5 points")
+    assert "epoch 0: 640 samples (whole), each once" in text
+
+
+def test_an_empty_log_shows_nothing(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("")
+    findings = audit(tmp_path)
+    assert {f.verdict for f in findings} == {NOT_SHOWN}
+    assert "HELD: 0 points, 5 not shown" in verdict(findings)
+
+
+def test_a_quiet_run_does_not_claim_more_than_it_shows(tmp_path: Path) -> None:
+    run = Script()
+    run.found(["a", "b"])
+    for _ in range(5):
+        run.slot()
+    findings = judged(run, tmp_path)
+    assert {p: f.verdict for p, f in findings.items()} == {
+        1: NOT_SHOWN,
+        2: OK,
+        3: OK,
+        4: NOT_SHOWN,
+        5: NOT_SHOWN,
+    }
+
+
+def test_1_states_that_differ(tmp_path: Path) -> None:
+    def change(run: Script) -> None:
+        line = next(x for x in commits(run, "bravo~1") if "state_hash" in x)
+        line["state_hash"] = "feedfeedfeedfeed"
+
+    (line,) = broken(tmp_path, change)
+    assert line.startswith("contract 1: states differ at header")
+    assert "bravo~1=feedfeedfeedfeed" in line
+
+
+def test_2_a_fork_that_somebody_went_on_with(tmp_path: Path) -> None:
+    def change(run: Script) -> None:
+        for line in commits(run, "charlie~1")[-3:]:
+            line["header"], line["prev"] = "f" + line["header"][1:], "f" + line["prev"][1:]
+
+    text = "\n".join(broken(tmp_path, change))
+    assert "contract 2: fork" in text
+
+
+def test_2_two_headers_for_one_slot(tmp_path: Path) -> None:
+    def change(run: Script) -> None:
+        commits(run, "delta~1")[-4]["header"] = "f" * 16
+
+    text = "\n".join(broken(tmp_path, change))
+    assert "delta~1 committed slot" in text
+    assert "and went on to slot" in text
+
+
+def test_2_a_header_only_its_dying_root_knew_is_no_fork(tmp_path: Path) -> None:
+    run = Script()
+    run.found(["a", "b", "c"])
+    run.steps(10)
+    seq, step, used, head = run.seq, run.step, run.used, run.head
+    run.slot(only=["a~1"])  # the root commits alone ...
+    run.say("a~1", "fault_injected", kind="sigkill", phase="optimizer")
+    run.seq, run.step, run.used, run.head = seq, step, used, head
+    run.now += 0.02
+    run.view(["b~1", "c~1"], "a~1 died")  # ... and the others reduce again
+    run.steps(20)
+    run.close()
+    findings = judged(run, tmp_path)
+    assert findings[2].verdict == OK
+    assert "1 slots were known to nobody but their dead" in findings[2].text
+    assert findings[3].verdict == OK
+    assert findings[5].verdict == OK
+
+
+def test_2_a_slot_that_is_missing_from_the_chain(tmp_path: Path) -> None:
+    def change(run: Script) -> None:
+        for source in run.lines:
+            run.lines[source] = [x for x in run.lines[source] if x.get("seq") != 7 or x["name"] != "committed"]
+
+    text = "\n".join(broken(tmp_path, change))
+    assert "contract 2" in text
+
+
+def test_2_a_member_that_commits_twice(tmp_path: Path) -> None:
+    def change(run: Script) -> None:
+        lines = run.lines[run.sources["bravo~1"]]
+        lines.append(copy.deepcopy(commits(run, "bravo~1")[-1]))
+
+    assert any("committed slot" in x and "twice" in x for x in broken(tmp_path, change))
+
+
+def test_2_an_old_member_that_contributes_to_a_newer_view(tmp_path: Path) -> None:
+    def change(run: Script) -> None:
+        late = commits(run, "delta~1")[-1]["header"]
+        for member in ("delta~1", "charlie~2"):
+            for line in commits(run, member):
+                if line["header"] == late:
+                    line["contributors"] = [*line["contributors"], ["bravo~1", 8.0]]
+
+    text = "\n".join(broken(tmp_path, change))
+    assert "contributors: slot" in text
+    assert "bravo~1" in text
+
+
+def test_2_a_checkpoint_of_a_redone_step(tmp_path: Path) -> None:
+    run = Script()
+    run.found(["a", "b"])
+    run.steps(3)
+    seq, step, used, head = run.seq, run.step, run.used, run.head
+    lost = run.slot(only=["a~1"])
+    run.say("a~1", "checkpoint", path="step=4.ckpt", step=4, head=lost)
+    run.say("a~1", "fault_injected", kind="sigkill")
+    run.seq, run.step, run.used, run.head = seq, step, used, head
+    run.now += 0.02
+    run.view(["b~1"], "a~1 died")
+    run.steps(3)
+    (line,) = violations(audit(run.write(tmp_path)))
+    assert "checkpoint step=4.ckpt holds slot 4" in line
+
+
+def test_3_a_sample_used_by_two_members(tmp_path: Path) -> None:
+    def change(run: Script) -> None:
+        mine, other = commits(run, "alpha~1")[3], commits(run, "bravo~1")[3]
+        mine["spent"] = other["spent"]
+
+    lines = broken(tmp_path, change)
+    assert any("contract 3" in x and "used by two members" in x for x in lines)
+
+
+def test_3_a_sample_used_again_later(tmp_path: Path) -> None:
+    def change(run: Script) -> None:
+        own = commits(run, "alpha~1")
+        own[5]["spent"] = own[2]["spent"]
+
+    assert any("had been used before" in x for x in broken(tmp_path, change))
+
+
+def test_3_a_sample_the_ledger_does_not_know(tmp_path: Path) -> None:
+    def change(run: Script) -> None:
+        commits(run, "alpha~1")[5]["spent"] = [{"stream": "", "epoch": 0, "spans": [[600, 608]]}]
+
+    lines = broken(tmp_path, change)
+    assert any("used but not entered as spent" in x for x in lines)
+
+
+def test_3_an_epoch_that_ends_early(tmp_path: Path) -> None:
+    findings = {f.point: f for f in audit(STORY.write(tmp_path), lengths={("", 2): 700})}
+    assert findings[3].verdict == VIOLATED
+    assert findings[3].details == ("epoch 2 of stream '' ended without positions [640, 700) of 700",)
+
+
+def test_3_exactly_once_across_a_stop_and_resume(tmp_path: Path) -> None:
+    run = Script(length=1000)
+    run.found(["a", "b"])
+    run.steps(10)
+    again = Script(length=1000, now=run.now + 5, step=6, used=6 * 16)
+    again.lines = run.lines
+    again.found(["c", "d"])
+    again.say("c~1", "resumed", step=6, ledger=[{"stream": "", "epoch": 0, "spans": [[0, 96]]}])
+    again.steps(4)
+    findings = judged(again, tmp_path)
+    assert findings[2].verdict == OK
+    assert "in 2 runs" in findings[2].text
+    assert findings[3].verdict == OK
+    assert "epoch 0: 160 samples of 1000, each once" in findings[3].details
+
+
+def test_3_a_resume_that_repeats_samples(tmp_path: Path) -> None:
+    run = Script(length=1000)
+    run.found(["a", "b"])
+    run.steps(10)
+    again = Script(length=1000, now=run.now + 5, step=6, used=5 * 16)  # one step's samples are dealt again
+    again.lines = run.lines
+    again.found(["c", "d"])
+    again.say("c~1", "resumed", step=6, ledger=[{"stream": "", "epoch": 0, "spans": [[0, 96]]}])
+    again.steps(4)
+    assert any("had been used before" in x for x in violations(audit(again.write(tmp_path))))
+
+
+def test_4_a_joiner_with_another_state(tmp_path: Path) -> None:
+    def change(run: Script) -> None:
+        lines = run.lines["member-delta-1.jsonl"]
+        next(x for x in lines if x["name"] == "pull_done")["hash"] = "0" * 16
+
+    text = "\n".join(broken(tmp_path, change))
+    assert "contract 4: delta~1 took over state 0000000000000000" in text
+
+
+def test_4_a_joiner_that_entered_at_another_step(tmp_path: Path) -> None:
+    def change(run: Script) -> None:
+        lines = run.lines["member-delta-1.jsonl"]
+        next(x for x in lines if x["name"] == "pull_started")["head"] = commits(run, "alpha~1")[10]["header"]
+
+    text = "\n".join(broken(tmp_path, change))
+    assert "contract 4: delta~1 took over the state at" in text
+
+
+def test_5_a_living_member_is_put_out(tmp_path: Path) -> None:
+    def change(run: Script) -> None:
+        del run.lines["harness-h-1.jsonl"]  # nobody froze charlie ...
+        lines = run.lines["member-charlie-1.jsonl"]
+        before = next(i for i, x in enumerate(lines) if x["name"] == "fenced")
+        decided = next(
+            x["t"] for x in run.lines["scheduler-s-1.jsonl"] if x["name"] == "decide" and "silent" in x["reason"]
+        )
+        alive = {**lines[before], "t": decided - 0.01, "name": "link_up", "peer": "alpha~1"}
+        lines.insert(before, alive)  # ... and it was heard 10 ms before
+
+    text = "\n".join(broken(tmp_path, change))
+    assert "contract 5: charlie~1 was put out by view" in text
+    assert "though it was alive" in text
+
+
+def test_5_a_newcomer_whose_first_view_no_header_carried_was_not_put_out(tmp_path: Path) -> None:
+    run = Script()
+    run.found(["alpha", "bravo", "charlie"])
+    run.steps(3)
+    source = run.process("delta")
+    run.welcome("delta~1", source, "joiner")
+    old = list(run.members)
+    run.view([*old, "delta~1"], "delta joins", ("delta~1",))
+    for lines in run.lines.values():  # decided, but charlie dies before a header carries it
+        lines[:] = [x for x in lines if not (x["name"] == "view" and x["id"] == run.view_id)]
+    run.members = old
+    run.kill("charlie~1")
+    run.join("delta", source=source)
+    run.steps(3)
+    assert violations(audit(run.write(tmp_path))) == []
+
+
+def test_5_an_undeclared_death_in_a_run_with_declared_faults(tmp_path: Path) -> None:
+    def change(run: Script) -> None:
+        lines = run.lines["member-bravo-1.jsonl"]
+        lines[:] = [x for x in lines if x["name"] != "fault_injected"]
+
+    assert any("bravo~1 died without a declared fault" in x for x in broken(tmp_path, change))
+
+
+def test_5_an_expected_death_needs_no_fault_event(tmp_path: Path) -> None:
+    run = copy.deepcopy(STORY)
+    lines = run.lines["member-bravo-1.jsonl"]
+    lines[:] = [x for x in lines if x["name"] != "fault_injected"]
+    assert violations(audit(run.write(tmp_path), expected_deaths=["bravo"])) == []
+
+
+def test_5_real_deaths_are_remarks_when_nothing_was_injected(tmp_path: Path) -> None:
+    run = Script()
+    run.found(["a", "b", "c"])
+    run.steps(5)
+    run.kill("b~1")
+    run.steps(3)
+    run.close()
+    run.lines["member-b-1.jsonl"] = [x for x in run.lines["member-b-1.jsonl"] if x["name"] != "fault_injected"]
+    findings = judged(run, tmp_path)
+    assert findings[5].verdict == OK
+    assert findings[5].details == ("b~1 died without a declared fault",)
+
+
+def test_5_a_survivor_that_misses_a_slot(tmp_path: Path) -> None:
+    def change(run: Script) -> None:
+        gone = commits(run, "delta~1")[20]
+        run.lines["member-delta-1.jsonl"].remove(gone)
+
+    text = "\n".join(broken(tmp_path, change))
+    assert "delta~1 went on past slot" in text
+
+
+def test_5_training_that_stops_after_a_death(tmp_path: Path) -> None:
+    run = Script()
+    run.found(["a", "b", "c"])
+    run.steps(5)
+    run.now += 0.05
+    run.say("b~1", "fault_injected", kind="sigkill", phase="backward")
+    run.say("a~1", "notice", text="waiting", waiting=True, at=run.now + 9)
+    findings = judged(run, tmp_path)
+    assert findings[5].verdict == NOT_SHOWN
+
+
+def test_5_a_thawed_member_that_never_noticed(tmp_path: Path) -> None:
+    run = Script()
+    run.found(["a", "b", "c"])
+    run.steps(5)
+    thaw = run.freeze("b~1", 1.0)
+    run.steps(100)
+    run.say("b~1", "link_up", peer="a~1", at=thaw + 0.1)
+    run.close()
+    lines = violations(audit(run.write(tmp_path)))
+    assert any("but was never fenced" in x for x in lines)
+
+
+def test_5_a_fenced_member_that_does_not_come_back(tmp_path: Path) -> None:
+    run = Script()
+    run.found(["a", "b", "c"])
+    run.steps(5)
+    thaw = run.freeze("b~1", 1.0)
+    run.steps(20)
+    run.say("b~1", "fenced", reason="excluded", at=thaw + 0.1)
+    run.steps(100)
+    run.close()
+    lines = violations(audit(run.write(tmp_path)))
+    assert any("did not join again" in x for x in lines)
+
+
+def test_lost_lines_are_told_and_do_not_count_as_gaps(tmp_path: Path) -> None:
+    run = Script()
+    run.found(["a"])
+    run.steps(10)
+    own = run.lines["member-a-1.jsonl"]
+    del own[6:9]
+    own.insert(6, {**own[5], "name": "lost", "count": 3, "since": 0.0})
+    findings = judged(run, tmp_path)
+    assert findings[2].verdict != VIOLATED or "gap" not in " ".join(findings[2].details)
+    assert any("3 log lines were lost" in d for f in findings.values() for d in f.details)
+
+
+@pytest.mark.parametrize("name", ["a", "scheduler-like"])
+def test_roles_come_from_the_opened_event_not_the_file_name(tmp_path: Path, name: str) -> None:
+    run = Script()
+    run.process("s", "scheduler-s-1.jsonl", role="scheduler")
+    source = run.process(name, f"scheduler-{name}.jsonl", role="member")
+    run.welcome(f"{name}~1", source, "founder")
+    run.view([f"{name}~1"], "founding")
+    run.steps(3)
+    assert judged(run, tmp_path)[2].verdict == OK

@@ -1,0 +1,230 @@
+"""The event log keeps what was emitted, whatever happens to its writer or its disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from chaos_lightning.membership.types import Header, Kind, Ledger, Share, Spent, ViewId
+from chaos_lightning.observe.events import FIELDS, Event, EventLog, Tail, committed_fields, read_events
+from chaos_lightning.observe.reader import parse_line
+
+HEADER = Header(
+    seq=3,
+    kind=Kind.STEP,
+    step=2,
+    view=ViewId(1, 2),
+    prev_hash="0" * 16,
+    next_view=ViewId(1, 2),
+    contributors=(Share("a~1", 4.0, 1.0), Share("b~1", 2.0, 1.0)),
+    ledger=Ledger((Spent("", 0, ((0, 6),)),)),
+)
+
+
+def test_every_event_has_its_fields_documented() -> None:
+    assert set(FIELDS) == set(Event)
+
+
+def test_round_trip_keeps_order_and_stamps(tmp_path: Path) -> None:
+    with EventLog.in_directory(tmp_path, "edge-1") as log:
+        log.identify("edge-1~1")
+        log.emit(Event.COMMITTED, **committed_fields(HEADER, duration_s=0.25, spent=[Spent("", 0, ((0, 4),))]))
+        log.emit("death", member="edge-2~1", evidence="closed")
+    records = list(read_events(tmp_path))
+    assert [r.name for r in records] == ["opened", "committed", "death", "closed"]
+    committed, death = records[1], records[2]
+    assert (committed.member, committed.node, committed.by) == ("edge-1~1", "edge-1", "edge-1~1")
+    assert committed["header"] == HEADER.hash
+    assert committed["view"] == "1.2"
+    assert committed["spent"] == [{"stream": "", "epoch": 0, "spans": [[0, 4]]}]
+    assert committed["contributors"] == [["a~1", 4.0], ["b~1", 2.0]]
+    assert (death.member, death.by, death.node) == ("edge-2~1", "edge-1~1", "edge-2")
+    assert set(FIELDS[Event.COMMITTED]) <= set(committed.fields)
+
+
+def test_none_discards(tmp_path: Path) -> None:
+    log = EventLog(None)
+    log.emit("joined")
+    log.close()
+    assert EventLog.in_directory("", "x").path is None
+
+
+def test_odd_values_cost_their_form_not_the_training(tmp_path: Path) -> None:
+    loop: list[object] = []
+    loop.append(loop)
+    with EventLog(tmp_path / "x.jsonl") as log:
+        log.emit("odd", nan=float("nan"), raw=b"\x01", where=Path("/tmp"), set={2, 1}, name="n", t=1, fine=ViewId(1, 7))
+        log.emit("odd", loop=loop)
+        log.emit("odd", keys={(1, 2): object})
+        log.emit("odd", text="\ud800 line\nbreak")
+    records = [r for r in read_events(tmp_path) if r.name == "odd"]
+    assert len(records) == 4
+    assert records[0].fields["nan"] == "nan"
+    assert records[0].fields["raw"] == "01"
+    assert records[0].fields["set"] == [1, 2]
+    assert records[0].fields["fine"] == "1.7"
+    assert (records[0].fields["name_"], records[0].fields["t_"]) == ("n", 1)
+    for path in tmp_path.glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            json.loads(line, parse_constant=lambda word: pytest.fail(f"not strict JSON: {word}"))
+
+
+def test_threads_do_not_tear_lines(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "x.jsonl") as log:
+        threads = [
+            threading.Thread(target=lambda i=i: [log.emit("n", i=i, k=k, pad="p" * 500) for k in range(200)])  # type: ignore[misc]
+            for i in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    records = [r for r in read_events(tmp_path) if r.name == "n"]
+    assert sorted((r["i"], r["k"]) for r in records) == [(i, k) for i in range(4) for k in range(200)]
+
+
+def test_sigkill_loses_nothing_that_was_emitted(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from chaos_lightning.observe.events import EventLog\n"
+        "log = EventLog(sys.argv[1])\n"
+        "for i in range(300): log.emit('n', i=i)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "x.jsonl")], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert [r["i"] for r in read_events(tmp_path) if r.name == "n"] == list(range(300))
+
+
+def test_emit_inside_a_signal_handler_does_not_deadlock(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "x.jsonl") as log:
+        real = log._put
+
+        def interrupted(data: bytes) -> bool:
+            log._put = real  # type: ignore[method-assign]
+            signal.raise_signal(signal.SIGUSR1)  # the handler runs while the lock is held
+            return real(data)
+
+        before = signal.signal(signal.SIGUSR1, lambda *_: log.emit("from_handler"))
+        try:
+            log._put = interrupted  # type: ignore[method-assign]
+            log.emit("outer")
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+    assert {"from_handler", "outer"} <= {r.name for r in read_events(tmp_path)}
+
+
+def test_full_disk_warns_once_counts_and_says_so_when_space_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = os.write
+    room: list[int | None] = [None]  # bytes a write may take; None: all; 0: ENOSPC
+
+    def write(fd: int, data: bytes) -> int:
+        if room[0] is None:
+            return real(fd, data)
+        if room[0] == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data[: room[0]])
+
+    log = EventLog(tmp_path / "x.jsonl")
+    log.emit("before")
+    monkeypatch.setattr("chaos_lightning.observe.events.os.write", write)
+    with caplog.at_level(logging.WARNING):
+        room[0] = 10  # the disk takes the beginning of a line
+        log.emit("torn")
+        room[0] = 0
+        log.emit("gone")
+        log.emit("gone")
+    assert len(caplog.records) == 1
+    assert "training goes on" in caplog.text
+    assert log.lost == 3
+    room[0] = None
+    log.emit("after")
+    log.close()
+    records = list(read_events(tmp_path))
+    assert [r.name for r in records] == ["opened", "before", "lost", "after", "closed"]
+    assert records[2]["count"] == 3
+    assert log.lost == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_device_that_is_always_full(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        log = EventLog("/dev/full")
+        for _ in range(5):
+            log.emit("x")
+    assert log.lost == 6
+    assert len(caplog.records) == 1
+    log.close()
+
+
+def test_unwritable_place_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        log = EventLog(tmp_path / "file" / "x.jsonl")
+        log.emit("x")
+    assert "training goes on" in caplog.text
+
+
+def test_reader_passes_over_torn_and_foreign_lines(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"t":1,"mono":1,"member":"a","name":"one"}\n[1]\nnot json\n\n{"t":"x","name":"y"}\n{"t":2,"na')
+    assert [r.name for r in read_events(tmp_path)] == ["one"]
+    log = EventLog(path)  # a successor closes the torn line off
+    log.emit("two")
+    log.close()
+    assert [r.name for r in read_events(path)] == ["one", "opened", "two", "closed"]
+
+
+def test_reading_a_missing_directory_names_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no event log at .*nowhere"):
+        list(read_events(tmp_path / "nowhere"))
+
+
+def test_files_are_merged_by_time_and_each_keeps_its_order(tmp_path: Path) -> None:
+    def line(t: float, name: str) -> str:
+        return json.dumps({"t": t, "mono": t, "member": "", "name": name}) + "\n"
+
+    # The first file's clock is set back between its second and third line.
+    (tmp_path / "a.jsonl").write_text(line(1.0, "a1") + line(5.0, "a2") + line(2.0, "a3"))
+    (tmp_path / "b.jsonl").write_text(line(0.5, "b1") + line(4.0, "b2") + line(6.0, "b3"))
+    names = [r.name for r in read_events(tmp_path)]
+    assert names == ["b1", "a1", "b2", "a2", "a3", "b3"]
+
+
+def test_tail_returns_each_event_once_and_waits_for_half_lines(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "later")
+    assert tail.poll() == []
+    log = EventLog(tmp_path / "later" / "x.jsonl")
+    log.emit("one")
+    assert [r.name for r in tail.poll()] == ["opened", "one"]
+    assert tail.poll() == []
+    path = tmp_path / "later" / "x.jsonl"
+    with path.open("ab") as file:
+        file.write(b'{"t":9e9,"mono":0,"member":"a","na')
+        file.flush()
+        assert tail.poll() == []
+        file.write(b'me":"two"}\n')
+    assert [(r.name, r.line) for r in tail.poll()] == [("two", 3)]
+    log.close()
+
+
+def test_parse_line_refuses_what_is_no_event() -> None:
+    assert parse_line("") is None
+    assert parse_line('{"name": 3}') is None
+    record = parse_line('{"name":"x","t":1,"mono":2}')
+    assert record is not None
+    assert (record.member, record.by, record.node) == ("", "", "")

@@ -1,0 +1,384 @@
+"""Report, pictures, live board and commands: they say what the folds say, and hold up with odd logs."""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import re
+import struct
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import typer
+from observe_synthetic import Script, story
+from rich.console import Console
+from typer.testing import CliRunner
+
+from chaos_lightning.errors import ConfigurationError, SchedulerUnreachableError
+from chaos_lightning.observe import charts, cli_report, cli_top, report
+from chaos_lightning.observe.audit import audit
+from chaos_lightning.observe.events import read_events
+from chaos_lightning.observe.reader import log_files
+from chaos_lightning.observe.render import Board, Row, draw, from_status, from_timeline
+from chaos_lightning.observe.timeline import Timeline
+from chaos_lightning.observe.units import amount, duration, time_unit
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return story().write(tmp_path_factory.mktemp("story"))
+
+
+@pytest.fixture(scope="module")
+def told(logs: Path) -> Timeline:
+    return Timeline.of(read_events(logs))
+
+
+def shape(png: bytes) -> tuple[int, int]:
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    return struct.unpack(">II", png[16:24])
+
+
+class Page(HTMLParser):
+    """Checks nesting, collects text, addresses and images."""
+
+    VOID = ("meta", "img", "br", "link")
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(text)
+        assert self.open == [], f"not closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.addresses += [str(v) for k, v in attrs if k in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+# ------------------------------------------------------------------------------------------------ report
+
+
+def test_report_is_one_page_that_needs_no_network(logs: Path, tmp_path: Path) -> None:
+    written = report.write_report(logs, tmp_path / "out", title="a <busy> afternoon")
+    page = Page(written.page.read_text())
+    assert all(a.startswith("data:image/png;base64,") for a in page.addresses)
+    assert len(page.addresses) == len(charts.DRAWERS)
+    for address in page.addresses:
+        width, height = shape(base64.b64decode(address.partition(",")[2]))
+        assert width > 1000
+        assert height > 100
+    text = page.text
+    assert "a <busy> afternoon" in text
+    assert "122 steps, 2640 samples, 4 nodes" in text
+    assert "violated" not in text
+    for words in ("bravo~1", "sigkill in allreduce", "slot reduced again (43)", "alpha 24 MiB", "charlie~2 (again)"):
+        assert words in text, words
+    assert not re.search(r"https?://", written.page.read_text())
+    width, height = shape(written.picture.read_bytes())
+    assert width > 1500
+    assert height > 1000
+    assert written.violations == ()
+    assert sorted(p.name for p in log_files(logs)) == sorted(p.name for p in logs.glob("*.jsonl")), "logs untouched"
+
+
+def test_report_of_a_broken_run_says_so_first(tmp_path: Path) -> None:
+    run = story()
+    lines = run.lines["member-bravo-1.jsonl"]
+    next(x for x in lines if "state_hash" in x)["state_hash"] = "feedfeedfeedfeed"
+    written = report.write_report(run.write(tmp_path))
+    assert written.violations
+    text = Page(written.page.read_text()).text
+    assert "violated" in text
+    assert text.index("feedfeedfeedfeed") < text.index("Pictures")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_report_of_almost_nothing(tmp_path: Path, steps: int) -> None:
+    run = Script()
+    if steps:
+        run.found(["a"])
+        run.steps(steps)
+    run.write(tmp_path)
+    written = report.write_report(tmp_path)
+    assert "nobody joined" in Page(written.page.read_text()).text
+
+
+def test_report_with_hostile_names(tmp_path: Path) -> None:
+    run = Script()
+    run.found(["<script>alert(1)<script>", "$\\frac$", "a&b"])
+    run.steps(12)
+    run.kill("$\\frac$~1")
+    run.steps(3)
+    run.join("$\\sqrt{$")
+    text = report.write_report(run.write(tmp_path)).page.read_text()
+    assert "<script>" not in text
+    assert "&lt;script&gt;alert(1)" in text
+
+
+def test_long_runs_are_drawn_as_a_band(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charts, "BAND_FROM", 50)
+    run = Script()
+    run.found(["a", "b"])
+    run.steps(120)
+    sheet = charts.figure(10, 3)
+    ax = sheet.subplots()
+    charts.draw_steps(ax, Timeline.of(read_events(run.write(tmp_path))))
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["step, 5 % to 95 %", "step, median"]
+
+
+def test_labels_do_not_overlap(told: Timeline) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    for name, drawer in charts.DRAWERS.items():
+        sheet = charts.figure(11, charts.heights(told)[name])
+        ax = sheet.subplots()
+        drawer(ax, told)
+        canvas = FigureCanvasAgg(sheet)
+        canvas.draw()
+        title = ax.title.get_window_extent() if ax.title.get_text() else ax._left_title.get_window_extent()
+        legend = ax.get_legend()
+        if legend is not None:
+            assert not title.overlaps(legend.get_window_extent()), name
+        ticks = [t.get_window_extent() for t in ax.get_yticklabels() if t.get_text()]
+        for one, two in itertools.pairwise(ticks):
+            assert not one.overlaps(two), f"{name}: row labels"
+        for text in ax.texts:
+            box = text.get_window_extent()
+            assert box.x1 <= sheet.bbox.x1, f"{name}: {text.get_text()!r} leaves the picture"
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import builtins
+
+    real = builtins.__import__
+
+    def missing(name: str, *args: object, **options: object) -> object:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ConfigurationError, match=r"chaos-lightning\[report\]"):
+        charts.figure(1, 1)
+
+
+# ------------------------------------------------------------------------------------------------ board
+
+
+def lines_of(board: Board, width: int = 100) -> str:
+    console = Console(width=width, file=io.StringIO(), color_system=None, legacy_windows=False)
+    console.print(draw(board))
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def at(logs: Path, seconds: float) -> str:
+    records = list(read_events(logs))
+    start = records[0].t
+    return lines_of(from_timeline(Timeline.of(r for r in records if r.t - start <= seconds), start + seconds))
+
+
+def test_board_during_a_join(logs: Path) -> None:
+    text = at(logs, 3.95)
+    assert re.search(r"0\s+alpha~1\s+training\s+26", text)
+    assert re.search(r"3\s+delta~1\s+pulling\s+-.*28.8 MiB of 48 MiB", text)
+    assert "view 1.2" in text
+
+
+def test_board_after_a_death_and_a_freeze(logs: Path) -> None:
+    text = at(logs, 8.4)
+    assert re.search(r"-\s+bravo~1\s+killed\s+39", text)
+    assert re.search(r"charlie~1\s+frozen", text)
+    text = at(logs, 9.5)
+    assert re.search(r"1\s+delta~1\s+training", text)
+    assert re.search(r"-\s+charlie~1\s+died", text)
+
+
+def test_board_fits_80_columns_and_forgets_the_dead(logs: Path, told: Timeline) -> None:
+    text = lines_of(from_timeline(told, told.stop + 60), width=80)
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+    assert "killed" not in text.splitlines()[3:][0]
+
+
+def test_board_of_a_job_that_stands_still(tmp_path: Path) -> None:
+    run = Script()
+    run.found(["a", "b"])
+    run.steps(3)
+    run.now += 1
+    run.say("a~1", "notice", text="1 of at least 2 members: waiting", waiting=True)
+    timeline = Timeline.of(read_events(run.write(tmp_path)))
+    assert "standing still: 1 of at least 2 members" in lines_of(from_timeline(timeline, run.now + 1))
+
+
+def test_board_from_a_scheduler_status() -> None:
+    board = from_status(
+        {
+            "job": "digits",
+            "endpoint": "127.0.0.1:29400",
+            "term": 1,
+            "machine": {
+                "phase": "running",
+                "view": "1.3",
+                "reason": "c~1 joins",
+                "members": [
+                    {"id": "a~1", "host": "box", "connected": True, "step": 12, "loaded": True, "silent_s": 0.05},
+                    {"id": "b~1", "host": "box", "connected": True, "step": 12, "loaded": True, "leaving": "Ctrl+C"},
+                    {"id": "c~1", "host": "box", "connected": False, "step": 0, "loaded": False},
+                ],
+                "others": [{"id": "d~1", "host": "box", "standing": "ready", "dead": ""}],
+            },
+        }
+    )
+    assert [(r.rank, r.state) for r in board.rows] == [(0, "training"), (1, "leaving"), (2, "joining"), (None, "ready")]
+    text = lines_of(board)
+    assert "job digits at 127.0.0.1:29400" in text
+    assert "not connected" in text
+    assert lines_of(from_status({})).count("nobody is here yet") == 1
+
+
+def test_the_status_of_the_real_scheduler_machine_has_a_board() -> None:
+    from chaos_lightning.membership.effects import Chain
+    from chaos_lightning.membership.scheduler import SchedulerMachine
+    from chaos_lightning.membership.types import NO_VIEW, Settings
+
+    machine = SchedulerMachine(Settings(), Chain(term=1, highest=NO_VIEW))
+    board = from_status({"job": "x", "endpoint": "y", "machine": machine.snapshot()})
+    assert ("members", "0") in board.figures
+
+
+def test_markup_in_names_is_only_text() -> None:
+    board = Board("t", rows=[Row("[red]x[/red]", 0, "training", 1, 0.1, remark="[b]y")], lines=[(1, "[i]w", "[u]z")])
+    text = lines_of(board)
+    for words in ("[red]x[/red]", "[b]y", "[i]w", "[u]z"):
+        assert words in text
+
+
+def test_follow_reads_on_and_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_top, "KEPT_SLOTS", 20)
+    board = cli_top.follow(tmp_path)
+    assert board().rows == []
+    run = Script()
+    run.found(["a", "b"])
+    run.steps(100)
+    run.write(tmp_path)
+    assert ("step", "100") in board().figures
+    run.steps(3)
+    run.write(tmp_path)
+    assert ("step", "103") in board().figures
+    kept = next(c.cell_contents for c in board.__closure__ or () if isinstance(c.cell_contents, Timeline))
+    assert len(kept.slots) <= 41
+
+
+def test_watch_prints_once_without_a_terminal(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli_top.watch(cli_top.follow(logs), interval_s=0.01, stop=threading.Event())
+    assert "delta~1" in capsys.readouterr().out
+
+
+def test_an_unreachable_scheduler_is_a_line_on_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    import chaos_lightning.runtime.channel as channel
+
+    def unreachable(*_: object) -> dict[str, object]:
+        raise SchedulerUnreachableError("no scheduler at 127.0.0.1:1")
+
+    monkeypatch.setattr(channel, "fetch_status", unreachable)
+    assert "training needs none" in lines_of(cli_top.ask("127.0.0.1:1")(), width=140)
+
+
+# ------------------------------------------------------------------------------------------------ commands
+
+
+def app() -> typer.Typer:
+    made = typer.Typer()
+    made.command("report")(cli_report.report)
+    made.command("audit")(cli_report.audit)
+    made.command("top")(cli_top.top)
+    return made
+
+
+def test_commands(logs: Path, tmp_path: Path) -> None:
+    runner = CliRunner()
+    done = runner.invoke(app(), ["report", str(logs), "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "report.html" in done.output
+    assert (tmp_path / "report.png").exists()
+    done = runner.invoke(app(), ["audit", str(logs)])
+    assert done.exit_code == 0
+    assert "HELD: 5 points" in done.output
+    done = runner.invoke(app(), ["top", "--logs", str(logs), "--once"])
+    assert done.exit_code == 0
+    assert "charlie~2" in done.output
+    done = runner.invoke(app(), ["report", str(tmp_path / "nowhere")])
+    assert done.exit_code == 2
+    assert "no event log at" in done.output
+
+
+def test_audit_command_fails_with_the_contract(tmp_path: Path) -> None:
+    run = story()
+    del run.lines["member-bravo-1.jsonl"][-1]
+    done = CliRunner().invoke(app(), ["audit", str(run.write(tmp_path))])
+    assert done.exit_code == 1
+    assert "VIOLATED" in done.output
+    assert "bravo~1 died without a declared fault" in done.output
+    done = CliRunner().invoke(app(), ["audit", str(tmp_path), "--expect", "bravo", "--expect", "charlie"])
+    assert done.exit_code == 0, done.output
+
+
+def test_nothing_of_observe_needs_torch_or_lightning() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; import chaos_lightning.observe.audit, chaos_lightning.observe.report, "
+        "chaos_lightning.observe.cli_top, chaos_lightning.observe.cli_report, chaos_lightning.testing.harness; "
+        "sys.exit([m for m in ('torch', 'lightning', 'matplotlib', 'grpc') if m in sys.modules] or 0)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_units() -> None:
+    assert [duration(x) for x in (0.0042, 0.5, 119.0, 126.0, 8000.0)] == [
+        "4.2 ms",
+        "0.5 s",
+        "119 s",
+        "2.1 min",
+        "2.22 h",
+    ]
+    assert [amount(x) for x in (10, 2048, 3.5 * (1 << 20), 5 << 30)] == ["10 B", "2 KiB", "3.5 MiB", "5 GiB"]
+    assert [time_unit(x)[1] for x in (10, 1000, 20000)] == ["s", "min", "h"]
+
+
+def test_the_audit_is_in_the_report(logs: Path, told: Timeline) -> None:
+    page = Page(report.render(told, audit(logs), title="t"))
+    assert page.text.count(" ok ") >= 5
+
+
+def test_long_tables_lose_their_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "MAX_ROWS", 10)
+    run = Script()
+    run.found(["a"])
+    run.steps(2)
+    for i in range(30):
+        run.say("a~1", "notice", text=f"word{i}.")
+    page = Page(report.write_report(run.write(tmp_path)).page.read_text())
+    assert "word0." in page.text
+    assert "word29." in page.text
+    assert "word15." not in page.text
+    assert "... 20 more ..." in page.text

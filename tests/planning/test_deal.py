@@ -1,0 +1,224 @@
+"""Dealing, over any sequence of commits, deaths, joins and leaves."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chaos_lightning.membership.types import GENESIS, NO_VIEW, Header, Kind, Ledger, Member, Spent, View, ViewId
+from chaos_lightning.planning.deal import after_step, deal_step, local_steps_left, ruling_view, steps_left
+from chaos_lightning.planning.ledger import announce_length, count, is_spent, merge, normalise, remaining
+
+
+def member(name, quota=1):
+    return Member(f"{name}~1", name, "h", "127.0.0.1", 1, quota=quota)
+
+
+def view_of(members, accumulate=1, number=1):
+    return View(ViewId(1, number), NO_VIEW, tuple(members), accumulate=accumulate)
+
+
+def positions_of(spans):
+    return [p for start, stop in spans for p in range(start, stop)]
+
+
+quotas = st.lists(st.integers(1, 7), min_size=1, max_size=5)
+
+
+@given(quotas, st.integers(1, 3), st.sets(st.integers(0, 79)), st.integers(0, 80), st.integers(0, 9), st.booleans())
+def test_one_deal(quota, accumulate, spent, length, ahead, drop_last):
+    view = view_of([member(f"m{i}", q) for i, q in enumerate(quota)], accumulate)
+    ledger = merge(Ledger(), [Spent("", 0, normalise((p, p + 1) for p in spent))])
+    arguments = {"epoch": 0, "length": length, "drop_last": drop_last}
+    # `ahead` is what becomes of committing every deal in between.
+    later = ledger
+    for _ in range(ahead):
+        later = merge(later, [Spent("", 0, d.spans) for d in deal_step(view, later, **arguments).values()])
+    deals = deal_step(view, ledger, ahead=ahead, **arguments)
+    assert deals == deal_step(view, later, **arguments)
+    unspent = positions_of(remaining(later, "", 0, length))
+    # Micro-batch by micro-batch, in rank order, the first unspent positions; nobody above the quota.
+    dealt = []
+    for j in range(accumulate):
+        for m in view.members:
+            part = positions_of(deals[m.id].micro_batches[j])
+            assert len(part) <= m.quota
+            assert not drop_last or len(part) in (0, m.quota)
+            dealt += part
+    assert dealt == unspent[: len(dealt)]
+    dropped = [p for d in deals.values() for p in positions_of(d.dropped)]
+    if drop_last:
+        assert len(dropped) < min(quota)
+        assert dealt + dropped == unspent[: len(dealt) + len(dropped)]
+    else:
+        assert not dropped
+        assert len(dealt) == min(len(unspent), accumulate * sum(quota))
+    assert not unspent or dealt or dropped  # every step makes progress
+    assert [d.samples for d in deals.values()] == [sum(count(part) for part in d.micro_batches) for d in deals.values()]
+    rest = positions_of(after_step(view, ledger, ahead=ahead, **arguments))
+    assert rest == unspent[len(dealt) + len(dropped) :]
+
+
+@given(quotas, st.integers(1, 3), st.integers(0, 80), st.booleans())
+def test_steps_left_is_the_number_of_steps(quota, accumulate, length, drop_last):
+    view = view_of([member(f"m{i}", q) for i, q in enumerate(quota)], accumulate)
+    arguments = {"epoch": 0, "length": length, "drop_last": drop_last}
+    ledger, steps = Ledger(), 0
+    foreseen = steps_left(view, ledger, **arguments)
+    while not is_spent(ledger, "", 0, length):
+        ledger = merge(ledger, [Spent("", 0, d.spans) for d in deal_step(view, ledger, **arguments).values()])
+        steps += 1
+        assert steps_left(view, ledger, **arguments) == foreseen - steps
+    assert steps == foreseen
+
+
+class Job:
+    """What a commit root does to ledger and view, and nothing else."""
+
+    def __init__(self, members, accumulate, length, drop_last):
+        self.views = [view_of(members, accumulate)]
+        self.header = replace(GENESIS)
+        self.length, self.drop_last = length, drop_last
+        self.used, self.dropped = [], []
+
+    @property
+    def view(self):
+        return self.views[-1]
+
+    def change(self, members, number_of_predecessor=None):
+        self.views.append(
+            replace(self.view, id=ViewId(1, len(self.views) + 1), predecessor=self.view.id, members=members)
+        )
+
+    def step(self, dead=(), late=False, joiner=None, leaver=None):
+        """One step. `dead` die before it commits, or (`late`) after they contributed."""
+        ruling = ruling_view(self.header, self.views)
+        deals = deal_step(ruling, self.header.ledger, epoch=0, length=self.length, drop_last=self.drop_last)
+        for each in self.view.members:  # each member computes it alone, from the header
+            known = [v for v in self.views if each in v.members]
+            mine = ruling_view(self.header, known)
+            if mine is not None:
+                again = deal_step(mine, self.header.ledger, epoch=0, length=self.length, drop_last=self.drop_last)
+                assert again[each.id] == deals[each.id]
+            else:
+                assert each.id not in deals
+        committed_under = self.view
+        if dead and not late:
+            self.change(tuple(m for m in self.view.members if m.id not in dead))
+            committed_under = self.view
+        spent = []
+        for each in committed_under.members:
+            if each.id in deals:
+                spent.append(Spent("", 0, deals[each.id].spans))
+                self.used += positions_of(s for part in deals[each.id].micro_batches for s in part)
+                self.dropped += positions_of(deals[each.id].dropped)
+        if joiner is not None:
+            self.change((*self.view.members, joiner))
+        if leaver is not None and len(self.view.members) > 1:
+            self.change(tuple(m for m in self.view.members if m.id != leaver))
+        self.header = Header(
+            seq=self.header.seq + 1,
+            kind=Kind.STEP,
+            step=self.header.step + 1,
+            view=committed_under.id,
+            prev_hash=self.header.hash,
+            next_view=self.view.id,
+            ledger=merge(self.header.ledger, spent),
+        )
+        if dead and late:  # the header names a view whose dead members never contribute again
+            self.change(tuple(m for m in self.view.members if m.id not in dead))
+
+
+events = st.one_of(
+    st.tuples(st.just("step")),
+    st.tuples(st.just("die"), st.sets(st.integers(0, 5), min_size=1, max_size=3), st.booleans()),
+    st.tuples(st.just("join"), st.integers(1, 5)),
+    st.tuples(st.just("leave"), st.integers(0, 5)),
+    st.tuples(st.just("rescue"), st.integers(1, 5)),
+)
+
+
+@given(quotas, st.integers(1, 3), st.integers(1, 120), st.booleans(), st.lists(events, max_size=25))
+def test_every_position_in_exactly_one_committed_step(quota, accumulate, length, drop_last, history):
+    job = Job([member(f"m{i}", q) for i, q in enumerate(quota)], accumulate, length, drop_last)
+    smallest = min(quota)
+    born = len(quota)
+
+    def one(event):
+        nonlocal born, smallest
+        present = job.view.members
+        kind, *rest = event
+        if kind == "die":
+            dead = {present[i % len(present)].id for i in rest[0]}
+            job.step(dead=dead if len(dead) < len(present) else (), late=rest[1])
+        elif kind == "join":
+            job.step(joiner=member(f"m{born}", rest[0]))
+            smallest, born = min(smallest, rest[0]), born + 1
+        elif kind == "leave":
+            job.step(leaver=present[rest[0] % len(present)].id)
+        elif kind == "rescue" and len(present) > 1:
+            # A view decided after a death lets somebody in who never saw the header's view: idle for this step.
+            job.change((*present[1:], member(f"m{born}", rest[0])))
+            smallest, born = min(smallest, rest[0]), born + 1
+            job.step()
+        else:
+            job.step()
+
+    for event in history:
+        if not is_spent(job.header.ledger, "", 0, length):
+            one(event)
+    bound = job.header.step + steps_left(job.view, job.header.ledger, epoch=0, length=length, drop_last=drop_last)
+    while not is_spent(job.header.ledger, "", 0, length):
+        job.step()
+        assert job.header.step <= bound + 1  # one more where the last header still named a dead member
+    assert sorted(job.used + job.dropped) == list(range(length))
+    if drop_last:
+        assert len(job.dropped) < max(m.quota for v in job.views for m in v.members)
+    else:
+        assert not job.dropped
+
+
+def test_the_dead_members_share_is_dealt_next():
+    a, b, c = members = [member(n, 4) for n in "abc"]
+    job = Job(members, 1, 100, False)
+    job.step(dead={b.id})
+    deals = deal_step(job.view, job.header.ledger, epoch=0, length=100)
+    assert deals[a.id].micro_batches == (((4, 8),),)
+    assert deals[c.id].micro_batches == (((12, 16),),)
+
+
+def test_shares_jump_over_what_is_spent():
+    ledger = merge(Ledger(), [Spent("", 0, ((2, 6), (8, 9)))])
+    deals = deal_step(view_of([member("a", 3), member("b", 3)]), ledger, epoch=0, length=20)
+    assert deals["a~1"].micro_batches == (((0, 2), (6, 7)),)
+    assert deals["b~1"].micro_batches == (((7, 8), (9, 11)),)
+    assert deals["a~1"].spans == ((0, 2), (6, 7))
+
+
+def test_ruling_view_is_the_headers_own_not_the_latest():
+    first, second = view_of([member("a")], number=1), view_of([member("b")], number=2)
+    second = replace(second, predecessor=first.id)
+    named = Header(seq=4, kind=Kind.STEP, step=3, view=first.id, prev_hash="", next_view=first.id)
+    assert ruling_view(named, [second, first]) is first
+    assert ruling_view(named, [second]) is None
+    assert ruling_view(GENESIS, [second, first]) is first  # the founding view
+    assert ruling_view(GENESIS, [second]) is None
+
+
+def test_local_streams_deal_to_their_member_only():
+    view = view_of([member("a", 2), member("b", 3)])
+    ledger = merge(Ledger(), [Spent("b", 0, ((0, 3),)), announce_length("b", 0, 10)])
+    deals = deal_step(view, ledger, epoch=0, length=10, stream="b")
+    assert list(deals) == ["b~1"]
+    assert deals["b~1"].micro_batches == (((3, 6),),)
+    assert deal_step(view, ledger, epoch=0, length=10, stream="z") == {}
+    assert steps_left(view, ledger, epoch=0, length=10, stream="b") == 3
+    assert local_steps_left(view, ledger, 0) is None
+    assert local_steps_left(view, merge(ledger, [announce_length("a", 0, 9)]), 0) == 5
+
+
+@pytest.mark.parametrize(("quota", "accumulate"), [(0, 1), (1, 0)])
+def test_impossible_views_are_refused(quota, accumulate):
+    with pytest.raises(ValueError, match="expected at least 1"):
+        deal_step(view_of([member("a", quota)], accumulate), Ledger(), epoch=0, length=4)

@@ -1,0 +1,203 @@
+"""--rdzv-conf: what is read, what is refused, what workers inherit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.membership.types import Settings
+from chaos_lightning.rendezvous import options as module
+from chaos_lightning.rendezvous.options import RendezvousOptions, read_options
+from chaos_lightning.runtime.config import EngineConfig
+from chaos_lightning.runtime.hosting import options_for_engine
+from chaos_lightning.runtime.options import MEMORY
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def read(
+    conf: dict[str, str] | None = None, environ: dict[str, str] | None = None, **changes: Any
+) -> RendezvousOptions:
+    values: dict[str, Any] = {"endpoint": "127.0.0.1:29500", "run_id": "j", "nodes": (1, 4), **changes}
+    return read_options(given={"timeout": 900, **(conf or {})}, environ=environ or {}, **values)
+
+
+def worker_config(options: RendezvousOptions, local_rank: int = 0, **more: str) -> EngineConfig:
+    """What a worker of this agent will use."""
+    return EngineConfig.build({}, {**options.environment(), "LOCAL_RANK": str(local_rank), **more})
+
+
+def test_defaults_reach_the_worker() -> None:
+    options = read()
+    config = worker_config(options)
+    assert (config.endpoint, config.job, config.min_nodes, config.max_nodes) == ("127.0.0.1:29500", "j", 1, 4)
+    assert config.name == f"{options.node}-0"
+    assert config.bind == "127.0.0.1"
+    assert config.join_timeout_s == 900.0
+    default = EngineConfig()
+    same = {"token_file", "plan", "chunk_nbytes", "log_dir", "step_timeout_s", "host_scheduler", "overlap"}
+    for name in same:
+        assert getattr(config, name) == getattr(default, name), name
+    assert options.settings == Settings(job="j", min_nodes=1, max_nodes=4)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [("", "127.0.0.1:29400"), ("localhost", "localhost:29400"), ("127.0.0.1:5", "127.0.0.1:5"), ("[::1]:5", "[::1]:5")],
+)
+def test_endpoints(endpoint: str, expected: str) -> None:
+    assert read(endpoint=endpoint).config.endpoint == expected
+
+
+@pytest.mark.parametrize(("run_id", "job"), [("none", "default"), ("", "default"), ("my-job.1", "my-job.1")])
+def test_the_run_id_is_the_jobs_name(run_id: str, job: str) -> None:
+    assert read(run_id=run_id).config.job == job
+
+
+def test_members_are_workers_not_nodes() -> None:
+    options = read(nodes=(2, 5), nproc=4)
+    assert (options.config.min_nodes, options.config.max_nodes) == (8, 20)
+    assert (options.settings.min_nodes, options.settings.max_nodes) == (8, 20)
+    assert read({"nproc": "3"}, nodes=(2, 5), nproc=4).config.max_nodes == 15
+
+
+def test_everything_that_can_be_given_arrives(tmp_path: Path) -> None:
+    given = {
+        "token_file": "token",
+        "log_dir": "logs",
+        "bind": "127.0.0.2",
+        "plan": "tree",
+        "chunk_nbytes": "8192",
+        "join_timeout_s": "7.5",
+        "step_timeout_s": "8.5",
+        "host_scheduler": "0",
+        "overlap": "no",
+        "state_hash_every": "5",
+        "heartbeat_interval_s": "0.2",
+        "heartbeat_timeout_s": "1.25",
+        "hang_timeout_s": "11",
+        "confirm_timeout_s": "12",
+        "report_timeout_s": "13",
+        "load_timeout_s": "14",
+        "linger_timeout_s": "15",
+        "reconnect_grace_s": "16",
+        "node": "edge.1",
+        "nproc": "2",
+        "store": "chain",
+        "idle_timeout_s": "17",
+    }
+    assert set(given) == {*module.MEMBER_OPTIONS, *module.SETTING_OPTIONS, *module.OWN_OPTIONS}
+    options = read(given)
+    config = worker_config(options, local_rank=1)
+    assert config.name == "edge.1-1"
+    assert config.token_file == os.path.abspath("token")
+    assert config.log_dir == os.path.abspath("logs")
+    assert (config.bind, config.plan, config.chunk_nbytes, config.state_hash_every) == ("127.0.0.2", "tree", 8192, 5)
+    assert (config.join_timeout_s, config.step_timeout_s, config.heartbeat_timeout_s) == (7.5, 8.5, 1.25)
+    assert (config.host_scheduler, config.overlap) == (False, False)
+    settings = options.settings
+    assert (settings.heartbeat_interval_s, settings.heartbeat_timeout_s, settings.hang_timeout_s) == (0.2, 1.25, 11.0)
+    assert (settings.confirm_timeout_s, settings.report_timeout_s, settings.join_timeout_s) == (12.0, 13.0, 14.0)
+    assert (settings.linger_timeout_s, settings.reconnect_grace_s) == (15.0, 16.0)
+    assert (options.store, options.idle_timeout_s) == (os.path.abspath("chain"), 17.0)
+    assert read({"store": MEMORY}).store == MEMORY
+
+
+def test_a_worker_would_revive_the_very_same_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = read({"hang_timeout_s": "11", "plan": "tree", "store": "/x/chain", "idle_timeout_s": "9"})
+    for name, value in options.environment().items():
+        monkeypatch.setenv(name, value)
+    ours = options_for_engine(options.config)
+    theirs = options_for_engine(EngineConfig.build({}))
+    assert ours == theirs
+    assert theirs.settings.hang_timeout_s == 11.0
+    assert theirs.settings.plan.kind == "tree"
+    assert (theirs.store, theirs.idle_timeout_s) == ("/x/chain", 9.0)
+
+
+def test_the_users_environment_stands_in_for_what_was_not_given() -> None:
+    environ = {"CHAOS_PLAN": "chain", "CHAOS_LOG_DIR": "logs", "CHAOS_NODE": "n", "CHAOS_BIND": "127.0.0.3"}
+    options = read(environ=environ)
+    assert (options.config.plan, options.node, options.config.bind) == ("chain", "n", "127.0.0.3")
+    assert options.config.log_dir == os.path.abspath("logs")
+    options = read({"plan": "tree", "node": "m", "bind": "127.0.0.4"}, environ)
+    assert (options.config.plan, options.node, options.config.bind) == ("tree", "m", "127.0.0.4")
+
+
+def test_settings_from_the_environment_are_kept() -> None:
+    assert read(environ={"CHAOS_SETTINGS": '{"hang_timeout_s": 3}'}).settings.hang_timeout_s == 3.0
+
+
+@pytest.mark.parametrize(
+    ("conf", "words"),
+    [
+        ({"heartbeat_timout_s": "1"}, "unknown heartbeat_timout_s; known are.*heartbeat_timeout_s"),
+        ({"nde": "x", "blan": "y"}, "unknown blan, nde"),
+        ({"plan": "ring"}, "plan 'ring' is unknown"),
+        ({"chunk_nbytes": "many"}, "chunk_nbytes=many: expected a number"),
+        ({"overlap": "maybe"}, "overlap=maybe: expected 0 or 1"),
+        ({"nproc": "0"}, "nproc=0: expected a positive"),
+        ({"idle_timeout_s": "-1"}, "idle_timeout_s=-1.0: expected a positive"),
+        ({"heartbeat_timeout_s": "soon"}, "heartbeat_timeout_s=soon"),
+        ({"hang_timeout_s": "soon"}, "hang_timeout_s='soon': expected a number"),
+        ({"node": "a b"}, "node='a b'"),
+        ({"timeout": "x"}, "timeout=x"),
+    ],
+)
+def test_mistakes_are_named(conf: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        read(conf)
+
+
+def test_a_port_of_zero_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="endpoint"):
+        read(endpoint="localhost:0")
+
+
+def test_options_of_torchs_own_backends_are_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        read({"last_call_timeout": "1", "is_host": "true"})
+    assert "is_host, last_call_timeout: not used" in caplog.text
+    caplog.clear()
+    read()
+    assert caplog.text == ""
+
+
+def test_the_address_that_faces_the_endpoint() -> None:
+    assert module.facing("localhost") == "127.0.0.1"
+    assert read(local_addr="127.0.0.9").config.bind == "127.0.0.9"
+
+
+def test_no_route_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoRoute:
+        def __init__(self, *args: object) -> None: ...
+
+        def __enter__(self) -> NoRoute:
+            raise OSError("Network is unreachable")
+
+        def __exit__(self, *args: object) -> None: ...
+
+    monkeypatch.setattr(module.socket, "socket", NoRoute)
+    with pytest.raises(ConfigurationError, match=r"no route to the endpoint 192\.0\.2\.1:29500.*bind=ADDRESS"):
+        read(endpoint="192.0.2.1:29500")
+
+
+def test_every_option_is_a_field_somewhere() -> None:
+    assert set(module.MEMBER_OPTIONS) <= {f.name for f in fields(EngineConfig)}
+    assert set(module.SETTING_OPTIONS.values()) <= {f.name for f in fields(Settings)}
+
+
+def test_reading_options_needs_no_torch() -> None:
+    code = "import sys, chaos_lightning.rendezvous, chaos_lightning.rendezvous.options; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "False\n"

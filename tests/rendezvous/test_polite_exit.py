@@ -1,0 +1,190 @@
+"""Ctrl+C and SIGTERM at a torchrun agent, with real agents: workers that end well let torchrun end well."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
+
+from chaos_lightning.rendezvous import polite
+from chaos_lightning.rendezvous.polite import PoliteExit, workers_of
+from chaos_lightning.runtime.orphan import VARIABLE
+
+HERE = Path(__file__).resolve().parent
+PATIENCE_S = 60.0
+
+
+def until(ready: Callable[[], Any], what: str) -> Any:
+    end = time.monotonic() + PATIENCE_S
+    while not (result := ready()):
+        assert time.monotonic() < end, f"{what} did not come"
+        time.sleep(0.02)
+    return result
+
+
+class Agent:
+    """torchrun without a scheduler, whose workers tell what they get."""
+
+    def __init__(self, folder: Path, end: str, *arguments: str) -> None:
+        self.folder = folder
+        # As `torchrun` does it, with our own logger heard.
+        run = "import logging, sys; logging.basicConfig(level=logging.INFO); sys.argv[0] = 'torchrun'; "
+        run += "from torch.distributed.run import main; main()"
+        command = [sys.executable, "-c", run, "--rdzv-backend=chaos", "--nnodes=1:2", *arguments]
+        command += ["--rdzv-endpoint=127.0.0.1:29499", "--rdzv-conf=host_scheduler=0"]
+        self.output = (folder / "agent.log").open("wb")
+        self.process = subprocess.Popen(
+            [*command, str(HERE / "polite_worker.py"), str(folder / "worker"), end],
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"},
+        )
+
+    def words(self, rank: int = 0) -> list[str]:
+        path = self.folder / f"worker.{rank}"
+        return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
+
+    def pids(self) -> set[int]:
+        lines = [line for path in self.folder.glob("worker.*") for line in path.read_text().splitlines()]
+        return {int(line.split()[1]) for line in lines}
+
+    def ready(self, workers: int = 1) -> None:
+        """Until workers run."""
+        until(lambda: all("start" in self.words(rank) for rank in range(workers)), "a worker")
+
+    def end(self) -> int:
+        return self.process.wait(PATIENCE_S)
+
+    def log(self) -> str:
+        return (self.folder / "agent.log").read_text()
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
+    started: list[Agent] = []
+
+    def start(*arguments: str) -> Agent:
+        started.append(Agent(tmp_path, *arguments))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.wait(PATIENCE_S)
+        one.output.close()
+        for pid in one.pids():
+            try:
+                if b"polite_worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+            except OSError:
+                continue
+
+
+# ------------------------------------------------------------------------------------------------ real agents
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_torchrun_ends_well_if_its_workers_do(agent: Callable[..., Agent], number: signal.Signals) -> None:
+    one = agent("leave", "--nproc-per-node=2")
+    one.ready(2)
+    asked = polite_signal(one, number)
+    assert one.end() == 0, one.log()
+    assert one.words(0) == one.words(1) == ["start", number.name, "end"]
+    assert asked in one.log()
+
+
+def test_a_second_signal_is_torchs_own_way(agent: Callable[..., Agent]) -> None:
+    one = agent("stay", "--max-restarts=3")
+    one.ready()
+    polite_signal(one, signal.SIGINT)
+    one.process.send_signal(signal.SIGINT)
+    assert one.end() != 0
+    assert one.words() == ["start", "SIGINT", "SIGINT", "end"]
+    assert "SignalException" in one.log()
+
+
+def test_a_worker_that_fails_on_its_way_out_is_not_started_again(agent: Callable[..., Agent]) -> None:
+    one = agent("fail", "--max-restarts=3")
+    one.ready()
+    polite_signal(one, signal.SIGINT)
+    assert one.end() != 0
+    assert one.words() == ["start", "SIGINT", "end"]
+
+
+def polite_signal(one: Agent, number: signal.Signals) -> str:
+    """Sends it once the agent's own handlers stand; torch's would end it at once."""
+    until(lambda: f"{number.name} is passed on" in one.log(), "the polite handlers")
+    one.process.send_signal(number)
+    until(lambda: number.name in one.words(), "the signal at the worker")
+    return f"{number.name}: asking"
+
+
+# ------------------------------------------------------------------------------------------------ one at a time
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in polite.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_torchs_way_comes_back_after_the_patience() -> None:
+    for number in polite.SIGNALS:
+        signal.signal(number, _terminate_process_handler)
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"])
+    try:
+        one = PoliteExit("mark", 0.0, lambda mark: [child.pid])
+        one.watch()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert one.asked is signal.SIGTERM
+        with pytest.raises(SignalException):
+            until(one.watch, "the end of patience")
+        assert signal.getsignal(signal.SIGTERM) is _terminate_process_handler
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.usefixtures("handlers")
+def test_without_workers_there_is_nothing_to_be_polite_about() -> None:
+    signal.signal(signal.SIGINT, _terminate_process_handler)
+    PoliteExit("mark", 60.0, lambda mark: []).watch()
+    with pytest.raises(SignalException):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_somebody_elses_handler_stays() -> None:
+    def mine(number: int, frame: object) -> None:
+        raise AssertionError("nobody sends a signal here")
+
+    signal.signal(signal.SIGINT, mine)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    PoliteExit("mark", 60.0).watch()
+    assert signal.getsignal(signal.SIGINT) is mine
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+def test_workers_are_children_that_bear_the_mark() -> None:
+    wait = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    children = [
+        subprocess.Popen(wait, stdin=subprocess.PIPE, env={**os.environ, VARIABLE: mark}) for mark in ("ours", "theirs")
+    ]
+    try:
+        assert workers_of("ours") == [children[0].pid]
+        assert workers_of("ours", parent=children[0].pid) == []
+    finally:
+        for child in children:
+            child.communicate()
+    assert workers_of("ours") == []

@@ -1,0 +1,243 @@
+"""Real torchrun agents with the backend "chaos", and workers that tell what happens to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos_lightning.errors import RefusedError, SchedulerUnreachableError
+from chaos_lightning.runtime.channel import fetch_status
+from chaos_lightning.runtime.hosting import HostedScheduler
+from chaos_lightning.runtime.process_table import start_time
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PATIENCE_S = 60.0
+TOKEN = "a token for the tests"
+
+Line = dict[str, Any]
+
+
+class Torchrun:
+    """One torchrun agent; `lines` are what its workers say, everything else is kept in `noise`."""
+
+    def __init__(
+        self, endpoint: str, *arguments: str, conf: str = "", nodes: str = "1:2", script: str = "stay"
+    ) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=chaos", f"--rdzv-endpoint={endpoint}"]
+        command += ["--rdzv-id=job", f"--nnodes={nodes}", *arguments]
+        command += ["--rdzv-conf", ",".join(filter(None, ("reconnect_grace_s=1,idle_timeout_s=30", conf)))]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CHAOS_TOKEN": TOKEN}
+        self.process = subprocess.Popen(
+            [*command, str(HERE / "worker.py"), script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        self.lines: list[Line] = []
+        self.noise: list[str] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for text in self.process.stdout:
+            with self._changed:
+                if text.startswith('{"what"'):
+                    self.lines.append(json.loads(text))
+                else:
+                    self.noise.append(text)
+                self._changed.notify_all()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def wait(self, what: str, test: Callable[[Line], bool] = lambda line: True, count: int = 1) -> Line:
+        """The `count`th line of this kind that passes the test."""
+
+        def found() -> list[Line]:
+            return [line for line in self.lines if line["what"] == what and test(line)]
+
+        with self._changed:
+            self._changed.wait_for(lambda: len(found()) >= count or self._closed, PATIENCE_S)
+            assert len(found()) >= count, (
+                f"no {count} x {what}; lines: {self.lines}; noise: {''.join(self.noise)[-3000:]}"
+            )
+            return found()[count - 1]
+
+    def wait_ended(self) -> int:
+        code = self.process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
+        return code
+
+    def workers(self) -> list[int]:
+        return sorted({line["pid"] for line in self.lines})
+
+
+@pytest.fixture
+def endpoint() -> str:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{sock.getsockname()[1]}"
+
+
+def hosted(endpoint: str) -> HostedScheduler | None:
+    """The scheduler that answers there."""
+    try:
+        pid = fetch_status(endpoint, TOKEN.encode())["pid"]
+    except SchedulerUnreachableError:
+        return None
+    return HostedScheduler(endpoint, pid, start_time(pid), Path("unknown"), None)
+
+
+@pytest.fixture
+def torchrun(endpoint: str) -> Iterator[Callable[..., Torchrun]]:
+    """Starts agents; in the end ends them, their workers and the scheduler, each by its own pid."""
+    agents: list[Torchrun] = []
+    with ExitStack() as stack:
+        stack.callback(lambda: (scheduler := hosted(endpoint)) is None or scheduler.stop())
+
+        def start(*arguments: str, **options: str) -> Torchrun:
+            agent = Torchrun(endpoint, *arguments, **options)
+            agents.append(agent)
+            stack.callback(end, agent)
+            return agent
+
+        yield start
+
+
+def end(agent: Torchrun) -> None:
+    agent.process.kill()
+    agent.process.wait(PATIENCE_S)
+    for pid in agent.workers():
+        with suppress(OSError):
+            if start_time(pid) and b"worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+    agent._reader.join(PATIENCE_S)
+    assert agent.process.stdout is not None
+    agent.process.stdout.close()
+
+
+@contextmanager
+def watching(pid: int) -> Iterator[int]:
+    handle = os.pidfd_open(pid)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def ended(handle: int) -> bool:
+    return bool(select.select([handle], [], [], PATIENCE_S)[0])
+
+
+# ------------------------------------------------------------------------------------------------ the tests
+
+
+def test_torchrun_finds_the_backend_by_its_entry_point() -> None:
+    (found,) = [e for e in entry_points(group="torchrun.handlers") if e.name == "chaos"]
+    assert callable(found.load()())
+
+
+def test_agents_join_a_running_job_and_nobody_is_restarted(torchrun: Callable[..., Torchrun], endpoint: str) -> None:
+    first = torchrun("--nproc-per-node=2", conf="node=one", nodes="1:2")
+    start = first.wait("start", lambda line: line["LOCAL_RANK"] == "1")
+    assert start["name"] == "one-1"
+    assert (start["min_nodes"], start["max_nodes"], start["endpoint"]) == (2, 4, endpoint)
+    assert (start["RANK"], start["WORLD_SIZE"]) == ("1", "2")
+    view = first.wait("view")
+    assert sorted(m.partition("~")[0] for m in view["members"]) == ["one-0", "one-1"]
+    second = torchrun("--nproc-per-node=1", conf="node=two", nodes="1:2")
+    assert second.wait("welcome")["role"] == "joiner"
+    third_view = first.wait("next_view")
+    assert [m.partition("~")[0] for m in third_view["members"]][2:] == ["two-0"]
+    facts = fetch_status(endpoint, TOKEN.encode())
+    assert (facts["job"], facts["min_nodes"], facts["max_nodes"]) == ("job", 2, 4)
+    with pytest.raises(RefusedError):
+        fetch_status(endpoint, b"another token")
+    assert {line["restarts"] for line in (*first.lines, *second.lines)} == {0}
+    assert len(first.workers()) == 2
+
+
+def test_ctrl_c_reaches_the_worker_as_a_polite_wish(torchrun: Callable[..., Torchrun], endpoint: str) -> None:
+    agent = torchrun(conf="node=one")
+    worker = agent.wait("view")["pid"]
+    with watching(worker) as handle:
+        agent.process.send_signal(signal.SIGTERM)
+        agent.wait("term")
+        assert ended(handle)
+    agent.wait_ended()
+    agent.wait("end")
+    # The scheduler is nobody's child: it saw the worker go and waits for others.
+    assert fetch_status(endpoint, TOKEN.encode())["streams"] == []
+
+
+def test_a_killed_agent_takes_its_worker_along(torchrun: Callable[..., Torchrun], endpoint: str) -> None:
+    agent = torchrun(conf="node=one")
+    worker = agent.wait("view")["pid"]
+    with watching(worker) as handle:
+        agent.process.kill()
+        assert ended(handle)
+    agent.wait_ended()
+    agent.wait("term")
+    assert hosted(endpoint) is not None
+
+
+def test_a_restarted_worker_is_a_newcomer(torchrun: Callable[..., Torchrun]) -> None:
+    agent = torchrun("--max-restarts=1", conf="node=one", script="once")
+    agent.wait("fail")
+    second = agent.wait("welcome", lambda line: line["restarts"] == 1)
+    assert second["name"] == "one-0"
+    earlier = [line["id"] for line in agent.lines if line["what"] == "welcome" and line["restarts"] == 0]
+    assert second["id"] not in earlier
+    assert agent.wait("view", lambda line: line["restarts"] == 1)["members"] == [second["id"]]
+
+
+def test_more_agents_than_places_stand_by_and_leave_at_once(torchrun: Callable[..., Torchrun]) -> None:
+    first = torchrun(conf="node=one", nodes="1:1")
+    first.wait("view")
+    second = torchrun(conf="node=two", nodes="1:1")
+    assert second.wait("welcome")["role"] == "standby"
+    second.process.send_signal(signal.SIGTERM)
+    second.wait("term")
+    second.wait("released")
+    second.wait("end")
+    second.wait_ended()
+
+
+def test_the_agent_starts_a_killed_scheduler_again(torchrun: Callable[..., Torchrun], endpoint: str) -> None:
+    agent = torchrun(conf="node=one")
+    agent.wait("view")
+    scheduler = hosted(endpoint)
+    assert scheduler is not None
+    with watching(scheduler.pid) as handle:
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        assert ended(handle)
+    agent.wait("state", lambda line: line["state"].startswith("lost"))
+    agent.wait("state", lambda line: line["state"] == "connected", count=2)
+    facts = fetch_status(endpoint, TOKEN.encode())
+    assert (facts["term"], facts["job"]) == (2, "job")
+    assert agent.wait("welcome", count=2)["id"] == agent.wait("welcome")["id"]
+
+
+def test_a_typo_ends_torchrun_with_its_name(torchrun: Callable[..., Torchrun]) -> None:
+    agent = torchrun(conf="nde=one")
+    assert agent.wait_ended() != 0
+    assert "ConfigurationError: --rdzv-conf: unknown nde" in "".join(agent.noise)
+    assert agent.lines == []

@@ -1,0 +1,229 @@
+"""A scheduler in this process for tests: the real shell around a scripted (or the real) machine, and waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.types import (
+    NO_VIEW,
+    FromMember,
+    Heartbeat,
+    Hello,
+    Member,
+    Settings,
+    ToMember,
+    Welcome,
+)
+from chaos_lightning.observe.events import EventLog
+from chaos_lightning.runtime.agent import Agent
+from chaos_lightning.runtime.memory_store import MemoryStore
+from chaos_lightning.runtime.server import SchedulerServer, ServerConfig
+from chaos_lightning.runtime.store import Store
+
+PATIENCE_S = 30.0
+T = TypeVar("T")
+
+
+class Facts(Generic[T]):
+    """A list that can be waited on."""
+
+    def __init__(self) -> None:
+        self.seen: list[T] = []
+        self._changed = threading.Condition()
+
+    def add(self, fact: T) -> None:
+        with self._changed:
+            self.seen.append(fact)
+            self._changed.notify_all()
+
+    def wait(self, test: Callable[[T], bool], count: int = 1) -> T:
+        """The `count`th fact that passes the test; AssertionError with everything seen after PATIENCE_S."""
+
+        def found() -> list[T]:
+            return [f for f in self.seen if test(f)]
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(found()) >= count, PATIENCE_S), (
+                f"waited in vain; seen: {self.seen}"
+            )
+            return found()[count - 1]
+
+    def wait_for(self, kind: type, count: int = 1) -> Any:
+        return self.wait(lambda f: isinstance(f, kind), count)
+
+
+class ScriptedMachine:
+    """Welcomes every Hello; `rules` may answer any event otherwise."""
+
+    def __init__(self, settings: Settings, chain: fx.Chain, served: Served) -> None:
+        self.settings, self.chain, self.served = settings, chain, served
+        self.names: dict[int, str] = {}
+
+    def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
+        effects = self.served.rule(event) if self.served.rule is not None else None
+        if effects is None:
+            effects = []
+            if isinstance(event, fx.MessageIn) and isinstance(event.message, Hello):
+                self.names[event.conn] = event.message.name
+                effects = [fx.Send(event.conn, welcome(event.message.name, event.conn))]
+        if not isinstance(event, fx.SchedulerTick):
+            self.served.events.add(event)
+        return effects
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"names": sorted(self.names.values())}
+
+
+def welcome(name: str, number: int = 1) -> Welcome:
+    member = Member(f"{name}~{number}", name, "host", "127.0.0.1", 1)
+    return Welcome(member, 1, "founder", "", heartbeat_interval_s=0.02, heartbeat_timeout_s=0.1)
+
+
+def hello(name: str = "a", **changes: Any) -> Hello:
+    values: dict[str, Any] = {"job": "default", "host": "host", "address": "127.0.0.1", "port": 1, "pid": 1}
+    values |= {"pid_start": 0, "quota": 1, "accumulate": 1, "package": "0", "fingerprint": ()}
+    return Hello(name=name, **{**values, **changes})
+
+
+@functools.cache
+def _shared_loop() -> asyncio.AbstractEventLoop:
+    """One loop for all servers of this process, never closed: grpc.aio has one poller for all loops."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="served", daemon=True).start()
+    return loop
+
+
+class Served:
+    """A SchedulerServer in this process."""
+
+    def __init__(
+        self,
+        rule: Callable[[fx.SchedulerEvent], list[fx.SchedulerEffect] | None] | None = None,
+        *,
+        machine: Callable[[Settings, fx.Chain], Any] | None = None,
+        open_store: Callable[[], Store] = MemoryStore,
+        log: EventLog | None = None,
+        **config: Any,
+    ) -> None:
+        self.rule = rule
+        self.events: Facts[fx.SchedulerEvent] = Facts()
+        self.outcome: tuple[str, bool] | None = None
+        self.failure: BaseException | None = None
+        self.loop = _shared_loop()
+        self._ready = threading.Event()
+        self._ended = threading.Event()
+        self._stop = asyncio.Event()
+        factory = machine or (lambda settings, chain: ScriptedMachine(settings, chain, self))
+        self.server = SchedulerServer(
+            ServerConfig(**{"port": 0, "linger_s": 0.2, **config}), open_store, log or EventLog(None), factory
+        )
+        asyncio.run_coroutine_threadsafe(self._run(), self.loop)
+        assert self._ready.wait(PATIENCE_S)
+        if self.failure is not None:
+            raise self.failure
+
+    async def _run(self) -> None:
+        try:
+            await self._serve()
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self._ready.set()
+            self._ended.set()
+
+    async def _serve(self) -> None:
+        try:
+            await self.server.start()
+            self._ready.set()
+            ended = asyncio.ensure_future(self.server.ended())
+            stopped = asyncio.ensure_future(self._stop.wait())
+            await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                self.outcome = (ended.result(), self.server.failed)
+            for task in (ended, stopped):
+                task.cancel()
+        finally:
+            await self.server.stop()
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.server.port}"
+
+    def feed(self, event: fx.SchedulerEvent) -> None:
+        self.loop.call_soon_threadsafe(self.server._inbox.put_nowait, event)
+
+    def wait_ended(self) -> tuple[str, bool]:
+        assert self._ended.wait(PATIENCE_S)
+        assert self.outcome is not None, self.failure
+        return self.outcome
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self._stop.set)
+        assert self._ended.wait(PATIENCE_S)
+
+
+@contextmanager
+def serving(*args: Any, **kwargs: Any) -> Iterator[Served]:
+    served = Served(*args, **kwargs)
+    try:
+        yield served
+    finally:
+        served.stop()
+
+
+class Client:
+    """An Agent whose words are kept."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        name: str = "a",
+        token: bytes = b"",
+        job: str = "default",
+        *,
+        resumes: bool = True,
+        **changes: Any,
+    ) -> None:
+        self.messages: Facts[ToMember] = Facts()
+        self.states: Facts[str] = Facts()
+        self.resume = ""
+        self._resumes = resumes
+        self.answer: Callable[[ToMember], list[FromMember]] = lambda message: []
+        options: dict[str, Any] = {"connect_timeout_s": PATIENCE_S, **changes}
+        self.agent = Agent(
+            endpoint=endpoint,
+            token=token,
+            hello_factory=lambda: hello(name, resume=self.resume, job=job),
+            on_message=self._on_message,
+            on_state=self.states.add,
+            heartbeat=options.pop("heartbeat", lambda: Heartbeat(NO_VIEW, 0, 0)),
+            **options,
+        )
+        self.agent.start()
+
+    def _on_message(self, message: ToMember) -> None:
+        if isinstance(message, Welcome) and self._resumes:
+            self.resume = message.member.id
+        self.messages.add(message)
+        for answer in self.answer(message):
+            self.agent.send(answer)
+
+    def close(self) -> None:
+        self.agent.close()
+
+
+@contextmanager
+def attending(*args: Any, **kwargs: Any) -> Iterator[Client]:
+    client = Client(*args, **kwargs)
+    try:
+        yield client
+    finally:
+        client.close()
+        client.agent.join(PATIENCE_S)
+        assert not client.agent.is_alive()

@@ -1,0 +1,174 @@
+"""Endpoints, tokens, addresses, settings."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.membership.types import PlanSpec, Settings, TreeSpec
+from chaos_lightning.runtime import access
+from chaos_lightning.runtime.options import (
+    MEMORY,
+    SchedulerOptions,
+    change_settings,
+    check_settings,
+    default_store,
+    settings_from_json,
+    settings_to_json,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("host:1", ("host", 1)),
+        (" host:1 ", ("host", 1)),
+        ("host", ("host", 29400)),
+        ("[::1]:7", ("::1", 7)),
+        ("[::1]", ("::1", 29400)),
+        ("10.0.0.5:65535", ("10.0.0.5", 65535)),
+    ],
+)
+def test_endpoints(text: str, expected: tuple[str, int]) -> None:
+    assert access.split_endpoint(text) == expected
+    assert access.split_endpoint(access.join_endpoint(*expected)) == expected
+
+
+@pytest.mark.parametrize("text", ["", ":1", "host:", "host:x", "host:65536", "::1:7", "host:-1"])
+def test_odd_endpoints_are_named(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="endpoint"):
+        access.split_endpoint(text)
+
+
+def test_loopback_and_local() -> None:
+    assert access.is_loopback("127.0.0.1")
+    assert access.is_loopback("127.1.2.3")
+    assert access.is_loopback("localhost")
+    assert access.is_loopback("::1")
+    assert not access.is_loopback("0.0.0.0")
+    assert not access.is_loopback("192.0.2.1")
+    assert access.is_local("127.0.0.1")
+    assert access.is_local("0.0.0.0")
+    assert not access.is_local("192.0.2.1")  # TEST-NET-1: nobody's
+
+
+def test_an_unknown_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(*args: object, **kwargs: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(access.socket, "getaddrinfo", nowhere)
+    with pytest.raises(ConfigurationError, match="'nowhere' cannot be resolved"):
+        access.is_local("nowhere")
+
+
+def token_file(tmp_path: Path, content: bytes, mode: int = 0o600) -> str:
+    path = tmp_path / "token"
+    path.write_bytes(content)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_a_token_comes_from_argument_file_or_environment(tmp_path: Path) -> None:
+    path = token_file(tmp_path, b"  from the file\n")
+    assert access.load_token(path, {"CHAOS_TOKEN": "from the environment"}) == b"from the file"
+    assert access.load_token("", {"CHAOS_TOKEN_FILE": path, "CHAOS_TOKEN": "another"}) == b"from the file"
+    assert access.load_token("", {"CHAOS_TOKEN": "from the environment"}) == b"from the environment"
+    assert access.load_token("", {}) == b""
+
+
+def test_odd_tokens_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot be read.*urandom"):
+        access.load_token(str(tmp_path / "missing"))
+    with pytest.raises(ConfigurationError, match="is empty"):
+        access.load_token(token_file(tmp_path, b"\n"))
+    with pytest.raises(ConfigurationError, match="has 3 bytes, at least 8"):
+        access.load_token(token_file(tmp_path, b"abc"))
+    with pytest.raises(ConfigurationError, match="has 3 bytes, at least 8"):
+        access.load_token("", {"CHAOS_TOKEN": "abc"})
+
+
+def test_a_token_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        access.load_token(token_file(tmp_path, b"long enough", 0o644))
+    assert "chmod 600" in caplog.text
+    caplog.clear()
+    access.load_token(token_file(tmp_path, b"long enough", 0o600))
+    assert caplog.text == ""
+
+
+def test_binding_beyond_loopback_needs_a_token() -> None:
+    access.check_bind("127.0.0.1", b"")
+    access.check_bind("0.0.0.0", b"a token")
+    with pytest.raises(ConfigurationError, match="CHAOS_TOKEN_FILE"):
+        access.check_bind("0.0.0.0", b"")
+
+
+# ------------------------------------------------------------------------------------------------ settings
+
+
+def test_settings_travel_as_json() -> None:
+    tree = TreeSpec(0, 8, ("a", "b"), ("", "a"))
+    settings = Settings(job="j", min_nodes=2, hang_timeout_s=7.5, plan=PlanSpec("user", 4096, (tree,)))
+    assert settings_from_json(settings_to_json(settings)) == settings
+    assert settings_from_json("{}") == Settings()
+    assert settings_from_json('{"plan": {"kind": "chain"}}').plan == PlanSpec("chain")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("no json", "no JSON"),
+        ("[]", "JSON object"),
+        ('{"heartbeat_timout_s": 1}', "unknown settings heartbeat_timout_s; known are.*heartbeat_timeout_s"),
+        ('{"min_nodes": "two"}', "min_nodes='two': expected a whole number"),
+        ('{"min_nodes": 1.5}', "min_nodes=1.5: expected a whole number"),
+        ('{"hang_timeout_s": true}', "hang_timeout_s=True: expected a number"),
+        ('{"hang_timeout_s": null}', "hang_timeout_s=None: expected a number"),
+        ('{"plan": {"colour": 1}}', "plan: unknown keys"),
+        ('{"plan": {"trees": [{}]}}', "plan: 'start'"),
+        ('{"plan": 3}', "plan: expected an object"),
+        ('{"min_nodes": 0}', "min_nodes=0"),
+        ('{"min_nodes": 3, "max_nodes": 2}', "min_nodes=3, max_nodes=2"),
+        ('{"job": ""}', "job is empty"),
+        ('{"report_timeout_s": 0}', "report_timeout_s=0.0: expected a positive"),
+        ('{"report_timeout_s": 1e400}', "report_timeout_s=inf"),
+        ('{"heartbeat_timeout_s": 0.1}', "at least twice the interval"),
+    ],
+)
+def test_odd_settings_are_named(text: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        settings_from_json(text)
+
+
+def test_every_setting_can_be_changed_by_text() -> None:
+    for field in fields(Settings):
+        if field.name == "plan":
+            continue
+        value = getattr(Settings(), field.name)
+        other = "other" if isinstance(value, str) else value + 1
+        assert change_settings(Settings(), {field.name: str(other)}) == replace(Settings(), **{field.name: other})
+
+
+def test_no_grace_is_a_setting() -> None:
+    check_settings(Settings(reconnect_grace_s=0.0))
+
+
+def test_where_the_chain_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert default_store("a/b", 5) == tmp_path / "chaos-lightning" / "a_b-5" / "chain.sqlite"
+    options = SchedulerOptions(listen="h:5", settings=Settings(job="a"))
+    assert options.store_path == tmp_path / "chaos-lightning" / "a-5" / "chain.sqlite"
+    assert replace(options, store="x").store_path == Path("x")
+    assert replace(options, store=MEMORY).store_path is None
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert str(default_store("a", 5)) == "/home/somebody/.local/state/chaos-lightning/a-5/chain.sqlite"
+    assert json.loads(settings_to_json(Settings()))["job"] == "default"
+    assert os.environ["HOME"] == "/home/somebody"

@@ -1,0 +1,294 @@
+"""chaos.proto against membership/types.py, and the codec between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+import typing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from chaos_lightning.errors import WireError
+from chaos_lightning.membership import types as vocabulary
+from chaos_lightning.membership.types import (
+    GENESIS,
+    Contribution,
+    FromMember,
+    Header,
+    Heartbeat,
+    Kind,
+    Leave,
+    LinkEvent,
+    PeerMessage,
+    Report,
+    Share,
+    Spent,
+    ToMember,
+    View,
+    ViewId,
+)
+from chaos_lightning.runtime import chaos_pb2, codec, generate
+
+sys.path.insert(0, str(Path(__file__).parent))
+from vocabulary import messages, values
+
+ROOT = Path(__file__).resolve().parents[2]
+RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=25)
+CONTRIBUTION = Contribution(
+    member="a~1", view=ViewId(1, 2), seq=3, kind=Kind.STEP, step=2, prev_hash="00", weight=4.0, coefficient=4.0
+)
+HEADER = Header(
+    seq=3,
+    kind=Kind.STEP,
+    step=3,
+    view=ViewId(1, 2),
+    prev_hash="00",
+    next_view=ViewId(1, 2),
+    contributors=(Share("a~1", 4.0, 1.0),),
+    ledger=vocabulary.Ledger((Spent("", 0, ((0, 4),)),)),
+)
+
+
+@pytest.mark.parametrize("cls", messages(), ids=lambda c: c.__name__)
+def test_proto_and_dataclass_are_equal_field_by_field(cls: type) -> None:
+    descriptor = chaos_pb2.DESCRIPTOR.message_types_by_name[cls.__name__]
+    hints = typing.get_type_hints(cls)
+    there = {f.name: f for f in descriptor.fields}
+    assert [f.name for f in dataclasses.fields(cls)] == list(there)
+    assert [f.number for f in descriptor.fields] == list(range(1, len(there) + 1))
+    for name, hint in hints.items():
+        field, text = there[name], str(hint)
+        assert field.is_repeated == (text.startswith("tuple[") and text.endswith("...]")), name
+        assert (field.has_presence and "None" in text) == ("None" in text), name
+        inner = text.replace("chaos_lightning.membership.types.", "").removeprefix("tuple[").removesuffix(", ...]")
+        inner = inner.removesuffix(" | None")
+        scalar = {"<class 'int'>": "INT64", "<class 'float'>": "DOUBLE", "<class 'bool'>": "BOOL", "str": "STRING"}
+        scalar |= {"<class 'str'>": "STRING", "<class 'bytes'>": "BYTES", "bytes": "BYTES", "<enum 'Kind'>": "ENUM"}
+        if inner in scalar:
+            assert field.type == getattr(field, f"TYPE_{scalar[inner]}"), name
+        else:
+            expected = {"tuple[int, int]": "Span", "tuple[str, str]": "NamedText"}.get(inner, inner.split("'")[-2:][0])
+            assert field.message_type.name == expected, name
+
+
+def test_every_message_of_the_proto_has_a_dataclass_or_is_known_plumbing() -> None:
+    plumbing = {"Span", "NamedText", "FromMemberEnvelope", "ToMemberEnvelope", "PeerEnvelope"}
+    plumbing |= {"StatusRequest", "StatusReply", "DrainRequest", "DrainReply"}
+    assert set(chaos_pb2.DESCRIPTOR.message_types_by_name) == plumbing | {c.__name__ for c in messages()}
+
+
+@pytest.mark.parametrize(
+    ("union", "envelope"),
+    [(FromMember, "FromMemberEnvelope"), (ToMember, "ToMemberEnvelope"), (PeerMessage, "PeerEnvelope")],
+)
+def test_envelopes_hold_exactly_their_union(union: Any, envelope: str) -> None:
+    fields = chaos_pb2.DESCRIPTOR.message_types_by_name[envelope].oneofs_by_name["message"].fields
+    assert [f.message_type.name for f in fields] == [c.__name__ for c in typing.get_args(union)]
+
+
+def test_settings_never_travel() -> None:
+    with pytest.raises(TypeError, match="Settings has no message"):
+        codec.encode(vocabulary.Settings())
+
+
+@pytest.mark.parametrize("cls", messages(), ids=lambda c: c.__name__)
+def test_everything_comes_back_as_it_was(cls: type) -> None:
+    @RELAXED
+    @given(values(cls))
+    def check(value: Any) -> None:
+        assert codec.decode(cls, codec.encode(value)) == value
+
+    check()
+
+
+@RELAXED
+@given(values(Header))
+@example(GENESIS)
+@example(replace(HEADER, contributors=(Share("a", -0.0, 1e-300), Share("b", 0.1 + 0.2, 3.0))))
+def test_a_header_keeps_its_hash(header: Header) -> None:
+    back = codec.decode_peer(codec.encode_peer(header))
+    assert isinstance(back, Header)
+    assert back == header
+    assert back.hash == header.hash
+
+
+@RELAXED
+@given(st.one_of(values(FromMember)), st.one_of(values(ToMember)), st.one_of(values(PeerMessage)))
+def test_envelopes_return_their_message(up: FromMember, down: ToMember, peer: PeerMessage) -> None:
+    assert codec.unwrap_from_member(codec.wrap_from_member(up)) == up
+    assert codec.unwrap_to_member(codec.wrap_to_member(down)) == down
+    assert codec.decode_peer(codec.encode_peer(peer)) == peer
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=64))
+def test_garbage_is_a_wire_error_or_a_message(data: bytes) -> None:
+    try:
+        message = codec.decode_peer(data)
+    except WireError:
+        return
+    assert isinstance(message, Contribution | Header)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_flipped_bytes_are_a_wire_error_or_a_message(data: st.DataObject) -> None:
+    good = bytearray(codec.encode_peer(data.draw(st.sampled_from([CONTRIBUTION, HEADER]))))
+    for _ in range(data.draw(st.integers(1, 4))):
+        good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    cut = good[: data.draw(st.integers(0, len(good)))]
+    try:
+        message = codec.decode_peer(cut)
+    except WireError:
+        return
+    assert isinstance(message, Contribution | Header)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda e: e.header.ClearField("view"), "Header without view"),
+        (lambda e: e.header.ClearField("kind"), "Kind number 0 is unknown"),
+        (lambda e: setattr(e.header, "kind", 77), "Kind number 77 is unknown"),
+        (lambda e: setattr(e.header.contributors[0], "weight", float("nan")), "not finite"),
+        (lambda e: setattr(e.header.contributors[0], "coefficient", float("inf")), "not finite"),
+        (lambda e: setattr(e.header.ledger.streams[0].spans[0], "start", 5), r"interval \[5, 4\)"),
+        (lambda e: setattr(e.header.ledger.streams[0].spans[0], "start", -1), r"interval \[-1, 4\)"),
+        (lambda e: e.ClearField("header"), "without a known message"),
+    ],
+)
+def test_odd_but_parsable_bytes_are_named(change: Any, words: str) -> None:
+    envelope = chaos_pb2.PeerEnvelope.FromString(codec.encode_peer(HEADER))
+    change(envelope)
+    with pytest.raises(WireError, match=words):
+        codec.decode_peer(envelope.SerializeToString())
+
+
+def test_a_message_of_another_direction_is_refused() -> None:
+    with pytest.raises(TypeError, match="Heartbeat is no message of ToMemberEnvelope"):
+        codec.wrap_to_member(Heartbeat(ViewId(), 0, 0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (replace(CONTRIBUTION, weight=4), r"Contribution\.weight: expected float, got 4 \(int\)"),
+        (replace(CONTRIBUTION, seq=1.0), r"Contribution\.seq: expected an int"),
+        (replace(CONTRIBUTION, seq=1 << 63), r"Contribution\.seq: expected an int of 64 bits"),
+        (replace(CONTRIBUTION, seq=True), r"Contribution\.seq: expected an int"),
+        (replace(CONTRIBUTION, payload=bytearray(b"x")), r"Contribution\.payload: expected bytes"),
+        (replace(CONTRIBUTION, kind="step"), r"Contribution\.kind: expected Kind"),
+        (replace(CONTRIBUTION, spent=[]), r"Contribution\.spent: expected a tuple"),
+    ],
+)
+def test_what_would_come_back_different_is_not_sent(value: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        codec.encode_peer(value)
+
+
+def test_surrogates_are_a_wire_error() -> None:
+    with pytest.raises(WireError, match="Leave does not fit"):
+        codec.encode(Leave("\ud800"))
+
+
+def test_sizes_are_limited_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    big = replace(CONTRIBUTION, payload=bytes(2000))
+    data = codec.encode_peer(big)
+    monkeypatch.setattr(codec, "MAX_PEER_NBYTES", 1000)
+    with pytest.raises(WireError, match="the limit is 1000"):
+        codec.encode_peer(big)
+    with pytest.raises(WireError, match="the limit is 1000"):
+        codec.decode_peer(data)
+    with pytest.raises(WireError, match="the limit is 10"):
+        codec.encode(big, limit=10)
+
+
+@dataclass(frozen=True)
+class Odd:
+    seq: float
+
+
+@pytest.mark.parametrize(
+    ("hints", "message", "words"),
+    [
+        ({"term": int}, chaos_pb2.ViewId, "dataclass has .'term'., chaos.proto has .'term', 'number'."),
+        ({"term": float, "number": int}, chaos_pb2.ViewId, r"\.term is a float"),
+        ({"reason": tuple[str, ...]}, chaos_pb2.Leave, r"\.reason is a tuple, so it must be repeated"),
+        ({"streams": Spent}, chaos_pb2.Ledger, r"\.streams is repeated in chaos.proto"),
+        ({"peers": tuple[View, ...]}, chaos_pb2.OpenLinks, r"\.peers is a View, in chaos.proto it is Member"),
+        ({"view": View | None}, chaos_pb2.NextView, None),
+        ({"reason": str | None}, chaos_pb2.Leave, r"\.reason may be None"),
+        ({"reason": complex}, chaos_pb2.Leave, r"\.reason has the type"),
+    ],
+)
+def test_a_drifted_dataclass_is_found_at_import(hints: dict[str, Any], message: Any, words: str | None) -> None:
+    cls = dataclasses.make_dataclass("Drifted", hints.items())
+    plan = codec._Plan(cls, message)
+    if words is None:
+        plan.build()
+        return
+    with pytest.raises(TypeError, match=words):
+        plan.build()
+
+
+def test_a_drifted_enum_or_union_is_found_at_import() -> None:
+    few = SimpleNamespace(values_by_name=chaos_pb2.Kind.DESCRIPTOR.values_by_name, values=[0, 1])
+    with pytest.raises(TypeError, match="Kind: its values"):
+        codec._enum(Kind, few)
+    with pytest.raises(TypeError, match=r"PeerEnvelope: chaos\.proto has"):
+        codec._members(Contribution | LinkEvent, chaos_pb2.PeerEnvelope)
+
+
+@pytest.mark.parametrize("name", ["LinkEvent", "Decide", "OpenLinks"])
+def test_snake(name: str) -> None:
+    assert codec.snake(name) == {"LinkEvent": "link_event", "Decide": "decide", "OpenLinks": "open_links"}[name]
+
+
+def test_an_absent_header_stays_absent() -> None:
+    report = Report(ViewId(1, 1), ViewId(1, 0), 3, "00", last=HEADER)
+    back = codec.decode(Report, codec.encode(report))
+    assert back.pending is None
+    assert back.last == HEADER
+
+
+def test_the_committed_stubs_are_those_of_the_proto(tmp_path: Path) -> None:
+    """The stubs may come from another protoc; what must agree is the descriptor."""
+    if importlib.util.find_spec("grpc_tools") is None:
+        pytest.skip("grpcio-tools is not installed")
+    generate.generate(tmp_path)
+    marker = "AddSerializedFile("
+
+    def descriptor(path: Path) -> str:
+        text = path.read_text()
+        return text[text.index(marker) : text.index("\n", text.index(marker))]
+
+    committed = ROOT / "chaos_lightning" / "runtime" / "chaos_pb2.py"
+    assert descriptor(tmp_path / "chaos_lightning" / "runtime" / "chaos_pb2.py") == descriptor(committed)
+
+
+def test_the_stubs_demand_no_more_than_the_package_does() -> None:
+    """Generated code refuses older runtimes than its own; pyproject.toml's lower bounds must not promise those."""
+    import re
+    import tomllib
+
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    bounds = {m[1]: m[2] for n in needs if (m := re.match(r"(grpcio|protobuf)>=([\d.]+)", n))}
+    stubs = ROOT / "chaos_lightning" / "runtime"
+    made = {
+        "protobuf": re.search(r"Protobuf Python Version: ([\d.]+)", (stubs / "chaos_pb2.py").read_text()),
+        "grpcio": re.search(r"GRPC_GENERATED_VERSION = '([\d.]+)'", (stubs / "chaos_pb2_grpc.py").read_text()),
+    }
+    for package, match in made.items():
+        assert match is not None
+        version = tuple(map(int, match[1].split(".")))
+        bound = tuple(map(int, bounds[package].split(".")))
+        assert bound >= version[: len(bound)], (
+            f"{package}: stubs need {match[1]}, pyproject.toml allows {bounds[package]}"
+        )

@@ -1,0 +1,179 @@
+"""The `chaos-lightning` command around the scheduler."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from chaos_lightning import cli
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.types import Settings
+from chaos_lightning.runtime import scheduler_main
+from chaos_lightning.runtime.options import MEMORY, SchedulerOptions
+
+sys.path.insert(0, str(Path(__file__).parent))
+from served import attending, serving
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "a token for the tests"
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+def plain(text: str) -> str:
+    """Without the frames and line breaks of the help."""
+    return " ".join("".join(c if c not in "│╭╮╰╯─" else " " for c in text).split())
+
+
+def test_help_lists_every_command_and_imports_none() -> None:
+    code = (
+        "import sys; sys.argv = ['chaos-lightning', '--help']\n"
+        "from chaos_lightning.cli import main\n"
+        "try: main()\n"
+        "finally: print(*[m for m in ('torch', 'lightning', 'grpc', 'matplotlib', 'chaos_lightning.runtime.commands')"
+        " if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0
+    assert done.stderr.split() == []
+    for name, command in cli.COMMANDS.items():
+        assert name in done.stdout
+        assert command.help in plain(done.stdout)
+    assert "torchrun --rdzv-backend=chaos" in done.stdout
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_every_command_exists_and_explains_itself(name: str) -> None:
+    command = cli.load(name)
+    assert command.help
+    result = run(name, "--help")
+    assert result.exit_code == 0, result.output
+    assert "Usage:" in result.output
+
+
+def test_a_mistyped_command_is_refused() -> None:
+    result = run("statsu")
+    assert result.exit_code == 2
+    assert "No such command" in result.output
+
+
+def test_version_names_what_a_bug_report_needs() -> None:
+    result = run("version")
+    assert result.exit_code == 0
+    for word in ("chaos-lightning", "torch", "grpcio", "protobuf", "python"):
+        assert word in result.output
+
+
+def test_status_shows_members(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+
+    class Machine:
+        def __init__(self, settings: Settings, chain: fx.Chain) -> None: ...
+
+        def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
+            return []
+
+        def snapshot(self) -> dict[str, Any]:
+            rows = [{"id": "a~1", "standing": "member", "connected": True, "silent_s": 0.25, "dead": "[bold]x"}]
+            return {"phase": "running", "view": "1.7", "reason": "a~1 [joined]", "members": rows, "others": []}
+
+    with serving(machine=Machine, token=TOKEN.encode()) as served:
+        result = run("status", "--endpoint", served.endpoint, "--token-file", str(token))
+        assert result.exit_code == 0, result.output
+        for word in ("running", "view 1.7", "a~1 [joined]", "yes", "0.25", "[bold]x", "silent"):
+            assert word in result.output
+        result = run("status", "--endpoint", served.endpoint, "--token-file", str(token), "--json")
+        assert json.loads(result.output)["machine"]["view"] == "1.7"
+
+
+def test_status_of_an_empty_job() -> None:
+    with serving() as served:
+        result = run("status", "--endpoint", served.endpoint)
+        assert result.exit_code == 0
+        assert "nobody is here yet" in result.output
+
+
+def test_drain_tells_whom_it_asked() -> None:
+    with serving() as served, attending(served.endpoint, "edge-0") as client:
+        client.states.wait(lambda s: s == "connected")
+        result = run("drain", "edge", "--endpoint", served.endpoint)
+        assert result.output == "asked to leave: edge-0\n"
+
+
+def test_the_endpoint_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as served:
+        monkeypatch.setenv("CHAOS_ENDPOINT", served.endpoint)
+        assert run("status").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["status", "--endpoint", "127.0.0.1:9", "--timeout", "1"], 1, "no scheduler answered at 127.0.0.1:9"),
+        (["drain", "x", "--endpoint", "127.0.0.1:9"], 1, "no scheduler answered"),
+        (["status", "--token-file", "/nonexistent"], 2, "cannot be read"),
+        (["scheduler", "--set", "colour=red"], 2, "unknown settings colour"),
+        (["scheduler", "--set", "nonsense"], 2, "expected NAME=VALUE"),
+        (["scheduler", "--min-nodes", "0"], 2, "min_nodes=0"),
+        (["scheduler", "--listen", "0.0.0.0:1"], 2, "cluster token"),
+    ],
+)
+def test_errors_are_one_line_with_an_exit_code(
+    arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["chaos-lightning", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == code
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert words in error
+    assert "Traceback" not in error
+
+
+def test_scheduler_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[SchedulerOptions] = []
+    monkeypatch.setattr(scheduler_main, "run", lambda options: seen.append(options) or 1)
+    result = run(
+        *(
+            "scheduler",
+            "--listen",
+            "127.0.0.1:7",
+            "--job",
+            "j",
+            "--min-nodes",
+            "2",
+            "--plan",
+            "tree",
+            "--store",
+            MEMORY,
+        ),
+        *(
+            "--idle-timeout",
+            "5",
+            "--log-dir",
+            str(tmp_path),
+            "--set",
+            "hang_timeout_s=7",
+            "--set",
+            "linger_timeout_s=1",
+        ),
+    )
+    assert result.exit_code == 1
+    (options,) = seen
+    assert (options.listen, options.store, options.idle_timeout_s) == ("127.0.0.1:7", MEMORY, 5.0)
+    settings = options.settings
+    assert (settings.job, settings.min_nodes, settings.max_nodes, settings.plan.kind) == ("j", 2, 64, "tree")
+    assert (settings.hang_timeout_s, settings.linger_timeout_s) == (7.0, 1.0)

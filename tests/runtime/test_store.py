@@ -1,0 +1,417 @@
+"""One conformance suite for all stores, and what is special about the file."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.membership.effects import Persist
+from chaos_lightning.membership.types import GENESIS, NO_VIEW, Header, Kind, Ledger, Member, Spent, View, ViewId
+from chaos_lightning.runtime.memory_store import MemoryStore, Shelf
+from chaos_lightning.runtime.sqlite_store import FileLock, SqliteStore, archive
+from chaos_lightning.runtime.store import Entry, Store, Tip, advance
+
+Open = Callable[[], Store]
+MEMBERS = (Member("a~1", "a", "host", "127.0.0.1", 4000), Member("b~2", "b", "host", "127.0.0.1", 4001, 7, 8, 9))
+BASE = replace(GENESIS, seq=4, kind=Kind.STEP, ledger=Ledger((Spent("", 1, ((0, 4),)),)), presence=b"\x00\xff")
+
+
+def view(number: ViewId, predecessor: ViewId = NO_VIEW) -> View:
+    return View(number, predecessor, MEMBERS, ("b~2",), reason="because")
+
+
+def decide(number: ViewId, predecessor: ViewId = NO_VIEW, base: Header | None = None, token: int = 1) -> Persist:
+    return Persist(token, "view", number, view(number, predecessor), base, hand_on=base is not None)
+
+
+def reserve(number: ViewId) -> Persist:
+    return Persist(1, "reserve", number)
+
+
+def finish(number: ViewId) -> Persist:
+    return Persist(1, "finish", number)
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    """Opens the same chain as often as wanted, as several schedulers would."""
+    shelf = Shelf()
+    with ExitStack() as stack:
+
+        def another() -> Store:
+            store: Store
+            store = MemoryStore("job", shelf) if request.param == "memory" else SqliteStore(tmp_path / "chain", "job")
+            return stack.enter_context(store)
+
+        yield another
+
+
+# ------------------------------------------------------------------------------------------------ conformance
+
+
+def test_an_empty_chain(opened: Open) -> None:
+    store = opened()
+    assert store.take_term() == 1
+    chain = store.load()
+    assert (chain.term, chain.highest, chain.views, chain.finished) == (1, NO_VIEW, (), False)
+    assert store.entries() == ()
+    assert store.place
+
+
+def test_what_was_appended_is_loaded_by_the_next_scheduler(opened: Open) -> None:
+    first = opened()
+    first.take_term()
+    one, two, three = ViewId(1, 1), ViewId(1, 2), ViewId(1, 3)
+    assert first.append(decide(one)).ok
+    assert first.append(reserve(two)).ok
+    assert first.append(reserve(three)).ok
+    assert first.append(decide(three, one, BASE)).ok
+    second = opened()
+    assert second.take_term() == 2
+    chain = second.load()
+    assert chain.term == 2
+    assert chain.highest == three
+    assert chain.views == (view(one), view(three, one))
+    entries = second.entries()
+    assert [e.kind for e in entries] == ["view", "reserve", "reserve", "view"]
+    assert [e.revision for e in entries] == [1, 2, 3, 4]
+    assert entries[3].base == BASE
+    assert entries[3].hand_on
+    assert entries[0].base is None
+    assert second.entries(after=3) == entries[3:]
+
+
+def test_a_reserved_number_is_never_reserved_again(opened: Open) -> None:
+    store = opened()
+    store.take_term()
+    assert store.append(reserve(ViewId(1, 5))).ok
+    assert store.append(reserve(ViewId(1, 6))).ok
+    for number in (ViewId(1, 5), ViewId(1, 4)):
+        outcome = store.append(reserve(number))
+        assert not outcome.ok
+        assert "1.6" in outcome.detail
+    assert store.tip().highest == ViewId(1, 6)
+    assert store.append(decide(ViewId(1, 6))).ok
+    assert not store.append(reserve(ViewId(1, 6))).ok
+
+
+def test_a_view_follows_the_last_one_or_nothing(opened: Open) -> None:
+    store = opened()
+    store.take_term()
+    assert store.append(decide(ViewId(1, 1))).ok
+    outcome = store.append(decide(ViewId(1, 2)))
+    assert not outcome.ok
+    assert "the chain ends with 1.1" in outcome.detail
+    assert store.append(decide(ViewId(1, 3), ViewId(1, 1))).ok
+    assert not store.append(decide(ViewId(1, 4), ViewId(1, 1))).ok
+    assert [v.id for v in store.load().views] == [ViewId(1, 1), ViewId(1, 3)]
+
+
+def test_a_view_may_take_the_reserved_number_but_none_below(opened: Open) -> None:
+    store = opened()
+    store.take_term()
+    store.append(decide(ViewId(1, 1)))
+    store.append(reserve(ViewId(1, 7)))
+    assert not store.append(decide(ViewId(1, 6), ViewId(1, 1))).ok
+    assert store.append(decide(ViewId(1, 7), ViewId(1, 1))).ok
+
+
+def test_a_number_of_another_term_is_refused(opened: Open) -> None:
+    store = opened()
+    store.take_term()
+    assert not store.append(reserve(ViewId(2, 1))).ok
+    assert not store.append(decide(ViewId(0, 9))).ok
+
+
+def test_an_older_scheduler_is_deposed_by_a_newer_one(opened: Open) -> None:
+    old, new = opened(), opened()
+    old.take_term()
+    old.append(decide(ViewId(1, 1)))
+    assert old.holds_term()
+    new.take_term()
+    assert not old.holds_term()
+    assert new.holds_term()
+    for effect in (reserve(ViewId(1, 2)), decide(ViewId(1, 2), ViewId(1, 1)), finish(ViewId(1, 2))):
+        outcome = old.append(effect)
+        assert not outcome.ok
+        assert "term 2" in outcome.detail
+    assert new.append(decide(ViewId(2, 2), ViewId(1, 1))).ok
+    assert new.load().highest == ViewId(2, 2)
+
+
+def test_of_two_schedulers_that_build_on_the_same_view_one_wins(opened: Open) -> None:
+    stores = [opened(), opened()]
+    for store in stores:
+        store.take_term()
+    outcomes: dict[int, bool] = {}
+    start = threading.Barrier(2)
+
+    def race(index: int) -> None:
+        start.wait()
+        outcomes[index] = stores[index].append(decide(ViewId(stores[index].term, 1))).ok
+
+    threads = [threading.Thread(target=race, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == {0: False, 1: True}
+    assert len(stores[0].entries()) == 1
+
+
+def test_a_repeated_write_succeeds_and_changes_nothing(opened: Open) -> None:
+    store = opened()
+    store.take_term()
+    store.append(reserve(ViewId(1, 1)))
+    store.append(reserve(ViewId(1, 1)))
+    for _ in range(3):
+        assert store.append(decide(ViewId(1, 1), base=BASE, token=9)).ok
+    assert [e.kind for e in store.entries()] == ["reserve", "view"]
+    changed = Persist(1, "view", ViewId(1, 1), replace(view(ViewId(1, 1)), reason="another"), BASE, True)
+    assert not store.append(changed).ok
+
+
+def test_nothing_follows_the_end(opened: Open) -> None:
+    store = opened()
+    store.take_term()
+    store.append(decide(ViewId(1, 1)))
+    assert store.append(finish(ViewId(1, 2))).ok
+    assert store.append(finish(ViewId(1, 2))).ok
+    assert store.load().finished
+    outcome = store.append(decide(ViewId(1, 3), ViewId(1, 1)))
+    assert not outcome.ok
+    assert "finished" in outcome.detail
+
+
+def test_a_store_that_took_no_term_cannot_write(opened: Open) -> None:
+    opened().take_term()
+    reader = opened()
+    assert not reader.append(reserve(ViewId(1, 1))).ok
+    assert not reader.holds_term()
+
+
+def test_waiting_ends_when_somebody_appends(opened: Open) -> None:
+    writer, watcher = opened(), opened()
+    writer.take_term()
+    assert not watcher.wait(0, timeout_s=0.0)
+    seen: list[bool] = []
+    thread = threading.Thread(target=lambda: seen.append(watcher.wait(0, timeout_s=30.0)))
+    thread.start()
+    writer.append(reserve(ViewId(1, 1)))
+    thread.join(30.0)
+    assert seen == [True]
+    assert watcher.wait(0, timeout_s=0.0)
+    assert not watcher.wait(1, timeout_s=0.01)
+
+
+@pytest.mark.parametrize(
+    ("effect", "words"),
+    [
+        (Persist(1, "invent", ViewId(1, 1)), "unknown kind 'invent'"),
+        (Persist(1, "view", ViewId(1, 1)), "without a view"),
+        (Persist(1, "reserve", ViewId(1, 1), view(ViewId(1, 1))), "'reserve' with a view"),
+        (Persist(1, "view", ViewId(1, 2), view(ViewId(1, 1))), "view 1.1 under the number 1.2"),
+    ],
+)
+def test_a_malformed_write_is_an_error(opened: Open, effect: Persist, words: str) -> None:
+    store = opened()
+    store.take_term()
+    with pytest.raises(StoreError, match=re.escape(words)):
+        store.append(effect)
+
+
+def test_a_closed_store_says_so(opened: Open) -> None:
+    store = opened()
+    store.take_term()
+    store.close()
+    store.close()
+    for use in (store.take_term, store.tip, store.entries, lambda: store.append(reserve(ViewId(1, 1)))):
+        with pytest.raises(StoreError, match="closed"):
+            use()
+
+
+def test_the_tip_that_is_kept_is_the_tip_that_is_computed(opened: Open) -> None:
+    store = opened()
+    store.take_term()
+    expected = Tip(term=1)
+    last = NO_VIEW
+    for number in range(1, 6):
+        effect = decide(ViewId(1, number), last) if number % 2 else reserve(ViewId(1, number))
+        assert store.append(effect).ok
+        expected = advance(expected, Entry(number, effect.kind, effect.number, effect.view))  # type: ignore[arg-type]
+        last = effect.number if effect.view else last
+        assert store.tip() == expected
+
+
+# ------------------------------------------------------------------------------------------------ the file
+
+
+def test_sqlite_writes_are_synchronous_and_private(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "chain.sqlite"
+    with SqliteStore(path, "job") as store:
+        assert store._connection().execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+        assert path.parent.stat().st_mode & 0o077 == 0
+    assert [p.name for p in path.parent.iterdir()] == ["chain.sqlite"]
+
+
+WRITER = """
+import sys
+from chaos_lightning.membership.effects import Persist
+from chaos_lightning.membership.types import NO_VIEW, View, ViewId
+from chaos_lightning.runtime.sqlite_store import SqliteStore
+store = SqliteStore(sys.argv[1], "job")
+store.take_term()
+last = NO_VIEW
+for number in range(1, 100000):
+    view = View(ViewId(1, number), last, ())
+    assert store.append(Persist(1, "view", view.id, view)).ok
+    last = view.id
+    print(number, flush=True)
+"""
+
+
+def test_what_was_acknowledged_survives_sigkill(tmp_path: Path) -> None:
+    path = tmp_path / "chain"
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        acknowledged = [int(writer.stdout.readline()) for _ in range(20)]
+        os.kill(writer.pid, signal.SIGKILL)
+        acknowledged += [int(line) for line in writer.stdout if line.endswith("\n")]
+    with SqliteStore(path, "job") as store:
+        numbers = [v.id.number for v in store.load().views]
+        # The last one may have been durable before it was acknowledged.
+        assert numbers in (acknowledged, [*acknowledged, acknowledged[-1] + 1])
+        assert [v.predecessor.number for v in store.load().views] == [0, *numbers[:-1]]
+        assert store.take_term() == 2
+
+
+def test_a_file_of_another_job_is_refused(tmp_path: Path) -> None:
+    SqliteStore(tmp_path / "chain", "one").close()
+    with pytest.raises(ConfigurationError, match="job 'one', not of 'two'"):
+        SqliteStore(tmp_path / "chain", "two")
+    with SqliteStore(tmp_path / "chain") as store:
+        assert store.job == "one"
+
+
+def test_a_file_that_is_no_chain_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "chain"
+    path.write_bytes(b"precious results of another program, long enough to be looked at" * 20)
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match="move it away"):
+        SqliteStore(path, "job")
+    assert path.read_bytes() == before
+
+
+def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "chain"
+    SqliteStore(path, "job").close()
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE job SET format = 99")
+    db.close()
+    with pytest.raises(StoreError, match="format 99"):
+        SqliteStore(path, "job")
+
+
+def test_a_damaged_view_is_an_error_not_a_shorter_chain(tmp_path: Path) -> None:
+    path = tmp_path / "chain"
+    with SqliteStore(path, "job") as store:
+        store.take_term()
+        store.append(decide(ViewId(1, 1)))
+        store._connection().execute("UPDATE entry SET view = ?", (b"\xff\xff",))
+        with pytest.raises(StoreError, match="no View"):
+            store.load()
+
+
+def test_a_full_disk_is_an_error_and_the_chain_stays_whole(tmp_path: Path) -> None:
+    with SqliteStore(tmp_path / "chain", "job") as store:
+        store.take_term()
+        store.append(decide(ViewId(1, 1)))
+        db = store._connection()
+        pages = db.execute("PRAGMA page_count").fetchone()[0]
+        db.execute(f"PRAGMA max_page_count = {pages}")
+        huge = replace(view(ViewId(1, 2), ViewId(1, 1)), reason="x" * 100_000)
+        with pytest.raises(StoreError, match="full"):
+            store.append(Persist(2, "view", huge.id, huge))
+        assert [v.id for v in store.load().views] == [ViewId(1, 1)]
+        db.execute("PRAGMA max_page_count = 100000")
+        assert store.append(Persist(2, "view", huge.id, huge)).ok
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot make the folder"):
+        SqliteStore(tmp_path / "file" / "chain", "job")
+
+
+def test_reading_needs_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no chain file"):
+        SqliteStore(tmp_path / "chain", "job", read_only=True)
+    with SqliteStore(tmp_path / "chain", "job") as store:
+        store.take_term()
+        store.append(decide(ViewId(1, 1)))
+        with SqliteStore(tmp_path / "chain", "job", read_only=True) as reader:
+            assert len(reader.entries()) == 1
+            with pytest.raises(StoreError, match="readonly"):
+                reader.take_term()
+
+
+def test_one_scheduler_serves_a_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chaos_lightning.runtime.sqlite_store._LOCK_PATIENCE_S", 0.05)
+    path = tmp_path / "chain"
+    with SqliteStore(path, "job", exclusive=True) as first, SqliteStore(path, "job", exclusive=True) as second:
+        assert first.take_term() == 1
+        with pytest.raises(ConfigurationError, match="another scheduler serves"):
+            second.take_term()
+        assert first.holds_term()
+        first.close()
+        assert second.take_term() == 2
+
+
+def test_the_lock_is_waited_for(tmp_path: Path) -> None:
+    first, second = FileLock(tmp_path / "chain"), FileLock(tmp_path / "chain")
+    assert first.take()
+    assert not second.take()
+    taken: list[bool] = []
+    thread = threading.Thread(target=lambda: taken.append(second.take(30.0)))
+    thread.start()
+    first.close()
+    thread.join(30.0)
+    assert taken == [True]
+    second.close()
+
+
+def test_archiving_moves_the_chain_whole(tmp_path: Path) -> None:
+    path = tmp_path / "chain.sqlite"
+    assert archive(path) is None
+    store = SqliteStore(path, "job")
+    store.take_term()
+    store.append(decide(ViewId(1, 1)))
+    # As a SIGKILLed scheduler leaves it: the last writes are in the WAL only.
+    for name in ("chain.sqlite", "chain.sqlite-wal"):
+        shutil.copy(tmp_path / name, tmp_path / f"killed-{name}")
+    store.close()
+    killed = tmp_path / "killed-chain.sqlite"
+    first = archive(killed)
+    assert first is not None
+    assert not killed.exists()
+    with SqliteStore(first, "job", read_only=True) as reader:
+        assert len(reader.entries()) == 1
+    shutil.copy(first, killed)
+    os.utime(killed, (first.stat().st_mtime, first.stat().st_mtime))
+    second = archive(killed)
+    assert second is not None
+    assert second != first
+    assert not list(tmp_path.glob("*-wal"))

@@ -1,0 +1,322 @@
+"""The shell, the store and the agents around the real state machines: founding, death, restart, end."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.types import (
+    Contribution,
+    FromMember,
+    Heartbeat,
+    Hello,
+    Kind,
+    LinkEvent,
+    Probe,
+    Settings,
+    ToMember,
+    Verdict,
+    ViewId,
+)
+from chaos_lightning.runtime.agent import Agent
+from chaos_lightning.runtime.channel import fetch_status
+from chaos_lightning.runtime.codec import decode_peer, encode_peer
+from chaos_lightning.runtime.memory_store import MemoryStore, Shelf
+from chaos_lightning.runtime.server import real_machine
+
+sys.path.insert(0, str(Path(__file__).parent))
+from served import PATIENCE_S, Facts, Served, hello, serving
+
+SETTINGS = Settings(min_nodes=2, heartbeat_timeout_s=2.0, reconnect_grace_s=10.0, linger_timeout_s=1.0)
+
+
+class Fabric:
+    """Links between members of this process, and the one thread in which everything happens to them, in order.
+
+    A link stands for both ends at once as soon as either end wants it; messages go through the codec.
+    """
+
+    def __init__(self) -> None:
+        self.members: dict[str, Node] = {}
+        self._links: set[frozenset[str]] = set()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="fabric", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], None]) -> None:
+        self._calls.put(function)
+
+    def _run(self) -> None:
+        while (function := self._calls.get()) is not None:
+            function()
+
+    def stop(self) -> None:
+        self._calls.put(None)
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+    def link(self) -> None:
+        """Makes the links that somebody wants and both ends are there for."""
+        for me, node in list(self.members.items()):
+            for peer in node.wanted & self.members.keys():
+                pair = frozenset((me, peer))
+                if pair not in self._links:
+                    self._links.add(pair)
+                    self.members[peer].feed(fx.LinkChanged(me, True, "connected"))
+                    node.feed(fx.LinkChanged(peer, True, "connected"))
+
+    def deliver(self, sender: str, peer: str, message: Any) -> None:
+        if frozenset((sender, peer)) in self._links and peer in self.members:
+            self.members[peer].feed(fx.PeerIn(sender, decode_peer(encode_peer(message))))
+
+    def remove(self, member: str) -> None:
+        self.members.pop(member, None)
+        for pair in [p for p in self._links if member in p]:
+            self._links.discard(pair)
+            for other in pair & self.members.keys():
+                self.members[other].feed(fx.LinkChanged(member, False, "closed"))
+
+
+class Node:
+    """A member without tensors: its machine, its Agent, and links over the Fabric."""
+
+    def __init__(self, fabric: Fabric, endpoint: str, name: str) -> None:
+        self.fabric, self.name = fabric, name
+        self.machine = MemberMachine()
+        self.effects: Facts[fx.MemberEffect] = Facts()
+        self.states: Facts[str] = Facts()
+        self.id = ""
+        self.wanted: set[str] = set()
+        self.dead = False
+        self.agent = Agent(
+            endpoint=endpoint,
+            token=b"",
+            hello_factory=self._hello,
+            on_message=lambda message: fabric.call(lambda: self._control(message)),
+            on_state=self.states.add,
+            heartbeat=lambda: Heartbeat(ViewId(), self.machine.seq, self.machine.step),
+        )
+        self.agent.start()
+
+    def _hello(self) -> Hello:
+        return hello(self.name, resume=self.id if self.machine.view is not None else "")
+
+    def _control(self, message: ToMember) -> None:
+        if isinstance(message, Probe):
+            self.say(Verdict(message.suspect, message.suspect in self.fabric.members, "asked the fabric"))
+            return
+        self.feed(fx.ControlIn(message))
+
+    def feed(self, event: fx.MemberEvent) -> None:
+        if self.dead:
+            return
+        for effect in self.machine.on(time.monotonic(), event):
+            self.apply(effect)
+        if self.machine.member_id != self.id:
+            self.id = self.machine.member_id
+            self.fabric.members[self.id] = self
+            self.fabric.call(self.fabric.link)
+
+    def apply(self, effect: fx.MemberEffect) -> None:
+        fabric = self.fabric
+        match effect:
+            case fx.ToScheduler(message):
+                self.say(message)
+            case fx.ToPeer(peer, message):
+                fabric.call(lambda: fabric.deliver(self.id, peer, message))
+            case fx.Connect(peers):
+                self.wanted = {p.id for p in peers}
+                fabric.call(fabric.link)
+            case fx.OpenAttempt(view, seq):
+                fabric.call(lambda: self.feed(fx.RangesDone(view.id, seq)))
+            case fx.PullState(header, _):
+                fabric.call(lambda: self.feed(fx.StateLoaded(header.hash)))
+        self.effects.add(effect)
+
+    def say(self, message: FromMember) -> None:
+        if not self.dead:
+            self.agent.send(message)
+
+    def contribute(self, kind: Kind = Kind.GATHER) -> None:
+        self.fabric.call(lambda: self._contribute(kind))
+
+    def _contribute(self, kind: Kind) -> None:
+        header = self.machine.header
+        self.feed(
+            fx.Contribute(
+                Contribution(
+                    member=self.id,
+                    view=ViewId(),
+                    seq=self.machine.seq + 1,
+                    kind=kind,
+                    step=self.machine.step,
+                    prev_hash=header.hash if header.seq else "",
+                    name="test",
+                    payload=self.name.encode(),
+                )
+            )
+        )
+
+    def committed(self, seq: int) -> fx.Committed:
+        found = self.effects.wait(lambda e: isinstance(e, fx.Committed) and e.header.seq == seq)
+        assert isinstance(found, fx.Committed)
+        return found
+
+    def stands_in(self, count: int) -> None:
+        """Waits for a view of so many members."""
+        self.effects.wait(lambda e: isinstance(e, fx.Viewed) and len(e.view.members) == count)
+
+    def die(self) -> None:
+        """As by SIGKILL: the control stream breaks without a word, and every link with it."""
+        self.dead = True
+        talk = self.agent._talk
+        self.agent._stopping = True
+        assert talk is not None
+        talk.end()
+        self.agent.join(PATIENCE_S)
+        self.fabric.call(lambda: self.fabric.remove(self.id))
+
+    def close(self) -> None:
+        self.agent.close()
+        self.agent.join(PATIENCE_S)
+        assert not self.agent.is_alive()
+
+
+@contextmanager
+def cluster(served: Served, *names: str) -> Iterator[list[Node]]:
+    fabric = Fabric()
+    nodes = [Node(fabric, served.endpoint, name) for name in names]
+    try:
+        yield nodes
+    finally:
+        for node in nodes:
+            node.close()
+        fabric.stop()
+
+
+@contextmanager
+def real(shelf: Shelf | None = None, port: int = 0, **changes: Any) -> Iterator[Served]:
+    store = shelf if shelf is not None else Shelf()
+    with serving(
+        machine=real_machine,
+        open_store=lambda: MemoryStore("default", store),
+        settings=replace(SETTINGS, **changes),
+        port=port,
+    ) as served:
+        yield served
+
+
+def gather(nodes: list[Node], seq: int) -> list[fx.Committed]:
+    for node in nodes:
+        node.contribute()
+    return [node.committed(seq) for node in nodes]
+
+
+def test_founding_collectives_and_the_end() -> None:
+    with real() as served, cluster(served, "a", "b") as nodes:
+        for node in nodes:
+            node.stands_in(2)
+        for seq in (1, 2, 3):
+            first, second = gather(nodes, seq)
+            assert first.header.hash == second.header.hash
+            assert sorted(first.header.answers) == [b"a", b"b"]
+        for node in nodes:
+            node.contribute(Kind.CLOSING)
+        for node in nodes:
+            node.effects.wait(lambda e: isinstance(e, fx.Left))
+        reason, failed = served.wait_ended()
+        assert not failed
+        assert reason
+
+
+def test_a_death_is_survived_and_the_open_slot_is_redone() -> None:
+    shelf = Shelf()
+    with real(shelf, min_nodes=1, max_nodes=3) as served, cluster(served, "a") as nodes:
+        nodes[0].stands_in(1)
+        fabric = nodes[0].fabric
+        nodes.append(Node(fabric, served.endpoint, "b"))
+        # A newcomer is let in by the header of a boundary.
+        nodes[0].effects.wait(lambda e: isinstance(e, fx.ToScheduler) and isinstance(e.message, LinkEvent))
+        seq = 0
+        while len(nodes[0].machine.view.members) == 1:  # type: ignore[union-attr]
+            seq += 1
+            nodes[0].contribute(Kind.BOUNDARY)
+            nodes[0].committed(seq)
+            assert seq < 2000
+        nodes[1].effects.wait(lambda e: isinstance(e, fx.PullState))
+        seq += 1
+        gather(nodes, seq)
+        nodes[0].contribute()
+        nodes[1].die()
+        committed = nodes[0].committed(seq + 1)
+        assert [s.member for s in committed.header.contributors] == [nodes[0].id]
+        assert fetch_status(served.endpoint)["machine"]["phase"] == "running"
+    kinds = [(e.kind, len(e.view.members) if e.view else 0) for e in shelf.entries]
+    print(
+        [(str(e.number), e.view.reason) for e in shelf.entries if e.view],
+        [getattr(x, "message", x) for n in nodes for x in n.effects.seen if not isinstance(x, fx.Committed)][-30:],
+    )
+    assert kinds == [("view", 1), ("view", 2), ("reserve", 0), ("view", 1)]
+
+
+def test_a_scheduler_restarted_on_its_chain_finds_its_members_again() -> None:
+    shelf = Shelf()
+    with real(shelf) as served:
+        port = served.server.port
+        context = cluster(served, "a", "b")
+        nodes = context.__enter__()
+        for node in nodes:
+            node.stands_in(2)
+        gather(nodes, 1)
+    try:
+        for node in nodes:
+            node.states.wait(lambda s: s.startswith("lost"))
+        gather(nodes, 2)  # nobody needs a scheduler for that
+        with real(shelf, port=port) as served:
+            for node in nodes:
+                node.states.wait(lambda s: s == "connected", count=2)
+            gather(nodes, 3)
+            assert fetch_status(served.endpoint)["term"] == 2
+            assert not any(isinstance(e, fx.Ejected) for n in nodes for e in n.effects.seen)
+    finally:
+        context.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL])
+def test_a_killed_process_is_known_dead_without_waiting_for_heartbeats(number: signal.Signals) -> None:
+    """Its heartbeat timeout is far longer than this test's patience: only the closed socket can tell."""
+    code = (
+        "import sys, threading; sys.path.insert(0, sys.argv[1])\n"
+        "from test_with_real_machines import *\n"
+        "node = Node(Fabric(), sys.argv[2], 'x'); node.states.wait(lambda s: s == 'connected')\n"
+        "print('up', flush=True); threading.Event().wait()"
+    )
+    with real(min_nodes=1, heartbeat_timeout_s=1000.0) as served:
+        with subprocess.Popen(
+            [sys.executable, "-c", code, str(Path(__file__).parent), served.endpoint],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        ) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "up\n"
+            assert len(fetch_status(served.endpoint)["streams"]) == 1
+            child.send_signal(number)
+            child.wait(PATIENCE_S)
+        deadline = time.monotonic() + PATIENCE_S
+        while fetch_status(served.endpoint)["streams"]:
+            assert time.monotonic() < deadline

@@ -1,0 +1,49 @@
+"""Hypothesis strategies for every message, and an independent account of how proto and dataclasses must agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+import typing
+from typing import Any
+
+from hypothesis import strategies as st
+
+from chaos_lightning.membership import types as vocabulary
+
+_TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+_SPANS = st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 20)).map(lambda s: (s[0], s[0] + s[1]))
+_SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
+    int: st.integers(-(1 << 63), (1 << 63) - 1),
+    float: st.floats(allow_nan=False, allow_infinity=False),
+    bool: st.booleans(),
+    str: _TEXT,
+    bytes: st.binary(max_size=12),
+    tuple[int, int]: _SPANS,
+    tuple[str, str]: st.tuples(_TEXT, _TEXT),
+}
+
+
+def values(hint: Any) -> st.SearchStrategy[Any]:
+    """Any value of a type that appears in membership/types.py."""
+    if hint in _SIMPLE:
+        return _SIMPLE[hint]
+    arguments = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        return st.one_of(*(st.none() if a is type(None) else values(a) for a in arguments))
+    if typing.get_origin(hint) is tuple:
+        return st.lists(values(arguments[0]), max_size=2).map(tuple)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return st.sampled_from(hint)
+    hints = typing.get_type_hints(hint)
+    return st.builds(hint, **{f.name: values(hints[f.name]) for f in dataclasses.fields(hint)})
+
+
+def messages() -> list[type]:
+    """Every dataclass of the vocabulary but Settings, which never travels."""
+    return [
+        cls
+        for cls in vars(vocabulary).values()
+        if isinstance(cls, type) and dataclasses.is_dataclass(cls) and cls is not vocabulary.Settings
+    ]

@@ -1,0 +1,56 @@
+"""Each starred rule of PROTOCOL.md, broken on purpose, is noticed; with only the masking guard off, nothing is."""
+
+from __future__ import annotations
+
+import pytest
+
+from chaos_lightning.simulate.bugs import BUGS
+from chaos_lightning.simulate.world import Hooks, simulate
+
+BOUND = 120
+"""Within so many seeds each bug must show."""
+
+STARRED = {"1", "2", "3", "4", "4a", "7", "8", "9", "10", "12", "14a", "15", "19", "25", "28"}
+
+
+def first_found(name: str) -> int:
+    """The first seed that shows the bug, or BOUND."""
+    bug = BUGS[name]
+    return next((s for s in range(BOUND) if simulate(bug.plan(s), bug.hooks, validate=False).violation), BOUND)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_noticed(name: str) -> None:
+    assert first_found(name) < BOUND
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_without_the_bug_the_same_jobs_are_well(name: str) -> None:
+    """Or the plan, or the other guard that is off, would be what is noticed."""
+    bug = BUGS[name]
+    found = first_found(name)
+    for seed in range(max(found + 1, 10)):
+        outcome = simulate(bug.plan(seed), bug.control or Hooks)
+        assert outcome.violation == "", f"seed {seed}"
+
+
+def test_every_starred_rule_of_these_machines_has_a_bug() -> None:
+    assert {bug.rule for bug in BUGS.values()} >= STARRED
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("1-mixed", "different contributors"),
+        ("4-hasty", "left the job twice"),
+        ("7-hasty", "left the job twice"),
+        ("11-stubborn", "with a state that no donor has"),
+        ("12-rash", "lives and answered in time"),
+        ("19-trusting", "with a state that no donor has"),
+        ("28-double-vote", "vote"),
+    ],
+)
+def test_bug_does_the_harm_that_its_rule_prevents(name: str, words: str) -> None:
+    bug = BUGS[name]
+    violations = (simulate(bug.plan(s), bug.hooks, validate=False).violation for s in range(BOUND))
+    assert any(words in v for v in violations)

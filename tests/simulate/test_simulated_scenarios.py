@@ -1,0 +1,30 @@
+"""Whole jobs told line by line: scenario above the dashes, what happened below. CHAOS_REWRITE=1 writes them anew."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from chaos_lightning.simulate.narrate import narrate
+from chaos_lightning.simulate.script import parse
+
+FILES = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
+DASHES = "----\n"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_job_goes_as_told(path: Path) -> None:
+    scenario, _, told = path.read_text().partition(DASHES)
+    lines, outcome = narrate(parse(scenario))
+    now = "\n".join(lines) + "\n"
+    if os.environ.get("CHAOS_REWRITE"):
+        path.write_text(scenario + DASHES + now)
+        told = now
+    assert outcome.violation == ""
+    assert now == told, "if the new course is right, run with CHAOS_REWRITE=1"
+
+
+def test_there_are_scenarios() -> None:
+    assert len(FILES) >= 4

@@ -1,0 +1,71 @@
+"""Shared by the strategy tests: Lightning's own warnings under this torch, and small models and data."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+HOST_NOISE = (
+    # Lightning 2.6 asks torch's pytree in a way that torch 2.13 deprecates.
+    "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning",
+    # Advice about workers and logging intervals, which tiny test data provoke.
+    "ignore:.*does not have many workers:lightning.pytorch.utilities.warnings.PossibleUserWarning",
+    "ignore:The number of training batches .* is smaller than the logging interval",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in Path(item.fspath).parents:
+            for text in HOST_NOISE:
+                item.add_marker(pytest.mark.filterwarnings(text))
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
+    """The strategy with an engine that needs no network."""
+    from engine_double import EngineDouble
+
+    import chaos_lightning.strategies.session as module
+
+    EngineDouble.made.clear()
+    EngineDouble.setting.clear()
+    monkeypatch.setattr(module, "Engine", EngineDouble)
+    yield EngineDouble
+    EngineDouble.made.clear()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Any]:
+    """A job with real processes; its scheduler ends with the test."""
+    from strategy_job import Job
+
+    from chaos_lightning.membership.types import Settings
+    from chaos_lightning.runtime.hosting import ensure_scheduler
+    from chaos_lightning.runtime.options import SchedulerOptions
+    from chaos_lightning.testing.harness import Harness
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    events = tmp_path / "events"
+    # Generous: test machines are busy, and a member that is slow must not look dead.
+    rules = Settings(heartbeat_timeout_s=3.0, confirm_timeout_s=1.0, report_timeout_s=5.0)
+    options = SchedulerOptions(
+        listen=f"127.0.0.1:{port}", store=str(tmp_path / "chain.sqlite"), log_dir=str(events), settings=rules
+    )
+    with Harness(tmp_path, deadline_s=90.0) as harness:
+        made = Job(harness, port, tmp_path, options, ensure_scheduler(options))
+        try:
+            yield made
+        finally:
+            if made.scheduler is not None:
+                made.scheduler.stop()

@@ -1,0 +1,161 @@
+"""An engine without a network: one member, every slot commits at once. For what concerns Lightning alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from chaos_lightning.collectives.layout import Layout, Section
+from chaos_lightning.errors import FencedError
+from chaos_lightning.membership.types import (
+    GENESIS,
+    NO_VIEW,
+    Header,
+    Kind,
+    Member,
+    Share,
+    Spent,
+    View,
+    ViewId,
+)
+from chaos_lightning.observe.events import EventLog
+from chaos_lightning.planning import ledger
+from chaos_lightning.replication.manifest import decode_manifest, encode_manifest
+from chaos_lightning.runtime.config import EngineConfig
+
+
+class EngineDouble:
+    """The engine's interface with a world of one; `made` lists all instances of a test."""
+
+    made: ClassVar[list[EngineDouble]] = []
+    setting: ClassVar[dict[str, Any]] = {}
+    """Attributes that every new instance gets."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.name = config.name
+        self.view: View | None = None
+        self.ruling_view: View | None = None
+        self.header = GENESIS
+        self.role = ""
+        self.leaving = self.out = self.closed = False
+        self.log: list[Header] = []
+        self.fence_at = -1
+        self.rejoined = 0
+        self.events = EventLog(None)
+        self.boundary_at = self.drift_at = -1
+        self.steps: list[dict[str, Any]] = []
+        self.member_id = ""
+        for name, value in EngineDouble.setting.items():
+            setattr(self, name, value)
+        EngineDouble.made.append(self)
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.view is not None else -1
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    def prepare(self, *, sections: Sequence[Section], buffers: Sequence[tuple[str, Tensor]] = ()) -> None:
+        self.layout = Layout(sections, buffers)
+
+    def join(self, *, fingerprint: Mapping[str, str], quota: int, accumulate: int, state: Any) -> Header:
+        self.fingerprint, self.state = dict(fingerprint), state
+        self.member_id = f"{self.name}~{len(self.log)}"
+        me = Member(self.member_id, self.name, "here", "127.0.0.1", 1, quota=quota)
+        self.view = self.ruling_view = View(ViewId(1, 1), NO_VIEW, (me,), accumulate=accumulate)
+        self.role = "founder"
+        self._keep(state)
+        return self.header
+
+    def _keep(self, state: Any) -> None:
+        """The state at the beginning: what a fenced member pulls here, so that it starts all over."""
+        encoded = encode_manifest(state.manifest(), state.tensors())
+        self._tensors = [(n, t.detach().clone()) for n, t in (*state.tensors(), *encoded.tensors)]
+        self._manifest = encoded.data
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        yield
+
+    def arm(self, *, coefficient: float, section: int = 0, empty: bool = False) -> None:
+        self.armed = (coefficient, section, empty)
+
+    def step(self, *, weight: float, coefficient: float, spent: Sequence[Spent] = (), section: int = 0, hyper: str = "",
+             state_hash: str = "") -> Header:  # fmt: skip
+        if weight:
+            for _, param in self.layout_params(section):
+                if param.grad is not None:
+                    param.grad.mul_(coefficient / weight)
+        self.steps.append({"weight": weight, "coefficient": coefficient, "section": section, "spent": tuple(spent),
+                           "hyper": hyper, "state_hash": state_hash})  # fmt: skip
+        return self._commit(Kind.STEP, f"section {section}", weight, spent=spent)
+
+    def layout_params(self, section: int) -> list[tuple[str, Tensor]]:
+        return [(self.layout.slots[i].name, self.layout.slots[i].tensor) for i in self.layout.section_slots[section]]
+
+    def gather(self, name: str, payload: bytes) -> list[tuple[str, bytes]]:
+        self._commit(Kind.GATHER, name, 0.0, answers=(payload,))
+        return [(self.member_id, payload)]
+
+    def boundary(self, state: Any) -> Header:
+        return self._commit(Kind.BOUNDARY, "boundary", 0.0)
+
+    def _commit(self, kind: Kind, name: str, weight: float, spent: Sequence[Spent] = (), answers: Any = ()) -> Header:
+        assert self.view is not None
+        if len(self.log) == self.fence_at:
+            self.fence_at = -1
+            raise FencedError("the test said so")
+        before = self.header
+        self.header = Header(
+            seq=before.seq + 1,
+            kind=kind,
+            step=before.step + (kind == Kind.STEP),
+            view=self.view.id,
+            prev_hash=before.hash,
+            next_view=self.view.id,
+            name=name,
+            contributors=(Share(self.member_id, weight, weight),),
+            ledger=ledger.merge(before.ledger, spent),
+            answers=answers,
+            boundary=before.seq + 1 == self.boundary_at,
+            drifted=(self.member_id,) if before.seq + 1 == self.drift_at and not self.rejoined else (),
+        )
+        self.log.append(self.header)
+        return self.header
+
+    def leave(self, reason: str) -> None:
+        self.leaving = True
+
+    def finish(self) -> None:
+        self._commit(Kind.CLOSING, "closing", 0.0)
+
+    def wait_released(self, timeout_s: float = 10.0) -> None:
+        pass
+
+    def rejoin(self, state: Any) -> Header:
+        assert self.view is not None
+        self.member_id += "'"
+        me = self.view.members[0]
+        again = Member(self.member_id, me.name, me.host, me.address, me.port, quota=me.quota)
+        number = ViewId(1, self.view.id.number + 1)
+        self.view = self.ruling_view = View(number, NO_VIEW, (again,), accumulate=self.view.accumulate)
+        self.header, self.role = GENESIS, "joiner"
+        manifest = decode_manifest(self._manifest, dict(self._tensors))
+        state.prepare(manifest, None)
+        kept = dict(self._tensors)
+        with torch.no_grad():
+            for name, tensor in state.tensors():
+                tensor.copy_(kept[name])
+        state.adopt(manifest)
+        self.rejoined += 1
+        return self.header
+
+    def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,75 @@
+"""A job of real member processes for tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+class Job:
+    """Member processes of one job, with a scheduler of its own.
+
+    Args:
+        harness: Starts and watches them.
+        port: The scheduler's.
+        out: Where members report.
+    """
+
+    def __init__(self, harness: Any, port: int, out: Path, options: Any, scheduler: Any) -> None:
+        self.harness = harness
+        self.port = port
+        self.out = out
+        self.options = options
+        self.scheduler = scheduler
+
+    def start(self, name: str, **spec: Any) -> None:
+        """A member; see `strategy_members.member`."""
+        from strategy_members import member
+
+        self.harness.start_function(name, member, {"name": name, "port": self.port, "out": str(self.out), **spec})
+
+    def gate(self, name: str) -> str:
+        """A new gate; `open` it later."""
+        path = self.out / f"gate-{name}"
+        os.mkfifo(path)
+        return str(path)
+
+    def open(self, name: str) -> None:
+        """Lets the member that waits at this gate go on."""
+        with open(self.out / f"gate-{name}", "w"):
+            pass
+
+    def wait_admitted(self, name: str) -> None:
+        """The scheduler has decided a view with this newcomer; the next boundary lets it in."""
+        self.harness.wait_for(
+            "view",
+            lambda r: any(j.startswith(f"{name}~") for j in r.get("joiners") or ()),
+            node=self.options.settings.job,
+        )
+
+    def again(self, **settings: Any) -> None:
+        """A new job at the same endpoint, with a chain of its own."""
+        from dataclasses import replace
+
+        from chaos_lightning.runtime.hosting import ensure_scheduler
+
+        self.harness.wait_until(self._scheduler_gone, "the end of the finished job's scheduler")
+        rules = replace(self.options.settings, **settings)
+        self.scheduler = ensure_scheduler(replace(self.options, settings=rules))
+
+    def _scheduler_gone(self) -> bool:
+        return self.scheduler is None or not self.scheduler.alive()
+
+    def report(self, name: str) -> dict[str, Any]:
+        import torch
+
+        return torch.load(self.out / f"{name}.pt", weights_only=False)
+
+    def finish(self, *names: str, audit: bool = True) -> list[dict[str, Any]]:
+        """Waits for the end of these members and checks the job's history."""
+        for name in names:
+            assert self.harness.wait_exit(name) == 0
+        if audit:
+            self.harness.audit()
+        return [self.report(name) for name in names]

@@ -1,0 +1,156 @@
+"""What member processes of the tests run: a Trainer.fit with gates, and a report of how it ended."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import strategy_models as models
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
+from torch.utils.data import DataLoader
+
+from chaos_lightning.strategies import ChaosStrategy
+
+
+class Gates(pl.Callback):
+    """Stops this member until the test opens the gate (a FIFO: no polling).
+
+    Args:
+        steps: Gates after these optimizer steps.
+        worlds: Gates after the first step with so many members.
+        validation: Gate within the first validation.
+    """
+
+    def __init__(self, steps: dict[int, str], worlds: dict[int, str], validation: str) -> None:
+        self.steps = dict(steps)
+        self.worlds = dict(worlds)
+        self.validation = validation
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._stop(self.steps.pop(trainer.global_step, ""))
+        self._stop(self.worlds.pop(trainer.world_size, ""))
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            gate, self.validation = self.validation, ""
+            self._stop(gate)
+
+    def _stop(self, gate: str) -> None:
+        if gate:
+            with open(gate) as opened:
+                opened.read()
+
+
+class Trace(pl.Callback):
+    """Where the loops stood at each batch: equal on all members, line by line."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        self.lines.append(
+            f"epoch {trainer.current_epoch} batch {batch_idx} step {trainer.global_step} "
+            f"last {loop.batch_progress.is_last_batch} of {trainer.num_training_batches} "
+            f"lr {[g['lr'] for o in trainer.optimizers for g in o.param_groups]}"
+        )
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self.lines.append(f"epoch {trainer.current_epoch} starts")
+
+    def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.lines.append(f"validation at step {trainer.global_step}: {trainer.callback_metrics.get('val_loss')}")
+
+
+def make_model(spec: dict[str, Any]) -> pl.LightningModule:
+    return getattr(models, spec.get("model", "Regression"))(**spec.get("model_args", {}))
+
+
+def member(spec: dict[str, Any]) -> None:
+    """One member.
+
+    Args:
+        spec: name, port, out (folder of the report); samples, batch, epochs, gates, model, model_args, trainer,
+            options, data, callbacks ("checkpoint", "stopping", "log").
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    for text in (
+        ".*LeafSpec.*",
+        ".*does not have many workers.*",
+        "The number of training batches.*",
+        *spec.get("ignore", ()),
+    ):
+        warnings.filterwarnings("ignore", message=text)
+    out = Path(spec["out"])
+    trace = Trace()
+    callbacks: list[pl.Callback] = [
+        trace,
+        Gates(spec.get("gates", {}), spec.get("worlds", {}), spec.get("val_gate", "")),
+    ]
+    wanted = spec.get("callbacks", ())
+    if "checkpoint" in wanted:
+        callbacks.append(ModelCheckpoint(dirpath=out / "ckpt", monitor="val_loss", save_top_k=2, save_last=True))
+    if "steps" in wanted:
+        callbacks.append(ModelCheckpoint(dirpath=out / "ckpt", filename="{step}", every_n_train_steps=5, save_top_k=-1))
+    if "stopping" in wanted:
+        callbacks.append(EarlyStopping("val_loss", patience=spec.get("patience", 3), min_delta=0.0))
+    strategy = ChaosStrategy(
+        endpoint=f"127.0.0.1:{spec['port']}",
+        name=spec["name"],
+        min_nodes=spec.get("min_nodes"),
+        data=spec.get("data", "shared"),
+        log_dir=os.environ["CHAOS_LOG_DIR"],
+        options={"join_timeout_s": 40.0, "step_timeout_s": 40.0, "state_hash_every": 4, **spec.get("options", {})},
+    )
+    settings: dict[str, Any] = {"max_epochs": spec.get("epochs", 3), "callbacks": callbacks, "log_every_n_steps": 1}
+    if {"checkpoint", "steps"} & set(wanted):
+        settings["enable_checkpointing"] = True
+    if "ema" in wanted:
+        callbacks.append(EMAWeightAveraging(decay=0.8))
+    if spec.get("scaler"):
+        # Half precision's scaler without a device: what matters is that it stays equal, and that idle members manage.
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+        settings["plugins"] = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    if "log" in wanted:
+        settings["logger"] = CSVLogger(out / "csv" / spec.get("log_as", ""), name="run")
+    trainer = models.trainer(out, **{**settings, **spec.get("trainer", {}), "strategy": strategy})
+    model = make_model(spec)
+    if spec.get("stream"):
+        train = DataLoader(models.Stream(spec["samples"], spec["data_seed"]), batch_size=spec.get("batch", 4))
+    else:
+        train = models.loader(
+            spec.get("samples", 24), spec.get("batch", 4), shuffle=True, seed=spec.get("data_seed", 5)
+        )
+    held_out = [models.loader(spec.get("val_samples", 8)) for _ in range(spec.get("val_loaders", 1))]
+    trainer.fit(model, train, held_out, ckpt_path=spec.get("ckpt"))
+    with torch.no_grad():
+        x, y = models.data(spec.get("val_samples", 8)).tensors
+        val_loss = torch.nn.functional.mse_loss(model.net(x), y).item() if hasattr(model, "net") else 0.0
+    torch.save(
+        {
+            "val_loss": val_loss,
+            "validated": getattr(model, "validated", 0),
+            "weights": models.weights(model),
+            "buffers": [b.clone() for b in model.buffers()],
+            "step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "synced": getattr(model, "sync", True),
+            "scale": trainer.precision_plugin.state_dict(),
+            "rank": trainer.global_rank,
+            "seen": getattr(model, "seen", []),
+            "epochs": getattr(model, "epochs", []),
+            "counter": getattr(model, "counter", 0),
+            "trace": trace.lines,
+            "metrics": dict(trainer.callback_metrics),
+            "callbacks": {type(c).__name__: c.state_dict() for c in callbacks},
+        },
+        out / f"{spec['name']}.pt",
+    )

@@ -1,0 +1,146 @@
+"""Everything private of Lightning that the strategy touches exists: a new minor version must not be met at run time."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer, loggers
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    RichProgressBar,
+    TQDMProgressBar,
+)
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer import trainer as trainer_module
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
+from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
+from strategy_models import loader
+from torchmetrics import MeanSquaredError
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Trainer:
+    return Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=tmp_path, strategy="auto",
+        enable_progress_bar=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "_accelerator_connector.use_distributed_sampler",
+        "_accelerator_connector._num_nodes_flag",
+        "_val_check_time_interval",
+        "should_stop",
+        "fit_loop.epoch_progress.current.processed",
+        "fit_loop.max_batches",
+        "fit_loop.max_epochs",
+        "fit_loop.min_epochs",
+        "fit_loop._combined_loader",
+        "fit_loop._combined_loader_states_to_load",
+        "fit_loop._data_fetcher",
+        "fit_loop._data_source",
+        "fit_loop._last_train_dl_reload_epoch",
+        "fit_loop._restarting",
+        "fit_loop._loaded_from_state_dict",
+        "fit_loop._resuming_from_checkpoint",
+        "fit_loop._restart_stage",
+        "fit_loop.epoch_loop.max_steps",
+        "fit_loop.epoch_loop.batch_progress.current.ready",
+        "fit_loop.epoch_loop.batch_progress.is_last_batch",
+        "fit_loop.epoch_loop._batches_that_stepped",
+        "fit_loop.epoch_loop._skip_next_val",
+        "fit_loop.epoch_loop._results",
+        "fit_loop.epoch_loop.automatic_optimization.optim_progress",
+        "fit_loop.epoch_loop.manual_optimization.optim_step_progress",
+        "fit_loop.epoch_loop.val_loop._combined_loader",
+        "fit_loop.epoch_loop.val_loop._has_run",
+        "fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch",
+        "fit_loop.epoch_loop.val_loop._results",
+        "fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader",
+        "_logger_connector._callback_metrics",
+        "_logger_connector._logged_metrics",
+        "_logger_connector._progress_bar_metrics",
+        "_logger_connector._first_loop_iter",
+        "_logger_connector._current_fx",
+        "strategy._layer_sync_or_none",
+    ],
+)
+def test_trainer_has(bare: Trainer, path: str) -> None:
+    if path == "strategy._layer_sync_or_none":
+        assert "_layer_sync" in inspect.getsource(ParallelStrategy.__init__)
+        return
+    at: Any = bare
+    for name in path.split("."):
+        assert hasattr(at, name), f"{type(at).__name__}.{name} is gone ({path})"
+        at = getattr(at, name)
+
+
+@pytest.mark.parametrize(
+    ("thing", "names"),
+    [
+        (_PrefetchDataFetcher(), ("length", "fetched", "done")),
+        (ModelCheckpoint(), ("dirpath", "current_score", "_last_global_step_saved", "_last_checkpoint_saved",
+                             "_defer_save_until_validation")),
+        (EarlyStopping("x"), ("wait_count", "best_score", "patience")),
+        (EMAWeightAveraging(), ("_latest_update_epoch",)),
+        (TQDMProgressBar(), ("_train_progress_bar", "enable", "disable")),
+        (RichProgressBar(), ("progress", "train_progress_bar_id", "enable", "disable")),
+        (MeanSquaredError(), ("distributed_available_fn", "_sync_dist", "_reductions", "_copy_state_dict")),
+        (MeanSquaredError(), ("_update_count", "_computed")),
+        (_ResultCollection(training=True), ("batch", "batch_size")),
+        (StrategyRegistry, ("register", "available_strategies")),
+        (_AutomaticOptimization, ("run", "_training_step", "_optimizer_step")),
+        (LightningOptimizer, ("step", "toggle_model")),
+        (call, ("_call_callback_hooks", "_call_lightning_module_hook")),
+        (trainer_module, ("_log_hyperparams",)),
+    ],
+    ids=lambda v: type(v).__name__ if not isinstance(v, tuple) else "",
+)  # fmt: skip
+def test_object_has(thing: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        assert hasattr(thing, name), name
+
+
+def test_results_have_the_fields_that_travel() -> None:
+    names = {field.name for field in dataclasses.fields(_Metadata)}
+    assert {
+        "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "add_dataloader_idx",
+        "dataloader_idx", "metric_attribute", "_sync",
+    } == names  # fmt: skip
+    assert {field.name for field in dataclasses.fields(_Sync)} == {"fn", "_should", "rank_zero_only", "_op", "_group"}
+    metric = _ResultMetric(_Metadata("training_step", "x", _sync=_Sync()), True)
+    assert metric.has_reset is False
+    assert metric._forward_cache is None
+
+
+def test_combined_loader_keeps_its_limits_and_iterator() -> None:
+    combined = CombinedLoader(loader(), "max_size_cycle")
+    combined.limits = [2]
+    iter(combined)
+    assert isinstance(combined._iterator, _MaxSizeCycle)
+    assert combined._iterator.limits == [2]
+    assert len(combined) == 2
+
+
+def test_file_loggers_keep_version_and_experiment(tmp_path: Path) -> None:
+    logger = loggers.CSVLogger(tmp_path)
+    assert hasattr(logger, "_version")
+    assert hasattr(logger, "_experiment")
+    assert logger.log_dir

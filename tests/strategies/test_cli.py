@@ -1,0 +1,95 @@
+"""The strategy from a command line and from Hydra-like mappings: typed arguments, no side effects."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
+from strategy_models import Regression
+
+import chaos_lightning  # noqa: F401
+from chaos_lightning.strategies import ChaosOptions, ChaosStrategy
+
+# Lightning 2.6 calls an old name of jsonargparse.
+pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+
+
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str, command: str = "") -> LightningCLI:
+    quiet = ["--trainer.accelerator=cpu", "--trainer.logger=false", f"--trainer.default_root_dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *([command] if command else []), *quiet, *arguments])
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    overwrite = {"overwrite": True}
+    return LightningCLI(Regression, run=bool(command), seed_everything_default=0, save_config_kwargs=overwrite)
+
+
+def test_by_its_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = cli(tmp_path, monkeypatch, "--trainer.strategy=chaos")
+    assert isinstance(made.trainer.strategy, ChaosStrategy)
+
+
+def test_with_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = cli(
+        tmp_path,
+        monkeypatch,
+        "--trainer.strategy=chaos_lightning.strategies.ChaosStrategy",
+        "--trainer.strategy.init_args.endpoint=10.0.0.5:29400",
+        "--trainer.strategy.init_args.min_nodes=3",
+        "--trainer.strategy.init_args.data=local",
+        "--trainer.strategy.init_args.options.plan=tree",
+        "--trainer.strategy.init_args.options.overlap=false",
+    )
+    strategy = made.trainer.strategy
+    assert isinstance(strategy, ChaosStrategy)
+    assert strategy._given["endpoint"] == "10.0.0.5:29400"
+    assert strategy._given["min_nodes"] == 3
+    assert strategy.data == "local"
+    assert strategy.options == ChaosOptions(plan="tree", overlap=False)
+
+
+def test_from_mappings() -> None:
+    assert ChaosStrategy(options={"plan": "chain"}).options == ChaosOptions(plan="chain")
+
+
+def test_construction_has_no_side_effects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    threads = threading.active_count()
+    strategy = ChaosStrategy(endpoint="this.is.nowhere:1", log_dir=str(tmp_path / "log"))
+    Trainer(strategy=strategy, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    assert threading.active_count() == threads
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_few_arguments_of_plain_types() -> None:
+    parameters = list(inspect.signature(ChaosStrategy.__init__).parameters.values())[1:]
+    assert len(parameters) <= 8
+    assert all(p.default is not inspect.Parameter.empty for p in parameters)
+
+
+def test_options_can_be_pickled_and_compared() -> None:
+    options = ChaosOptions(plan="tree", seed=3)
+    assert pickle.loads(pickle.dumps(options)) == options
+    assert "seed" not in options.for_engine()
+
+
+def test_config_is_saved_by_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, double: Any) -> None:
+    import strategy_models as models
+
+    monkeypatch.setattr(Regression, "train_dataloader", lambda self: models.loader(), raising=False)
+    arguments = {
+        "strategy": "chaos",
+        "max_epochs": "1",
+        "enable_progress_bar": "false",
+        "enable_checkpointing": "false",
+        "logger": "CSVLogger",
+        "logger.save_dir": str(tmp_path),
+    }
+    cli(tmp_path, monkeypatch, *(f"--trainer.{k}={v}" for k, v in arguments.items()), command="fit")
+    assert list(tmp_path.rglob("config.yaml"))

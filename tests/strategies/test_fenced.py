@@ -1,0 +1,79 @@
+"""Fenced at any slot: the same fit throws its state away, joins again, and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from strategy_models import Gan, Regression, loader, trainer, weights
+
+import chaos_lightning  # noqa: F401
+from chaos_lightning.errors import FencedError
+
+CASES: dict[str, dict[str, Any]] = {
+    "epochs": {"max_epochs": 2},
+    "steps": {"max_steps": 9, "max_epochs": -1},
+    "accumulation": {"max_epochs": 2, "accumulate_grad_batches": 2},
+    "manual": {"max_epochs": 2},
+}
+
+
+def run(tmp_path: Path, double: Any, case: str, fence_at: int) -> tuple[Any, Any, Any]:
+    double.setting.clear()
+    double.setting["fence_at"] = fence_at
+    double.made.clear()
+    model = Gan() if case == "manual" else Regression(sync=True)
+    callbacks: list[Any] = [ModelCheckpoint(dirpath=tmp_path / f"at{fence_at}", monitor="val_loss", save_last=True)]
+    if case != "manual":
+        callbacks.append(EarlyStopping("val_loss", patience=9))
+    fit = trainer(tmp_path, enable_checkpointing=True, callbacks=callbacks, **CASES[case])
+    fit.fit(model, loader(20, 4), loader(8))
+    return fit, model, double.made[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fenced_at_any_slot(tmp_path: Path, double: Any, case: str) -> None:
+    plain, reference, engine = run(tmp_path, double, case, -1)
+    slots = [header.name for header in engine.log]
+    last_training_slot = max(i for i, name in enumerate(slots) if name.startswith("section"))
+    for at in range(1, len(slots)):
+        try:
+            fit, model, again = run(tmp_path, double, case, at)
+        except FencedError:
+            # After the loops' end there is no rest point left to join again at; then fit says so.
+            assert at > last_training_slot, slots[at]
+            continue
+        assert again.rejoined == 1, slots[at]
+        assert again.closed
+        assert (fit.global_step, fit.current_epoch) == (plain.global_step, plain.current_epoch), slots[at]
+        assert torch.equal(weights(model), weights(reference)), slots[at]
+        count = len(reference.seen)
+        assert all(torch.equal(a, b) for a, b in zip(model.seen[-count:], reference.seen, strict=True)), slots[at]
+        assert set(fit.callback_metrics) == set(plain.callback_metrics)
+        for key, value in plain.callback_metrics.items():
+            assert torch.equal(value, fit.callback_metrics[key]), (slots[at], key)
+
+
+def test_a_drifted_member_pulls_the_state_again(tmp_path: Path, double: Any) -> None:
+    """Its state hash differed from the majority's: as good as fenced."""
+    _, reference, engine = run(tmp_path, double, "epochs", -1)
+    at = [h.seq for h in engine.log if h.kind == "step"][4]
+    double.setting["drift_at"] = at
+    double.made.clear()
+    model = Regression(sync=True)
+    trainer(tmp_path, max_epochs=2).fit(model, loader(20, 4), loader(8))
+    assert double.made[0].rejoined == 1
+    assert torch.equal(weights(model), weights(reference))
+
+
+def test_boundary_is_run_before_the_next_window(tmp_path: Path, double: Any) -> None:
+    """Asked for by a step's header, with other slots in between; not in the middle of a window."""
+    double.setting["boundary_at"] = 2
+    trainer(tmp_path, max_epochs=1, accumulate_grad_batches=2).fit(Regression(sync=True), loader(20, 4), loader(8))
+    names = [h.name for h in double.made[0].log]
+    at = names.index("boundary")
+    assert names[:at].count("section 0") == 1
+    assert names[at - 1] == "section 0"

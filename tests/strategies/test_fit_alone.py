@@ -1,0 +1,104 @@
+"""A whole `Trainer.fit` with one member: the same numbers as without the strategy, and all of Lightning's features."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from strategy_models import Regression, loader, trainer, weights
+
+import chaos_lightning  # noqa: F401  (registers "chaos")
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def fitted(tmp_path: Path, model: pl.LightningModule, *args: Any, **kwargs: Any) -> pl.Trainer:
+    run = trainer(tmp_path, **kwargs)
+    run.fit(model, *args)
+    return run
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"gradient_clip_val": 0.1},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"limit_train_batches": 3},
+        {"limit_train_batches": 0.5},
+        {"limit_train_batches": 4, "accumulate_grad_batches": 2},
+        {"max_steps": 7, "max_epochs": -1},
+        {"precision": "bf16-mixed"},
+        {"precision": "64-true"},
+        {"val_check_interval": 0.5},
+        {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0},
+        {"overfit_batches": 2},
+        {"fast_dev_run": True},
+    ],
+    ids=str,
+)
+def test_same_numbers_as_without_strategy(tmp_path: Path, settings: dict[str, Any]) -> None:
+    plain, ours = Regression(), Regression()
+    a = fitted(tmp_path, plain, loader(), loader(8), **{**settings, "strategy": "auto"})
+    b = fitted(tmp_path, ours, loader(), loader(8), **settings)
+    assert len(ours.seen) == len(plain.seen)
+    assert all(torch.equal(x, y) for x, y in zip(ours.seen, plain.seen, strict=True))
+    assert torch.allclose(weights(ours), weights(plain), rtol=1e-6, atol=1e-7)
+    assert (a.global_step, a.current_epoch) == (b.global_step, b.current_epoch)
+    assert set(a.callback_metrics) == set(b.callback_metrics)
+    for key, value in a.callback_metrics.items():
+        assert torch.allclose(value, b.callback_metrics[key], rtol=1e-5), key
+
+
+def test_uneven_last_batches_weigh_their_samples(tmp_path: Path, double: Any) -> None:
+    fitted(tmp_path, Regression(), loader(22, 4), accumulate_grad_batches=4, max_epochs=1)
+    (engine,) = double.made
+    assert [s["weight"] for s in engine.steps] == [16.0, 6.0]
+    assert [s["coefficient"] for s in engine.steps] == [16.0, 6.0]
+    assert [s["spent"][0].spans for s in engine.steps] == [((0, 16),), ((16, 22),)]
+
+
+def test_gradient_of_an_uneven_window_is_that_of_all_its_samples(tmp_path: Path) -> None:
+    """Accumulated batches of 4, 4 and 2 samples give the gradient of 10 samples, as one batch would."""
+    one, many = Regression(), Regression()
+    fitted(tmp_path, one, loader(10, 10), max_epochs=1)
+    fitted(tmp_path, many, loader(10, 4), max_epochs=1, accumulate_grad_batches=3)
+    assert torch.allclose(weights(one), weights(many), rtol=1e-5)
+
+
+def test_first_stopping_and_checkpoints(tmp_path: Path) -> None:
+    model = Regression(lr=0.0, sync=True)
+    kept = ModelCheckpoint(dirpath=tmp_path / "kept", monitor="val_loss", save_last=True, save_top_k=2)
+    run = fitted(
+        tmp_path, model, loader(), loader(8), max_epochs=20, enable_checkpointing=True,
+        callbacks=[EarlyStopping("val_loss", patience=2), kept],
+    )  # fmt: skip
+    assert run.current_epoch == 3
+    assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == [
+        "epoch=0-step=6.ckpt",
+        "epoch=1-step=12.ckpt",
+        "last.ckpt",
+    ]
+    saved = torch.load(tmp_path / "kept" / "last.ckpt", weights_only=False)
+    assert saved["chaos_lightning"]["step"] == saved["global_step"]
+
+
+@pytest.mark.parametrize("stop", [1, 5, 6, 8, 11])
+def test_whole_job_resumes_exactly_once(tmp_path: Path, stop: int) -> None:
+    """Stopped in the middle of an epoch, the resumed job trains on exactly the rest of it."""
+    first = Regression()
+    keep = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=stop, save_top_k=-1)
+    fitted(tmp_path, first, loader(), max_steps=stop, max_epochs=-1, enable_checkpointing=True, callbacks=[keep])
+    second = Regression()
+    again = trainer(tmp_path, max_epochs=2)
+    again.fit(second, loader(), ckpt_path=tmp_path / f"step={stop}.ckpt")
+    whole = Regression()
+    fitted(tmp_path, whole, loader(), max_epochs=2)
+    assert torch.equal(torch.cat(first.seen + second.seen), torch.cat(whole.seen))
+    assert torch.allclose(weights(second), weights(whole), rtol=1e-6)
+    assert again.global_step == 12

@@ -1,0 +1,252 @@
+"""Members that come, go and die, with real processes: whoever is in ends with the same bits."""
+
+from __future__ import annotations
+
+import csv
+import signal
+from typing import Any
+
+import pytest
+import strategy_models as models
+import torch
+from strategy_job import Job
+
+
+def same(reports: list[dict[str, Any]], lines: int = 0) -> None:
+    """All members hold the same bits and took the same branches since the last of them came.
+
+    Args:
+        reports: Of `strategy_members.member`.
+        lines: Compare only so many last lines of the traces (one that came twice has a gap); 0: all.
+    """
+    first = reports[0]
+    for other in reports[1:]:
+        assert torch.equal(first["weights"], other["weights"])
+        assert all(torch.equal(a, b) for a, b in zip(first["buffers"], other["buffers"], strict=True))
+        assert first["scale"] == other["scale"]
+        assert (first["step"], first["epoch"]) == (other["step"], other["epoch"])
+        own = [line for line in other["trace"] if "starts" not in line]
+        theirs = [line for line in first["trace"] if "starts" not in line]
+        own = own[-lines:]
+        assert own == theirs[-len(own) :]
+        assert set(first["metrics"]) == set(other["metrics"])
+        for key, value in first["metrics"].items():
+            if key.startswith("loss") and not first["synced"]:
+                continue
+            assert torch.equal(value, other["metrics"][key]), key
+
+
+@pytest.mark.parametrize("step", [2, 6, 14, 21])
+def test_newcomer_has_the_same_counters(job: Job, step: int) -> None:
+    """Joined in the first epoch, at its end, in the third and in the fourth."""
+    job.start(
+        "a", epochs=6, gates={step: job.gate("a")}, callbacks=("checkpoint", "stopping"), model_args={"sync": True}
+    )
+    job.harness.wait_step(step)
+    job.start("b", epochs=6, callbacks=("checkpoint", "stopping"), model_args={"sync": True})
+    job.wait_admitted("b")
+    job.open("a")
+    a, b = job.finish("a", "b")
+    same([a, b])
+    assert len(b["trace"]) < len(a["trace"])
+    assert a["callbacks"]["EarlyStopping"] == b["callbacks"]["EarlyStopping"]
+    assert a["callbacks"]["ModelCheckpoint"] == b["callbacks"]["ModelCheckpoint"]
+
+
+@pytest.mark.parametrize(
+    ("model", "extra"),
+    [
+        ("Regression", {"model_args": {"norm": True, "sync": True}}),
+        ("Regression", {"trainer": {"accumulate_grad_batches": 2}}),
+        ("Regression", {"trainer": {"gradient_clip_val": 0.1, "precision": "bf16-mixed"}}),
+        ("Regression", {"trainer": {"val_check_interval": 0.5}, "samples": 48}),
+        ("Regression", {"trainer": {"limit_train_batches": 3}, "options": {"overlap": False}}),
+        ("Scheduled", {"model_args": {"kind": "onecycle"}}),
+        ("Scheduled", {"model_args": {"kind": "lambda"}}),
+        ("Scheduled", {"model_args": {"kind": "plateau", "sync": True}}),
+        ("Regression", {"scaler": True, "trainer": {"gradient_clip_val": 1.0}}),
+        ("Regression", {"callbacks": ("ema",)}),
+        ("WithMetrics", {}),
+        ("Gan", {}),
+    ],
+    ids=str,
+)
+def test_three_members_with_uneven_samples(job: Job, model: str, extra: dict[str, Any]) -> None:
+    """26 samples, batches of 4, members that come one after the other: tails are uneven and some are idle."""
+    spec = {"epochs": 4, "samples": 26, "model": model, **extra}
+    start_three(job, spec, first=6)
+    reports = job.finish("a", "b", "c")
+    same(reports)
+    if model == "WithMetrics":
+        totals = {epoch: (count, total) for epoch, count, total in reports[0]["epochs"]}
+        assert all(line in reports[0]["epochs"] for r in reports[1:] for line in r["epochs"][1:])
+        assert totals[3][0] == 26
+        assert reports[0]["metrics"]["samples"] == 26
+
+
+def test_death_of_the_writer(job: Job) -> None:
+    """The first member dies; the second one logs and saves from there on, and no committed step is lost."""
+    spec = {"epochs": 4, "callbacks": ("steps", "log")}
+    job.start("a", gates={2: job.gate("a")}, worlds={2: job.gate("end")}, log_as="one", **spec)
+    job.harness.wait_step(2)
+    job.start("b", log_as="two", **spec)
+    job.wait_admitted("b")
+    job.open("a")
+    last = job.harness.wait_for("committed", lambda r: r["kind"] == "step", node="b").get("step")
+    job.harness.kill("a")
+    (b,) = job.finish("b")
+    assert b["rank"] == 0
+    saved = sorted(int(p.stem.removeprefix("step=")) for p in (job.out / "ckpt").iterdir())
+    assert saved == list(range(5, b["step"] + 1, 5))
+    logged = logged_steps(job, "one") + logged_steps(job, "two")
+    # The dead writer's last steps may be missing in its file: it writes a step once that is stable.
+    assert logged == sorted(logged)
+    assert len(set(logged)) == len(logged)
+    assert set(range(b["step"])) - set(logged) <= {last - 2, last - 1}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("who", ["a", "b"])
+def test_leaving_ends_fit_with_code_zero(job: Job, number: int, who: str) -> None:
+    spec = {"epochs": 4, "callbacks": ("checkpoint", "stopping", "log"), "model_args": {"sync": True}}
+    job.start("a", gates={2: job.gate("start")}, worlds={2: job.gate("a")}, log_as="a", **spec)
+    job.harness.wait_step(2)
+    job.start("b", worlds={2: job.gate("b")}, log_as="b", **spec)
+    job.wait_admitted("b")
+    job.open("start")
+    for node in "ab":
+        job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2 and r["kind"] == "step", node=node)
+    job.harness.terminate(who, number=number)
+    job.harness.wait_for("leave", node=who)
+    job.open("a")
+    job.open("b")
+    a, b = job.finish("a", "b")
+    gone, stayed = (a, b) if who == "a" else (b, a)
+    assert gone["step"] < stayed["step"]
+    assert stayed["epoch"] == 4
+    assert stayed["rank"] == 0
+    logged = logged_steps(job, "a")
+    if who == "a":
+        # The step whose header lets the writer go is the next writer's to log.
+        assert logged == list(range(gone["step"] - 1))
+        assert logged_steps(job, "b") == list(range(gone["step"] - 1, stayed["step"]))
+    else:
+        assert logged == list(range(stayed["step"]))
+        assert not list((job.out / "csv" / "b").rglob("*.csv"))
+
+
+def logged_steps(job: Job, who: str) -> list[int]:
+    """Steps whose loss this member wrote, in order."""
+    (file,) = (job.out / "csv" / who).rglob("metrics.csv")
+    return [int(line["step"]) for line in csv.DictReader(file.read_text().splitlines()) if line["loss_step"]]
+
+
+def test_fenced_member_joins_again_in_the_same_fit(job: Job) -> None:
+    """Frozen until the others went on without it; thawed, it throws its state away and catches up."""
+    spec = {"epochs": 30, "samples": 48, "callbacks": ("stopping",), "patience": 40, "model_args": {"sync": True}}
+    job.start("a", gates={2: job.gate("a"), 60: job.gate("a2")}, **spec)
+    job.harness.wait_step(2)
+    job.start("b", **spec)
+    job.wait_admitted("b")
+    job.open("a")
+    job.harness.wait_step(20, node="b")
+    job.harness.stop("b")
+    job.harness.wait_step(60, node="a")
+    job.harness.cont("b")
+    job.harness.wait_for("rejoin", node="b")
+    job.harness.wait_for("view", lambda r: "b~3" in (r.get("joiners") or ()), node="default")
+    job.open("a2")
+    same(job.finish("a", "b"), lines=40)
+
+
+def test_whole_job_resumes_with_another_number_of_members(job: Job) -> None:
+    """One member trained and saved; two resume. The epoch that was cut goes on where it was, each sample once."""
+    one = {"epochs": 2, "samples": 26, "callbacks": ("steps",)}
+    job.start("a", **one)
+    (a,) = job.finish("a", audit=False)
+    assert a["step"] == 14
+    job.again(min_nodes=2)
+    two = {"epochs": 4, "samples": 26, "ckpt": str(job.out / "ckpt" / "step=10.ckpt")}
+    job.start("b", gates={11: job.gate("b")}, **two)
+    job.start("c", **two)
+    job.harness.wait_step(1, node="b")
+    job.open("b")
+    reports = job.finish("b", "c", audit=False)
+    same(reports)
+    rest = torch.cat([x for r in reports for x in r["seen"]])
+    second_epoch = torch.cat(a["seen"])[26:]
+    assert rest.shape[0] == 26 - 12 + 2 * 26
+    assert as_set(second_epoch[12:]) <= as_set(rest)
+    assert reports[0]["epoch"] == 4
+
+
+def as_set(samples: torch.Tensor) -> set[tuple[float, ...]]:
+    return {tuple(row) for row in samples.tolist()}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["map", "iterable"])
+def test_each_with_data_of_its_own(job: Job, stream: bool) -> None:
+    """An epoch ends when everybody's data are used; who is through sooner is idle until then."""
+    spec = {"epochs": 3, "data": "local", "stream": stream, "model_args": {"sync": True}, "callbacks": ("stopping",)}
+    job.start("a", samples=20, data_seed=1, gates={2: job.gate("a")}, **spec)
+    job.harness.wait_step(2)
+    job.start("b", samples=34, data_seed=2, **spec)
+    job.wait_admitted("b")
+    job.open("a")
+    a, b = job.finish("a", "b")
+    same([a, b])
+    seen = [sum(len(x) for x in r["seen"]) for r in (a, b)]
+    assert seen == [3 * 20, 3 * 34]
+
+
+def expected_validation(report: dict[str, Any], samples: int) -> None:
+    _, y = models.data(samples).tensors
+    metrics = report["metrics"]
+    assert metrics["val_count"] == samples
+    assert metrics["val_max_epoch"] == y.max()
+    assert metrics["val_loss"] == pytest.approx(report["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_validation_is_dealt_out(job: Job, loaders: int) -> None:
+    """22 samples in batches of 4: each once over all members, and every member has the values of all."""
+    spec = {"epochs": 2, "samples": 48, "model": "Counting", "val_samples": 22, "val_loaders": loaders}
+    start_three(job, spec)
+    reports = job.finish("a", "b", "c")
+    if loaders == 1:
+        same(reports)
+        for report in reports:
+            expected_validation(report, 22)
+    else:
+        for report in reports:
+            assert report["metrics"]["val_count/dataloader_idx_0"] == 22
+            assert report["metrics"]["val_count/dataloader_idx_1"] == 22
+    assert sum(r["validated"] for r in reports) == 6 * loaders * 2
+
+
+def start_three(job: Job, spec: dict[str, Any], first: int = 1) -> None:
+    """Member a, then b after step `first`, then c."""
+    job.start("a", gates={first: job.gate("one")}, worlds={2: job.gate("two")}, **spec)
+    job.harness.wait_step(first)
+    job.start("b", **spec)
+    job.wait_admitted("b")
+    job.open("one")
+    job.harness.wait_for("joined", node="b")
+    job.start("c", **spec)
+    job.wait_admitted("c")
+    job.open("two")
+
+
+def test_death_during_validation(job: Job) -> None:
+    """What the dead had evaluated is evaluated again by the others."""
+    spec = {"epochs": 2, "samples": 48, "model": "Counting", "val_samples": 22}
+    job.start("a", gates={1: job.gate("first")}, **spec)
+    job.harness.wait_step(1)
+    job.start("b", val_gate=job.gate("b"), **spec)
+    job.wait_admitted("b")
+    job.open("first")
+    job.harness.wait_for("committed", lambda r: "validation_step" in str(r.get("call")), node="b")
+    job.harness.kill("b")
+    (a,) = job.finish("a")
+    expected_validation(a, 22)
+    assert a["validated"] == 3 + 3 + 6

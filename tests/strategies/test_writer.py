@@ -1,0 +1,190 @@
+"""One writer: loggers, progress bar, summary and files belong to rank 0, which nobody is while setting up."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelSummary, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from strategy_models import Regression, loader, trainer, weights
+
+import chaos_lightning  # noqa: F401
+from chaos_lightning.strategies import ChaosStrategy
+from chaos_lightning.strategies.writer import StableLog, open_loggers
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+class Ranks(Callback):
+    """Who this process thought it was, hook by hook."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, tuple[int, int]] = {}
+
+    def _note(self, hook: str, trainer: pl.Trainer) -> None:
+        assert rank_zero_only.rank == trainer.global_rank
+        assert trainer.is_global_zero is (trainer.global_rank == 0)
+        self.seen[hook] = (trainer.global_rank, trainer.world_size)
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        self._note(f"setup {stage.value}", trainer)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._note("on_fit_start", trainer)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._note("on_train_batch_start", trainer)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        self._note(f"teardown {stage.value}", trainer)
+
+
+def test_rank_is_known_from_the_first_batch_on(tmp_path: Path) -> None:
+    ranks = Ranks()
+    fit = trainer(tmp_path, callbacks=[ranks])
+    model = Regression()
+    fit.fit(model, loader())
+    assert ranks.seen == {
+        "setup fit": (1, 2), "on_fit_start": (1, 2), "on_train_batch_start": (0, 1), "teardown fit": (0, 1)
+    }  # fmt: skip
+    fit.validate(model, loader(8), verbose=False)
+    assert ranks.seen["setup validate"] == (0, 1)
+
+
+def test_nothing_is_written_before_this_member_is_the_writer(tmp_path: Path) -> None:
+    class Looks(Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            assert list(tmp_path.iterdir()) == []
+
+    logger = CSVLogger(tmp_path, name="run")
+    model = Regression()
+    model.save_hyperparameters({"lr": 0.05})
+    fit = trainer(tmp_path, logger=logger, callbacks=[Looks()], enable_checkpointing=True, log_every_n_steps=2)
+    fit.fit(model, loader())
+    assert sorted(os.listdir(tmp_path / "run" / "version_0")) == ["checkpoints", "hparams.yaml", "metrics.csv"]
+    with (tmp_path / "run" / "version_0" / "metrics.csv").open() as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file) if row["loss_step"]]
+    assert steps == [1, 3, 5, 7, 9, 11]
+    assert "lr: 0.05" in (tmp_path / "run" / "version_0" / "hparams.yaml").read_text()
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_progress_bar_and_summary_come_late_but_come(
+    tmp_path: Path, bar: type, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    callbacks = [bar(refresh_rate=1), ModelSummary()]
+    trainer(tmp_path, callbacks=callbacks, enable_progress_bar=True, enable_model_summary=True).fit(
+        Regression(), loader(), loader(8)
+    )
+    shown = "".join(capfd.readouterr())
+    assert "Epoch 1" in shown
+    assert "6/6" in shown
+    assert "Sequential" in caplog.text
+    assert "Sanity" not in shown, "nobody is the writer yet while loaders are tried out"
+
+
+def test_a_second_fit_begins_anew(tmp_path: Path, double: Any) -> None:
+    fit = trainer(tmp_path, max_epochs=1)
+    model = Regression()
+    fit.fit(model, loader())
+    before = weights(model)
+    fit.fit_loop.max_epochs = 3
+    fit.fit(model, loader())
+    assert len(double.made) == 2
+    assert not torch.equal(before, weights(model))
+    assert fit.current_epoch == 3
+
+
+def test_evaluation_outside_of_fit_is_local(tmp_path: Path, double: Any) -> None:
+    class Tests(Regression):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test_loss", torch.nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0])
+
+    fit, model = trainer(tmp_path), Tests()
+    assert len(fit.predict(model, loader(8))) == 2
+    (alone,) = fit.test(model, loader(8), verbose=False)
+    assert set(alone) == {"test_loss"}
+    assert not double.made
+
+
+def test_logged_values_wait_for_the_next_commit() -> None:
+    written: list[int] = []
+    alone = False
+
+    class Log:
+        def log_metrics(self, metrics: Any, step: int) -> None:
+            written.append(step)
+
+    log, stable = Log(), StableLog(lambda: alone)
+    stable.hold([log])  # type: ignore[list-item]
+    log.log_metrics({}, step=1)
+    assert written == []
+    stable.stable()
+    assert written == [1]
+    log.log_metrics({}, step=2)
+    stable.drop()
+    stable.stable()
+    assert written == [1]
+    alone = True
+    log.log_metrics({}, step=3)
+    assert written == [1, 3]
+    stable.release()
+    assert "log_metrics" not in vars(log)
+
+
+def test_the_next_writer_does_not_empty_the_folder_of_the_one_before(tmp_path: Path) -> None:
+    old = CSVLogger(tmp_path, name="run", version=0)
+    old.log_metrics({"a": 1.0}, step=0)
+    old.save()
+    new = CSVLogger(tmp_path, name="run", version=0)
+    fit = trainer(tmp_path, logger=new)
+    fit.fit_loop.max_epochs = 0
+    fit.strategy._lightning_module = Regression()
+    open_loggers(fit, "node-b", fresh=False)
+    new.log_metrics({"a": 2.0}, step=1)
+    new.save()
+    assert (tmp_path / "run" / "version_0" / "metrics.csv").read_text().split() == ["a,step", "1.0,0"]
+    assert (tmp_path / "run" / "version_0-node-b" / "metrics.csv").exists()
+
+
+def test_checkpoints_are_named_by_committed_step(tmp_path: Path, double: Any) -> None:
+    kept = ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    trainer(tmp_path, enable_checkpointing=True, callbacks=[kept]).fit(Regression(), loader())
+    steps = [h for h in double.made[0].log if h.kind == "step"]
+    for number in (4, 8, 12):
+        saved = torch.load(tmp_path / "kept" / f"step={number}.ckpt", weights_only=False)["chaos_lightning"]
+        assert saved["head"] == steps[number - 1].hash
+        assert saved["step"] == number
+    assert not [p for p in (tmp_path / "kept").iterdir() if p.suffix == ".part"]
+    names = [h.name for h in double.made[0].log]
+    at = names.index(f"barrier before saving {tmp_path / 'kept' / 'step=4.ckpt'}")
+    assert names[:at].count("section 0") == 4, "the fourth step is stable once this slot has committed"
+
+
+def test_every_process_of_a_machine_prepares_data_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    locks: list[bool] = []
+
+    class Prepares(Regression):
+        def prepare_data(self) -> None:
+            locks.append(self.trainer.strategy._turn._file is not None)
+            assert self.trainer.local_rank == 0
+
+        def setup(self, stage: str) -> None:
+            assert self.trainer.strategy._turn._file is None
+            assert self.trainer.local_rank == 1
+
+    trainer(tmp_path, max_epochs=1, strategy=ChaosStrategy(job="turns")).fit(Prepares(), loader())
+    assert locks == [True]

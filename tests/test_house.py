@@ -1,0 +1,244 @@
+"""The house itself: layout, guards, packages, prose."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LINKED = ("strategies", "callbacks", "configs")
+OURS = (
+    "chaos_lightning", *LINKED, "examples", "benchmarks", "docs", "tests", ".ci",
+    "Makefile", "README.md", "CONTRIBUTING.md", "constraints.txt", "pyproject.toml",
+)  # fmt: skip
+GENERATED = re.compile(r"chaos_pb2(_grpc)?\.pyi?$")
+SUFFIXES = {".py", ".md", ".txt", ".toml", ".yaml", ".yml", ".proto", ".svg", ".json", ""}
+
+
+def sources() -> list[Path]:
+    """Every text file of the project, once (the symlinked folders are not followed)."""
+    found: list[Path] = []
+    for name in OURS:
+        top = ROOT / name
+        if top.is_file():
+            found.append(top)
+        for folder, subfolders, files in os.walk(top):
+            subfolders[:] = [s for s in subfolders if s != "__pycache__" and not s.startswith(".")]
+            found += [Path(folder, f) for f in files if Path(f).suffix in SUFFIXES]
+    return sorted(found)
+
+
+def python_files() -> list[Path]:
+    return [p for p in sources() if p.suffix == ".py" and not GENERATED.search(p.name)]
+
+
+def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=ROOT, **options)  # type: ignore[call-overload]
+
+
+# ------------------------------------------------------------------------------------------------ layout
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_folder_is_a_relative_symlink_inside_the_package(name: str) -> None:
+    link = ROOT / "chaos_lightning" / name
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{name}"
+    assert (ROOT / name / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_folder_refuses_its_short_name_and_says_the_right_one(name: str) -> None:
+    done = run(sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {name}")
+    assert done.returncode != 0
+    assert "ImportError" in done.stderr
+    assert f"chaos_lightning.{name}" in done.stderr
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, chaos_lightning; "
+        "print(*[m for m in ('torch', 'lightning', 'numpy', 'grpc', 'hydra') if m in sys.modules])"
+    )
+    done = run(sys.executable, "-W", "error", "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+def test_command_line_needs_neither_torch_nor_lightning() -> None:
+    code = "import sys, chaos_lightning.cli; print(*[m for m in ('torch', 'lightning') if m in sys.modules])"
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+def test_test_modules_have_unique_names() -> None:
+    """pytest puts each test folder on sys.path: of two modules with one name, one would be imported twice."""
+    names = Counter(p.name for p in python_files() if ROOT / "tests" in p.parents and p.name != "conftest.py")
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+# ------------------------------------------------------------------------------------------------ text
+
+
+def test_python_files_stay_small() -> None:
+    lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in python_files()}
+    assert {name: n for name, n in lengths.items() if n > 500} == {}
+
+
+def test_modules_tell_what_they_are_for() -> None:
+    silent = [str(p.relative_to(ROOT)) for p in python_files() if not ast.get_docstring(ast.parse(p.read_text()))]
+    assert silent == []
+
+
+def test_nothing_names_a_machine_or_a_loose_end() -> None:
+    """Paths of somebody's machine, addresses of package registries, and notes of what is still to be done."""
+    words = ["/" + "work/", "/" + "farm/", "/" + "root/", "/" + "tmp/spec", "pypi" + ".org", "pytorch" + ".org/whl"]
+    words += ["T" + "ODO", "FIX" + "ME", "X" + "XX"]
+    hits = [
+        f"{path.relative_to(ROOT)}:{number}: {word}"
+        for path in sources()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for word in words
+        if word in line
+    ]
+    assert hits == []
+
+
+def test_links_in_the_documents_lead_somewhere() -> None:
+    broken = []
+    for path in (p for p in sources() if p.suffix == ".md"):
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text()):
+            if "://" not in target and not (path.parent / target).exists():
+                broken.append(f"{path.relative_to(ROOT)}: {target}")
+    assert broken == []
+
+
+def test_constraints_pin_everything_exactly() -> None:
+    lines = [n for n in (ROOT / "constraints.txt").read_text().splitlines() if n and not n.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in lines), lines
+    assert "torch==2.13.0" in lines
+    assert not any(line.startswith("chaos") for line in lines)
+
+
+def test_the_environment_is_the_pinned_one() -> None:
+    """What the tests run with is what constraints.txt says."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    differs = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, pinned = line.split("==")
+            try:
+                here = version(name).partition("+")[0]
+            except PackageNotFoundError:
+                continue  # a dependency on some platforms only
+            if here != pinned:
+                differs[name] = (here, pinned)
+    assert differs == {}
+
+
+# ------------------------------------------------------------------------------------------------ make
+
+
+def test_make_lists_every_target() -> None:
+    done = run("make", "--no-print-directory")
+    listed = {line.split()[0] for line in done.stdout.splitlines()}
+    assert listed == {"help", "env", "demo", "test", "test-slow", "check", "bench", "proto", "clean"}
+
+
+def test_gate_fails_when_a_part_fails(tmp_path: Path) -> None:
+    """`.ci/run` with a `make` of ours: the status follows the parts, and all parts run."""
+    fake = tmp_path / "make"
+    fake.write_text('#!/bin/sh\nfor target; do :; done\necho "closing line of $target"\n[ "$target" != "$BROKEN" ]\n')
+    fake.chmod(0o755)
+
+    def gate(broken: str) -> subprocess.CompletedProcess[str]:
+        return run(
+            str(ROOT / ".ci/run"), env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "BROKEN": broken}
+        )
+
+    good = gate("")
+    assert good.returncode == 0
+    assert "PASSED: check test" in good.stdout
+    for part in ("check", "test"):
+        bad = gate(part)
+        assert bad.returncode == 1
+        assert f"FAILED: {part}" in bad.stdout
+        assert bad.stdout.count("closing line of test") == 2
+    assert gate("env").returncode != 0
+
+
+def test_empty_test_selection_is_a_failure() -> None:
+    arguments = "ARGS=tests/test_house.py -k no_such_test_at_all"
+    done = run("make", "--no-print-directory", "-o", ".venv/.installed", "test", arguments, f"PY={sys.executable}")
+    assert done.returncode != 0
+    assert "deselected" in done.stdout
+
+
+# ------------------------------------------------------------------------------------------------ packages
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel and an sdist, built without a network."""
+    out = tmp_path_factory.mktemp("dist")
+    done = run(sys.executable, "-m", "hatchling", "build", "-d", str(out))
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def wanted() -> set[str]:
+    """Files that any installation must have."""
+    files = {
+        f"{n}/{p.relative_to(ROOT / n)}" for n in LINKED for p in (ROOT / n).rglob("*") if p.suffix in (".py", ".yaml")
+    }
+    assert {"strategies/__init__.py", "configs/config.yaml", "configs/accelerator/npu.yaml"} <= files
+    return {f for f in files if "__pycache__" not in f}
+
+
+def test_wheel_holds_the_linked_folders_as_files(built: Path) -> None:
+    names = set(zipfile.ZipFile(next(built.glob("*.whl"))).namelist())
+    assert {f"chaos_lightning/{f}" for f in wanted()} <= names
+    assert "chaos_lightning/runtime/chaos_pb2.py" in names
+    assert not any(n.startswith(("tests/", "examples/", "strategies/")) for n in names)
+
+
+def test_sdist_can_be_built_into_the_same_wheel(built: Path, tmp_path: Path) -> None:
+    archive = next(built.glob("*.tar.gz"))
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path, filter="data")
+    tree = next(tmp_path.iterdir())
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "again")],
+        cwd=tree, capture_output=True, text=True, timeout=170,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    again = set(zipfile.ZipFile(next((tmp_path / "again").glob("*.whl"))).namelist())
+    assert again == set(zipfile.ZipFile(next(built.glob("*.whl"))).namelist())
+
+
+def test_wheel_works_without_the_source_tree(built: Path, tmp_path: Path) -> None:
+    """Unpacked elsewhere, the package imports and Hydra finds its groups."""
+    zipfile.ZipFile(next(built.glob("*.whl"))).extractall(tmp_path)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import chaos_lightning; assert chaos_lightning.__file__.startswith(sys.argv[1]), chaos_lightning.__file__\n"
+        "from hydra import compose, initialize_config_module\n"
+        "with initialize_config_module('chaos_lightning.configs', version_base='1.3'):\n"
+        "    print(compose('config', ['experiment=gpt_text']).model._target_)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=170
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "models.GPTModule"

@@ -1,0 +1,95 @@
+"""Handshakes with right and wrong tokens, and frames that were damaged."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chaos_lightning.errors import ChaosError, RefusedError, WireError
+from chaos_lightning.membership.types import ViewId
+from chaos_lightning.transport.frames import HEADER_NBYTES, FrameType, pack, unpack
+from chaos_lightning.transport.handshake import Greeting, accept, dial
+
+
+def meet(greeting: Greeting, *, dial_token=b"", accept_token=b"", job="j", me="b~2"):
+    """Runs both halves; returns what each came to."""
+    server = socket.create_server(("127.0.0.1", 0))
+    outcome: dict[str, object] = {}
+
+    def listen() -> None:
+        sock, _ = server.accept()
+        try:
+            outcome["accept"] = accept(sock, job=job, me=me, token=accept_token, deadline_s=5)
+            sock.close()
+        except ChaosError as error:
+            outcome["accept"] = error
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    try:
+        dial("127.0.0.1", server.getsockname()[1], greeting, token=dial_token, deadline_s=5).close()
+        outcome["dial"] = "connected"
+    except ChaosError as error:
+        outcome["dial"] = error
+    thread.join(10)
+    server.close()
+    return outcome
+
+
+GOOD = Greeting("j", "a~1", "b~2", "link")
+
+
+def test_equal_tokens_meet():
+    outcome = meet(GOOD, dial_token=b"secret", accept_token=b"secret")
+    assert outcome["dial"] == "connected"
+    assert outcome["accept"] == GOOD
+
+
+def test_a_stranger_without_the_token_is_refused_and_told_why():
+    outcome = meet(GOOD, dial_token=b"guess", accept_token=b"secret")
+    assert isinstance(outcome["dial"], RefusedError)
+    assert "token" in str(outcome["dial"])
+    assert isinstance(outcome["accept"], RefusedError)
+
+
+@pytest.mark.parametrize(
+    ("greeting", "words"),
+    [
+        (Greeting("other", "a~1", "b~2", "link"), "job 'other'"),
+        (Greeting("j", "a~1", "c~3", "link"), "looks for 'c~3'"),
+        (Greeting("j", "a~1", "b~2", "coffee"), "purpose 'coffee'"),
+        (Greeting("j", "a~1", "b~2", "link", version=99), "link protocol 99"),
+    ],
+)
+def test_wrong_greetings_are_refused_by_name(greeting, words):
+    outcome = meet(greeting)
+    assert words in str(outcome["dial"])
+
+
+@given(st.sampled_from(list(FrameType)), st.integers(0, 2**32 - 1), st.integers(0, 2**63), st.integers(0, 64 << 20))
+def test_headers_survive_the_wire(kind, number, seq, length):
+    frame = unpack(bytearray(pack(kind, ViewId(1, number), seq, 4096, length, 7)))
+    assert (frame.type, frame.view, frame.seq, frame.start, frame.length) == (
+        kind,
+        ViewId(1, number),
+        seq,
+        4096,
+        length,
+    )
+
+
+@given(st.integers(0, HEADER_NBYTES - 1), st.integers(1, 255))
+def test_a_flipped_byte_anywhere_in_the_header_is_found(place, flip):
+    data = bytearray(pack(FrameType.UP, ViewId(1, 2), 3, 4, 5, 6))
+    data[place] ^= flip
+    with pytest.raises(WireError):
+        unpack(data)
+
+
+def test_a_frame_beyond_the_limit_is_refused_before_anything_is_allocated():
+    with pytest.raises(WireError, match="limit"):
+        unpack(bytearray(pack(FrameType.UP, ViewId(1, 1), 1, 0, (64 << 20) + 1, 0)))
