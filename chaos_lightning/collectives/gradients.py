@@ -78,6 +78,7 @@ class Gradients:
         self._lent: list[int] = []
         self._repeated = ""
         self._hooks: list[Any] = []
+        self._settled: list[Tensor] = []
         self._flat: Tensor | None = None
         self._stage: _Stage | None = None
         if device.type != "cpu":
@@ -87,6 +88,12 @@ class Gradients:
             for index in scope:
                 tensor = layout.slots[index].tensor
                 self._hooks.append(tensor.register_post_accumulate_grad_hook(self._hook_for(index)))  # type: ignore[no-untyped-call]
+        self.settle()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Reduced buffers are now as at every member: what a step of weight 0 goes back to."""
+        self._settled = [self._layout.slots[i].tensor.clone() for i in self._layout.buffer_slots]
 
     # ------------------------------------------------------------------ a window
 
@@ -203,9 +210,11 @@ class Gradients:
         self._return_lent()
         self._fired = {}
         total = header.total_weight
-        if total <= 0:  # nobody had a sample: no gradient, and buffers as after the last step
+        if total <= 0:  # nobody had a sample: no gradient, and buffers without what stand-in batches did to them
             for index in self._scope:
                 self._layout.slots[index].tensor.grad = None
+            for index, settled in zip(self._layout.buffer_slots, self._settled, strict=True):
+                self._layout.slots[index].tensor.copy_(settled)
             return
         raw = self._memory.results[header.seq % 2]
         scale = 1.0 / total
@@ -227,6 +236,7 @@ class Gradients:
             buffer = self._layout.slots[index].tensor
             mean = self._memory.view(home, index)
             buffer.copy_(mean.round() if not buffer.dtype.is_floating_point else mean)
+        self.settle()
         if self._flat is not None:
             torch.accelerator.synchronize(self._device)
 

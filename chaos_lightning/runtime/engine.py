@@ -170,6 +170,7 @@ class Engine:
                 # It was frozen on the threshold: nothing is lost but the place in the queue.
                 self.events.emit("rejoin", old_id=self.member_id, reason=str(error))
                 self._forget()
+        window.settle()
         report = self._transfer.report
         self.events.emit(
             "joined",

@@ -90,6 +90,10 @@ class Window:
         self.seq = -1
         self._gradients.apply(header)
 
+    def settle(self) -> None:
+        """The member holds the job's state now: what steps without any samples leave as it is."""
+        self._gradients.settle()
+
     def abandon(self) -> None:
         """The window comes to nothing: its member is out."""
         self.seq = -1

@@ -101,6 +101,23 @@ def test_a_step_in_which_nobody_had_samples_leaves_no_gradient() -> None:
     assert all(p.grad is None for p in net.parameters())
 
 
+def test_a_step_in_which_nobody_had_samples_leaves_buffers_as_they_were() -> None:
+    """Members' stand-in batches differ: whatever they do to running statistics must not stay."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    bench = Bench(net, buffers=list(net[1].named_buffers()))
+    bench.gradients.arm(0, 1.0)
+    net(torch.randn(8, 4)).sum().backward()
+    bench.commit(bench.gradients.flush(), [1.0])
+    settled = {n: b.clone() for n, b in net[1].named_buffers()}
+    net(torch.randn(8, 4) + 7.0).sum().backward()
+    assert not torch.equal(net[1].running_mean, settled["running_mean"])
+    bench.gradients.arm(0, 0.0)
+    bench.gradients.disarm()
+    bench.commit(b"", [0.0])
+    for name, buffer in net[1].named_buffers():
+        assert torch.equal(buffer, settled[name]), name
+
+
 def test_gradients_changed_after_they_were_sent_are_named() -> None:
     net = model()
     bench = Bench(net)
