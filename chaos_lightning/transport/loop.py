@@ -93,8 +93,9 @@ class IoLoop:
             timeout = 0.0
         for fd, events in self._epoll.poll(timeout):
             if fd == self._wake:
-                self._awake = False
+                # In this order: whoever finds the flag set after it was read relies on the calls being run below.
                 os.eventfd_read(self._wake)
+                self._awake = False
                 continue
             handler = self._handlers.get(fd)
             if handler is not None:
