@@ -1,4 +1,8 @@
-"""Making views: who is in the next one, in which order, and why (pure functions; each gives its reason in words)."""
+"""Making views: who is in the next one, in which order, by which plan, and why (pure functions; reasons in words).
+
+A plan that the user drew for certain members may not fit those of a view: then `plan_for` gives another one, and the
+view's reason says so, as it does when the user's plan fits again.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.types import NO_VIEW, Member, PlanSpec, View, ViewId
+from chaos_lightning.planning.trees import plan_for
 
 
 def founding_view(
@@ -17,6 +22,7 @@ def founding_view(
     reason = f"founded by {names}"
     if chain:
         reason = f"founded again by {names}: nobody of view {chain[-1].id} is left"
+    plan, reason = _planned(plan, members, plan, reason)
     return View(
         id=number,
         predecessor=chain[-1].id if chain else NO_VIEW,
@@ -61,7 +67,15 @@ def intended_change(
     return None
 
 
+def _planned(spec: PlanSpec, members: Sequence[Member], before: PlanSpec, reason: str) -> tuple[PlanSpec, str]:
+    """The plan for these members; where it is not the one before, the reason tells why."""
+    plan, why = plan_for(spec, [m.id for m in members])
+    return plan, reason if plan == before else f"{reason}; plan: {why}"
+
+
 def changed_view(view: View, number: ViewId, change: Change, plan: PlanSpec) -> View:
+    """The view of an intended change."""
+    plan, reason = _planned(plan, change.members, view.plan, change.reason)
     return replace(
         view,
         id=number,
@@ -69,18 +83,20 @@ def changed_view(view: View, number: ViewId, change: Change, plan: PlanSpec) -> 
         members=change.members,
         joiners=change.joiners,
         plan=plan,
-        reason=change.reason,
+        reason=reason,
     )
 
 
 def recovered_view(view: View, number: ViewId, ruling: Ruling, plan: PlanSpec, why: str) -> View:
     """The view after a failure: the ruling's members in the old rank order."""
+    members = tuple(m for m in view.members if m.id in ruling.members)
+    plan, reason = _planned(plan, members, view.plan, f"{why}; {ruling.reason}")
     return replace(
         view,
         id=number,
         predecessor=view.id,
-        members=tuple(m for m in view.members if m.id in ruling.members),
+        members=members,
         joiners=ruling.joiners,
         plan=plan,
-        reason=f"{why}; {ruling.reason}",
+        reason=reason,
     )

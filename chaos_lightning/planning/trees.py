@@ -149,6 +149,17 @@ def edges(spec: PlanSpec, members: Sequence[str]) -> frozenset[tuple[str, str]]:
     return frozenset((a, b) for a, b in pairs)
 
 
+def check_plan(spec: PlanSpec) -> None:
+    """Refuses a plan that fits no members at all: a user's trees must fit their own.
+
+    Raises:
+        PlanError: as `expand`; only ranges beyond a buffer's end cannot be seen here.
+    """
+    _arity(spec)
+    named = spec.trees[0].members if spec.trees else ("",)
+    expand(spec, named, max((tree.stop for tree in spec.trees), default=0), ())
+
+
 def plan_for(spec: PlanSpec, members: Sequence[str]) -> tuple[PlanSpec, str]:
     """The plan for these members, and the reason in words: `spec`, or rotating where a user's trees do not fit."""
     names = _members(members)

@@ -23,6 +23,7 @@ from chaos_lightning.membership.types import Settings
 from chaos_lightning.runtime.access import DEFAULT_PORT, addresses, is_loopback, join_endpoint, split_endpoint
 from chaos_lightning.runtime.config import DEFAULT_ENDPOINT, EngineConfig
 from chaos_lightning.runtime.options import MEMORY, change_settings, settings_from_json, settings_to_json
+from chaos_lightning.runtime.plans import absolute_plan
 
 logger = logging.getLogger("chaos_lightning.rendezvous")
 
@@ -30,7 +31,7 @@ MEMBER_OPTIONS = {
     "token_file": "file with the cluster token, the same on all nodes",
     "log_dir": "folder of the event logs",
     "bind": "address that this node's links listen on (default: the one that faces the endpoint)",
-    "plan": "how gradients travel: rotating, chain or tree",
+    "plan": "how gradients travel: rotating, chain, tree, tree:K or a file of trees (file:PATH, *.yaml, *.json)",
     "chunk_nbytes": "size of one chunk of the all-reduce",
     "join_timeout_s": "how long a worker waits for admission and state (default: torchrun's rendezvous timeout, 900)",
     "step_timeout_s": "how long one step may take before a worker gives up",
@@ -147,6 +148,8 @@ def read_options(
         if text:
             # Workers may change their directory.
             values[name] = str(Path(text).absolute())
+    if plan := values.get("plan") or environ.get("CHAOS_PLAN"):
+        values["plan"] = absolute_plan(plan)
     if "join_timeout_s" not in values and timeout:
         values["join_timeout_s"] = _parse("timeout", timeout, float)
     if "heartbeat_timeout_s" in conf:

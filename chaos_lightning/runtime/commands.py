@@ -14,9 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.membership.types import PlanSpec, Settings
+from chaos_lightning.membership.types import Settings
 from chaos_lightning.runtime.access import load_token
 from chaos_lightning.runtime.options import MEMORY, SchedulerOptions, change_settings, check_settings
+from chaos_lightning.runtime.plans import EXPECTED, read_plan
 
 DEFAULT_ENDPOINT = "127.0.0.1:29400"
 
@@ -38,7 +39,7 @@ def scheduler(
     job: Annotated[str, typer.Option(help="Name of the job (torchrun: --rdzv-id).")] = "default",
     min_nodes: Annotated[int, typer.Option(help="Training starts with, and pauses below, so many members.")] = 1,
     max_nodes: Annotated[int, typer.Option(help="Further members wait as standbys.")] = 64,
-    plan: Annotated[str, typer.Option(help="How gradients travel: rotating, chain or tree.")] = "rotating",
+    plan: Annotated[str, typer.Option(help=f"How gradients travel: {EXPECTED}.")] = "rotating",
     store: Annotated[
         str,
         typer.Option(
@@ -71,7 +72,7 @@ def scheduler(
         if not equals:
             raise ConfigurationError(f"--set {item}: expected NAME=VALUE")
         given[name.strip()] = value
-    settings = check_settings(change_settings(Settings(plan=PlanSpec(kind=plan)), given))
+    settings = check_settings(change_settings(Settings(plan=read_plan(plan)), given))
     code = run(
         SchedulerOptions(
             listen=listen,

@@ -11,8 +11,11 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.membership.types import PlanSpec
+from chaos_lightning.runtime.plans import read_plan
 
 DEFAULT_ENDPOINT = "127.0.0.1:29400"
 _NAME = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
@@ -30,7 +33,8 @@ class EngineConfig:
         max_nodes: Further members wait as standbys.
         token_file: File with the cluster token; the environment variable CHAOS_TOKEN serves as well.
         bind: Address that links listen on; beyond loopback a token is demanded.
-        plan: How gradients travel: rotating, chain or tree.
+        plan: How gradients travel: rotating, chain, tree, tree:K, or a file of trees (see runtime/plans.py). The
+            job goes by the plan of whoever starts its scheduler.
         chunk_nbytes: Size of one chunk of the all-reduce; 0 picks 256 KiB for small and 1 MiB for large models.
         log_dir: Folder of the event log; empty for none.
         heartbeat_timeout_s: Silence after which a member is suspected (its neighbours must confirm).
@@ -71,13 +75,17 @@ class EngineConfig:
             raise ConfigurationError(
                 f"min_nodes {self.min_nodes} and max_nodes {self.max_nodes}: expected 1 <= min_nodes <= max_nodes"
             )
-        if self.plan not in ("rotating", "chain", "tree"):
-            raise ConfigurationError(f"plan {self.plan!r} is unknown; expected rotating, chain or tree")
         if self.chunk_nbytes and not 4096 <= self.chunk_nbytes <= 16 << 20:
             raise ConfigurationError(f"chunk_nbytes {self.chunk_nbytes}: expected 0 or 4096 to {16 << 20}")
 
     @classmethod
     def build(cls, given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> EngineConfig:
+        _ = self.plan_spec
+
+    @cached_property
+    def plan_spec(self) -> PlanSpec:
+        """What `plan` says; a file is read once, when the configuration is made."""
+        return read_plan(self.plan, self.chunk_nbytes)
         """Merges arguments that are not None over the environment over the defaults."""
         values: dict[str, object] = {}
         for field in fields(cls):

@@ -53,6 +53,7 @@ from chaos_lightning.runtime.hosting import host_for_engine
 from chaos_lightning.runtime.links import Links
 from chaos_lightning.runtime.mailbox import Mailbox
 from chaos_lightning.runtime.orphan import watch_parent
+from chaos_lightning.runtime.plans import check_bytes
 from chaos_lightning.runtime.shell import Shell
 from chaos_lightning.runtime.transfer import Transfer
 from chaos_lightning.runtime.window import Window
@@ -119,6 +120,7 @@ class Engine:
         """Lays out gradients and reduced buffers, allocates the flat memory and installs the hooks."""
         layout = Layout(sections, buffers)
         self._window = Window(
+        check_bytes(self.config.plan, self.config.plan_spec, layout.nbytes, layout.spans())
             layout, self.config.chunk_nbytes, self.config.overlap, self._loop, lambda: self._shell.reducer
         )
         self._shell.equip(self._window.memory, self._window.grid)

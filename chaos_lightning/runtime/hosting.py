@@ -222,6 +222,9 @@ def options_for_engine(config: EngineConfig) -> SchedulerOptions:
     """What a member's own configuration says about its job's scheduler."""
     # The rendezvous backend leaves its whole settings here, so that a worker may revive the very same scheduler.
     base = settings_from_json(os.environ.get("CHAOS_SETTINGS") or "{}")
+    plan = config.plan_spec
+    if plan.chunk_nbytes == PlanSpec().chunk_nbytes:
+        plan = replace(plan, chunk_nbytes=config.chunk_nbytes or base.plan.chunk_nbytes)
     settings = replace(
         base,
         job=config.job,
@@ -229,7 +232,7 @@ def options_for_engine(config: EngineConfig) -> SchedulerOptions:
         max_nodes=config.max_nodes,
         heartbeat_interval_s=min(base.heartbeat_interval_s, config.heartbeat_timeout_s / 3),
         heartbeat_timeout_s=config.heartbeat_timeout_s,
-        plan=PlanSpec(kind=config.plan, chunk_nbytes=config.chunk_nbytes or base.plan.chunk_nbytes),
+        plan=plan,
     )
     return SchedulerOptions(
         listen=join_endpoint(*split_endpoint(config.endpoint)),

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.membership.types import PlanSpec, Settings, TreeSpec
+from chaos_lightning.membership.types import Settings
+from chaos_lightning.planning.trees import check_plan
 from chaos_lightning.runtime.access import split_endpoint
+from chaos_lightning.runtime.plans import plan_from
 
 MEMORY = ":memory:"
 """As a store: keep the chain in memory only. For tests; the job dies with the scheduler."""
@@ -74,7 +76,7 @@ def settings_from_json(text: str) -> Settings:
     plan = given.pop("plan", None)
     settings = change_settings(Settings(), given)
     if plan is not None:
-        settings = replace(settings, plan=_plan(plan))
+        settings = replace(settings, plan=plan_from(plan, "setting plan"))
     return check_settings(settings)
 
 
@@ -128,26 +130,8 @@ def check_settings(settings: Settings) -> Settings:
             f"{settings.heartbeat_interval_s:g}: one late heartbeat would be a suspicion; the timeout must be at least "
             "twice the interval"
         )
+    check_plan(settings.plan)
     return settings
-
-
-def _plan(given: object) -> PlanSpec:
-    try:
-        if not isinstance(given, dict):
-            raise TypeError("expected an object")
-        trees = tuple(
-            TreeSpec(int(t["start"]), int(t["stop"]), tuple(map(str, t["members"])), tuple(map(str, t["parents"])))
-            for t in given.get("trees", ())
-        )
-        default = PlanSpec()
-        unknown = sorted(set(given) - {"kind", "chunk_nbytes", "trees"})
-        if unknown:
-            raise TypeError(f"unknown keys {unknown}")
-        return PlanSpec(
-            str(given.get("kind", default.kind)), int(given.get("chunk_nbytes", default.chunk_nbytes)), trees
-        )
-    except (TypeError, KeyError, ValueError) as error:
-        raise ConfigurationError(f"setting plan: {error} in {given!r}") from error
 
 
 def _article(kind: type) -> str:

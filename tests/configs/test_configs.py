@@ -15,6 +15,9 @@ from hydra.errors import ConfigCompositionException
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.runtime.config import EngineConfig
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 CHOICES = sorted(
@@ -78,6 +81,17 @@ def test_every_member_can_be_told_apart_and_reached() -> None:
     strategy = instantiate(config.strategy)
     assert type(strategy).__name__ == "ChaosStrategy"
     assert strategy.options.plan == "chain"
+
+
+@pytest.mark.parametrize("prefix", ["", "file:"])
+def test_the_plan_may_be_a_file_of_trees(tmp_path: Path, prefix: str) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("trees: [{members: [a, b], parents: ['', a]}]")
+    strategy = instantiate(composed(f"strategy.options.plan={prefix}{path}").strategy)
+    assert EngineConfig.build(strategy.options.for_engine(), {}).plan_spec.trees[0].members == ("a", "b")
+    path.write_text("trees: [{members: [a, b], parents: [b, a]}]")
+    with pytest.raises(ConfigurationError, match=r"plan\.yaml.*tree 0 has 0 roots"):
+        EngineConfig.build(strategy.options.for_engine(), {})
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,11 @@ from chaos_lightning.replication.table import state_hash
 from chaos_lightning.trainer import Trainer, capture_exit_event
 
 
+def network(width: int = 32) -> nn.Sequential:
+    """What all members train."""
+    return nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 4))
+
+
 def train(spec: dict[str, Any]) -> None:
     """One member.
 
@@ -32,7 +37,7 @@ def train(spec: dict[str, Any]) -> None:
     gates = dict(spec.get("gates", {}))
     die_at = spec.get("die_at", {})
     with trainer:
-        model = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 4))
+        model = network(width)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         loader = DataLoader(data, spec.get("batch", 4), shuffle=True, num_workers=spec.get("workers", 0))
         for x, y in trainer.prepare(model, optimizer, loader, epochs=spec.get("epochs", 2)):

@@ -132,7 +132,7 @@ def test_settings_travel_as_json() -> None:
         ('{"hang_timeout_s": true}', "hang_timeout_s=True: expected a number"),
         ('{"hang_timeout_s": null}', "hang_timeout_s=None: expected a number"),
         ('{"plan": {"colour": 1}}', "plan: unknown keys"),
-        ('{"plan": {"trees": [{}]}}', "plan: 'start'"),
+        ('{"plan": {"trees": [{}]}}', "plan: 'members'"),
         ('{"plan": 3}', "plan: expected an object"),
         ('{"min_nodes": 0}', "min_nodes=0"),
         ('{"min_nodes": 3, "max_nodes": 2}', "min_nodes=3, max_nodes=2"),

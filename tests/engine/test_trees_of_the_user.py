@@ -1,0 +1,69 @@
+"""Gradients travel over trees that the user drew, as long as the members are those that the user drew them for."""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import Any
+
+import engine_members
+import pytest
+from engine_job import Job
+
+from chaos_lightning.collectives.layout import Layout, Section
+from chaos_lightning.trainer import norm_buffers
+
+
+def gradient_nbytes() -> int:
+    """Length of the buffer in which the members' gradients travel."""
+    model = engine_members.network()
+    wanted = norm_buffers(model)
+    buffers = [(n, b) for n, b in model.named_buffers() if n in wanted]
+    return Layout([Section("optimizer 0", list(model.named_parameters()))], buffers).nbytes
+
+
+def trees(*borders: int) -> list[dict[str, Any]]:
+    """Two trees: a line rooted in a, a star rooted in c."""
+    first, second, third = borders
+    return [
+        {"start": first, "stop": second, "members": ["a", "b", "c"], "parents": ["", "a", "b"]},
+        {"start": second, "stop": third, "members": ["a", "b", "c"], "parents": ["c", "c", ""]},
+    ]
+
+
+def written(job: Job, plan: list[dict[str, Any]]) -> str:
+    path = job.folder / "plan.json"
+    path.write_text(json.dumps({"chunk_nbytes": 4096, "trees": plan}))
+    return str(path)
+
+
+def test_a_fourth_member_does_not_fit_into_the_trees_of_three(job: Job) -> None:
+    plan = written(job, trees(0, 1024, gradient_nbytes()))
+    gate = job.gate("a")
+    for name in "abc":
+        job.start(name, settings={"min_nodes": 3, "plan": plan}, epochs=20, gates={5: gate} if name == "a" else {})
+    job.harness.wait_step(5)
+    job.start("d", epochs=20)
+    joining = job.harness.wait_for("view", lambda r: len(r.get("members") or ()) == 4, node="default")
+    assert "plan: rotating instead: tree 0 does not span ['d~" in str(joining.get("reason"))
+    job.open(gate)
+    job.harness.wait_for("joined", node="d")
+    job.harness.terminate("d", number=signal.SIGINT)
+    left = job.harness.wait_for("view", node="default", after=joining)
+    assert str(left.get("reason")).endswith("plan: user as configured")
+    assert job.harness.wait_exit("d") == 0
+    reports = job.finish("a", "b", "c")
+    assert len({(r["hash"], r["step"]) for r in reports}) == 1, reports
+
+
+@pytest.mark.parametrize("missing", [0, 64])
+def test_trees_that_miss_bytes_of_the_model_end_the_member_before_it_joins(job: Job, missing: int) -> None:
+    nbytes = gradient_nbytes()
+    plan = written(job, trees(missing, 1024, nbytes + missing - 64))
+    job.start("a", settings={"plan": plan})
+    job.harness.declare("a")
+    assert job.harness.wait_exit("a") != 0
+    said = job.harness.children["a"].tail()
+    assert f"plan file '{plan}'" in said if missing else f"'{plan}' does not fit this model" in said, said
+    assert f"bytes [{nbytes - 64}, {nbytes}) are covered by no tree" in said or "bytes [0, 64) are" in said, said
+    assert not list(job.harness.logs.glob("scheduler-*"))
