@@ -77,15 +77,15 @@ class EngineConfig:
             )
         if self.chunk_nbytes and not 4096 <= self.chunk_nbytes <= 16 << 20:
             raise ConfigurationError(f"chunk_nbytes {self.chunk_nbytes}: expected 0 or 4096 to {16 << 20}")
-
-    @classmethod
-    def build(cls, given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> EngineConfig:
         _ = self.plan_spec
 
     @cached_property
     def plan_spec(self) -> PlanSpec:
         """What `plan` says; a file is read once, when the configuration is made."""
         return read_plan(self.plan, self.chunk_nbytes)
+
+    @classmethod
+    def build(cls, given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> EngineConfig:
         """Merges arguments that are not None over the environment over the defaults."""
         values: dict[str, object] = {}
         for field in fields(cls):

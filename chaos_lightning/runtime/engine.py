@@ -119,8 +119,8 @@ class Engine:
     def prepare(self, *, sections: Sequence[Section], buffers: Sequence[tuple[str, Tensor]] = ()) -> None:
         """Lays out gradients and reduced buffers, allocates the flat memory and installs the hooks."""
         layout = Layout(sections, buffers)
-        self._window = Window(
         check_bytes(self.config.plan, self.config.plan_spec, layout.nbytes, layout.spans())
+        self._window = Window(
             layout, self.config.chunk_nbytes, self.config.overlap, self._loop, lambda: self._shell.reducer
         )
         self._shell.equip(self._window.memory, self._window.grid)
