@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from chaos_lightning.callbacks.member import engine_of
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.observe.events import Event, EventLog
-from chaos_lightning.testing.faults import Action, Fault, FaultPlan, Phase, Schedule
+from chaos_lightning.testing.faults import LINK_ACTIONS, Action, Fault, FaultPlan, Phase, Schedule
 
 log = logging.getLogger("chaos_lightning.callbacks")
 
@@ -54,7 +54,9 @@ class FaultInjectorCallback(Callback):
         self.plan = FaultPlan.load(plan)
         self.only_phases = only_phases
         self.name = name
-        needless = [f for f in self.plan if f.event and not only_phases and f.action not in (Action.JOIN, Action.CUT)]
+        needless = [
+            f for f in self.plan if f.event and not only_phases and f.action not in (Action.JOIN, *LINK_ACTIONS)
+        ]
         if needless:
             raise ConfigurationError(
                 f"fault {needless[0]}: a process does not read the others' events; let a harness drive this plan and "

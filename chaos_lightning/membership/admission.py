@@ -182,7 +182,8 @@ class Admission(SchedulerState):
 
     def _on_link(self, peer: Peer, other: str, up: bool, evidence: str) -> None:
         if up:
-            before = peer.down.pop(other, None)
+            silent, before = peer.silent.pop(other, None), peer.down.pop(other, None)
+            before = before or silent
             subject = self.peers.get(other)
             together = subject is not None and peer.entered == subject.entered != NO_VIEW
             if before is None and together and other not in peer.up:
@@ -193,6 +194,8 @@ class Admission(SchedulerState):
                 self._again = f"the link between {peer.id} and {other} was made anew ({before})"
             return
         peer.up.discard(other)
+        if evidence.startswith("silent"):
+            peer.silent[other] = evidence
         if not evidence.startswith("closed"):
             return
         peer.down[other] = evidence

@@ -165,7 +165,7 @@ class MemberMachine(MemberState):
         for peer, up in self.links.items():
             if up and peer in self._remade:
                 self._emit(ToScheduler(LinkEvent(peer, False, "closed")))
-            self._emit(ToScheduler(LinkEvent(peer, up, "connected" if up else "closed")))
+            self._emit(ToScheduler(LinkEvent(peer, up, "connected" if up else self._silent.get(peer) or "closed")))
         self._emit(ToScheduler(self._position()))
         if self._ready_sent and self.phase is Phase.WAITING:
             self._emit(ToScheduler(Ready()))
@@ -187,6 +187,7 @@ class MemberMachine(MemberState):
         if before is up:
             return
         self.links[peer] = up
+        self._silent[peer] = evidence if evidence.startswith("silent") else ""
         if up and before is False:
             self._remade.add(peer)
         self._emit(ToScheduler(LinkEvent(peer, up, evidence)))

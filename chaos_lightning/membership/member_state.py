@@ -86,6 +86,7 @@ class MemberState:
         self._wanted: tuple[Member, ...] | None = None
         self._ready_sent = False
         self._remade: set[str] = set()
+        self._silent: dict[str, str] = {}
         self._finish_reason = ""
         self._now = 0.0
         self._out: list[MemberEffect] = []

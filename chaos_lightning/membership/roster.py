@@ -55,6 +55,8 @@ class Peer:
     report: Report | None = None
     down: dict[str, str] = field(default_factory=dict)
     """Peers to which it says its link is closed, with the evidence."""
+    silent: dict[str, str] = field(default_factory=dict)
+    """Peers whose link it gave up because nothing came any more, with the evidence: no sign of the peer's death."""
     up: set[str] = field(default_factory=set)
     linked: tuple[str, ...] | None = None
     """Ids in the OpenLinks last sent on this stream; None: none was sent."""

@@ -3,7 +3,8 @@
 Theory of operation. The member with the younger id dials (newcomers dial the others), the other accepts; handshakes
 run in short-lived threads so that a slow stranger never holds up the loop. A link that breaks is reported with its
 evidence and dialled again while its peer is wanted, with growing pauses. Messages for a peer whose link is not there
-yet wait for it.
+yet wait for it. Both ends ping, so a link on which nothing arrives for `SILENCE_S` is given up and dialled anew: a
+path that swallows bytes closes no socket.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from chaos_lightning.errors import ChaosError, ConfigurationError
@@ -23,6 +25,8 @@ from chaos_lightning.transport.link import Link, Owner
 from chaos_lightning.transport.loop import IoLoop
 
 PING_INTERVAL_S = 0.1
+SILENCE_S = 3.0
+"""A link on which nothing was heard for so long carries nothing any more, though it was not closed."""
 _MAX_HANDSHAKES = 64
 _MAX_WAITING_MESSAGES = 4096
 
@@ -73,6 +77,7 @@ class Links:
         self._waiting: dict[str, list[bytes]] = {}
         self._slots = threading.Semaphore(_MAX_HANDSHAKES)
         self._closed = False
+        self._pinged_at = time.monotonic()
         try:
             self._listener = socket.create_server((bind, 0), backlog=128)
         except OSError as error:
@@ -220,8 +225,17 @@ class Links:
             link.send(kind, view, seq, start, payload)
 
     def ping(self) -> None:
-        for link in list(self._links.values()):
-            link.send(FrameType.PING, NO_VIEW)
+        """Shows each peer that this end lives, and gives up links of which nothing was heard for too long."""
+        now = time.monotonic()
+        gap, self._pinged_at = now - self._pinged_at, now
+        for peer, link in list(self._links.items()):
+            # Who was frozen itself has heard nobody; that is nobody's silence (PROTOCOL.md 12).
+            link.heard_at += gap if gap > SILENCE_S / 2 else 0.0
+            if now - link.heard_at > SILENCE_S:
+                link.close()
+                self.broken(peer, link, f"silent (nothing was heard for {now - link.heard_at:.1f} s)")
+            else:
+                link.send(FrameType.PING, NO_VIEW)
 
     def drop(self, view: ViewId) -> None:
         """Diverts and forgets chunks of this and older views on every link."""

@@ -8,6 +8,7 @@ as a dict (YAML) or with the `FaultInjector` builder, and all three say the same
     at step 40 in allreduce: sigkill rank 1
     on joined edge-4: sigstop edge-2 for 3 s
     at step 60: cut edge-1 edge-3 for 2 s
+    at step 80: stall edge-1 edge-2 for 5 s
 
 `at step S` means: as soon as S optimizer steps are committed; with a phase, the first time that phase is passed from
 then on. `on EVENT NODE` means: once that event of `observe/events.py` was written by that node (or by anybody). A
@@ -44,7 +45,13 @@ class Action(enum.StrEnum):
     """Frozen for `seconds`, then continued (0: until somebody continues it)."""
     SIGTERM = "sigterm"
     CUT = "cut"
-    """The link between `node` and `peer` drops everything for `seconds` (0: for good)."""
+    """The link between `node` and `peer` is reset, and cannot be made again for `seconds` (0: for good)."""
+    STALL = "stall"
+    """The link between `node` and `peer` is a black hole for `seconds` (0: for good): nothing passes, nor an end."""
+
+
+LINK_ACTIONS = frozenset((Action.CUT, Action.STALL))
+"""What happens to a link, not to a process."""
 
 
 class Phase(enum.StrEnum):
@@ -77,8 +84,8 @@ class Fault:
         after_s: Trigger: seconds since the plan was started.
         event: Trigger: name of an event.
         event_node: With an event: whose; empty: anybody's.
-        seconds: How long (sigstop, cut); 0: for good.
-        peer: The other end of a cut link.
+        seconds: How long (sigstop, cut, stall); 0: for good.
+        peer: The other end of a link that is cut or stalled.
     """
 
     action: Action
@@ -103,16 +110,16 @@ class Fault:
             raise wrong("expected exactly one victim: a node's name or a rank")
         if self.phase is not None and self.step is None:
             raise wrong("a phase needs a step: write 'at step S in PHASE'")
-        if self.phase is not None and self.action in (Action.JOIN, Action.CUT):
+        if self.phase is not None and self.action in (Action.JOIN, *LINK_ACTIONS):
             raise wrong(f"a phase is a place in the victim's own loop, it cannot {self.action} there")
         if self.event and self.event not in _EVENTS:
             raise wrong(f"no event is called {self.event!r}; see chaos_lightning.observe.events.Event")
         if (self.step or 0) < 0 or (self.after_s or 0) < 0 or self.seconds < 0 or (self.rank or 0) < 0:
             raise wrong("steps, ranks and seconds cannot be negative")
-        if (self.action is Action.CUT) != bool(self.peer):
-            raise wrong("a cut needs two nodes, other faults one")
-        if self.seconds and self.action not in (Action.SIGSTOP, Action.CUT):
-            raise wrong(f"{self.action} has no duration; 'for ... s' belongs to sigstop and cut")
+        if (self.action in LINK_ACTIONS) != bool(self.peer):
+            raise wrong("a cut or a stall needs two nodes, other faults one")
+        if self.seconds and self.action not in (Action.SIGSTOP, *LINK_ACTIONS):
+            raise wrong(f"{self.action} has no duration; 'for ... s' belongs to sigstop, cut and stall")
         if self.action is Action.JOIN and self.rank is not None:
             raise wrong("who joins has no rank yet; give it a name")
 
@@ -340,7 +347,7 @@ class FaultPlan:
 
     def inside(self, node: str) -> FaultPlan:
         """The faults that the process of this node can carry out on itself (it learns its rank at run time)."""
-        own = (f for f in self.faults if f.action not in (Action.JOIN, Action.CUT))
+        own = (f for f in self.faults if f.action not in (Action.JOIN, *LINK_ACTIONS))
         return FaultPlan(tuple(f for f in own if f.rank is not None or f.node == node), self.also_expected)
 
     def outside(self) -> FaultPlan:
@@ -458,6 +465,10 @@ class FaultInjector:
     def cut_at(self, one: str, other: str, step: int, seconds: float = 0.0) -> FaultInjector:
         """Cut the link between two nodes once `step` steps are committed (0 s: for good)."""
         return self._add(Action.CUT, one, step=step, peer=other, seconds=seconds)
+
+    def stall_at(self, one: str, other: str, step: int, seconds: float = 0.0) -> FaultInjector:
+        """Make the link between two nodes a black hole once `step` steps are committed (0 s: for good)."""
+        return self._add(Action.STALL, one, step=step, peer=other, seconds=seconds)
 
     def when(
         self, event: str, node: str, action: Action | str, victim: int | str, seconds: float = 0.0

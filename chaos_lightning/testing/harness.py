@@ -26,8 +26,9 @@ from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe.events import Event, EventLog, Record, Tail
 from chaos_lightning.observe.fields import integer
 from chaos_lightning.observe.timeline import Timeline
-from chaos_lightning.testing.faults import Action, Fault, FaultPlan, Schedule
+from chaos_lightning.testing.faults import LINK_ACTIONS, Action, Fault, FaultPlan, Schedule
 from chaos_lightning.testing.processes import PRELOAD, Child, start_command, start_function
+from chaos_lightning.testing.relay import LinkRelay
 
 __all__ = ["Child", "Harness", "UndeclaredDeath"]
 
@@ -56,6 +57,7 @@ class Harness:
         plan: FaultPlan | None = None,
         deadline_s: float = 60.0,
         start: Callable[[Harness, str], Child] | None = None,
+        relay: LinkRelay | None = None,
     ):
         """Make the directories.
 
@@ -65,6 +67,7 @@ class Harness:
             plan: Its `expected_deaths` are declared; `drive` carries it out.
             deadline_s: Default deadline of every wait, s.
             start: Starts the process of a node that joins by the plan.
+            relay: The children's links pass through it and can be hurt; it stays the caller's to close.
         """
         self.directory = Path(directory)
         self.logs = self.directory / "events"
@@ -79,14 +82,16 @@ class Harness:
         self._tail = Tail(self.logs)
         self._seen: list[Record] = []
         self._past: list[Child] = []
-        self._thaw: list[tuple[float, Child]] = []
+        self._relay = relay
+        self._due: list[tuple[float, Callable[[], None]]] = []
 
     # ------------------------------------------------------------------------------------------------ starting
 
     def environment(self) -> dict[str, str]:
         """What children get: this process's environment, unbuffered output, the log directory, the test's additions."""
         base = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        return {**base, "CHAOS_LOG_DIR": str(self.logs), **self._env}
+        routed = self._relay.environment() if self._relay is not None else {}
+        return {**base, "CHAOS_LOG_DIR": str(self.logs), **routed, **self._env}
 
     def start(self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Child:
         """Start a program under this name."""
@@ -136,7 +141,7 @@ class Harness:
         self.events.emit(Event.FAULT_INJECTED, kind=Action.SIGSTOP.value, node=name, seconds=seconds, pid=child.pid)
         child.frozen = child.send(signal.SIGSTOP)
         if seconds > 0:
-            self._thaw.append((time.monotonic() + seconds, child))
+            self._later(seconds, lambda: self._thaw(child))
 
     def cont(self, name: str) -> None:
         """SIGCONT."""
@@ -144,6 +149,41 @@ class Harness:
         self.events.emit(Event.FAULT_INJECTED, kind="sigcont", node=name, pid=child.pid)
         child.frozen = False
         child.send(signal.SIGCONT)
+
+    def cut(self, one: str, other: str, seconds: float = 0.0) -> None:
+        """Reset the link between two nodes, and refuse it until `restore`, or the first wait after `seconds`."""
+        self._hurt_link(Action.CUT, one, other, seconds)
+
+    def stall(self, one: str, other: str, seconds: float = 0.0) -> None:
+        """A black hole between two nodes, until `restore`, or the first wait after `seconds`."""
+        self._hurt_link(Action.STALL, one, other, seconds)
+
+    def restore(self, one: str, other: str) -> None:
+        """The link between two nodes is whole again."""
+        relay = self._need_relay(f"restore {one} {other}")
+        self.events.emit(Event.FAULT_INJECTED, kind="restore", node=one, peer=other)
+        relay.restore(one, other)
+
+    def _hurt_link(self, action: Action, one: str, other: str, seconds: float) -> None:
+        relay = self._need_relay(f"{action} {one} {other}")
+        self.events.emit(Event.FAULT_INJECTED, kind=action.value, node=one, peer=other, seconds=seconds)
+        (relay.cut if action is Action.CUT else relay.stall)(one, other)
+        if seconds > 0:
+            self._later(seconds, lambda: self.restore(one, other))
+
+    def _need_relay(self, what: str) -> LinkRelay:
+        if self._relay is None:
+            raise ValueError(
+                f"this harness cannot hurt links ({what}): give it a chaos_lightning.testing.relay.LinkRelay"
+            )
+        return self._relay
+
+    def _later(self, seconds: float, work: Callable[[], None]) -> None:
+        self._due.append((time.monotonic() + seconds, work))
+
+    def _thaw(self, child: Child) -> None:
+        if self.children.get(child.name) is child and child.running:
+            self.cont(child.name)
 
     def terminate(self, name: str, *, number: int = signal.SIGTERM, group: bool = False) -> None:
         """SIGTERM (or SIGINT): a polite end, after which the process should end with exit code 0."""
@@ -241,12 +281,11 @@ class Harness:
         return self.wait_for(Event.COMMITTED, lambda r: integer(r.get("step")) >= step, deadline_s, node=node)
 
     def _turn(self) -> None:
-        """Take in what was logged, and end freezes whose time has come."""
+        """Take in what was logged, and end freezes, cuts and stalls whose time has come."""
         now = time.monotonic()
-        for due, child in [x for x in self._thaw if x[0] <= now]:
-            self._thaw.remove((due, child))
-            if self.children.get(child.name) is child and child.running:
-                self.cont(child.name)
+        for entry in [x for x in self._due if x[0] <= now]:
+            self._due.remove(entry)
+            entry[1]()
         self._seen += self._tail.poll()
 
     def _sleep(self, seconds: float) -> None:
@@ -284,12 +323,12 @@ class Harness:
         """Carry out the plan's outside faults as their triggers come, until `until()` holds; returns what was left.
 
         Steps and events from before the call count as triggers. Faults within a phase belong to the victims themselves
-        (`FaultInjectorCallback`). A cut has no meaning to a harness that only knows processes: it is refused.
+        (`FaultInjectorCallback`). Links are cut and stalled by the relay; without one, a plan that does so is refused.
         """
         schedule = Schedule((plan or self.plan).outside())
-        cuts = [f for f in schedule.plan if f.action is Action.CUT]
-        if cuts:
-            raise ValueError(f"this harness cannot cut links: {cuts[0]}; use emulated links or the simulator")
+        for fault in schedule.plan:
+            if fault.action in LINK_ACTIONS:
+                self._need_relay(str(fault))
         begin, place, step = time.monotonic(), 0, 0
 
         def turn() -> bool:
@@ -312,6 +351,8 @@ class Harness:
             if self._start is None:
                 raise ValueError(f"{fault}: give the harness a `start` function for joiners")
             self._start(self, name)
+        elif fault.action in LINK_ACTIONS:
+            self._hurt_link(fault.action, name, fault.peer, fault.seconds)
         elif fault.action is Action.SIGKILL:
             self.kill(name)
         elif fault.action is Action.SIGSTOP:

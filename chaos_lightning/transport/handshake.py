@@ -4,6 +4,10 @@ Theory of operation. Both ends prove that they know the cluster token by an HMAC
 hellos; the token itself never travels. Without a token (allowed on loopback only, see runtime/access.py) the HMAC key
 is empty and the exchange still checks job, identity and purpose. Messages are JSON of at most 4 KiB behind a 4-byte
 length, the whole handshake has one deadline, and nothing is allocated for a stranger beyond that.
+
+For tests and emulated networks, CHAOS_LINK_RELAY=HOST:PORT in the environment has this process dial a relay instead of
+its peers, and tell it in one line of JSON who calls whom and where (testing/relay.py). The handshake with its proofs
+passes through it from end to end.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from dataclasses import asdict, dataclass
 from chaos_lightning.errors import RefusedError, WireError
 
 VERSION = 1
+RELAY = "CHAOS_LINK_RELAY"
 _LIMIT = 4096
 BUFFER_NBYTES = 4 << 20
 
@@ -93,6 +98,21 @@ def _proof(token: bytes, role: bytes, *parts: bytes) -> str:
     return mac.hexdigest()
 
 
+def _connect(address: str, port: int, greeting: Greeting, deadline_s: float) -> socket.socket:
+    relay = os.environ.get(RELAY, "")
+    if not relay:
+        return socket.create_connection((address, port), timeout=deadline_s)
+    host, _, number = relay.rpartition(":")
+    sock = socket.create_connection((host, int(number)), timeout=deadline_s)
+    said = {"me": greeting.me, "peer": greeting.peer, "address": address, "port": port}
+    try:
+        sock.sendall(json.dumps(said).encode() + b"\n")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
 def dial(address: str, port: int, greeting: Greeting, *, token: bytes = b"", deadline_s: float = 5.0) -> socket.socket:
     """Connects, proves the token both ways and returns a blocking, tuned socket.
 
@@ -102,7 +122,7 @@ def dial(address: str, port: int, greeting: Greeting, *, token: bytes = b"", dea
         WireError: The other side does not speak this protocol.
     """
     deadline = time.monotonic() + deadline_s
-    sock = socket.create_connection((address, port), timeout=deadline_s)
+    sock = _connect(address, port, greeting, deadline_s)
     try:
         tune(sock)
         challenge, _ = _receive(sock, deadline)

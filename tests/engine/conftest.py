@@ -13,13 +13,25 @@ sys.path.insert(0, str(Path(__file__).parent))
 from engine_job import Job, end_schedulers
 
 from chaos_lightning.testing.harness import Harness
+from chaos_lightning.testing.relay import LinkRelay
+
+
+def a_job(folder: Path, relay: LinkRelay | None = None) -> Iterator[Job]:
+    env = {"XDG_STATE_HOME": str(folder / "state"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with Harness(folder, env=env, deadline_s=60, relay=relay) as harness:
+        try:
+            yield Job(harness, folder)
+        finally:
+            end_schedulers(harness.logs)
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    env = {"XDG_STATE_HOME": str(tmp_path / "state"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    with Harness(tmp_path, env=env, deadline_s=60) as harness:
-        try:
-            yield Job(harness, tmp_path)
-        finally:
-            end_schedulers(harness.logs)
+def job(tmp_path: Path) -> Iterator[Job]:
+    yield from a_job(tmp_path)
+
+
+@pytest.fixture
+def routed_job(tmp_path: Path) -> Iterator[Job]:
+    """Its links can be cut and stalled."""
+    with LinkRelay() as relay:
+        yield from a_job(tmp_path, relay)

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.testing.faults import Action, Fault, FaultInjector, FaultPlan, Phase, Schedule, parse_line
+from chaos_lightning.testing.faults import (
+    LINK_ACTIONS,
+    Action,
+    Fault,
+    FaultInjector,
+    FaultPlan,
+    Phase,
+    Schedule,
+    parse_line,
+)
 
 TEXT = """
 # a busy afternoon
@@ -74,7 +83,7 @@ def faults(draw: st.DrawFn) -> Fault:
     fields: dict[str, object] = {}
     if trigger == "step":
         fields["step"] = draw(st.integers(0, 10**6))
-        if action not in (Action.JOIN, Action.CUT):
+        if action not in (Action.JOIN, *LINK_ACTIONS):
             fields["phase"] = draw(st.none() | st.sampled_from(list(Phase)))
     elif trigger == "after_s":
         fields["after_s"] = draw(seconds)
@@ -85,9 +94,9 @@ def faults(draw: st.DrawFn) -> Fault:
         fields["node"] = draw(names)
     else:
         fields["rank"] = draw(st.integers(0, 99))
-    if action is Action.CUT:
+    if action in LINK_ACTIONS:
         fields["peer"] = draw(names)
-    if action in (Action.CUT, Action.SIGSTOP):
+    if action in (*LINK_ACTIONS, Action.SIGSTOP):
         fields["seconds"] = draw(st.just(0.0) | seconds)
     return Fault(action=action, **fields)  # type: ignore[arg-type]
 
@@ -105,8 +114,8 @@ def test_every_fault_reads_back_from_its_own_words(fault: Fault) -> None:
         ("at step 3: explode a", r"do is 'explode', expected one of \['join'"),
         ("after 1 s: join rank 3", "who joins has no rank yet"),
         ("after 1 s: sigkill a for 3 s", "has no duration"),
-        ("at step 3: cut a for 3 s", "a cut needs two nodes"),
-        ("at step 3: sigkill a b", "a cut needs two nodes, other faults one"),
+        ("at step 3: cut a for 3 s", "a cut or a stall needs two nodes"),
+        ("at step 3: sigkill a b", "a cut or a stall needs two nodes, other faults one"),
         ("at step 3 in forward: join a", "a phase is a place in the victim's own loop"),
         ("on lunch a: sigkill b", "no event is called 'lunch'"),
     ],

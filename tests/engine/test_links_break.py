@@ -1,0 +1,95 @@
+"""Links between living members break: they are made again, the open step is redone, and nobody is put out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engine_job import Job
+
+from chaos_lightning.observe.events import Record
+from chaos_lightning.testing.faults import FaultPlan
+
+
+def founded(job: Job, *, epochs: int = 20, gate: str = "") -> Record:
+    """Three members; a is the root, c dials both others. With a gate, a waits there after step 5."""
+    for name in "abc":
+        gates = {5: gate} if gate and name == "a" else {}
+        job.start(name, settings={"min_nodes": 3}, epochs=epochs, gates=gates)
+        job.harness.wait_for("welcomed", node=name)
+    view = job.harness.wait_for("view", lambda r: len(r.get("members") or ()) == 3, node="default")
+    job.harness.wait_step(5)
+    return view
+
+
+def remade(job: Job, before: Record, *ends: str) -> Record:
+    """The decision that puts the same members into another view because the link between these two was made anew."""
+    decided = job.harness.wait_for(
+        "decide", lambda r: "was made anew" in str(r.get("reason")), node="default", after=before
+    )
+    reason = str(decided.get("reason"))
+    assert all(f"{name}~" in reason.partition("was made anew")[0] for name in ends), reason
+    assert list(decided.get("members") or ()) == list(before.get("members") or ())
+    return decided
+
+
+def unharmed(job: Job, *names: str) -> None:
+    reports: list[dict[str, Any]] = job.finish(*names)
+    assert len({(r["hash"], r["step"]) for r in reports}) == 1, reports
+    assert not [r for r in job.harness.records if r.name in ("fenced", "rejoin", "death")]
+
+
+@pytest.mark.parametrize("ends", ["ab", "bc"])
+def test_a_cut_link_is_dialled_again_and_the_open_step_redone(routed_job: Job, ends: str) -> None:
+    """With the root at one end, and with none."""
+    job = routed_job
+    gate = job.gate("a")
+    view = founded(job, gate=gate)
+    plan = FaultPlan.parse(f"at step 5: cut {ends[0]} {ends[1]} for 0.5 s")
+    left = job.harness.drive(lambda: any(r.get("kind") == "restore" for r in job.harness.records), plan=plan)
+    assert left.open == ()
+    down = job.harness.wait_for("link_down", lambda r: str(r.get("evidence")).startswith("closed"), node=ends[1])
+    assert str(down.get("peer")).startswith(f"{ends[0]}~")
+    decided = remade(job, view, *ends)
+    job.open(gate)
+    job.harness.wait_for("committed", node="a", after=decided)
+    unharmed(job, *"abc")
+
+
+def test_a_link_that_is_cut_again_and_again_stops_nobody_for_good(routed_job: Job) -> None:
+    job = routed_job
+    view = founded(job, epochs=60)
+    for one, other in ("ab", "bc", "ac", "ab"):
+        job.harness.cut(one, other)
+        job.harness.wait_for("link_down", lambda r: str(r.get("evidence")).startswith("closed"), node=other, after=view)
+        job.harness.restore(one, other)
+        view = remade(job, view, one, other)
+        job.harness.wait_for("committed", node="a", after=view)
+    unharmed(job, *"abc")
+
+
+def test_a_stalled_link_is_noticed_though_nobody_closes_it(routed_job: Job) -> None:
+    """A black hole between b and c, while all processes and all control streams live."""
+    job = routed_job
+    view = founded(job, epochs=60)
+    job.harness.stall("b", "c")
+    for here, there in ("bc", "cb"):
+        down = job.harness.wait_for("link_down", node=here, after=view)
+        assert str(down.get("evidence")).startswith("silent (nothing was heard for"), down
+        assert str(down.get("peer")).startswith(f"{there}~")
+    job.harness.restore("b", "c")
+    decided = remade(job, view, *"bc")
+    assert "silent (nothing was heard for" in str(decided.get("reason"))
+    job.harness.wait_for("committed", node="a", after=decided)
+    unharmed(job, *"abc")
+
+
+def test_a_short_stall_is_waited_out(routed_job: Job) -> None:
+    """TCP loses nothing in it, so the same step goes on in the same view."""
+    job = routed_job
+    founded(job, epochs=40)
+    job.harness.stall("a", "b", seconds=0.3)
+    restored = job.harness.wait_for("fault_injected", lambda r: r.get("kind") == "restore")
+    job.harness.wait_for("committed", node="b", after=restored)
+    unharmed(job, *"abc")
+    assert not [r for r in job.harness.records if r.name == "prepare"]
