@@ -31,6 +31,7 @@ class OptionsConfig:
     step_timeout_s: float | None = None
     host_scheduler: bool | None = None
     overlap: bool | None = None
+    by_reference: bool | None = None
     state_hash_every: int | None = None
     seed: int | None = None
     leave_on_signals: bool = True

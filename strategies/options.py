@@ -23,6 +23,7 @@ class ChaosOptions:
         step_timeout_s: How long one slot may take.
         host_scheduler: Whether this process may start a scheduler at a free local endpoint.
         overlap: Send gradients while backward runs.
+        by_reference: Whether members of one machine read gradients out of each other's memory where the kernel permits it.
         state_hash_every: Compare state hashes of all members every so many steps; 0 never.
         seed: Seed of the sample order; equal on all members. None takes `seed_everything`'s, else 0.
         leave_on_signals: Whether SIGINT and SIGTERM leave the job politely instead of aborting.
@@ -37,6 +38,7 @@ class ChaosOptions:
     step_timeout_s: float | None = None
     host_scheduler: bool | None = None
     overlap: bool | None = None
+    by_reference: bool | None = None
     state_hash_every: int | None = None
     seed: int | None = None
     leave_on_signals: bool = True

@@ -4,7 +4,8 @@ Theory of operation. An *attempt* is one (view, slot): bytes of different attemp
 chunk a member waits until its own gradient and every child's partial sum are there, adds them in a fixed order (its own
 first, then children as the tree lists them: the sum does not depend on arrival), and passes the partial sum up; at the
 root it is complete, is marked and sent down. Leaves send straight from gradient memory; what comes down is received
-straight into result memory. Chunks that arrive before this member has opened their attempt are kept for it; chunks of
+straight into result memory. Partial sums of members on this machine are read out of their memory when they are added
+(transport/reference.py). Chunks that arrive before this member has opened their attempt are kept for it; chunks of
 an older view are diverted. All methods run in the loop's thread.
 """
 
@@ -19,7 +20,12 @@ from chaos_lightning.errors import WireError
 from chaos_lightning.membership.types import NO_VIEW, Span, View, ViewId
 from chaos_lightning.planning.trees import Tree, expand
 from chaos_lightning.transport.frames import Frame, FrameType
+from chaos_lightning.transport.reference import Reference, UnreadableError
 
+BLOCK_NBYTES = 262144
+"""What is read by reference is added in blocks of this size: they stay in the processor's cache."""
+
+Partial = memoryview | Reference
 SendChunk = Callable[[str, FrameType, ViewId, int, int, Sequence[memoryview]], None]
 """(peer, type, view, slot, start, pieces of the payload; none means zeros)"""
 
@@ -53,7 +59,7 @@ class _Attempt:
     route: _Route
     seq: int
     result: memoryview
-    inputs: list[dict[str, memoryview | None]]
+    inputs: list[dict[str, Partial | None]]
     done: bytearray
     sent: bytearray
     wanted: set[int] | None = None
@@ -77,6 +83,19 @@ def _copy(pieces: Sequence[memoryview], target: memoryview) -> None:
     for piece in pieces:
         target[at : at + piece.nbytes] = piece
         at += piece.nbytes
+
+
+def _between(pieces: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
+    """Bytes [start, stop) of pieces that lie one after the other."""
+    if len(pieces) == 1:
+        return [pieces[0][start:stop]]
+    found, at = [], 0
+    for piece in pieces:
+        low, high = max(start, at), min(stop, at + piece.nbytes)
+        if low < high:
+            found.append(piece[low - at : high - at])
+        at += piece.nbytes
+    return found
 
 
 def _overlaps(spans: Iterable[Span], start: int, stop: int) -> bool:
@@ -111,10 +130,11 @@ class Reducer:
         self._attempt: _Attempt | None = None
         self._own = _Own()
         self._routes: dict[ViewId, _Route] = {}
-        self._early: dict[tuple[ViewId, int], list[tuple[str, int, memoryview | None]]] = {}
+        self._early: dict[tuple[ViewId, int], list[tuple[str, int, Partial | None]]] = {}
         self._early_nbytes = 0
         self._dropped = NO_VIEW
         self._pool: dict[int, list[memoryview]] = {}
+        self._block = memoryview(bytearray(BLOCK_NBYTES))
 
     # ------------------------------------------------------------------ attempts
 
@@ -135,7 +155,9 @@ class Reducer:
         stashed = self._early.pop((view.id, seq), [])
         for key in [k for k in self._early if k[0] < view.id or k[1] < seq]:
             del self._early[key]
-        self._early_nbytes = sum(p.nbytes for held in self._early.values() for _, _, p in held if p is not None)
+        self._early_nbytes = sum(
+            p.nbytes for held in self._early.values() for _, _, p in held if isinstance(p, memoryview)
+        )
         for peer, start, payload in stashed:
             self._input(attempt, peer, start, payload)
         if self._own.seq == seq:
@@ -214,7 +236,10 @@ class Reducer:
         result = attempt.result[chunk.start : chunk.stop]
         own = [] if self._own.empty else self._memory.pieces(chunk.start, chunk.stop)
         partials = [p for child in chunk.children if (p := inputs[child]) is not None]
-        total = self._sum(chunk, own, partials, result)
+        try:
+            total = self._sum(chunk, own, partials, result)
+        except UnreadableError:
+            return  # its sender is dead, or this member is out: this attempt comes to nothing
         if chunk.parent:
             self._send(chunk.parent, FrameType.UP, attempt.route.view.id, attempt.seq, chunk.start, total)
         else:
@@ -228,23 +253,42 @@ class Reducer:
         for child in chunk.children:
             inputs[child] = None
 
-    @staticmethod
-    def _sum(chunk: _Chunk, own: list[memoryview], partials: list[memoryview], result: memoryview) -> list[memoryview]:
+    def _sum(
+        self, chunk: _Chunk, own: list[memoryview], partials: list[Partial], result: memoryview
+    ) -> list[memoryview]:
         """Own gradient plus partial sums, in this order; where nothing is to be added, nothing is copied."""
         if not partials:
             return own
-        first, *others = partials
-        if not own:
-            result[:] = first
-        else:
-            at = 0
-            for piece in own:
-                end = at + piece.nbytes
-                chunk.add(piece, first[at:end], result[at:end])
-                at = end
-        for partial in others:
-            chunk.add(result, partial, result)
+        for start in range(0, result.nbytes, BLOCK_NBYTES):
+            stop = min(start + BLOCK_NBYTES, result.nbytes)
+            self._sum_block(chunk.add, own, partials, result, start, stop)
         return [result]
+
+    def _sum_block(
+        self, add: Adder, own: list[memoryview], partials: list[Partial], result: memoryview, start: int, stop: int
+    ) -> None:
+        into = result[start:stop]
+        summands: list[memoryview] = _between(own, start, stop) if own else []
+        for partial in partials:
+            if not summands and isinstance(partial, Reference):
+                partial.read(start, stop, into)
+                summands = [into]
+                continue
+            if isinstance(partial, Reference):
+                block = self._block[: stop - start]
+                partial.read(start, stop, block)
+            else:
+                block = partial[start:stop]
+            if not summands:
+                into[:] = block
+                summands = [into]
+                continue
+            at = 0
+            for piece in summands:
+                end = at + piece.nbytes
+                add(piece, block[at:end], into[at:end])
+                at = end
+            summands = [into]
 
     def _own_ready(self, chunk: _Chunk) -> bool:
         return self._own.empty or self._own.ready.issuperset(chunk.cells)
@@ -285,13 +329,15 @@ class Reducer:
             chunk = self._chunk(attempt.route, frame)
             if frame.length != chunk.stop - chunk.start:
                 raise WireError(f"{peer} sends {frame.length} bytes for a chunk of {chunk.stop - chunk.start}")
-        elif not current:
+        if frame.pieces:
+            return self._block[:0]  # it stays where it is until it is added
+        if not current:
             self._early_nbytes += frame.length
             if self._early_nbytes > 64 * max(self._memory.layout.nbytes, 1 << 20):
                 raise WireError("peers sent more early gradients than the job can have: limit 64 layouts")
         return self._take(frame.length)
 
-    def arrived(self, peer: str, frame: Frame, payload: memoryview) -> None:
+    def arrived(self, peer: str, frame: Frame, payload: Partial) -> None:
         """A chunk is here and its checksum holds."""
         attempt = self._attempt
         if frame.view <= self._dropped:
@@ -309,7 +355,7 @@ class Reducer:
         if not attempt.finished and not attempt.done[chunk.index]:
             self._complete(attempt, chunk)
 
-    def _input(self, attempt: _Attempt, peer: str, start: int, payload: memoryview | None) -> None:
+    def _input(self, attempt: _Attempt, peer: str, start: int, payload: Partial | None) -> None:
         index = attempt.route.by_start.get(start)
         chunk = None if index is None else attempt.route.chunks[index]
         if chunk is None or peer not in chunk.children:
@@ -334,8 +380,8 @@ class Reducer:
         held = self._pool.get(nbytes)
         return held.pop() if held else memoryview(bytearray(nbytes))
 
-    def _give_back(self, payload: memoryview | None) -> None:
-        if payload is not None:
+    def _give_back(self, payload: Partial | None) -> None:
+        if isinstance(payload, memoryview):
             self._pool.setdefault(payload.nbytes, []).append(payload)
 
     def _recycle(self) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
@@ -36,6 +36,8 @@ ALIGNMENT = 64
 
 SMALLEST_CHUNK = 16384
 """Bytes; below this a section is not split further to give every member a root."""
+
+_LARGE_NBYTES = 32 << 20
 
 KINDS = ("rotating", "chain", "tree", "user")
 
@@ -98,8 +100,9 @@ def expand(spec: PlanSpec, members: Sequence[str], nbytes: int, sections: Sequen
     names = _members(members)
     borders = _sections(nbytes, sections)
     arity = _arity(spec)
-    if spec.chunk_nbytes < ALIGNMENT:
-        raise PlanError(f"plan {spec.kind!r}: chunk_nbytes is {spec.chunk_nbytes}; expected at least {ALIGNMENT}")
+    if spec.chunk_nbytes and spec.chunk_nbytes < ALIGNMENT:
+        raise PlanError(f"plan {spec.kind!r}: chunk_nbytes is {spec.chunk_nbytes}; expected 0 or at least {ALIGNMENT}")
+    spec = replace(spec, chunk_nbytes=spec.chunk_nbytes or chunk_for(nbytes))
     if spec.kind == "user":
         return _expand_user(spec, names, nbytes, borders)
     if spec.kind == "rotating":
@@ -108,6 +111,12 @@ def expand(spec: PlanSpec, members: Sequence[str], nbytes: int, sections: Sequen
         return tuple(Tree(start, stop, shapes[i % len(shapes)]) for i, (start, stop) in enumerate(chunks))
     shape = _chain(names) if spec.kind == "chain" else _balanced(names, arity)
     return tuple(Tree(*chunk, shape) for section in borders for chunk in _split(section, spec.chunk_nbytes, 1))
+
+
+def chunk_for(nbytes: int) -> int:
+    """A chunk's size in bytes for a buffer of this size: small enough to overlap, large enough that handling it costs
+    little (docs/LOG.md)."""
+    return 524288 if nbytes < _LARGE_NBYTES else 1 << 20
 
 
 def commit_tree(spec: PlanSpec, members: Sequence[str], root: str) -> Tree:
@@ -168,7 +177,7 @@ def plan_for(spec: PlanSpec, members: Sequence[str]) -> tuple[PlanSpec, str]:
         if spec.kind == "user":
             _user_shapes(spec, names)
     except PlanError as error:
-        return PlanSpec(chunk_nbytes=max(spec.chunk_nbytes, ALIGNMENT)), f"rotating instead: {error}"
+        return PlanSpec(chunk_nbytes=spec.chunk_nbytes), f"rotating instead: {error}"
     return spec, f"{spec.kind} as configured"
 
 

@@ -35,13 +35,15 @@ class EngineConfig:
         bind: Address that links listen on; beyond loopback a token is demanded.
         plan: How gradients travel: rotating, chain, tree, tree:K, or a file of trees (see runtime/plans.py). The
             job goes by the plan of whoever starts its scheduler.
-        chunk_nbytes: Size of one chunk of the all-reduce; 0 picks 256 KiB for small and 1 MiB for large models.
+        chunk_nbytes: Size of one chunk of the all-reduce; 0 picks 512 KiB for small and 1 MiB for large models.
         log_dir: Folder of the event log; empty for none.
         heartbeat_timeout_s: Silence after which a member is suspected (its neighbours must confirm).
         join_timeout_s: How long to wait for admission and state.
         step_timeout_s: How long one slot may take before this member gives up with an error.
         host_scheduler: Whether this member may start a scheduler at a free local endpoint.
         overlap: Send gradients while backward runs.
+        by_reference: Between members of one machine, let neighbours read chunks out of this process's memory where the
+            kernel permits it (see transport/reference.py). Off: everything passes through sockets.
         state_hash_every: Compare state hashes of all members every so many steps; 0 never.
     """
 
@@ -60,6 +62,7 @@ class EngineConfig:
     step_timeout_s: float = 600.0
     host_scheduler: bool = True
     overlap: bool = True
+    by_reference: bool = True
     state_hash_every: int = 100
 
     def __post_init__(self) -> None:

@@ -58,6 +58,7 @@ from chaos_lightning.runtime.shell import Shell
 from chaos_lightning.runtime.transfer import Transfer
 from chaos_lightning.runtime.window import Window
 from chaos_lightning.transport.loop import IoLoop
+from chaos_lightning.transport.reference import Stamp
 
 _NO_VIEW = ViewId()
 
@@ -217,6 +218,8 @@ class Engine:
             self._transfer.server.serve,
             lambda line: self.events.emit("refused", reason=line),
         )
+        if self.config.by_reference:
+            self._shell.links.stamp = Stamp()
         self._loop.start()
         self._loop.call(self._shell.beat)
 

@@ -23,6 +23,7 @@ from chaos_lightning.transport.frames import FrameType
 from chaos_lightning.transport.handshake import Greeting, accept, dial
 from chaos_lightning.transport.link import Link, Owner
 from chaos_lightning.transport.loop import IoLoop
+from chaos_lightning.transport.reference import Stamp
 
 PING_INTERVAL_S = 0.1
 SILENCE_S = 3.0
@@ -63,6 +64,8 @@ class Links:
         refused: Callable[[str], None],
     ) -> None:
         self.me = ""
+        self.stamp: Stamp | None = None
+        """Set: neighbours on this machine may read chunks out of this process's memory."""
         self._loop = loop
         self._job = job
         self._token = token
@@ -184,7 +187,7 @@ class Links:
             old.close()
         self._failures.pop(peer, None)
         close_in_children(sock.fileno())
-        link = self._links[peer] = Link(self._loop, sock, peer, self._owner)
+        link = self._links[peer] = Link(self._loop, sock, peer, self._owner, self.stamp)
         for payload in self._waiting.pop(peer, []):
             link.send(FrameType.MESSAGE, payload=(memoryview(payload),))
         self._changed(peer, True, "connected")

@@ -3,7 +3,7 @@
 Theory of operation. `rotating`, `chain`, `tree` and `tree:K` are named. Anything that begins with `file:` or ends in
 .yaml, .yml or .json is the path of a file with the fields of `PlanSpec`:
 
-    chunk_nbytes: 262144          # optional
+    chunk_nbytes: 262144          # optional; 0: by the model's size
     trees:
       - {start: 0, stop: 4096, members: [a, b, c], parents: ["", a, a]}
       - {start: 4096, stop: 10000, members: [a, b, c], parents: [b, "", b]}

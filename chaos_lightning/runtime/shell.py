@@ -44,6 +44,7 @@ from chaos_lightning.runtime.transfer import Transfer
 from chaos_lightning.transport.frames import Frame, FrameType
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop
+from chaos_lightning.transport.reference import Reference
 
 
 class Shell:
@@ -119,7 +120,7 @@ class Shell:
         if isinstance(message, Welcome):
             self._welcome(message)
         elif isinstance(message, Probe):
-            self._probe(message.suspect)
+            self._probe(message)
             return
         elif isinstance(message, Prepare) and self.reducer is not None:
             ranges = self.reducer.held()
@@ -148,18 +149,19 @@ class Shell:
         if held and needs_bytes(base) and self.memory is not None:
             self.server.publish_result(base.seq, base.hash, self.memory.result_bytes[base.seq % 2], held)
 
-    def _probe(self, suspect: str) -> None:
+    def _probe(self, probe: Probe) -> None:
+        """Answers as a newcomer in no view, too."""
         if self.links is None:
             return
-        member = self.machine.view.find(suspect) if self.machine.view else None
-        alive, evidence = same_machine_verdict(member)
+        suspect = probe.suspect
+        alive, evidence, certain = same_machine_verdict(probe.member)
         if not evidence:
             now = time.monotonic()
             silence = self.links.silence_s(suspect, now)
             # Who was frozen itself has heard nobody; that is nobody's silence (PROTOCOL.md 12).
             alive = silence < 2.5 * PING_INTERVAL_S or (self.links.up(suspect) and now - self._beat_at > silence / 2)
             evidence = "no link" if silence == float("inf") else f"last heard {silence * 1000:.0f} ms ago"
-        self._to_scheduler(Verdict(suspect, alive, evidence))
+        self._to_scheduler(Verdict(suspect, alive, evidence, certain))
 
     def _ranges_done(self, view: ViewId, seq: int) -> None:
         self.feed(fx.RangesDone(view, seq))
@@ -175,11 +177,11 @@ class Shell:
             return None if self.reducer is None else self.reducer.target(peer, frame)
         return memoryview(bytearray(frame.length))
 
-    def arrived(self, peer: str, frame: Frame, payload: memoryview) -> None:
+    def arrived(self, peer: str, frame: Frame, payload: memoryview | Reference) -> None:
         if frame.type in (FrameType.UP, FrameType.DOWN):
             if self.reducer is not None:
                 self.reducer.arrived(peer, frame, payload)
-        elif frame.type == FrameType.MESSAGE:
+        elif frame.type == FrameType.MESSAGE and isinstance(payload, memoryview):
             self.feed(fx.PeerIn(peer, decode_peer(bytes(payload))))
 
     def broken(self, peer: str, link: Link, evidence: str) -> None:
@@ -204,6 +206,8 @@ class Shell:
                 if self.links is not None:
                     self.links.want(peers)
             case fx.OpenAttempt(view, seq):
+                if self.links is not None and self.links.stamp is not None:
+                    self.links.stamp.set(view.id, seq)
                 if self.reducer is not None:
                     self.reducer.open(view, seq)
             case fx.DropAttempt(view):

@@ -19,15 +19,13 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.types import Header
 from chaos_lightning.transport.loop import IoLoop
 
-_SMALL_LAYOUT_NBYTES = 32 << 20
-
 
 class Window:
     """See the module. One for the life of an engine.
 
     Args:
         layout: Where gradients lie.
-        chunk_nbytes: Size of a chunk; 0 picks 256 KiB for small and 1 MiB for large layouts.
+        chunk_nbytes: Size of a chunk; 0 picks one by the layout's size.
         overlap: Launch gradients during backward.
         loop: The I/O thread.
         reducer: The present reducer, asked in the I/O thread.
@@ -43,8 +41,7 @@ class Window:
         device = devices.pop()
         self.layout = layout
         self.memory = Memory(layout, pinned=device.type != "cpu")
-        chunk = chunk_nbytes or (262144 if layout.nbytes < _SMALL_LAYOUT_NBYTES else 1 << 20)
-        self.grid = cells_of(layout, chunk)
+        self.grid = cells_of(layout, chunk_nbytes)
         self.section = 0
         self.seq = -1
         """The slot that the armed window is meant for; -1 if none is armed."""

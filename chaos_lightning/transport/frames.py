@@ -16,6 +16,7 @@ import xxhash
 
 from chaos_lightning.errors import WireError
 from chaos_lightning.membership.types import ViewId
+from chaos_lightning.transport.reference import MAX_PIECES
 
 MAGIC = 0xC4A0
 _LAYOUT = struct.Struct("<HBBIIQQIQ")  # magic, type, flags, term, number, seq, start, length, payload checksum
@@ -35,6 +36,10 @@ class FrameType(enum.IntEnum):
     PING = 4
     BYE = 5
     """The sender closes this link on purpose: no failure."""
+    OFFER = 6
+    """The sender's memory may be read, if the kernel allows it (transport/reference.py)."""
+    ACCEPT = 7
+    """The offered memory can be read: chunks may come by reference."""
 
 
 _TYPES = {int(t): t for t in FrameType}
@@ -52,6 +57,8 @@ class Frame:
     checksum: int
     summed: bool = True
     """Whether the checksum was taken (chunks between processes of one machine go without)."""
+    pieces: int = 0
+    """By reference: so many (address, length) pairs follow instead of the payload; they take the checksum's place."""
 
 
 def payload_checksum(pieces: Sequence[memoryview]) -> int:
@@ -64,11 +71,23 @@ def payload_checksum(pieces: Sequence[memoryview]) -> int:
     return digest.intdigest()
 
 
+_SUMMED, _REFERRED = 1, 2
+
+
 def pack(
-    frame_type: FrameType, view: ViewId, seq: int, start: int, length: int, checksum: int, *, summed: bool = True
+    frame_type: FrameType,
+    view: ViewId,
+    seq: int,
+    start: int,
+    length: int,
+    checksum: int,
+    *,
+    summed: bool = True,
+    pieces: int = 0,
 ) -> bytes:
-    """Returns the header's bytes."""
-    head = _LAYOUT.pack(MAGIC, frame_type, int(summed), view.term, view.number, seq, start, length, checksum)
+    """Returns the header's bytes; with `pieces` it announces references, and `checksum` does not count."""
+    flags, last = (_REFERRED, pieces) if pieces else (int(summed), checksum)
+    head = _LAYOUT.pack(MAGIC, frame_type, flags, view.term, view.number, seq, start, length, last)
     return head + _SUM.pack(xxhash.xxh32_intdigest(head))
 
 
@@ -86,8 +105,13 @@ def unpack(data: bytearray | memoryview) -> Frame:
         raise WireError("frame header fails its checksum: bytes were damaged on the way")
     if kind not in _TYPES:
         raise WireError(f"frame type {kind} is unknown; expected one of {sorted(_TYPES)}")
-    if flags > 1:
-        raise WireError(f"frame flags {flags:#04x} are unknown; expected 0 or 1")
+    if flags > _REFERRED:
+        raise WireError(f"frame flags {flags:#04x} are unknown; expected 0, 1 or 2")
     if length > MAX_PAYLOAD_NBYTES:
         raise WireError(f"frame announces {length} bytes, the limit is {MAX_PAYLOAD_NBYTES}")
-    return Frame(_TYPES[kind], ViewId(term, number), seq, start, length, checksum, bool(flags))
+    frame = Frame(_TYPES[kind], ViewId(term, number), seq, start, length, checksum, flags == _SUMMED)
+    if flags == _REFERRED:
+        if frame.type not in (FrameType.UP, FrameType.DOWN) or not 0 < checksum <= MAX_PIECES:
+            raise WireError(f"a {frame.type.name} frame of {checksum} references; expected chunks of 1 to {MAX_PIECES}")
+        frame.pieces, frame.checksum = checksum, 0
+    return frame

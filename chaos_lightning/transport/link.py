@@ -2,8 +2,9 @@
 
 Theory of operation. Received payloads go where the owner says before they arrive (`target`): straight into result
 memory, into a scratch buffer, or - when their view is over - into a bin. Sent payloads are not copied: the owner
-guarantees that the memory is still until the frame's view is over (PROTOCOL.md 3). A link that breaks says so once,
-with the evidence, and is then dead for good; a new connection makes a new link.
+guarantees that the memory is still until the frame's view is over (PROTOCOL.md 3). Between processes of one machine
+that can read each other's memory, chunks are sent as references (transport/reference.py). A link that breaks says so
+once, with the evidence, and is then dead for good; a new connection makes a new link.
 """
 
 from __future__ import annotations
@@ -20,6 +21,17 @@ from chaos_lightning.errors import WireError
 from chaos_lightning.membership.types import NO_VIEW, ViewId
 from chaos_lightning.transport.frames import HEADER_NBYTES, Frame, FrameType, pack, payload_checksum, unpack
 from chaos_lightning.transport.loop import IoLoop
+from chaos_lightning.transport.reference import (
+    MAX_PIECES,
+    PIECE,
+    SMALLEST_NBYTES,
+    Neighbour,
+    Reference,
+    Stamp,
+    intact,
+    pieces_of,
+    refer,
+)
 
 _READ = select.EPOLLIN | select.EPOLLRDHUP
 _BUDGET_NBYTES = 4 << 20
@@ -40,17 +52,28 @@ class Owner(Protocol):
     """Who decides where bytes go and what they mean."""
 
     def target(self, peer: str, frame: Frame) -> memoryview | None:
-        """Memory for the payload (exactly frame.length bytes), or None to divert it."""
+        """Memory for the payload, or None to divert it: exactly frame.length bytes, but none for an UP by reference."""
 
-    def arrived(self, peer: str, frame: Frame, payload: memoryview) -> None: ...
+    def arrived(self, peer: str, frame: Frame, payload: memoryview | Reference) -> None: ...
 
     def broken(self, peer: str, link: Link, evidence: str) -> None: ...
 
 
-class Link:
-    """Frames to and from `peer`. All methods belong to the loop's thread."""
+_DATA = (FrameType.UP, FrameType.DOWN)
 
-    def __init__(self, loop: IoLoop, sock: socket.socket, peer: str, owner: Owner) -> None:
+
+class Link:
+    """Frames to and from `peer`. All methods belong to the loop's thread.
+
+    Args:
+        loop: Serves the socket.
+        sock: Connected; the link owns it.
+        peer: Member id of the other end.
+        owner: Takes what arrives.
+        stamp: This process's, if its neighbours may read its memory.
+    """
+
+    def __init__(self, loop: IoLoop, sock: socket.socket, peer: str, owner: Owner, stamp: Stamp | None = None) -> None:
         self.peer = peer
         self.heard_at = time.monotonic()
         self.sent_nbytes = 0
@@ -72,9 +95,14 @@ class Link:
         self._bin = memoryview(bytearray(1 << 18))
         self._left = 0
         self._said_bye = False
+        self._neighbour: Neighbour | None = None
+        self.by_reference = False
+        """Chunks to this peer are sent as references: it can read them."""
         self.open = True
         sock.setblocking(False)
         loop.register(self._fd, _READ, self._on_ready)
+        if stamp is not None and not self._sums:
+            self.send(FrameType.OFFER, payload=(memoryview(stamp.offer()),))
 
     # ------------------------------------------------------------------ sending
 
@@ -89,13 +117,18 @@ class Link:
         """Queues a frame; tries to write at once. Data frames (UP, DOWN) can be purged later, messages cannot."""
         if not self.open:
             return
+        data = frame_type in _DATA
         length = sum(piece.nbytes for piece in payload)
-        summed = length > 0 and (self._sums or frame_type == FrameType.MESSAGE)
-        checksum = payload_checksum(payload) if summed else 0
-        parts = [memoryview(pack(frame_type, view, seq, start, length, checksum, summed=summed))]
-        if length:
-            parts.extend(payload)
-        self._queue.append((view, frame_type in (FrameType.UP, FrameType.DOWN), parts))
+        if data and self.by_reference and length >= SMALLEST_NBYTES and len(payload) <= MAX_PIECES:
+            head = pack(frame_type, view, seq, start, length, 0, pieces=len(payload))
+            parts = [memoryview(head + refer(payload))]
+        else:
+            summed = length > 0 and (self._sums or not data)
+            checksum = payload_checksum(payload) if summed else 0
+            parts = [memoryview(pack(frame_type, view, seq, start, length, checksum, summed=summed))]
+            if length:
+                parts.extend(payload)
+        self._queue.append((view, data, parts))
         if not self._writing:
             self._write()
 
@@ -108,7 +141,7 @@ class Link:
     def divert(self, older_or_equal: ViewId) -> None:
         """Lets the rest of a chunk of this or an older view that is being received run into a bin."""
         frame = self._frame
-        if frame is not None and frame.type in (FrameType.UP, FrameType.DOWN) and frame.view <= older_or_equal:
+        if frame is not None and frame.type in _DATA and frame.view <= older_or_equal:
             self._into = None
             self._kept = False
 
@@ -193,10 +226,21 @@ class Link:
             self._kept = True
             self._finish()
             return
-        self._into = self._owner.target(self.peer, frame)
+        if frame.pieces:
+            self._left = frame.pieces * PIECE.size
+            self._into, self._kept = memoryview(bytearray(self._left)), True
+            return
+        self._into = self._target(frame)
         self._kept = self._into is not None
-        if self._into is not None and self._into.nbytes != frame.length:
-            raise WireError(f"a frame of {frame.length} bytes where {self._into.nbytes} were expected")
+
+    def _target(self, frame: Frame) -> memoryview | None:
+        if frame.type == FrameType.OFFER:
+            return memoryview(bytearray(frame.length))
+        into = self._owner.target(self.peer, frame)
+        by_value = not frame.pieces or frame.type != FrameType.UP
+        if into is not None and by_value and into.nbytes != frame.length:
+            raise WireError(f"a frame of {frame.length} bytes where {into.nbytes} were expected")
+        return into
 
     def _finish(self) -> None:
         frame, into, kept = self._frame, self._into, self._kept
@@ -207,11 +251,46 @@ class Link:
         if frame.type == FrameType.BYE:
             self._said_bye = True
             return
+        if frame.type == FrameType.ACCEPT:
+            self.by_reference = True
+            return
         if not kept or into is None:
+            return
+        if frame.pieces:
+            self._fetch(frame, into)
             return
         if frame.summed and payload_checksum((into,)) != frame.checksum:
             raise WireError(f"payload of a {frame.type.name} frame of slot {frame.seq} fails its checksum")
+        if frame.type == FrameType.OFFER:
+            self._on_offer(bytes(into))
+            return
         self._owner.arrived(self.peer, frame, into)
+
+    def _on_offer(self, offer: bytes) -> None:
+        try:
+            self._neighbour = Neighbour(offer)
+        except OSError:  # the kernel says no: chunks come by value
+            return
+        self.send(FrameType.ACCEPT)
+
+    def _fetch(self, frame: Frame, references: memoryview) -> None:
+        """A chunk that the peer points at."""
+        pieces = pieces_of(references)
+        if self._neighbour is None or sum(nbytes for _, nbytes in pieces) != frame.length:
+            raise WireError(f"references to {pieces} for a chunk of {frame.length} bytes")
+        into = self._target(frame)
+        if into is None:
+            return
+        self.received_nbytes += frame.length
+        if frame.type == FrameType.UP:
+            self._owner.arrived(
+                self.peer, frame, Reference(self._neighbour, pieces, frame.view, frame.seq, self._on_lost)
+            )
+        elif intact(False, frame.view, frame.seq, self._neighbour.read(pieces, into)):
+            self._owner.arrived(self.peer, frame, into)
+
+    def _on_lost(self, error: OSError) -> None:
+        self._loop.call(lambda: self._break(f"closed ({error.strerror or error})"))
 
     # ------------------------------------------------------------------ ending
 

@@ -16,6 +16,7 @@ from chaos_lightning.membership.types import Member, PlanSpec, View, ViewId
 from chaos_lightning.transport.frames import FrameType
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop
+from chaos_lightning.transport.reference import Stamp
 
 DEADLINE_S = 20.0
 
@@ -23,8 +24,11 @@ DEADLINE_S = 20.0
 class Node:
     """A reducer with links, in its own loop."""
 
-    def __init__(self, me: str, shapes: list[tuple[int, ...]], dtype: torch.dtype, chunk: int) -> None:
+    def __init__(
+        self, me: str, shapes: list[tuple[int, ...]], dtype: torch.dtype, chunk: int, *, by_reference: bool = False
+    ) -> None:
         self.me = me
+        self.stamp = Stamp() if by_reference else None
         self.crash: list[BaseException] = []
         self.done: dict[tuple[ViewId, int], threading.Event] = {}
         self.loop = IoLoop(me, self.crash.append)
@@ -53,7 +57,25 @@ class Node:
         pass
 
     def attach(self, peer: str, sock: socket.socket) -> None:
-        self.loop.call(lambda: self.links.__setitem__(peer, Link(self.loop, sock, peer, self)))
+        self.loop.call(lambda: self.links.__setitem__(peer, Link(self.loop, sock, peer, self, self.stamp)))
+
+    def open(self, view: View, seq: int) -> None:
+        if self.stamp is not None:
+            self.stamp.set(view.id, seq)
+        self.reducer.open(view, seq)
+
+    def wait_for_references(self, count: int) -> None:
+        """Until every link has agreed on sending references."""
+        agreed = threading.Event()
+
+        def look() -> None:
+            if len(self.links) == count and all(link.by_reference for link in self.links.values()):
+                agreed.set()
+            else:
+                self.loop.later(0.005, look)
+
+        self.loop.call(look)
+        assert agreed.wait(DEADLINE_S), "the kernel does not let these processes read each other's memory"
 
     def fill(self, value: float) -> torch.Tensor:
         generator = torch.Generator().manual_seed(int(value * 1000))
@@ -64,7 +86,7 @@ class Node:
 
     def run(self, view: View, seq: int, *, empty: bool = False) -> None:
         self.done.setdefault((view.id, seq), threading.Event())
-        self.loop.call(lambda: self.reducer.open(view, seq))
+        self.loop.call(lambda: self.open(view, seq))
         self.loop.call(lambda: self.reducer.begin(seq, self.layout.scope(0), empty=empty))
         for start, _ in self.grid:
             self.loop.call(lambda start=start: self.reducer.ready(seq, [start]))
@@ -86,13 +108,17 @@ def a_view(ids: list[str], plan: PlanSpec, number: int = 1) -> View:
 def cluster():
     nodes: list[Node] = []
 
-    def build(count: int, dtype=torch.float32, chunk=4096) -> list[Node]:
-        nodes.extend(Node(f"n{i}", [(37, 41), (5,), (1000, 11), (3, 3, 3)], dtype, chunk) for i in range(count))
+    def build(count: int, dtype=torch.float32, chunk=4096, by_reference=False) -> list[Node]:
+        shapes = [(37, 41), (5,), (1000, 11), (3, 3, 3), (611, 307)]
+        nodes.extend(Node(f"n{i}", shapes, dtype, chunk, by_reference=by_reference) for i in range(count))
         for i in range(count):
             for j in range(i):
                 a, b = socket.socketpair()
                 nodes[i].attach(nodes[j].me, a)
                 nodes[j].attach(nodes[i].me, b)
+        if by_reference:
+            for node in nodes:
+                node.wait_for_references(count - 1)
         return nodes
 
     yield build
@@ -103,9 +129,10 @@ def cluster():
 
 @pytest.mark.parametrize("kind", ["rotating", "chain", "tree"])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_sum_is_exact_and_bit_identical_on_all_members(cluster, kind, count):
-    nodes = cluster(count, torch.float64)
-    view = a_view([n.me for n in nodes], PlanSpec(kind, 4096))
+@pytest.mark.parametrize(("by_reference", "chunk"), [(False, 4096), (True, 32768), (True, 1 << 20)])
+def test_sum_is_exact_and_bit_identical_on_all_members(cluster, kind, count, by_reference, chunk):
+    nodes = cluster(count, torch.float64, by_reference=by_reference)
+    view = a_view([n.me for n in nodes], PlanSpec(kind, chunk))
     for seq in (1, 2, 3):
         owns = [n.fill(seq + i / 10).view(torch.float64) for i, n in enumerate(nodes)]
         for n in nodes:
@@ -133,9 +160,10 @@ def test_low_precision_is_summed_in_its_own_type(cluster, dtype):
 
 @pytest.mark.parametrize("kind", ["rotating", "chain", "tree"])
 @pytest.mark.parametrize("empty", [{1}, {0, 2}, {0, 1, 2}])
-def test_members_without_samples_add_nothing(cluster, kind, empty):
-    nodes = cluster(3)
-    view = a_view([n.me for n in nodes], PlanSpec(kind, 4096))
+@pytest.mark.parametrize("by_reference", [False, True])
+def test_members_without_samples_add_nothing(cluster, kind, empty, by_reference):
+    nodes = cluster(3, by_reference=by_reference)
+    view = a_view([n.me for n in nodes], PlanSpec(kind, 65536))
     owns = [n.fill(1 + i).view(torch.float32) for i, n in enumerate(nodes)]
     for i, n in enumerate(nodes):
         n.run(view, 1, empty=i in empty)
@@ -146,17 +174,18 @@ def test_members_without_samples_add_nothing(cluster, kind, empty):
     assert all(torch.equal(nodes[0].flat(1, torch.float32), n.flat(1, torch.float32)) for n in nodes)
 
 
-def test_a_step_is_reduced_again_by_survivors_from_kept_gradients(cluster):
-    nodes = cluster(3)
-    first = a_view([n.me for n in nodes], PlanSpec("rotating", 4096))
+@pytest.mark.parametrize("by_reference", [False, True])
+def test_a_step_is_reduced_again_by_survivors_from_kept_gradients(cluster, by_reference):
+    nodes = cluster(3, by_reference=by_reference)
+    first = a_view([n.me for n in nodes], PlanSpec("rotating", 32768))
     owns = [n.fill(1 + i).view(torch.float32) for i, n in enumerate(nodes)]
     for n in nodes[:2]:  # the third never contributes
         n.run(first, 1)
-    second = a_view([n.me for n in nodes[:2]], PlanSpec("rotating", 4096), number=2)
+    second = a_view([n.me for n in nodes[:2]], PlanSpec("rotating", 32768), number=2)
     for n in nodes[:2]:
         n.done[second.id, 1] = threading.Event()
         n.loop.call(lambda n=n: n.reducer.drop(first.id))
-        n.loop.call(lambda n=n: n.reducer.open(second, 1))
+        n.loop.call(lambda n=n: n.open(second, 1))
     for n in nodes[:2]:
         n.wait(second, 1)
     assert torch.equal(nodes[0].flat(1, torch.float32), owns[0] + owns[1])
@@ -173,9 +202,10 @@ def test_a_step_is_reduced_again_by_survivors_from_kept_gradients(cluster):
     assert torch.equal(nodes[0].flat(1, torch.float32), owns[0] + owns[1])
 
 
-def test_chunks_that_arrive_before_their_attempt_are_kept(cluster):
-    nodes = cluster(2)
-    view = a_view([n.me for n in nodes], PlanSpec("rotating", 4096))
+@pytest.mark.parametrize("by_reference", [False, True])
+def test_chunks_that_arrive_before_their_attempt_are_kept(cluster, by_reference):
+    nodes = cluster(2, by_reference=by_reference)
+    view = a_view([n.me for n in nodes], PlanSpec("rotating", 65536))
     owns = [n.fill(1 + i).view(torch.float32) for i, n in enumerate(nodes)]
     early = threading.Event()
     arrived = nodes[1].reducer.arrived
@@ -200,7 +230,7 @@ def test_held_ranges_name_exactly_what_is_complete(cluster):
         n.fill(i)
     one, other = nodes
     one.run(view, 1)
-    other.loop.call(lambda: other.reducer.open(view, 1))
+    other.loop.call(lambda: other.open(view, 1))
     other.loop.call(lambda: other.reducer.begin(1, other.layout.scope(0)))
     other.loop.call(lambda: other.reducer.ready(1, [start for start, _ in other.grid[:2]]))
     stop = other.grid[1][1]
@@ -218,3 +248,23 @@ def test_held_ranges_name_exactly_what_is_complete(cluster):
     one.loop.call(ask)
     assert seen.wait(DEADLINE_S)
     assert answer == [((0, stop),)]
+
+
+def test_a_sender_that_went_on_without_the_reader_is_noticed(cluster):
+    """Who was put out may look late: the bytes are another attempt's by then, and nothing may come of them."""
+    late, gone_on = cluster(2, by_reference=True)
+    view = a_view([late.me, gone_on.me], PlanSpec("chain", 1 << 20))
+    late.fill(1)
+    gone_on.fill(2)
+    gone_on.run(view, 1)  # its partial sums (or results) are announced to the other one
+    elsewhere = a_view([gone_on.me], PlanSpec("chain", 1 << 20), number=2)
+    gone_on.done[elsewhere.id, 1] = threading.Event()
+    gone_on.loop.call(lambda: gone_on.reducer.drop(view.id))
+    gone_on.loop.call(lambda: gone_on.open(elsewhere, 1))
+    gone_on.wait(elsewhere, 1)
+    late.run(view, 1)
+    settled = threading.Event()
+    late.loop.call(lambda: late.loop.later(0.05, settled.set))
+    assert settled.wait(DEADLINE_S)
+    assert not late.done[view.id, 1].is_set()
+    assert not late.crash

@@ -15,10 +15,11 @@ def same(reports: list[dict[str, Any]]) -> None:
     assert len({r["step"] for r in reports}) == 1, reports
 
 
+@pytest.mark.parametrize("by_reference", [True, False])
 @pytest.mark.parametrize("plan", ["rotating", "chain", "tree"])
-def test_three_founders_end_alike(job: Job, plan: str) -> None:
+def test_three_founders_end_alike(job: Job, plan: str, by_reference: bool) -> None:
     for name in "abc":
-        job.start(name, settings={"min_nodes": 3, "plan": plan})
+        job.start(name, settings={"min_nodes": 3, "plan": plan, "by_reference": by_reference}, width=200)
     reports = job.finish("a", "b", "c")
     same(reports)
     assert reports[0]["step"] == 40
@@ -97,6 +98,44 @@ def test_frozen_member_is_fenced_and_joins_again_in_the_same_process(job: Job) -
     reports = job.finish("a", "b", "c")
     same(reports)
     assert reports[1]["pid"] == pid
+
+
+def test_only_member_is_frozen_while_a_newcomer_waits(job: Job) -> None:
+    """Nobody else holds the state, so nobody may begin anew while its process may wake up (PROTOCOL.md 12a)."""
+    gate, hang_s = job.gate("a"), 0.5
+    job.start("a", seed=1, gates={5: gate}, rules={"hang_timeout_s": hang_s})
+    job.harness.wait_step(5)
+    job.harness.stop("a")
+    job.start("b", seed=2)
+    told = job.harness.wait_for("notice", lambda r: "nobody else holds" in str(r.get("text")), node="b")
+    assert "kill -CONT" in str(told.get("text"))
+    job.harness.wait_until(lambda: job.silence_s("a") > 2 * hang_s, "a silence of more than hang_timeout_s")
+    job.harness.cont("a")
+    job.admitted("b")
+    job.open(gate)
+    reports = job.finish("a", "b")
+    same(reports)
+    assert reports[0]["step"] > 5
+    assert job.foundings() == ["founded by a~1"]
+
+
+@pytest.mark.parametrize("heir", ["a newcomer that waits", "itself, started again"])
+def test_only_member_is_killed(job: Job, heir: str) -> None:
+    """The process table is proof: whoever is there begins again, though every timeout is beyond the test's deadline."""
+    rules = {"hang_timeout_s": 600, "reconnect_grace_s": 600, "last_holder_timeout_s": 600}
+    job.start("a", gates={5: job.gate("a")}, rules=rules)
+    job.harness.wait_step(5)
+    if heir == "a newcomer that waits":
+        job.start("b")
+        job.harness.wait_for("welcomed", node="b")
+    job.harness.kill("a")
+    if heir != "a newcomer that waits":
+        job.harness.wait_exit("a")
+        job.start("a")
+    name = "b" if heir == "a newcomer that waits" else "a"
+    assert job.harness.wait_exit(name) == 0
+    assert engine_members.read(job.folder / f"{name}.pt")["step"] >= 120
+    assert len(job.foundings()) == 2
 
 
 def test_sigterm_leaves_after_the_step_with_exit_code_0(job: Job) -> None:
