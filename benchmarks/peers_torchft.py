@@ -103,7 +103,7 @@ def member(pipe: Connection, address: str, name: str, state_mib: float, timeout_
     torch.set_num_threads(1)
     torch.manual_seed(0)
     plain = state_model(state_mib)
-    inner = torch.optim.Adam(plain.parameters(), lr=1e-4)
+    inner = torch.optim.Adam(plain.parameters(), lr=1e-4, fused=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=timeout_s)),

@@ -40,7 +40,7 @@ def worker(folder: Path, state_mib: float) -> None:
     dist.init_process_group("gloo")
     plain = state_model(state_mib)
     model = DistributedDataParallel(plain)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
     saved, step = folder / "checkpoint.pt", 0
     if saved.exists():
         state = torch.load(saved, weights_only=True)

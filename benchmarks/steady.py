@@ -3,8 +3,12 @@
 For worlds of 2, 3 and 4 and states (parameters + Adam) of 50 and 200 MiB, each process holds one model per
 contender and runs blocks of steps in turn; a pair of neighbouring blocks gives one ratio, the median over all pairs
 is the figure.
-DDP runs as it comes and with gradient_as_bucket_view. torchft and Lightning's own "ddp" strategy follow in the same
-run.
+DDP runs as it comes and with gradient_as_bucket_view; this engine as it comes (members of one machine read gradients
+out of each other's memory) and over sockets alone, as between machines. torchft and Lightning's own "ddp" strategy
+follow in the same run.
+
+All contenders step with the same Adam. Torch's fused one takes a tenth of a step of 50 MiB; its default loop takes
+half of it and hides what is compared here (--optimizer loop).
 """
 
 from __future__ import annotations
@@ -23,21 +27,27 @@ BOUND_VIEW = 1.00
 BATCH = 32
 
 
-def _contender(kind: str, state_mib: float, rank: int, endpoint: str) -> Any:
+CHAOS = {"chaos": True, "chaos_sockets": False}
+"""Whether chunks travel by reference."""
+
+
+def _contender(kind: str, state_mib: float, rank: int, endpoint: str, fused: bool) -> Any:
     """Returns step(batch) for one contender; each has its own model and optimizer."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(0)
     model = state_model(state_mib)
-    if kind == "chaos":
+    if kind in CHAOS:
         from chaos_lightning.collectives.layout import Section
         from chaos_lightning.replication.access import ModuleState
         from chaos_lightning.runtime.config import EngineConfig
         from chaos_lightning.runtime.engine import Engine
 
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-        engine = Engine(EngineConfig(endpoint=endpoint, name=f"w{rank}", host_scheduler=False))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=fused)
+        engine = Engine(
+            EngineConfig(endpoint=endpoint, name=f"w{rank}", host_scheduler=False, by_reference=CHAOS[kind])
+        )
         engine.prepare(sections=[Section("all", list(model.named_parameters()))])
         engine.join(fingerprint={}, quota=BATCH, accumulate=1, state=ModuleState(model, optimizer))
 
@@ -51,7 +61,7 @@ def _contender(kind: str, state_mib: float, rank: int, endpoint: str) -> Any:
         step.close = lambda: (engine.finish(), engine.close())  # type: ignore[attr-defined]
         return step
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=kind == "ddp_view")
-    optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-4)
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-4, fused=fused)
 
     def step(batch: torch.Tensor) -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -63,17 +73,24 @@ def _contender(kind: str, state_mib: float, rank: int, endpoint: str) -> Any:
 
 
 def work(
-    pipe: Connection, rank: int, world: int, port: int, endpoint: str, state_mib: float, pairs: int, steps: int
+    pipe: Connection,
+    rank: int,
+    world: int,
+    port: int,
+    endpoints: dict[str, str],
+    case: tuple[float, int, int],
+    fused: bool,
 ) -> None:
     """One member: alternating blocks; sends {kind: [median step seconds per block]}."""
     import torch
     import torch.distributed as dist
 
+    state_mib, pairs, steps = case
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-        kinds = ["chaos", "ddp", "ddp_view"]
-        contenders = {k: _contender(k, state_mib, rank, endpoint) for k in kinds}
+        kinds = ["chaos", "ddp", "ddp_view", "chaos_sockets"]
+        contenders = {k: _contender(k, state_mib, rank, endpoints.get(k, ""), fused) for k in kinds}
         width = int(next(state_model(state_mib).parameters()).shape[1])
         batch = torch.randn(BATCH, width, generator=torch.Generator().manual_seed(rank))
         times: dict[str, list[float]] = {k: [] for k in kinds}
@@ -102,13 +119,13 @@ def work(
 
 
 def measure(
-    world: int, state_mib: float, pairs: int, steps: int
+    world: int, state_mib: float, pairs: int, steps: int, fused: bool
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Per contender: step seconds of the slowest member, and CPU seconds of all members per step, block by block."""
     ctx = context("benchmarks.steady")
-    with scheduler(world) as endpoint:
-        port = free_port()
-        workers = [Worker(ctx, work, r, world, port, endpoint, state_mib, pairs, steps) for r in range(world)]
+    with scheduler(world) as one, scheduler(world) as other:
+        port, endpoints, case = free_port(), dict(zip(CHAOS, (one, other), strict=True)), (state_mib, pairs, steps)
+        workers = [Worker(ctx, work, r, world, port, endpoints, case, fused) for r in range(world)]
         try:
             reports = [w.receive(600) for w in workers]
         finally:
@@ -125,6 +142,7 @@ def main() -> int:
     p.add_argument("--worlds", type=int, nargs="*", default=[2, 3, 4])
     p.add_argument("--states-mib", type=float, nargs="*", default=[50, 200])
     p.add_argument("--pairs", type=int, default=0, help="block pairs per case; 0: 8, or 3 with --quick")
+    p.add_argument("--optimizer", choices=["fused", "loop"], default="fused", help="which of torch's Adams")
     p.add_argument("--no-peers", action="store_true", help="leave torchft and Lightning's strategies out")
     args = p.parse_args()
     result = Result("steady")
@@ -134,15 +152,18 @@ def main() -> int:
     rng = random.Random(0)
     for state_mib in states:
         for world in worlds:
-            times, cpu = measure(world, state_mib, pairs, steps=10 if state_mib < 100 else 6)
+            times, cpu = measure(
+                world, state_mib, pairs, steps=10 if state_mib < 100 else 6, fused=args.optimizer == "fused"
+            )
             case = f"world {world}, {state_mib:g} MiB"
             for kind, values in times.items():
                 result.add(f"{kind} step, {case}", median(values) * 1000, "ms")
                 result.add(f"{kind} CPU of all members, {case}", median(cpu[kind]) * 1000, "ms per step")
             for kind, bound in (("ddp", BOUND_DDP), ("ddp_view", BOUND_VIEW)):
-                ratios = [c / d for c, d in zip(times["chaos"], times[kind], strict=True)]
-                result.add(f"chaos / {kind}, {case}", median(ratios), "ratio", bound)
-                result.details[f"ratios {kind}, {case}"] = ratios
+                for ours, limit in (("chaos", bound), ("chaos_sockets", None)):
+                    ratios = [c / d for c, d in zip(times[ours], times[kind], strict=True)]
+                    result.add(f"{ours} / {kind}, {case}", median(ratios), "ratio", limit)
+                    result.details[f"ratios {ours} / {kind}, {case}"] = ratios
             if not args.no_peers:
                 steady_peers.measure(result, world, state_mib, 10 if args.quick else 30, rng)
     return result.finish(args)

@@ -96,7 +96,7 @@ def member(pipe: Connection, endpoint: str, name: str, state_mib: float, logs: s
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = state_model(state_mib)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
     state = ModuleState(model, optimizer)
     width = int(next(model.parameters()).shape[1])
     draw = torch.Generator().manual_seed(os.getpid())
