@@ -63,7 +63,12 @@ check: $(STAMP) ## format, lint, types, import contracts, generated files
 	done
 	echo "stubs match chaos.proto"
 
-bench: $(STAMP) ## every benchmark, or some: make bench BENCHES="steady join"
+$(VENV)/.bench: $(STAMP)
+	@echo "installing the peers that benchmarks compare with"
+	$(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,bench]'
+	touch $@
+
+bench: $(VENV)/.bench ## every benchmark, or some: make bench BENCHES="steady join"
 	@for bench in $(BENCHES); do
 	  echo "== benchmarks.$$bench"
 	  $(PY) -m "benchmarks.$$bench" $(ARGS)

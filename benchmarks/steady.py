@@ -165,7 +165,7 @@ def main() -> int:
                     result.add(f"{ours} / {kind}, {case}", median(ratios), "ratio", limit)
                     result.details[f"ratios {ours} / {kind}, {case}"] = ratios
             if not args.no_peers:
-                steady_peers.measure(result, world, state_mib, 10 if args.quick else 30, rng)
+                steady_peers.measure(result, world, state_mib, 10 if args.quick else 30, rng, 1 if args.quick else 3)
     return result.finish(args)
 
 

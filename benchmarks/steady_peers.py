@@ -30,7 +30,8 @@ def torchft(result: Result, world: int, state_mib: float, steps: int) -> float |
         return None
     ctx = context("benchmarks.victims", "torch._dynamo", "chaos_lightning.replication.access")
     with peers_torchft.lighthouse(peers_torchft.TUNED) as address:
-        members = [Worker(ctx, peers_torchft.member, address, f"m{i}", state_mib) for i in range(world)]
+        timeout_s = peers_torchft.TUNED_TIMEOUT_S
+        members = [Worker(ctx, peers_torchft.member, address, f"m{i}", state_mib, timeout_s) for i in range(world)]
         try:
             times = _stamps(members[0], world, steps + WARM_UP)
         finally:
@@ -129,18 +130,23 @@ def _fit(
         raise
 
 
-def measure(result: Result, world: int, state_mib: float, steps: int, rng: random.Random) -> None:
-    """Adds the peers' figures for one case; the order of contenders is drawn anew each time."""
+def measure(result: Result, world: int, state_mib: float, steps: int, rng: random.Random, rounds: int) -> None:
+    """Adds the peers' figures for one case: `rounds` runs of each, in an order that is drawn anew each time."""
     case = f"world {world}, {state_mib:g} MiB"
-    times: dict[str, float] = {}
     kinds = ["ddp", "chaos", "torchft"]
-    rng.shuffle(kinds)
-    for kind in kinds:
-        seconds = (
-            torchft(result, world, state_mib, steps) if kind == "torchft" else lightning(world, state_mib, steps, kind)
-        )
-        if seconds is not None:
-            times[kind] = seconds
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(rounds):
+        rng.shuffle(kinds)
+        for kind in kinds:
+            if kind == "torchft":
+                seconds = torchft(result, world, state_mib, steps)
+            else:
+                seconds = lightning(world, state_mib, steps, kind)
+            if seconds is not None:
+                times[kind].append(seconds)
+    for kind in ("ddp", "chaos", "torchft"):
+        if times[kind]:
             name = "torchft" if kind == "torchft" else f'Lightning "{kind}"'
-            result.add(f"{name} step, {case}", seconds * 1000, "ms")
-    result.add(f'Lightning "chaos" / "ddp", {case}', times["chaos"] / times["ddp"], "ratio")
+            result.add(f"{name} step, {case}", statistics.median(times[kind]) * 1000, "ms")
+    ratios = [c / d for c, d in zip(times["chaos"], times["ddp"], strict=True)]
+    result.add(f'Lightning "chaos" / "ddp", {case}', statistics.median(ratios), "ratio")
