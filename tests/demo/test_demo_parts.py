@@ -7,10 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -22,6 +20,7 @@ from chaos_lightning.demo.screen import Screen
 from chaos_lightning.demo.story import Plot, Story
 from chaos_lightning.errors import ConfigurationError, DeadlineError
 from chaos_lightning.observe.events import Event, EventLog, read_events
+from chaos_lightning.testing.harness import Harness
 
 NODE = """
 import os, subprocess, sys, time
@@ -40,14 +39,6 @@ NOBODY = proof.Expected(
 )
 
 
-def until(ready: Callable[[], Any], what: str) -> Any:
-    end = time.monotonic() + 30.0
-    while not (result := ready()):
-        assert time.monotonic() < end, f"{what} did not come"
-        time.sleep(0.02)
-    return result
-
-
 class Sleepers(Cast):
     """Nodes that do nothing."""
 
@@ -64,8 +55,15 @@ def sleepers(tmp_path: Path) -> Iterator[Sleepers]:
     nodes.close()
 
 
-def worker_of(nodes: Cast, name: str) -> int:
-    return int(until(lambda: nodes.nodes[name].log.read_text().strip(), "the worker's pid"))
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    """It waits; the nodes are none of its own."""
+    with Harness(tmp_path / "waits", deadline_s=30.0) as made:
+        yield made
+
+
+def worker_of(nodes: Cast, name: str, harness: Harness) -> int:
+    return int(harness.wait_until(lambda: nodes.nodes[name].log.read_text().strip() or None, "the worker's pid"))
 
 
 def runs(pid: int) -> bool:
@@ -78,11 +76,11 @@ def runs(pid: int) -> bool:
 # ------------------------------------------------------------------------------------------------ processes
 
 
-def test_close_ends_nodes_and_workers_and_nobody_else(sleepers: Sleepers) -> None:
+def test_close_ends_nodes_and_workers_and_nobody_else(sleepers: Sleepers, harness: Harness) -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, MARK: "no"})
     try:
         sleepers.start("edge-1")
-        worker = worker_of(sleepers, "edge-1")
+        worker = worker_of(sleepers, "edge-1", harness)
         os.kill(worker, signal.SIGSTOP)  # frozen ones, too
         assert sleepers.close() == 2
         assert not runs(worker)
@@ -93,20 +91,20 @@ def test_close_ends_nodes_and_workers_and_nobody_else(sleepers: Sleepers) -> Non
         stranger.wait()
 
 
-def test_close_does_not_wait_for_ever(sleepers: Sleepers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_does_not_wait_for_ever(sleepers: Sleepers, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cast, "POLITE_S", 0.1)
     monkeypatch.setattr(Sleepers, "script", "import signal; signal.signal(15, signal.SIG_IGN); print(1)\n" + NODE)
     sleepers.start("edge-1")
-    until(lambda: len(sleepers.nodes["edge-1"].log.read_text().split()) == 2, "both")
+    harness.wait_until(lambda: len(sleepers.nodes["edge-1"].log.read_text().split()) == 2, "both")
     sleepers.close()
     assert sleepers.exit_codes() == {"edge-1": -9}
 
 
-def test_kill_is_for_agent_and_worker_and_is_written_down_before(sleepers: Sleepers) -> None:
+def test_kill_is_for_agent_and_worker_and_is_written_down_before(sleepers: Sleepers, harness: Harness) -> None:
     sleepers.start("edge-2")
-    worker = worker_of(sleepers, "edge-2")
+    worker = worker_of(sleepers, "edge-2", harness)
     sleepers.kill("edge-2", worker)
-    until(lambda: not runs(worker) and sleepers.exit_codes()["edge-2"] == -9, "both deaths")
+    harness.wait_until(lambda: not runs(worker) and sleepers.exit_codes()["edge-2"] == -9, "both deaths")
     (fault,) = [r for r in read_events(sleepers.events) if r.name == Event.FAULT_INJECTED]
     assert (fault["kind"], fault.node) == ("sigkill", "edge-2-0")
     sleepers.check()  # it was meant

@@ -25,7 +25,7 @@ def train(spec: dict[str, Any]) -> None:
 
     Args:
         spec: name, endpoint, report (file), samples, batch, epochs, width, settings, gates {step: fifo},
-            drift_at (step), die_at {"when": "after_first_header", "world": members}.
+            drift_at (step), die_at {"when": "after_first_header", "world": members}, load_gate (fifo).
     """
     torch.set_num_threads(1)
     torch.manual_seed(spec.get("seed", 7))
@@ -36,6 +36,8 @@ def train(spec: dict[str, Any]) -> None:
     trainer = Trainer(name=spec["name"], endpoint=spec["endpoint"], **settings)
     gates = dict(spec.get("gates", {}))
     die_at = spec.get("die_at", {})
+    if "load_gate" in spec:
+        hold_the_load(trainer, spec["load_gate"])
     with trainer:
         model = network(width)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -68,6 +70,21 @@ def train(spec: dict[str, Any]) -> None:
             "out": trainer.engine.out,
         }
     torch.save(report, spec["report"])
+
+
+def hold_the_load(trainer: Trainer, gate: str) -> None:
+    """A newcomer that says when it is about to pull the state, and does so once the gate is open."""
+    transfer = trainer.engine._transfer
+    fetch = transfer.fetch
+
+    def held(*args: Any) -> bool:
+        transfer.fetch = fetch  # type: ignore[method-assign]
+        trainer.engine.events.emit("notice", text="about to pull")
+        with open(gate) as opened:
+            opened.read()
+        return fetch(*args)
+
+    transfer.fetch = held  # type: ignore[method-assign]
 
 
 def die_after_first_header(trainer: Trainer) -> None:

@@ -6,10 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
@@ -17,35 +15,27 @@ from torch.distributed.elastic.multiprocessing.api import SignalException, _term
 from chaos_lightning.rendezvous import polite
 from chaos_lightning.rendezvous.polite import PoliteExit, workers_of
 from chaos_lightning.runtime.orphan import VARIABLE
+from chaos_lightning.testing.harness import Harness
 
 HERE = Path(__file__).resolve().parent
-PATIENCE_S = 60.0
-
-
-def until(ready: Callable[[], Any], what: str) -> Any:
-    end = time.monotonic() + PATIENCE_S
-    while not (result := ready()):
-        assert time.monotonic() < end, f"{what} did not come"
-        time.sleep(0.02)
-    return result
 
 
 class Agent:
     """torchrun without a scheduler, whose workers tell what they get."""
 
-    def __init__(self, folder: Path, end: str, *arguments: str) -> None:
+    def __init__(self, harness: Harness, folder: Path, end: str, *arguments: str) -> None:
+        self.harness = harness
         self.folder = folder
         # As `torchrun` does it, with our own logger heard.
         run = "import logging, sys; logging.basicConfig(level=logging.INFO); sys.argv[0] = 'torchrun'; "
         run += "from torch.distributed.run import main; main()"
         command = [sys.executable, "-c", run, "--rdzv-backend=chaos", "--nnodes=1:2", *arguments]
         command += ["--rdzv-endpoint=127.0.0.1:29499", "--rdzv-conf=host_scheduler=0"]
-        self.output = (folder / "agent.log").open("wb")
-        self.process = subprocess.Popen(
+        harness.declare("agent")  # torchrun may end badly here, and says how
+        self.process = harness.start(
+            "agent",
             [*command, str(HERE / "polite_worker.py"), str(folder / "worker"), end],
-            stdout=self.output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"},
+            env={"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"},
         )
 
     def words(self, rank: int = 0) -> list[str]:
@@ -58,28 +48,33 @@ class Agent:
 
     def ready(self, workers: int = 1) -> None:
         """Until workers run."""
-        until(lambda: all("start" in self.words(rank) for rank in range(workers)), "a worker")
+        self.harness.wait_until(lambda: all("start" in self.words(rank) for rank in range(workers)), "a worker")
 
     def end(self) -> int:
-        return self.process.wait(PATIENCE_S)
+        return self.harness.wait_exit("agent")
 
     def log(self) -> str:
-        return (self.folder / "agent.log").read_text()
+        return self.process.log.read_text()
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    with Harness(tmp_path, deadline_s=60.0) as made:
+        yield made
+
+
+@pytest.fixture
+def agent(tmp_path: Path, harness: Harness) -> Iterator[Callable[..., Agent]]:
     started: list[Agent] = []
 
     def start(*arguments: str) -> Agent:
-        started.append(Agent(tmp_path, *arguments))
+        started.append(Agent(harness, tmp_path, *arguments))
         return started[-1]
 
     yield start
     for one in started:
-        one.process.kill()
-        one.process.wait(PATIENCE_S)
-        one.output.close()
+        one.process.send(signal.SIGKILL)
+        one.end()
         for pid in one.pids():
             try:
                 if b"polite_worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -105,7 +100,7 @@ def test_a_second_signal_is_torchs_own_way(agent: Callable[..., Agent]) -> None:
     one = agent("stay", "--max-restarts=3")
     one.ready()
     polite_signal(one, signal.SIGINT)
-    one.process.send_signal(signal.SIGINT)
+    one.process.send(signal.SIGINT)
     assert one.end() != 0
     assert one.words() == ["start", "SIGINT", "SIGINT", "end"]
     assert "SignalException" in one.log()
@@ -121,9 +116,9 @@ def test_a_worker_that_fails_on_its_way_out_is_not_started_again(agent: Callable
 
 def polite_signal(one: Agent, number: signal.Signals) -> str:
     """Sends it once the agent's own handlers stand; torch's would end it at once."""
-    until(lambda: f"{number.name} is passed on" in one.log(), "the polite handlers")
-    one.process.send_signal(number)
-    until(lambda: number.name in one.words(), "the signal at the worker")
+    one.harness.wait_until(lambda: f"{number.name} is passed on" in one.log(), "the polite handlers")
+    one.process.send(number)
+    one.harness.wait_until(lambda: number.name in one.words(), "the signal at the worker")
     return f"{number.name}: asking"
 
 
@@ -139,7 +134,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("handlers")
-def test_torchs_way_comes_back_after_the_patience() -> None:
+def test_torchs_way_comes_back_after_the_patience(harness: Harness) -> None:
     for number in polite.SIGNALS:
         signal.signal(number, _terminate_process_handler)
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"])
@@ -149,7 +144,7 @@ def test_torchs_way_comes_back_after_the_patience() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert one.asked is signal.SIGTERM
         with pytest.raises(SignalException):
-            until(one.watch, "the end of patience")
+            harness.wait_until(one.watch, "the end of patience")
         assert signal.getsignal(signal.SIGTERM) is _terminate_process_handler
     finally:
         child.kill()

@@ -1,0 +1,30 @@
+"""A third member dies while a newcomer loads the state: the newcomer gets in, and nobody starts anything over."""
+
+from __future__ import annotations
+
+import pytest
+from engine_job import Job
+
+
+@pytest.mark.parametrize("when", ["a view is decided without it", "the pull begins"])
+@pytest.mark.parametrize("victim", ["a", "c"])
+def test_a_third_member_dies_while_a_newcomer_loads(job: Job, victim: str, when: str) -> None:
+    """The root, or another one. It is a donor of the state as well, so a pull that has begun loses a source."""
+    gate = job.gate("d")
+    for name in "abc":
+        job.start(name, settings={"min_nodes": 3 if name == "a" else 1}, epochs=20)
+        job.harness.wait_for("welcomed", node=name)
+    job.harness.wait_step(3)
+    job.start("d", epochs=20, load_gate=gate)
+    job.harness.wait_for("notice", lambda r: r.get("text") == "about to pull", node="d")
+    job.harness.kill(victim)
+    if when == "a view is decided without it":
+        death = job.harness.wait_for("death", lambda r: r.member.startswith(f"{victim}~"))
+        decided = job.harness.wait_for("decide", node="default", after=death)
+        assert [m.partition("~")[0] for m in decided.get("members") or ()] == [n for n in "abcd" if n != victim]
+    job.open(gate)
+    job.harness.wait_for("joined", node="d")
+    alive = [name for name in "abcd" if name != victim]
+    reports = job.finish(*alive)
+    assert len({(r["hash"], r["step"]) for r in reports}) == 1, reports
+    assert not [r for r in job.harness.records if r.name in ("fenced", "rejoin")]
