@@ -1,12 +1,15 @@
 """One epoll loop in one thread: link sockets, a listener, timers, and calls from other threads.
 
 Theory of operation. Everything that must not race runs here: the member machine, the reducer, the links. Other threads
-hand work in by `call(fn)`; an eventfd wakes the loop at most once per batch of calls. An exception in a callback is
+hand work in by `call(fn)`; an eventfd wakes the loop at most once per batch of calls. The waking write keeps the GIL:
+`os.eventfd_write` gives it away, the loop takes it at once, and the caller, which has the next layer's gradients to see
+to, waits until the loop is done (1 ms and more, three times a step). An exception in a callback is
 fatal for the loop: it is kept, `on_crash` is told, and the training thread raises it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import heapq
 import itertools
 import os
@@ -15,6 +18,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import cast
+
+
+def _waker() -> Callable[[int, int], object]:
+    """A write to an eventfd that keeps the GIL, where the C library has it; an ended loop's descriptor is ignored."""
+    write = getattr(ctypes.PyDLL(None), "eventfd_write", None)
+    if write is None:
+        return os.eventfd_write
+    write.argtypes = (ctypes.c_int, ctypes.c_uint64)
+    return cast(Callable[[int, int], object], write)
+
+
+_wake_up = _waker()
 
 
 class IoLoop:
@@ -46,7 +62,7 @@ class IoLoop:
         if not self._awake:
             self._awake = True
             try:
-                os.eventfd_write(self._wake, 1)
+                _wake_up(self._wake, 1)
             except (OSError, ValueError):  # the loop has ended (its descriptor is -1); nobody waits for this call
                 self._awake = False
 

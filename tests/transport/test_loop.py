@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from chaos_lightning.transport import loop as module
 from chaos_lightning.transport.loop import IoLoop
 
 DEADLINE_S = 20.0
@@ -16,7 +17,7 @@ def test_a_call_that_comes_while_the_loop_wakes_up_does_not_end_all_wake_ups(mon
     """The flag that saves wake-ups stayed set if a call came between its reset and the reading of the eventfd."""
     crashes: list[BaseException] = []
     loop = IoLoop("test", crashes.append)
-    read, write = os.eventfd_read, os.eventfd_write
+    read, write = os.eventfd_read, module._wake_up
     intruded, ran = threading.Event(), threading.Event()
     written: list[int] = []
 
@@ -31,7 +32,7 @@ def test_a_call_that_comes_while_the_loop_wakes_up_does_not_end_all_wake_ups(mon
         write(fd, value)
 
     monkeypatch.setattr(os, "eventfd_read", intruding_read)
-    monkeypatch.setattr(os, "eventfd_write", counting_write)
+    monkeypatch.setattr(module, "_wake_up", counting_write)
     loop.start()
     try:
         loop.call(ran.set)
