@@ -64,8 +64,8 @@ class Admission(SchedulerState):
                 peer.seq, peer.step = seq, step
             case LinkEvent(other, up, evidence):
                 self._on_link(peer, other, up, evidence)
-            case Verdict(suspect, alive, evidence):
-                self.detector.verdict(suspect, peer.id, alive, evidence)
+            case Verdict():
+                self.detector.verdict(peer.id, message)
             case Report(number):
                 if self.phase is Phase.PREPARING and number == self._number:
                     peer.report = message
@@ -81,7 +81,7 @@ class Admission(SchedulerState):
 
     def _revive(self, peer: Peer) -> None:
         """Who speaks lives: until a view is decided without it, its death is taken back."""
-        peer.dead = ""
+        peer.dead, peer.proven = "", False
         self.detector.heard(peer.id)
 
     def _on_hello(self, conn: int, hello: Hello) -> None:
@@ -126,6 +126,7 @@ class Admission(SchedulerState):
             self._send(peer, self._announced)
 
     def _welcome(self, conn: int, hello: Hello) -> None:
+        namesake = ""
         for peer in [p for p in self.peers.values() if p.member.name == hello.name and not p.condemned]:
             if same_process(peer.member, hello):
                 self._condemn(peer, "its process said hello anew, its state is void")
@@ -134,6 +135,10 @@ class Admission(SchedulerState):
             else:
                 if peer.standing is Standing.MEMBER:
                     self.detector.suspect(self.now, peer.id, f"another process says hello as {hello.name}")
+                    if peer.conn is None and peer.member.host == hello.host:
+                        # Restarted, as a rule; on that machine it can tell whether its namesake lives.
+                        namesake = peer.id
+                        continue
                 words = f"{hello.name} is in the job already as {peer.id} (pid {peer.member.pid} on {peer.member.host})"
                 self._refuse(conn, hello, f"{words}: take another name, or wait until it is found dead", retry=True)
                 return
@@ -149,12 +154,17 @@ class Admission(SchedulerState):
             quota=hello.quota,
         )
         self._incarnation += 1
-        standby = places_left(self.peers, self.settings) <= 0
+        standby = bool(namesake) or places_left(self.peers, self.settings) <= 0
         peer = Peer(member, Standing.STANDBY if standby else Standing.LINKING, conn=conn, heard=self.now, known=True)
         peer.neighbours = hello.neighbours
         self.peers[peer.id] = peer
         self._conns[conn] = peer.id
-        if standby:
+        if namesake:
+            self._greet(peer, "standby", f"{namesake} has its name and may live")
+            self._send(
+                peer, Notice(f"on standby until {namesake}, which has the same name, is found dead", waiting=True)
+            )
+        elif standby:
             self._greet(peer, "standby", f"max_nodes={self.settings.max_nodes} are in")
             self._send(peer, Notice(f"on standby: {self.settings.max_nodes} members are in", waiting=True))
         elif self.phase is Phase.FOUNDING:
@@ -178,7 +188,7 @@ class Admission(SchedulerState):
         if peer.standing not in (Standing.MEMBER, Standing.LEAVER) or self.phase is Phase.FINISHED:
             self._drop(peer)
         elif not abrupt:
-            self._die(peer, "it closed its control stream in good order")
+            self._die(peer, "it closed its control stream in good order", proven=True)
 
     def _on_link(self, peer: Peer, other: str, up: bool, evidence: str) -> None:
         if up:

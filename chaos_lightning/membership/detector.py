@@ -1,9 +1,9 @@
-"""Who is dead: facts, suspicions, and neighbours that confirm them (PROTOCOL.md 12, 14b).
+"""Who is dead: facts, suspicions, and neighbours that confirm them (PROTOCOL.md 12, 12a, 14b).
 
 Theory of operation. One silent channel proves nothing: heartbeats are late on a busy machine, streams break while both
 ends live. So a member is taken for dead only on two independent signs:
 
-- its control stream and its link to a living member are both closed (a killed process: milliseconds), or
+- its control stream and its link to a living process are both closed (a killed process: milliseconds), or
 - it is suspected (silent too long, a closed stream or link, an overdue report) and a neighbour that is asked denies its
   life while none affirms it, or
 - it has been silent for `hang_timeout_s`, whoever says that its process exists.
@@ -11,17 +11,26 @@ ends live. So a member is taken for dead only on two independent signs:
 Any word of the suspect clears the suspicion. Who cannot be confirmed because nobody is there to ask is waited for; a
 member whose stream closed gets `reconnect_grace_s` then. The scheduler's own clock gaps are forgiven by `shift`, before
 anybody is judged.
+
+These signs err at times - a stopped process wakes up, a machine that was cut off comes back - and while others hold the
+training state, that costs no more than a member that joins again. The *last holder*, a member that may hold the state
+while nobody who answers is known to hold it, is therefore dead only on proof (12a): a process table says that its
+process is gone, or both its stream and a link were closed by its own machine and it is not back within
+`reconnect_grace_s`, or not a word came for `last_holder_timeout_s`. Until then it is *held*. Newcomers are witnesses,
+too; those on the suspect's own machine are asked first, for they alone can prove anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from chaos_lightning.membership.roster import Peer
-from chaos_lightning.membership.types import Settings
+from chaos_lightning.membership.types import Settings, Verdict
 
 NEIGHBOURS_ASKED = 2
+ENDS = ("end of stream", "middle of a frame", "reset", "pipe")
+"""Evidence of a closed link that only the kernel at its other end gives; a network that fell silent times out."""
 
 
 @dataclass(slots=True)
@@ -32,9 +41,30 @@ class Suspicion:
     why: str
     overdue: bool = False
     """It owes a report; mere heartbeats do not clear it."""
-    asked_at: float = 0.0
+    asked_at: float = float("-inf")
     asked: tuple[str, ...] = ()
-    verdicts: dict[str, tuple[bool, str]] = field(default_factory=dict)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    ended_at: float | None = None
+    """Since when its stream and a link have both been closed by its own machine."""
+    held: bool = False
+    """It would be dead by now if it were not the last holder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    member: str
+    evidence: str
+    proven: bool
+    """Nothing that it still does can matter: it may be the last holder, and is dead all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A last holder that is waited for."""
+
+    member: str
+    why: str
+    left_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +73,12 @@ class Findings:
 
     probes: tuple[tuple[str, str], ...] = ()
     """(whom to ask, about whom)"""
-    deaths: tuple[tuple[str, str], ...] = ()
-    """(member, evidence)"""
+    looks: tuple[str, ...] = ()
+    """Last holders to look for in the process table of this very machine, too."""
+    deaths: tuple[Death, ...] = ()
     suspects: tuple[tuple[str, str], ...] = ()
     """New suspicions, for the log."""
+    held: tuple[Held, ...] = ()
 
 
 class Detector:
@@ -68,6 +100,8 @@ class Detector:
         for suspicion in self.suspicions.values():
             suspicion.since += gap
             suspicion.asked_at += gap
+            if suspicion.ended_at is not None:
+                suspicion.ended_at += gap
 
     def heard(self, member: str) -> None:
         """A word of the member itself."""
@@ -92,70 +126,130 @@ class Detector:
         elif overdue:
             suspicion.overdue = True
 
-    def verdict(self, suspect: str, by: str, alive: bool, evidence: str) -> None:
-        suspicion = self.suspicions.get(suspect)
-        if suspicion is not None and by in suspicion.asked:
-            suspicion.verdicts[by] = (alive, evidence)
+    def hold(self, now: float, member: str, why: str) -> None:
+        """It was taken for dead, and is to be waited for all the same."""
+        self.suspect(now, member, why)
+        self.suspicions[member].held = True
 
-    def judge(self, now: float, watched: Mapping[str, Peer]) -> Findings:
-        """Looks at everybody in `watched` (living members by id) once."""
+    def verdict(self, by: str, verdict: Verdict) -> None:
+        suspicion = self.suspicions.get(verdict.suspect)
+        if suspicion is not None and by in suspicion.asked:
+            suspicion.verdicts[by] = verdict
+
+    def judge(
+        self,
+        now: float,
+        watched: Mapping[str, Peer],
+        newcomers: Mapping[str, Peer] | None = None,
+        holders: Collection[str] = (),
+    ) -> Findings:
+        """Looks at everybody in `watched` (living members by id) once.
+
+        Args:
+            now: Seconds.
+            watched: Who is judged.
+            newcomers: Others with a stream; they are witnesses only.
+            holders: Members that may hold the training state, as far as anybody knows.
+        """
         probes: list[tuple[str, str]] = []
-        deaths: list[tuple[str, str]] = []
+        looks: list[str] = []
+        deaths: list[Death] = []
+        held: list[Held] = []
+        everybody = {**(newcomers or {}), **watched}
         known = set(self.suspicions)
+        # All suspicions come before the first judgement: nobody counts as well by being looked at late.
+        for peer in watched.values():
+            self._look(now, peer, everybody)
         for member, peer in watched.items():
-            fact = self._fact(member, peer, watched)
-            if fact:
-                deaths.append((member, fact))
-                continue
-            self._look(now, peer, watched)
             suspicion = self.suspicions.get(member)
             if suspicion is None:
                 continue
-            confirmed = self._confirmed(now, peer, suspicion, watched)
-            if confirmed:
-                deaths.append((member, confirmed))
-            elif now - suspicion.asked_at >= self._settings.heartbeat_timeout_s or not suspicion.asked:
-                probes += self._ask(now, member, suspicion, watched)
-        for member, _ in deaths:
-            self.forget(member)
+            last = self._is_last_holder(member, watched, holders)
+            proof = self._proof(now, peer, suspicion, everybody)
+            evidence = proof or self._fact(peer, watched) or self._confirmed(now, peer, suspicion, everybody)
+            if evidence and (proof or not last):
+                deaths.append(Death(member, evidence, bool(proof)))
+                continue
+            suspicion.held = last and (suspicion.held or bool(evidence))
+            silence = now - self._silent_since(peer, suspicion)
+            if suspicion.held and silence > self._settings.heartbeat_timeout_s:
+                held.append(Held(member, suspicion.why, self._settings.last_holder_timeout_s - silence))
+            witnesses = self._witnesses(member, watched, newcomers or {}, last)
+            if now - suspicion.asked_at >= self._settings.heartbeat_timeout_s or (witnesses and not suspicion.asked):
+                suspicion.asked, suspicion.asked_at = tuple(witnesses), now
+                suspicion.verdicts.clear()
+                probes += [(by, member) for by in witnesses]
+                looks += [member] if last else []
+        for death in deaths:
+            self.forget(death.member)
         fresh = [(m, s.why) for m, s in self.suspicions.items() if m not in known]
-        return Findings(tuple(probes), tuple(deaths), tuple(fresh))
+        return Findings(tuple(probes), tuple(looks), tuple(deaths), tuple(fresh), tuple(held))
+
+    def _is_last_holder(self, member: str, watched: Mapping[str, Peer], holders: Collection[str]) -> bool:
+        """Whether the training state may be lost with this member: no other one that answers is known to hold it.
+
+        Of several that are all under suspicion each is one: whoever speaks first goes on, and the others are judged.
+        """
+        others = [watched[m] for m in holders if m != member and m in watched and m not in self.suspicions]
+        return member in holders and not any(p.known and p.loaded and p.conn is not None for p in others)
 
     @staticmethod
-    def _closed_link(member: str, watched: Mapping[str, Peer]) -> str:
-        """Words about a living member's closed link to this one; "" if there is none."""
-        for other in watched.values():
-            if other.conn is not None and other.id != member and member in other.down:
-                return f"its link to {other.id}: {other.down[member]}"
+    def _closed_link(member: str, everybody: Mapping[str, Peer], ends: tuple[str, ...] = ("",)) -> str:
+        """Words about a living process's closed link to this one, with one of these in them; "" if there is none."""
+        for other in everybody.values():
+            words = other.down.get(member, "") if other.conn is not None and other.id != member else ""
+            if words and any(end in words for end in ends):
+                return f"its link to {other.id}: {words}"
         return ""
 
-    def _fact(self, member: str, peer: Peer, watched: Mapping[str, Peer]) -> str:
+    def _fact(self, peer: Peer, everybody: Mapping[str, Peer], ends: tuple[str, ...] = ("",)) -> str:
         # A stream that a scheduler's restart closed says nothing about its member: that takes a neighbour's word.
         if peer.conn is not None or not peer.known:
             return ""
-        link = self._closed_link(member, watched)
+        link = self._closed_link(peer.id, everybody, ends)
         return f"its control stream is closed, and {link}" if link else ""
 
-    def _look(self, now: float, peer: Peer, watched: Mapping[str, Peer]) -> None:
+    def _look(self, now: float, peer: Peer, everybody: Mapping[str, Peer]) -> None:
         """Silence and closed streams are suspicions."""
         settings = self._settings
         if peer.conn is None:
-            if now >= self.grace_until or self._closed_link(peer.id, watched):
+            if now >= self.grace_until or self._closed_link(peer.id, everybody):
                 self.suspect(now, peer.id, "its control stream is closed")
         elif now - peer.heard > settings.heartbeat_timeout_s:
             silence = now - peer.heard
             self.suspect(now, peer.id, f"no heartbeat for {silence:.2f} s (limit {settings.heartbeat_timeout_s:g} s)")
 
-    def _confirmed(self, now: float, peer: Peer, suspicion: Suspicion, watched: Mapping[str, Peer]) -> str:
+    @staticmethod
+    def _silent_since(peer: Peer, suspicion: Suspicion) -> float:
+        """Its last word, or the closing of its stream; of one that talks and does not report: since it was due."""
+        if suspicion.overdue:
+            return suspicion.since
+        return min(suspicion.since, peer.heard) if peer.conn is not None else peer.closed_at
+
+    def _proof(self, now: float, peer: Peer, suspicion: Suspicion, everybody: Mapping[str, Peer]) -> str:
+        """Words if its state is lost for certain, or was waited for long enough (12a)."""
+        settings = self._settings
+        for by, said in suspicion.verdicts.items():
+            if said.certain and not said.alive:
+                return f"{suspicion.why}; {by} confirms: {said.evidence}"
+        ended = self._fact(peer, everybody, ENDS)
+        if not ended:
+            suspicion.ended_at = None
+        elif suspicion.ended_at is None:
+            suspicion.ended_at = now
+        if suspicion.ended_at is not None and now - suspicion.ended_at >= settings.reconnect_grace_s:
+            return f"{ended}, and it is not back within {settings.reconnect_grace_s:g} s"
+        if now - self._silent_since(peer, suspicion) > settings.last_holder_timeout_s:
+            return f"{suspicion.why}; not a word for last_holder_timeout_s={settings.last_holder_timeout_s:g}"
+        return ""
+
+    def _confirmed(self, now: float, peer: Peer, suspicion: Suspicion, everybody: Mapping[str, Peer]) -> str:
         """The evidence, if this suspicion is a death."""
         settings = self._settings
-        silent_since = min(suspicion.since, peer.heard) if peer.conn is not None else peer.closed_at
-        if suspicion.overdue:
-            silent_since = suspicion.since
-        if now - silent_since > settings.hang_timeout_s:
+        if now - self._silent_since(peer, suspicion) > settings.hang_timeout_s:
             return f"{suspicion.why}; not a word for {settings.hang_timeout_s:g} s"
-        denied = [(by, words) for by, (alive, words) in suspicion.verdicts.items() if not alive]
-        affirmed = any(alive for alive, _ in suspicion.verdicts.values())
+        denied = [(by, said.evidence) for by, said in suspicion.verdicts.items() if not said.alive]
+        affirmed = any(said.alive for said in suspicion.verdicts.values())
         complete = len(suspicion.verdicts) == len(suspicion.asked)
         in_time = now - suspicion.asked_at <= settings.confirm_timeout_s
         if denied and not affirmed and (complete or not in_time):
@@ -164,19 +258,25 @@ class Detector:
                 by, words = denied[0]
                 return f"{suspicion.why}; {by} confirms: {words}"
             return ""
-        nobody_to_ask = not any(p.conn is not None and m != peer.id for m, p in watched.items())
+        nobody_to_ask = not any(p.conn is not None and m != peer.id for m, p in everybody.items())
         if peer.conn is None and nobody_to_ask and now - peer.closed_at > settings.reconnect_grace_s:
             return f"{suspicion.why}, not back within {settings.reconnect_grace_s:g} s and no neighbour to ask"
         return ""
 
-    def _ask(self, now: float, member: str, suspicion: Suspicion, watched: Mapping[str, Peer]) -> list[tuple[str, str]]:
-        """Neighbours that know the suspect's link first; those under suspicion themselves last."""
+    def _witnesses(
+        self, member: str, watched: Mapping[str, Peer], newcomers: Mapping[str, Peer], last: bool
+    ) -> list[str]:
+        """Members that know the suspect's link first, suspects themselves last; newcomers if there are none of these.
 
-        def rank(peer: Peer) -> tuple[bool, bool, str]:
-            return (peer.id in self.suspicions, member not in peer.up and member not in peer.down, peer.id)
+        About the last holder everybody may be asked, and first of all who can read its process table.
+        """
+        host = watched[member].member.host
 
-        others = sorted((p for m, p in watched.items() if m != member and p.conn is not None), key=rank)
-        chosen = tuple(p.id for p in others[:NEIGHBOURS_ASKED])
-        suspicion.asked, suspicion.asked_at = chosen, now
-        suspicion.verdicts.clear()
-        return [(by, member) for by in chosen]
+        def rank(peer: Peer) -> tuple[bool, bool, bool, str]:
+            elsewhere = last and peer.member.host != host
+            return (peer.id in self.suspicions, elsewhere, member not in peer.up and member not in peer.down, peer.id)
+
+        others = [p for m, p in watched.items() if m != member and p.conn is not None]
+        if last or not others:
+            others += [p for p in newcomers.values() if p.conn is not None]
+        return [p.id for p in sorted(others, key=rank)[:NEIGHBOURS_ASKED]]

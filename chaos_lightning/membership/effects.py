@@ -230,11 +230,19 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class Gone:
+    """Answer to `Look`: the process of this member is gone or has died."""
+
+    member: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerTick:
     pass
 
 
-SchedulerEvent = Opened | MessageIn | Closed | Stored | Drain | SchedulerTick
+SchedulerEvent = Opened | MessageIn | Closed | Stored | Drain | Gone | SchedulerTick
 
 # ================================================ scheduler machine: effects
 
@@ -268,13 +276,20 @@ class Persist:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """Look into the process table of this very machine; feed Gone if the member was on it and is no more."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerDone:
     """The job is finished and everybody was released; the shell may end after its linger."""
 
     reason: str
 
 
-SchedulerEffect = Send | Close | Persist | SchedulerDone | Note
+SchedulerEffect = Send | Close | Persist | Look | SchedulerDone | Note
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,8 @@ class Peer:
     finished: bool = False
     dead: str = ""
     """Why it is taken for dead; a word from it clears this until a view excludes it."""
+    proven: bool = False
+    """It is dead beyond doubt, or was waited for long enough: its state counts no more (PROTOCOL.md 12a)."""
     condemned: str = ""
     """Why it must go although it may live; nothing clears this."""
     report: Report | None = None

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from chaos_lightning.membership.admission import Admission
 from chaos_lightning.membership.effects import (
     Close,
     Closed,
     Drain,
+    Gone,
+    Look,
     MessageIn,
     Opened,
     SchedulerDone,
@@ -34,6 +35,7 @@ from chaos_lightning.membership.effects import (
     SchedulerTick,
     Stored,
 )
+from chaos_lightning.membership.judging import Judging
 from chaos_lightning.membership.recovery import Ruling, rule
 from chaos_lightning.membership.roster import (
     Peer,
@@ -51,7 +53,6 @@ from chaos_lightning.membership.types import (
     NextView,
     Notice,
     Prepare,
-    Probe,
     Released,
     Report,
     View,
@@ -60,7 +61,7 @@ from chaos_lightning.membership.types import (
 from chaos_lightning.membership.views import changed_view, founding_view, intended_change, recovered_view
 
 
-class SchedulerMachine(Admission):
+class SchedulerMachine(Judging):
     """See the module. The shell feeds a SchedulerTick every `tick_interval_s` (or more often).
 
     Args:
@@ -88,6 +89,8 @@ class SchedulerMachine(Admission):
                 self._on_stored(token, ok, detail)
             case Drain(name):
                 self._on_drain(name)
+            case Gone(member, evidence):
+                self._on_gone(member, evidence)
             case SchedulerTick():
                 pass
         self._judge()
@@ -108,6 +111,7 @@ class SchedulerMachine(Admission):
             self.detector.grace_until = now + self.settings.reconnect_grace_s if self._returning else now
             for peer in self.peers.values():
                 peer.heard = peer.closed_at = now
+                self._out.append(Look(peer.member))
         elif gap > 3 * self.settings.heartbeat_interval_s:
             self._note("notice", text=f"this scheduler was frozen for {gap:.2f} s; nobody is judged by that time")
             self.detector.shift(gap)
@@ -117,22 +121,6 @@ class SchedulerMachine(Admission):
             for peer in self.peers.values():
                 peer.heard += gap
                 peer.closed_at += gap
-
-    # ------------------------------------------------------------------ judging
-
-    def _judge(self) -> None:
-        watched = {p.id: p for p in self.peers.values() if p.alive and p.standing in (Standing.MEMBER, Standing.LEAVER)}
-        if self.phase is Phase.PREPARING and self.now - self._prepared_at > self.settings.report_timeout_s:
-            for peer in self._members():
-                if peer.id in self._expected and peer.report is None and peer.conn is not None:
-                    self.detector.suspect(self.now, peer.id, f"no report for {self._number}", overdue=True)
-        findings = self.detector.judge(self.now, watched)
-        for member, evidence in findings.suspects:
-            self._note("suspect", member=member, evidence=evidence)
-        for by, suspect in findings.probes:
-            self._send(self.peers[by], Probe(suspect))
-        for member, evidence in findings.deaths:
-            self._die(self.peers[member], evidence)
 
     # ------------------------------------------------------------------ turns
 
@@ -147,18 +135,20 @@ class SchedulerMachine(Admission):
         if self._turn_finish():
             return True
         if not self._living():
-            self._lose("all members of the last view are gone")
+            if not self._take_back():
+                self._lose("all members of the last view are gone")
             return True
         if self.phase is Phase.RUNNING:
             return self._turn_running()
         return self._turn_recovering()
 
     def _promote(self) -> bool:
-        """The oldest standby gets a place that became free."""
+        """The oldest standby gets a place that became free, unless a member that may live has its name."""
         if places_left(self.peers, self.settings) <= 0:
             return False
+        taken = {p.member.name for p in self._living()}
         for peer in self.peers.values():
-            if peer.standing is Standing.STANDBY and peer.conn is not None:
+            if peer.standing is Standing.STANDBY and peer.conn is not None and peer.member.name not in taken:
                 peer.standing = Standing.LINKING
                 self._greet(peer, "joiner", "promoted from standby: a place is free")
                 return True
@@ -229,6 +219,8 @@ class SchedulerMachine(Admission):
 
     def _time_joiners(self, latest: View) -> None:
         """A joiner that does not get its state in time holds everybody up and goes out again."""
+        if self._admitted_at is not None and self._waited_for:
+            self._admitted_at = self.now  # its donors are silent
         if self._admitted_at is None or self.now - self._admitted_at <= self.settings.join_timeout_s:
             return
         for peer in self._members():
@@ -269,7 +261,8 @@ class SchedulerMachine(Admission):
             return False
         ruling = self._rule(reports)
         if ruling.base is None:
-            self._lose(ruling.reason, ruling)
+            if not self._take_back():
+                self._lose(ruling.reason, ruling)
             return True
         return self._turn_decide(ruling, ruling.base)
 

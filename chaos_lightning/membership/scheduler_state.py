@@ -85,6 +85,9 @@ class SchedulerState:
         self._expected: frozenset[str] = frozenset()
         self._prepared_at = 0.0
         self._admitted_at: float | None = None
+        self._waited_for: tuple[str, ...] = ()
+        self._waiters: set[str] = set()
+        self._waits = ""
         self._now: float | None = None
         self._out: list[SchedulerEffect] = []
         for member in chain.views[-1].members if chain.views and not chain.finished else ():
@@ -188,10 +191,11 @@ class SchedulerState:
         self._send(peer, Released(reason))
         self._drop(peer)
 
-    def _die(self, peer: Peer, evidence: str) -> None:
+    def _die(self, peer: Peer, evidence: str, *, proven: bool) -> None:
         if peer.alive:
             peer.dead = evidence
             self._note("death", member=peer.id, evidence=evidence)
+        peer.proven = peer.proven or proven
 
     def _condemn(self, peer: Peer, reason: str) -> None:
         if peer.standing in (Standing.MEMBER, Standing.LEAVER):
@@ -211,7 +215,7 @@ class SchedulerState:
             "phase": str(self.phase),
             "view": str(latest.id) if latest is not None else "",
             "settled": self._settled,
-            "reason": self._why if self._reserving else latest.reason if latest is not None else "",
+            "reason": self._waits or (self._why if self._reserving else latest.reason if latest is not None else ""),
             "members": [self._describe(p) for p in self._members()],
             "others": [self._describe(p) for p in self.peers.values() if p.standing is not Standing.MEMBER],
         }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 Span = tuple[int, int]
@@ -64,7 +64,8 @@ class PlanSpec:
     """How gradients travel: a kind that every member expands alike, or explicit trees (kind "user")."""
 
     kind: str = "rotating"
-    chunk_nbytes: int = 262144
+    chunk_nbytes: int = 0
+    """0: by the buffer's size (planning/trees.py)."""
     trees: tuple[TreeSpec, ...] = ()
 
 
@@ -188,9 +189,9 @@ class Header:
         def plain(value: object) -> object:
             if isinstance(value, bytes):
                 return value.hex()
-            raise TypeError(type(value).__name__)
+            return {f.name: getattr(value, f.name) for f in fields(value)}  # type: ignore[arg-type]
 
-        text = json.dumps(asdict(self), sort_keys=True, default=plain, separators=(",", ":"))
+        text = json.dumps(plain(self), sort_keys=True, default=plain, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
@@ -250,6 +251,8 @@ class Verdict:
     suspect: str
     alive: bool
     evidence: str
+    certain: bool = False
+    """The process table of the suspect's own machine says that its process is gone or has died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +369,8 @@ class Probe:
     """Say whether this member is alive: link silence, and the process table if it is on your machine."""
 
     suspect: str
+    member: Member | None = None
+    """Where it is, for newcomers that never heard of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,6 +412,8 @@ class Settings:
     heartbeat_timeout_s: float = 0.3
     hang_timeout_s: float = 20.0
     """A process that its machine says is running, yet silent on all links for so long, is dead all the same."""
+    last_holder_timeout_s: float = 120.0
+    """How long the last member that holds the training state is waited for without proof of its death (12a)."""
     confirm_timeout_s: float = 0.1
     report_timeout_s: float = 2.0
     join_timeout_s: float = 60.0

@@ -37,6 +37,7 @@ MEMBER_OPTIONS = {
     "step_timeout_s": "how long one step may take before a worker gives up",
     "host_scheduler": "0: never start a scheduler from here",
     "overlap": "0: send gradients only after backward",
+    "by_reference": "0: workers of one machine do not read gradients out of each other's memory",
     "state_hash_every": "compare state hashes every so many steps; 0 never",
 }
 """EngineConfig fields that can be given."""
@@ -45,6 +46,7 @@ SETTING_OPTIONS = {
     "heartbeat_interval_s": "heartbeat_interval_s",
     "heartbeat_timeout_s": "heartbeat_timeout_s",
     "hang_timeout_s": "hang_timeout_s",
+    "last_holder_timeout_s": "last_holder_timeout_s",
     "confirm_timeout_s": "confirm_timeout_s",
     "report_timeout_s": "report_timeout_s",
     "load_timeout_s": "join_timeout_s",

@@ -124,6 +124,11 @@ def check_settings(settings: Settings) -> Settings:
             math.isfinite(value) and (value > 0 or (f.name == "reconnect_grace_s" and value == 0))
         ):
             raise ConfigurationError(f"setting {f.name}={value}: expected a positive number of seconds")
+    if settings.last_holder_timeout_s < settings.hang_timeout_s:
+        raise ConfigurationError(
+            f"last_holder_timeout_s={settings.last_holder_timeout_s:g} with hang_timeout_s="
+            f"{settings.hang_timeout_s:g}: who alone holds the training state must be given at least as long as others"
+        )
     if settings.heartbeat_timeout_s < 2 * settings.heartbeat_interval_s:
         raise ConfigurationError(
             f"heartbeat_timeout_s={settings.heartbeat_timeout_s:g} with heartbeat_interval_s="

@@ -8,8 +8,26 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from chaos_lightning.membership.types import Member
+
+_UNKNOWN = "unknown-"
+"""Begins the name of a machine that has no process table to look into."""
+
+
+class Sight(NamedTuple):
+    """What the process table says.
+
+    Attributes:
+        alive: The process runs.
+        evidence: In words; "" if nothing can be said: unknown, not on this machine, or hidden.
+        certain: It is gone or has died, and will never speak again (a stopped one may).
+    """
+
+    alive: bool
+    evidence: str
+    certain: bool = False
 
 
 def host_identity() -> str:
@@ -18,7 +36,7 @@ def host_identity() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return f"unknown-{os.uname().nodename}"
+        return f"{_UNKNOWN}{os.uname().nodename}"
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
@@ -37,15 +55,28 @@ def start_time(pid: int) -> int:
     return stat[1] if stat else 0
 
 
-def same_machine_verdict(member: Member | None) -> tuple[bool, str]:
-    """(alive, evidence); evidence is empty if the member is unknown or not on this machine."""
-    if member is None or not member.pid or member.host != host_identity():
-        return False, ""
+def _exists(pid: int) -> bool:
+    """Whether there is such a process, even one that /proc hides from this user."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def same_machine_verdict(member: Member | None) -> Sight:
+    """What this machine's process table says about a member that was on it."""
+    if member is None or not member.pid or member.host.startswith(_UNKNOWN) or member.host != host_identity():
+        return Sight(False, "")
     stat = _stat(member.pid)
-    if stat is None or (member.pid_start and stat[1] != member.pid_start):
-        return False, "its process is gone"
+    if stat is None:
+        return Sight(False, "") if _exists(member.pid) else Sight(False, "its process is gone", certain=True)
+    if member.pid_start and stat[1] != member.pid_start:
+        return Sight(False, "its process is gone", certain=True)
     if stat[0] in "ZX":
-        return False, "its process has died"
+        return Sight(False, "its process has died", certain=True)
     if stat[0] in "Tt":
-        return False, "its process is stopped"
-    return True, f"its process runs (state {stat[0]})"
+        return Sight(False, "its process is stopped")
+    return Sight(True, f"its process runs (state {stat[0]})")

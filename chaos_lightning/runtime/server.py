@@ -21,7 +21,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from chaos_lightning.errors import ChaosError, ConfigurationError, StoreError, WireError
@@ -154,7 +154,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._opened = self._open_store()
         self._store.take_term()
         chain = self._store.load()
-        self._machine = self._make_machine(self._settings(chain), chain)
+        self._machine = self._make_machine(self.config.settings, chain)
         self._events.emit(
             "scheduler_started",
             endpoint=join_endpoint(self.config.host, self.port),
@@ -172,16 +172,6 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
     def _store(self) -> Store:
         assert self._opened is not None, "start() comes first"
         return self._opened
-
-    def _settings(self, chain: fx.Chain) -> Settings:
-        """Nobody is waited for whose process, on this very machine, is gone."""
-        settings = self.config.settings
-        last = chain.views[-1].members if chain.views else ()
-        gone = [alive is False and evidence != "" for alive, evidence in map(same_machine_verdict, last)]
-        if last and all(gone):
-            self._events.emit("notice", text=f"the last view's members ({', '.join(m.id for m in last)}) are all gone")
-            return replace(settings, reconnect_grace_s=0.0)
-        return settings
 
     async def ended(self) -> str:
         """Waits until the scheduler has no reason to go on; returns why it ends."""
@@ -261,6 +251,10 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
                         connection.outbox.put_nowait(None)
                 case fx.Note(name, fields):
                     self._events.emit(name, **dict(fields))
+                case fx.Look(member):
+                    sight = same_machine_verdict(member)
+                    if sight.certain:
+                        outcomes.append(fx.Gone(member.id, sight.evidence))
                 case fx.SchedulerDone(reason):
                     self._done(reason)
         return outcomes

@@ -2,9 +2,9 @@
 
 Theory of operation. A simulator that never finds anything proves nothing; so each rule is taken away once, and a run
 must show it (tests/simulate/test_bugs.py). A bug is a `Hooks` whose classes override one method each; production code
-has no switches for it. Some guards mask each other (PROTOCOL.md 15, 19): such a bug comes with the other guard off,
-and with a *control*, the same plans with only that other guard off, which must run clean. The plans of a bug draw
-from the faults that its rule is about.
+has no switches for it. Some guards mask each other (PROTOCOL.md 12 and 12a, 15 and 19): such a bug comes with the
+other guard off, and with a *control*, the same plans with only that other guard off, which must run clean. The plans of
+a bug draw from the faults that its rule is about.
 """
 
 from __future__ import annotations
@@ -13,21 +13,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.detector import Detector, Suspicion
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.recovery import Ruling
-from chaos_lightning.membership.roster import Peer
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.slots import close_slot
 from chaos_lightning.membership.types import Contribution, Header, Kind, Report, Source, Span, View, ViewId
 from chaos_lightning.simulate.dataplane import DataPlane, Down, Result, Up
 from chaos_lightning.simulate.host import Store
+from chaos_lightning.simulate.misjudging import (
+    CredulousScheduler,
+    DeafScheduler,
+    ImpatientScheduler,
+    RashScheduler,
+    StubbornScheduler,
+    UnforgivingScheduler,
+)
 from chaos_lightning.simulate.node import Node
 from chaos_lightning.simulate.plans import (
     DEATHS,
     KINDS,
+    blip_plan,
     forgetful_plan,
     half_sent_plan,
+    last_holder_plan,
     late_plans,
     lost_range_plan,
     plans_of,
@@ -233,39 +241,6 @@ class StubbornHooks(Hooks):
         return True
 
 
-# ------------------------------------------------------------------ 12: silence is not death
-
-
-class RashDetector(Detector):
-    """A missed heartbeat is a death."""
-
-    def _confirmed(self, now: float, peer: Peer, suspicion: Suspicion, watched: Mapping[str, Peer]) -> str:
-        return suspicion.why
-
-
-class RashScheduler(SchedulerMachine):
-    detector_class = RashDetector
-
-
-class DeafScheduler(RashScheduler):
-    """Moreover nobody whom it takes for dead can talk it out of that."""
-
-    def _revive(self, peer: Peer) -> None:
-        self.detector.heard(peer.id)
-
-
-class UnforgivingScheduler(DeafScheduler):
-    """Judges everybody by its own sleep."""
-
-    def _forgive(self, now: float) -> None:
-        before = self._now
-        super()._forgive(now)
-        gap = now - before if before is not None else 0.0
-        if gap > 3 * self.settings.heartbeat_interval_s:
-            for peer in self.peers.values():
-                peer.heard -= gap
-
-
 # ------------------------------------------------------------------ 15, 19: what a joiner gets
 
 
@@ -415,6 +390,24 @@ BUGS: dict[str, Bug] = {
         hooks=_hooks(scheduler=UnforgivingScheduler),
         plan=sleepy_scheduler_plan,
         control=_hooks(scheduler=DeafScheduler),
+    ),
+    "12a-impatient": Bug(
+        rule="12a",
+        what="the last one that holds the state is not waited for",
+        hooks=_hooks(scheduler=ImpatientScheduler),
+        plan=last_holder_plan,
+    ),
+    "12a-stubborn": Bug(
+        rule="12a",
+        what="a death without proof counts although the last other holder died",
+        hooks=_hooks(scheduler=StubbornScheduler),
+        plan=last_holder_plan,
+    ),
+    "12a-credulous": Bug(
+        rule="12a",
+        what="broken connections prove that the last holder is dead",
+        hooks=_hooks(scheduler=CredulousScheduler),
+        plan=blip_plan,
     ),
     "14a-memory": Bug(
         rule="14a",

@@ -28,6 +28,8 @@ from chaos_lightning.simulate.kernel import Process
 if TYPE_CHECKING:
     from chaos_lightning.simulate.world import World
 
+LATE_S = 3.0
+"""A word is under way at most so long: longer than any lag of a control stream, and the time to connect again."""
 SILENT_S = 0.3
 """A neighbour that is asked calls a link silent after so long."""
 
@@ -93,7 +95,19 @@ class Connected(Process):
         self.control_lag = 0.0
         self.life = 0
         self.leaving = ""
+        self.drained = False
+        self._spoke_at = self._last_word = 0.0
         self._retry_s = 0.02
+
+    def silent_s(self) -> float:
+        """How long ago its last word was, if it is stopped, or was until a moment ago; else 0."""
+        awake = not self.frozen and self.kernel.now - self.thawed_at > LATE_S
+        return 0.0 if awake else self.kernel.now - self._last_word
+
+    def freeze(self) -> None:
+        if self.alive and not self.frozen:
+            self._last_word = self._spoke_at
+        super().freeze()
 
     def feed(self, event: fx.MemberEvent) -> None:
         """One event through the machine."""
@@ -147,6 +161,7 @@ class Connected(Process):
     def _tell(self, message: FromMember) -> None:
         stream, host = self.stream, self.world.scheduler
         if stream is not None:
+            self._spoke_at = self.kernel.now
             stream.up.send(message, lambda m: host.deliver(lambda: host.message(stream, m)))  # type: ignore[arg-type]
 
     def stream_lost(self, stream: Stream) -> None:
@@ -204,15 +219,15 @@ class Connected(Process):
 
     def _probe(self, suspect: str) -> None:
         """Process table on the same host, else what the link says; own sleep is forgiven."""
-        node = self.world.fabric.nodes.get(suspect)
+        node, certain = self.world.fabric.nodes.get(suspect), False
         if node is None or node.machine.member_id != suspect:
             alive, evidence = False, "its process is gone"
         elif node.spec.host == self.spec.host:
-            alive, evidence = node.alive and not node.frozen, "process table"
+            alive, evidence, certain = node.alive and not node.frozen, "process table", not node.alive
         elif not self.machine.links.get(suspect, False):
             alive, evidence = False, "no link"
         else:
             silent = not node.alive or (node.frozen and self.kernel.now - node.frozen_since > SILENT_S)
             just_thawed = self.kernel.now - self.thawed_at < SILENT_S
             alive, evidence = not silent or just_thawed, "link"
-        self._tell(Verdict(suspect, alive, evidence))
+        self._tell(Verdict(suspect, alive, evidence, certain))

@@ -56,6 +56,7 @@ class SchedulerHost(Process):
         machine: Makes the machine from settings and chain.
         store_s: Longest duration of a write, in seconds.
         check: Called with the machine after every event.
+        gone: Whether the process of this member was on this machine and is no more.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class SchedulerHost(Process):
         machine: Callable[[Settings, fx.Chain], SchedulerMachine] = SchedulerMachine,
         store_s: float = 0.004,
         check: Callable[[SchedulerMachine], None] | None = None,
+        gone: Callable[[str], bool] = lambda member: False,
     ) -> None:
         super().__init__(kernel, "scheduler")
         self.store = store
@@ -79,6 +81,7 @@ class SchedulerHost(Process):
         self._streams: dict[int, tuple[Stream, Connected]] = {}
         self._store_s = store_s
         self._check = check
+        self._gone = gone
         self.feed(fx.SchedulerTick())
         self.timer(self.machine.tick_interval_s, self._tick)
 
@@ -111,6 +114,9 @@ class SchedulerHost(Process):
             case fx.Persist():
                 delay = self.kernel.between(0.0005, self._store_s)
                 self.timer(self.slow_write(effect) or delay, lambda: self._write(effect))
+            case fx.Look(member):
+                if self._gone(member.id):
+                    self.timer(0.0, lambda: self.feed(fx.Gone(member.id, "its process is gone")))
             case fx.Note():
                 self.notes.append((self.kernel.now, effect))
                 self.on_note(effect)

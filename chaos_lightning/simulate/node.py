@@ -174,7 +174,7 @@ class Node(Connected):
             return
         if self.header.seq == 0 and not self.lineage:
             self.lineage = str(view.id)
-            self.world.oracle.founded(self.lineage, self.state, self.world.holders(besides=self))
+            self.world.oracle.founded(self.lineage, self.state, self.world.holders(self, self.lineage))
             self._start(GENESIS)
             self.publish(GENESIS)
 

@@ -64,9 +64,10 @@ class Oracle:
         self.votes.setdefault((member, seq), set()).add(payload)
 
     def founded(self, lineage: str, state: State, holders: Sequence[str]) -> None:
-        """The job begins, or begins again; `holders` are well and hold the state of an earlier beginning."""
+        """The job begins, or begins again; `holders` live, if only frozen, and hold an earlier beginning's state."""
         if holders and lineage != self.lineage:
-            raise Violation(f"view {lineage} founds the job again although {holders[0]} holds its state (contract 5)")
+            words = f"view {lineage} founds the job again although {holders[0]} holds its state"
+            raise Violation(f"{words} (contract 5, PROTOCOL.md 12a)")
         self.lineage = lineage
         key = (lineage, GENESIS.hash)
         if self.states.setdefault(key, state) != state:

@@ -40,6 +40,7 @@ class Script:
             heartbeat_timeout_s=0.35,
             confirm_timeout_s=0.15,
             hang_timeout_s=8.0,
+            last_holder_timeout_s=20.0,
             reconnect_grace_s=4.0,
         )
         self.program = Program()

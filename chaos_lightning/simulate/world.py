@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from chaos_lightning.membership.effects import Drain, MemberEffect, Note, Persist
 from chaos_lightning.membership.scheduler import SchedulerMachine
@@ -19,6 +20,8 @@ from chaos_lightning.simulate.kernel import Kernel
 from chaos_lightning.simulate.node import Node, NodeSpec, Trap
 from chaos_lightning.simulate.oracle import Oracle, Violation, check_chain
 from chaos_lightning.simulate.training import Program
+
+SCHEDULERS_HOST = "h0"
 
 
 class Hooks:
@@ -136,9 +139,14 @@ class World:
         plan = self.plan
         check = SchedulerMachine.validate_state if self.validate else None
         machine = self.hooks.scheduler_class
-        host = self.hooks.host_class(self.kernel, self.store, plan.settings, machine, plan.store_s, check)
+        host = self.hooks.host_class(self.kernel, self.store, plan.settings, machine, plan.store_s, check, self._gone)
         host.on_note = lambda note: self.on_note(note)
         return host
+
+    def _gone(self, member: str) -> bool:
+        """The process table of the scheduler's machine."""
+        node = self.fabric.nodes.get(member)
+        return node is not None and node.spec.host == SCHEDULERS_HOST and not node.alive
 
     def next_number(self) -> int:
         self._counters.number += 1
@@ -148,12 +156,25 @@ class World:
         self._counters.uid += 1
         return self._counters.uid
 
-    def holders(self, besides: Node) -> list[str]:
-        """Members that hold the job's state and have not been in trouble lately."""
+    def holders(self, besides: Node, founding: str) -> list[str]:
+        """Members whose state the founding view forgets though it is there (contract 5, PROTOCOL.md 12a).
+
+        Those that have not been in trouble lately, and all that live, stopped ones included, in the view before it. Who
+        was asked to go holds nothing, nor does who was silent for longer than anybody is waited for.
+        """
+        views = self.store.views
+        before = [old for old, new in pairwise(views) if str(new.id) == founding]
+
+        def forgotten(node: Node) -> bool:
+            if not any(view.find(node.machine.member_id) for view in before) or node.leaving or node.drained:
+                return False
+            return node.silent_s() <= self.settings.last_holder_timeout_s
+
         return [
             n.machine.member_id
             for n in self.nodes.values()
-            if n is not besides and n.alive and not n.frozen and n.training and self.kernel.now - n.troubled_at > 10.0
+            if n is not besides and n.alive and n.training
+            if (not n.frozen and self.kernel.now - n.troubled_at > 10.0) or forgotten(n)
         ]
 
     # ------------------------------------------------------------------ faults
@@ -242,6 +263,7 @@ class World:
             case "stale":
                 node.stale = True
             case "drain":
+                node.drained = True
                 self.scheduler.deliver(lambda: self._drain(node.name))
             case "lag":
                 self._lag(node, fault.lasts)

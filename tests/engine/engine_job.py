@@ -12,6 +12,7 @@ from typing import Any
 
 import engine_members
 
+from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.testing.harness import Harness
 
 PRELOAD = ("torch", "chaos_lightning.trainer", "chaos_lightning.runtime.agent", "lightning.pytorch")
@@ -27,9 +28,11 @@ class Job:
             probe.bind(("127.0.0.1", 0))
             self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
 
-    def start(self, name: str, **spec: Any) -> None:
+    def start(self, name: str, *, rules: dict[str, Any] | None = None, **spec: Any) -> None:
+        """Starts a member; `rules` are for the scheduler, if this one hosts it."""
+        env = {"CHAOS_SETTINGS": json.dumps(rules)} if rules else {}
         full = {"name": name, "endpoint": self.endpoint, "report": str(self.folder / f"{name}.pt"), **spec}
-        self.harness.start_function(name, engine_members.train, full, preload=PRELOAD)
+        self.harness.start_function(name, engine_members.train, full, env=env, preload=PRELOAD)
 
     def gate(self, name: str) -> str:
         path = self.folder / f"{name}.gate"
@@ -46,6 +49,16 @@ class Job:
         self.harness.wait_for(
             "view", lambda r: any(j.startswith(f"{name}~") for j in r.get("joiners") or ()), node="default"
         )
+
+    def silence_s(self, name: str) -> float:
+        """How long the scheduler has not heard a word of this member."""
+        peers = fetch_status(self.endpoint)["machine"]["members"]
+        return max([p["silent_s"] for p in peers if p["id"].startswith(f"{name}~")], default=0.0)
+
+    def foundings(self) -> list[str]:
+        """Reasons of the views that began the job from somebody's own state."""
+        views = [r for r in self.harness.records if r.name == "view" and r.node == "default"]
+        return [str(r.get("reason")) for r in views if str(r.get("reason")).startswith("founded")]
 
     def finish(self, *names: str) -> list[dict[str, Any]]:
         """The reports of these members, which all end by themselves with exit code 0; the audit must find nothing."""

@@ -168,6 +168,7 @@ def test_last_member_leaves_at_once(job: Job) -> None:
 def test_joiner_dies_while_others_wait_for_it(job: Job) -> None:
     gate = job.gate("a")
     job.start("a", gates={5: gate}, settings={"min_nodes": 2}, epochs=3)
+    job.harness.wait_for("welcomed", node="a")  # or b may host the scheduler, and begin without a
     job.start("b", epochs=3)
     job.harness.wait_step(5)
     job.start("c", epochs=3)

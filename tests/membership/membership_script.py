@@ -308,6 +308,7 @@ class SchedulerScript:
             heartbeat_timeout_s=0.35,
             confirm_timeout_s=0.15,
             hang_timeout_s=5.0,
+            last_holder_timeout_s=10.0,
             report_timeout_s=2.0,
             join_timeout_s=60.0,
             reconnect_grace_s=2.0,
@@ -370,6 +371,8 @@ class SchedulerScript:
                     self.ids[self._name(effect.conn)] = effect.message.member.id
             elif isinstance(effect, fx.Close):
                 lines.append(f"closes the stream of {self._name(effect.conn)}: {effect.reason}")
+            elif isinstance(effect, fx.Look):
+                lines.append(f"looks for the process of {effect.member.id}")
             elif isinstance(effect, fx.SchedulerDone):
                 lines.append(f"is done: {effect.reason}")
             elif effect.name in ("death", "suspect", "notice"):
@@ -391,6 +394,8 @@ class SchedulerScript:
                 return fx.Stored(self.waiting.pop(0).token, False, "another term")
             case [name, "closes"]:
                 return fx.Closed(self.conns[name], abrupt="clean" not in keys)
+            case ["gone", name]:
+                return fx.Gone(self.ids.get(name, name), "its process is gone")
             case ["drain", name]:
                 return fx.Drain(name)
             case ["tick"]:
@@ -441,7 +446,8 @@ class SchedulerScript:
             case ["link", peer, state, *evidence]:
                 return LinkEvent(self.ids[peer], state == "up", " ".join(evidence) or "connected")
             case ["says", peer, "is", state]:
-                return Verdict(self.ids.get(peer, peer), state == "alive", "asked")
+                # "gone": the process table says so; "dead" is a guess.
+                return Verdict(self.ids.get(peer, peer), state == "alive", "asked", certain=state == "gone")
             case ["leaves"]:
                 return Leave("Ctrl+C")
             case ["finished"]:

@@ -43,7 +43,7 @@ def test_defaults_reach_the_worker() -> None:
     assert config.bind == "127.0.0.1"
     assert config.join_timeout_s == 900.0
     default = EngineConfig()
-    same = {"token_file", "plan", "chunk_nbytes", "log_dir", "step_timeout_s", "host_scheduler", "overlap"}
+    same = {"token_file", "plan", "chunk_nbytes", "log_dir", "step_timeout_s", "overlap", "by_reference"}
     for name in same:
         assert getattr(config, name) == getattr(default, name), name
     assert options.settings == Settings(job="j", min_nodes=1, max_nodes=4)
@@ -80,10 +80,12 @@ def test_everything_that_can_be_given_arrives(tmp_path: Path) -> None:
         "step_timeout_s": "8.5",
         "host_scheduler": "0",
         "overlap": "no",
+        "by_reference": "no",
         "state_hash_every": "5",
         "heartbeat_interval_s": "0.2",
         "heartbeat_timeout_s": "1.25",
         "hang_timeout_s": "11",
+        "last_holder_timeout_s": "18",
         "confirm_timeout_s": "12",
         "report_timeout_s": "13",
         "load_timeout_s": "14",
@@ -102,11 +104,12 @@ def test_everything_that_can_be_given_arrives(tmp_path: Path) -> None:
     assert config.log_dir == os.path.abspath("logs")
     assert (config.bind, config.plan, config.chunk_nbytes, config.state_hash_every) == ("127.0.0.2", "tree", 8192, 5)
     assert (config.join_timeout_s, config.step_timeout_s, config.heartbeat_timeout_s) == (7.5, 8.5, 1.25)
-    assert (config.host_scheduler, config.overlap) == (False, False)
+    assert (config.host_scheduler, config.overlap, config.by_reference) == (False, False, False)
     settings = options.settings
     assert (settings.heartbeat_interval_s, settings.heartbeat_timeout_s, settings.hang_timeout_s) == (0.2, 1.25, 11.0)
     assert (settings.confirm_timeout_s, settings.report_timeout_s, settings.join_timeout_s) == (12.0, 13.0, 14.0)
     assert (settings.linger_timeout_s, settings.reconnect_grace_s) == (15.0, 16.0)
+    assert settings.last_holder_timeout_s == 18.0
     assert (options.store, options.idle_timeout_s) == (os.path.abspath("chain"), 17.0)
     assert read({"store": MEMORY}).store == MEMORY
 

@@ -139,6 +139,7 @@ def test_settings_travel_as_json() -> None:
         ('{"job": ""}', "job is empty"),
         ('{"report_timeout_s": 0}', "report_timeout_s=0.0: expected a positive"),
         ('{"report_timeout_s": 1e400}', "report_timeout_s=inf"),
+        ('{"hang_timeout_s": 20, "last_holder_timeout_s": 19}', "last_holder_timeout_s=19 with hang_timeout_s=20"),
         ('{"heartbeat_timeout_s": 0.1}', "at least twice the interval"),
     ],
 )

@@ -21,7 +21,6 @@ from chaos_lightning.membership.types import (
     NO_VIEW,
     Heartbeat,
     Leave,
-    Member,
     Notice,
     Prepare,
     Ready,
@@ -36,7 +35,6 @@ from chaos_lightning.runtime import chaos_pb2
 from chaos_lightning.runtime.channel import CLIENT_OPTIONS, drain, fetch_status
 from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerStub
 from chaos_lightning.runtime.memory_store import MemoryStore
-from chaos_lightning.runtime.process_table import host_identity, start_time
 from chaos_lightning.runtime.store import Appended
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -292,24 +290,6 @@ def test_the_next_scheduler_gets_the_chain_and_a_higher_term() -> None:
         with serving(machine=machine, open_store=lambda: MemoryStore("default", shelf)):
             pass
     assert [c.term for c in chains] == [1, 2]
-
-
-@pytest.mark.parametrize("gone", [True, False])
-def test_nobody_waits_for_processes_that_are_gone_from_this_machine(gone: bool) -> None:
-    store = MemoryStore()
-    store.take_term()
-    pid_start = start_time(os.getpid()) + (1 if gone else 0)
-    here = Member("a~1", "a", host_identity(), "127.0.0.1", 1, os.getpid(), pid_start)
-    view = View(ViewId(1, 1), NO_VIEW, (here,))
-    store.append(fx.Persist(1, "view", view.id, view))
-    seen: list[Settings] = []
-
-    def machine(settings: Settings, chain: fx.Chain) -> Idle:
-        seen.append(settings)
-        return Idle()
-
-    with serving(machine=machine, open_store=lambda: store):
-        assert seen[0].reconnect_grace_s == (0.0 if gone else Settings().reconnect_grace_s)
 
 
 # ------------------------------------------------------------------------------------------------ strangers

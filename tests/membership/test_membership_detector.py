@@ -1,0 +1,220 @@
+"""Who is dead, and who is waited for: one look of the detector after another (PROTOCOL.md 12, 12a)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from membership_script import member
+
+from chaos_lightning.membership.detector import Death, Detector, Findings
+from chaos_lightning.membership.roster import Peer, Standing
+from chaos_lightning.membership.types import Member, Settings, Verdict, ViewId
+
+SETTINGS = Settings(
+    heartbeat_timeout_s=0.3,
+    confirm_timeout_s=0.1,
+    hang_timeout_s=5.0,
+    last_holder_timeout_s=50.0,
+    reconnect_grace_s=2.0,
+)
+END = "closed (end of stream)"
+
+
+class Look:
+    """Members (all but `empty` hold the state) and newcomers; all but `silent` speak all the time."""
+
+    def __init__(
+        self, members: str, newcomers: str = "", *, empty: str = "", hosts: dict[str, str] | None = None
+    ) -> None:
+        self.detector = Detector(SETTINGS)
+        self.peers: dict[str, Peer] = {}
+        for number, name in enumerate(members + newcomers, 1):
+            who = member(f"{name}~{number}")
+            host = (hosts or {}).get(name, who.host)
+            standing = Standing.MEMBER if name in members else Standing.READY
+            held = name in members and name not in empty
+            peer = Peer(
+                Member(who.id, name, host, who.address, who.port), standing, conn=number, known=True, loaded=held
+            )
+            peer.entered = ViewId(1, 1)
+            self.peers[name] = peer
+        self.silent: set[str] = set()
+        self.now = 0.0
+
+    def fall_silent(self, *names: str) -> None:
+        self.silent |= set(names)
+
+    def close(self, name: str) -> None:
+        self.peers[name].conn, self.peers[name].closed_at = None, self.now
+
+    def at(self, now: float) -> Findings:
+        self.now = now
+        for name, peer in self.peers.items():
+            if peer.conn is not None and name not in self.silent:
+                peer.heard = now
+                self.detector.heard(peer.id)
+        of = {s: {p.id: p for p in self.peers.values() if p.standing is s and p.alive} for s in Standing}
+        watched = of[Standing.MEMBER]
+        holders = {i for i, p in watched.items() if p.loaded or not p.known}
+        findings = self.detector.judge(now, watched, of[Standing.READY], holders)
+        for death in findings.deaths:
+            self.of(death).dead = death.evidence
+        return findings
+
+    def of(self, death: Death) -> Peer:
+        return next(p for p in self.peers.values() if p.id == death.member)
+
+    def say(self, by: str, about: str, *, alive: bool = False, certain: bool = False) -> None:
+        self.detector.verdict(self.peers[by].id, Verdict(self.peers[about].id, alive, "asked", certain))
+
+    def run(self, *times: float) -> list[Death]:
+        return [death for now in times for death in self.at(now).deaths]
+
+
+def names(pairs: Iterable[tuple[str, str]]) -> set[str]:
+    return {by.partition("~")[0] for by, _ in pairs}
+
+
+def everyone_denies(look: Look, about: str) -> None:
+    for peer in look.peers:
+        if peer != about:
+            look.say(peer, about)
+
+
+def test_denied_member_dies_while_another_holds_the_state() -> None:
+    look = Look("ab")
+    look.fall_silent("b")
+    assert names(look.at(0.4).probes) == {"a"}
+    look.say("a", "b")
+    assert [(d.member, d.proven) for d in look.run(0.6)] == [("b~2", False)]
+
+
+@pytest.mark.parametrize("other", ["nobody", "a joiner that is still loading", "a member that has not come back"])
+def test_last_holder_outlives_denials_and_the_hang_timeout(other: str) -> None:
+    look = Look("ab" if other != "nobody" else "a", "n", empty="b" if "joiner" in other else "")
+    if "come back" in other:
+        look.peers["b"].known = False
+    look.fall_silent("a")
+    look.run(0.4)
+    everyone_denies(look, "a")
+    assert look.run(0.6, 6.0, 49.0) == []
+    (held,) = look.at(49.5).held
+    assert (held.member, round(held.left_s, 1)) == ("a~1", 0.5)
+    (death,) = look.run(50.5)
+    assert death.proven
+    assert "last_holder_timeout_s=50" in death.evidence
+
+
+def test_joiner_without_the_state_is_no_last_holder() -> None:
+    look = Look("ab", empty="b")
+    look.fall_silent("b")
+    look.run(0.4)
+    look.say("a", "b")
+    assert [d.member for d in look.run(0.6)] == ["b~2"]
+
+
+def test_process_table_needs_no_time() -> None:
+    """Nor does it matter who else still heard something."""
+    look = Look("a", "nm", hosts={"n": "host-a"})
+    look.close("a")
+    assert names(look.at(1.0).probes) == {"n", "m"}
+    look.say("m", "a", alive=True)
+    look.say("n", "a", certain=True)
+    (death,) = look.run(1.0)
+    assert death.proven
+
+
+def test_newcomers_are_asked_only_if_no_member_can_be() -> None:
+    look = Look("abc", "n")
+    look.fall_silent("c")
+    assert names(look.at(0.4).probes) == {"a", "b"}
+    look.close("a")
+    look.close("b")
+    assert names(p for p in look.at(0.8).probes if p[1] == "c~3") == {"n"}
+
+
+def test_who_shares_the_last_holders_machine_is_asked_first() -> None:
+    look = Look("abc", "xyz", empty="bc", hosts={"z": "host-a"})
+    look.fall_silent("a")
+    assert look.at(0.4).probes[0] == ("z~6", "a~1")
+
+
+def test_newcomer_that_comes_later_is_asked_at_once() -> None:
+    look = Look("a", "n")
+    look.peers["n"].conn = None
+    look.close("a")
+    findings = look.at(1.0)
+    assert (findings.probes, findings.looks) == ((), ("a~1",))
+    assert look.at(1.05) == Findings(), "nobody to ask, and the machine has just looked itself"
+    look.peers["n"].conn = 2
+    assert names(look.at(1.1).probes) == {"n"}
+
+
+def test_two_silent_holders_never_die_of_the_same_silence() -> None:
+    look = Look("ab", "n")
+    look.fall_silent("a", "b")
+    look.run(0.4)
+    everyone_denies(look, "a")
+    everyone_denies(look, "b")
+    findings = look.at(6.0)
+    assert (findings.deaths, [h.member for h in findings.held]) == ((), ["a~1", "b~2"])
+    look.silent.discard("b")
+    assert [(d.member, d.proven) for d in look.run(6.1)] == [("a~1", False)]
+    look.fall_silent("b")
+    look.run(6.6)
+    everyone_denies(look, "b")
+    assert look.run(6.8, 20.0) == [], "now b is the last one"
+
+
+def test_holder_that_fell_silent_unseen_does_not_let_the_other_die() -> None:
+    """Both have been silent too long when anybody looks, and the one that is looked at first would die of it."""
+    look = Look("ab", "n")
+    look.at(0.0)
+    look.fall_silent("a", "b")
+    assert look.run(9.0) == []
+
+
+def test_closed_connections_are_proof_once_there_was_time_to_come_back() -> None:
+    look = Look("a", "n")
+    look.close("a")
+    look.peers["n"].down["a~1"] = END
+    assert look.run(0.0, 1.0, 1.9) == []
+    (death,) = look.run(2.1)
+    assert death.proven
+    assert "end of stream" in death.evidence
+
+
+def test_connections_that_timed_out_are_no_proof() -> None:
+    """A machine that was cut off for a while comes back with everything on it."""
+    look = Look("a", "n")
+    look.close("a")
+    look.peers["n"].down["a~1"] = "closed (Connection timed out)"
+    assert look.run(0.0, 1.0, 4.0, 6.0, 30.0) == []
+
+
+def test_closed_connections_are_death_at_once_while_others_hold_the_state() -> None:
+    look = Look("abc")
+    look.close("c")
+    look.peers["a"].down["c~3"] = END
+    assert [(d.member, d.proven) for d in look.run(0.0)] == [("c~3", False)]
+
+
+def test_scheduler_that_slept_forgives_the_last_holder_too() -> None:
+    look = Look("a", "n")
+    look.close("a")
+    look.peers["n"].down["a~1"] = END
+    look.run(0.0, 1.0)
+    look.detector.shift(100.0)
+    look.peers["a"].closed_at += 100.0
+    assert look.run(101.5) == []
+    assert look.run(102.5) != []
+
+
+def test_last_holder_that_talks_but_owes_a_report_is_waited_for_no_longer() -> None:
+    look = Look("a", "n")
+    look.detector.suspect(1.0, "a~1", "no report for 1.2", overdue=True)
+    look.run(1.0)
+    look.say("n", "a", alive=True)
+    assert look.run(1.3, 10.0, 40.0) == []
+    assert [d.proven for d in look.run(52.0)] == [True]
