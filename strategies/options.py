@@ -23,7 +23,7 @@ class ChaosOptions:
         step_timeout_s: How long one slot may take.
         host_scheduler: Whether this process may start a scheduler at a free local endpoint.
         overlap: Send gradients while backward runs.
-        by_reference: Whether members of one machine read gradients out of each other's memory where the kernel permits it.
+        by_reference: Whether members of one machine read gradients out of each other's memory, if the kernel lets them.
         state_hash_every: Compare state hashes of all members every so many steps; 0 never.
         seed: Seed of the sample order; equal on all members. None takes `seed_everything`'s, else 0.
         leave_on_signals: Whether SIGINT and SIGTERM leave the job politely instead of aborting.
