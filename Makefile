@@ -68,7 +68,7 @@ $(VENV)/.bench: $(STAMP)
 	$(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,bench]'
 	touch $@
 
-bench: $(VENV)/.bench ## every benchmark, or some: make bench BENCHES="steady join"
+bench: $(VENV)/.bench ## every benchmark, or some: make bench BENCHES="steady kill"
 	@for bench in $(BENCHES); do
 	  echo "== benchmarks.$$bench"
 	  $(PY) -m "benchmarks.$$bench" $(ARGS)
