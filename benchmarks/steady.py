@@ -144,6 +144,7 @@ def main() -> int:
     p.add_argument("--pairs", type=int, default=0, help="block pairs per case; 0: 8, or 3 with --quick")
     p.add_argument("--optimizer", choices=["fused", "loop"], default="fused", help="which of torch's Adams")
     p.add_argument("--no-peers", action="store_true", help="leave torchft and Lightning's strategies out")
+    p.add_argument("--rounds", type=int, default=0, help="runs of each peer per case; 0: 3, or 1 with --quick")
     args = p.parse_args()
     result = Result("steady")
     worlds = args.worlds[:1] if args.quick else args.worlds
@@ -165,7 +166,8 @@ def main() -> int:
                     result.add(f"{ours} / {kind}, {case}", median(ratios), "ratio", limit)
                     result.details[f"ratios {ours} / {kind}, {case}"] = ratios
             if not args.no_peers:
-                steady_peers.measure(result, world, state_mib, 10 if args.quick else 30, rng, 1 if args.quick else 3)
+                rounds = args.rounds or (1 if args.quick else 3)
+                steady_peers.measure(result, world, state_mib, 10 if args.quick else 30, rng, rounds)
     return result.finish(args)
 
 
