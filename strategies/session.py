@@ -183,16 +183,29 @@ class Session:
         )
         engine.prepare(sections=self._stepper.sections, buffers=self._stepper.buffers)
         epoch = epoch_of(trainer)
+        if self._options.leave_on_signals:
+            self._signals = Signals(engine.leave)
         engine.join(
             fingerprint=fingerprint_of(trainer, self.elastic),
             quota=self.elastic.quota,
             accumulate=trainer.accumulate_grad_batches,
             state=self._state,
         )
-        if self._options.leave_on_signals:
-            self._signals = Signals(engine.leave)
         self._logs.hold(trainer.loggers)
         self._entered(epoch)
+
+    def _come_in(self) -> None:
+        """Enters, or joins again; who is asked to leave meanwhile waits for nothing and is in no view."""
+        try:
+            if self.entered:
+                self._reenter()
+            else:
+                self._enter()
+        except DepartedError as error:
+            if not self.engine.leaving:
+                raise
+            _log.warning("%s; fit ends here, and what it was to train is not trained", error)
+            self._depart()
 
     def _reenter(self) -> None:
         """Joins again after being fenced."""
@@ -236,10 +249,10 @@ class Session:
         """Between two batches, with all counters at rest. StopIteration once this member has left."""
         if self.departed:
             raise StopIteration
-        if not self.entered:
-            self._enter()
-        elif self.void:
-            self._reenter()
+        if not self.entered or self.void:
+            self._come_in()
+        if self.departed:
+            raise StopIteration
         if not self.in_job:
             return
         if not self.elastic.at_rest:
@@ -252,7 +265,7 @@ class Session:
                 self._observe()
         except FencedError as error:
             self.fenced(error)
-            self._reenter()
+            self._come_in()
         except DepartedError:
             self._depart()
         self._check_departure()
@@ -428,7 +441,8 @@ class Session:
         if self.in_job:
             with contextlib.suppress(DepartedError):
                 self.engine.finish()
-            self._logs.stable()
+            # The writer may have died since the last slot: one of those who finish saves what is saved after fit.
+            self._observe()
             self.in_job = False
         elif self.engine.out:
             self.engine.wait_released()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 import strategy_models as models
 import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
+from chaos_lightning.callbacks import FaultInjectorCallback
 from chaos_lightning.strategies import ChaosStrategy
 
 
@@ -69,6 +72,19 @@ class Trace(pl.Callback):
             self.lines.append(f"validation at step {trainer.global_step}: {trainer.callback_metrics.get('val_loss')}")
 
 
+def die_writing(when: str) -> None:
+    """The next checkpoint is this process's end: "half": some of its bytes are written; "whole": all, but not moved."""
+    real = TorchCheckpointIO.save_checkpoint
+
+    def save_checkpoint(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        real(self, checkpoint, path, storage_options)
+        if when == "half":
+            os.truncate(path, os.path.getsize(path) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    TorchCheckpointIO.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+
+
 def make_model(spec: dict[str, Any]) -> pl.LightningModule:
     return getattr(models, spec.get("model", "Regression"))(**spec.get("model_args", {}))
 
@@ -78,7 +94,8 @@ def member(spec: dict[str, Any]) -> None:
 
     Args:
         spec: name, port, out (folder of the report); samples, batch, epochs, gates, model, model_args, trainer,
-            options, data, callbacks ("checkpoint", "stopping", "log").
+            options, data, callbacks ("checkpoint", "stopping", "log"), plan (of faults),
+            dies_writing ("half", "whole").
     """
     torch.set_num_threads(1)
     warnings.simplefilter("error")
@@ -102,6 +119,8 @@ def member(spec: dict[str, Any]) -> None:
         callbacks.append(ModelCheckpoint(dirpath=out / "ckpt", filename="{step}", every_n_train_steps=5, save_top_k=-1))
     if "stopping" in wanted:
         callbacks.append(EarlyStopping("val_loss", patience=spec.get("patience", 3), min_delta=0.0))
+    if "dies_writing" in spec:
+        die_writing(spec["dies_writing"])
     strategy = ChaosStrategy(
         endpoint=f"127.0.0.1:{spec['port']}",
         name=spec["name"],
@@ -113,6 +132,8 @@ def member(spec: dict[str, Any]) -> None:
     settings: dict[str, Any] = {"max_epochs": spec.get("epochs", 3), "callbacks": callbacks, "log_every_n_steps": 1}
     if {"checkpoint", "steps"} & set(wanted):
         settings["enable_checkpointing"] = True
+    if spec.get("plan"):
+        callbacks.append(FaultInjectorCallback(spec["plan"]))
     if "ema" in wanted:
         callbacks.append(EMAWeightAveraging(decay=0.8))
     if spec.get("scaler"):

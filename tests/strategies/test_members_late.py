@@ -1,0 +1,95 @@
+"""Members that come late: into a validation, at the last step, into a job that is finished; and one that dies there."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import pytest
+from strategy_job import Job
+from test_members import expected_validation, same, start_three
+
+from chaos_lightning.runtime.options import settings_to_json
+
+
+def test_newcomer_comes_into_a_validation(job: Job) -> None:
+    """It waits for the validation's end, which the members finish among themselves, and trains from there on."""
+    spec = {"epochs": 3, "samples": 48, "model": "Counting", "val_samples": 22}
+    job.start("a", gates={1: job.gate("first")}, **spec)
+    job.harness.wait_step(1)
+    job.start("b", val_gate=job.gate("b"), **spec)
+    job.wait_admitted("b")
+    job.open("first")
+    begun = job.harness.wait_for("committed", lambda r: "validation_step" in str(r.get("call")), node="b").get("step")
+    job.start("c", **spec)
+    job.wait_admitted("c")
+    job.open("b")
+    reports = job.finish("a", "b", "c")
+    same(reports)
+    a, b, c = reports
+    assert c["trace"][:2] == ["epoch 0 starts", "epoch 1 starts"]
+    assert job.harness.wait_for("joined", node="c").get("step") == begun
+    for report in reports:
+        expected_validation(report, 22)
+    assert a["validated"] + b["validated"] + c["validated"] == 3 * 6
+    assert c["validated"] < 6
+
+
+def test_newcomer_comes_just_before_the_last_step(job: Job) -> None:
+    """The rest point before the last of 12 steps lets it in, and it makes that step with the others."""
+    job.start("a", epochs=2, gates={10: job.gate("a")}, model_args={"sync": True})
+    job.harness.wait_step(10)
+    job.start("b", epochs=2, model_args={"sync": True})
+    job.wait_admitted("b")
+    job.open("a")
+    a, b = job.finish("a", "b")
+    same([a, b])
+    assert (a["step"], len([line for line in b["trace"] if "batch" in line])) == (12, 1)
+
+
+@pytest.mark.parametrize("steps", [11, 12])
+def test_newcomer_comes_when_no_rest_point_is_left(job: Job, steps: int) -> None:
+    """Admitted while the last step is made, or after it: the job ends as if it had not come, and it is told why."""
+    job.start("a", epochs=2, gates={steps: job.gate("a")}, model_args={"sync": True})
+    job.harness.wait_step(steps)
+    job.harness.declare("b")
+    job.start("b", epochs=2, model_args={"sync": True})
+    job.wait_admitted("b")
+    job.open("a")
+    (a,) = job.finish("a")
+    assert a["step"] == 12
+    assert job.harness.wait_exit("b") == 1
+    assert "the job is finished" in job.harness.children["b"].tail().splitlines()[-1]
+
+
+def test_newcomer_comes_to_a_finished_job(job: Job) -> None:
+    """A scheduler that was told to keep the finished chain answers it in words; it neither waits nor begins anew."""
+    job.start("a", epochs=1)
+    job.finish("a")
+    job.harness.wait_until(job._scheduler_gone, "the end of the finished job's scheduler")
+    options = job.options
+    command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--keep-finished"]
+    command += ["--listen", options.listen, "--settings", settings_to_json(options.settings), "--store", options.store]
+    job.harness.start("keeper", command)
+    job.harness.declare("b")
+    job.start("b", epochs=1, options={"host_scheduler": False})
+    assert job.harness.wait_exit("b") == 1
+    told = job.harness.children["b"].tail().splitlines()[-1]
+    assert "RefusedError" in told
+    assert "the job is finished" in told
+    assert not (job.out / "b.pt").exists()
+
+
+@pytest.mark.parametrize("who", ["a", "b"])
+def test_death_in_on_train_end(job: Job, who: str) -> None:
+    """All steps are done, the job's closing slot is not: the others finish with equal states and a writer."""
+    spec = {"epochs": 3, "model_args": {"sync": True}, "callbacks": ("checkpoint", "stopping")}
+    job.harness.declare(who)
+    start_three(job, {**spec, "plan": f"at step 6 in train_end: sigkill {who}"})
+    assert job.harness.wait_exit(who) == -signal.SIGKILL
+    left = [name for name in "abc" if name != who]
+    reports = job.finish(*left)
+    same(reports)
+    assert [r["epoch"] for r in reports] == [3, 3]
+    assert sorted(r["rank"] for r in reports) == [0, 1]
+    assert (job.out / "ckpt" / "last.ckpt").exists()
