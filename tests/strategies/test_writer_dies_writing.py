@@ -1,0 +1,53 @@
+"""The writer dies while a checkpoint is being written: readers never see half a file, and the next writer goes on."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+from strategy_job import Job
+from test_members import same
+
+from chaos_lightning.strategies.saving import KEY
+
+
+@pytest.mark.parametrize("when", ["half", "whole"])
+def test_death_while_a_checkpoint_is_written(job: Job, when: str) -> None:
+    """Some bytes are written, or all but the file is not in its place yet; then the whole job resumes from what is."""
+    spec = {"epochs": 4, "samples": 48, "callbacks": ("steps",), "model_args": {"sync": True}}
+    job.harness.declare("a")
+    job.start("a", gates={1: job.gate("one")}, worlds={2: job.gate("two")}, dies_writing=when, **spec)
+    job.harness.wait_step(1)
+    job.start("b", **spec)
+    job.wait_admitted("b")
+    job.open("one")
+    job.harness.wait_for("joined", node="b")
+    job.start("c", **spec)
+    job.wait_admitted("c")
+    job.open("two")
+    assert job.harness.wait_exit("a") == -signal.SIGKILL
+    reports = [job.report(name) for name in "bc" if job.harness.wait_exit(name) == 0]
+    same(reports)
+    steps = reports[0]["step"]
+    findings = {finding.point: finding for finding in job.harness.audit()}
+    assert findings[1].verdict == "ok", findings[1]
+    assert findings[4].verdict == "ok", findings[4]
+
+    folder = job.out / "ckpt"
+    (left,) = folder.glob(".*.part")
+    assert ".step=5.ckpt" in left.name, "what the dead one began lies under no name that a reader would open"
+    files = {int(path.stem.removeprefix("step=")): path for path in folder.glob("*.ckpt")}
+    assert sorted(files) == list(range(10, steps + 1, 5))
+    for step, path in files.items():
+        saved = torch.load(path, weights_only=False)
+        assert (saved["global_step"], saved[KEY]["step"]) == (step, step)
+
+    job.again(min_nodes=2)
+    more = {**spec, "epochs": 6, "ckpt": str(files[max(files)])}
+    job.start("d", **more)
+    job.start("e", **more)
+    resumed = job.finish("d", "e", audit=False)
+    same(resumed)
+    assert resumed[0]["epoch"] == 6
+    assert resumed[0]["step"] > steps
