@@ -9,20 +9,22 @@ gets one verdict:
 - `violated`: at least one line of evidence contradicts the contract; each contradiction is listed.
 - `not shown`: the logs do not hold what it takes to tell (no state hashes, no join, no death).
 
+Jobs that were logged into one folder one after the other are judged apart (`jobs.py`); a point held if it held in each.
 A verdict is about these logs: `ok` says that nothing in them is wrong, `not shown` is never a pass in disguise.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from chaos_lightning.membership.types import GENESIS
 from chaos_lightning.observe import evidence as ev
 from chaos_lightning.observe.fields import Stream, node_of
-from chaos_lightning.observe.reader import read_events
+from chaos_lightning.observe.jobs import jobs
+from chaos_lightning.observe.reader import Record, read_events
 from chaos_lightning.observe.spans import Spans, merge, size
 from chaos_lightning.testing import history
 
@@ -72,12 +74,44 @@ def audit(
         silence_s: A member that wrote an event this shortly before it was excluded counts as responsive.
 
     Returns:
-        One finding per point, 1 to 5.
+        One finding per point, 1 to 5; over all jobs, if several were logged here one after the other.
     """
-    facts = ev.gather(read_events(Path(where)))
+    return _together(
+        [
+            audit_records(records, lengths=lengths, expected_deaths=expected_deaths, silence_s=silence_s)
+            for records in jobs(read_events(Path(where)))
+        ]
+    )
+
+
+def audit_records(
+    records: Sequence[Record],
+    *,
+    lengths: Mapping[Stream, int] | None = None,
+    expected_deaths: Collection[str] | None = None,
+    silence_s: float = 0.35,
+) -> list[Finding]:
+    """Judge the events of one job; see `audit`."""
+    facts = ev.gather(records)
     facts.epochs |= dict(lengths or {})
     judge = _Judge(facts, expected_deaths, silence_s)
     return [judge.agreement(), judge.order(), judge.samples(), judge.joins(), judge.survival()]
+
+
+def _together(each: Sequence[list[Finding]]) -> list[Finding]:
+    """One finding per point over several jobs: the worst verdict there is, "not shown" only if no job shows it."""
+    if len(each) == 1:
+        return each[0]
+    found: list[Finding] = []
+    for same in zip(*each, strict=True):
+        numbered = [(f"job {number}: ", one) for number, one in enumerate(same, 1)]
+        verdicts = {one.verdict for one in same}
+        worst = next(v for v in (VIOLATED, OK, NOT_SHOWN) if v in verdicts)
+        told = [(label, one) for label, one in numbered if worst != VIOLATED or one.verdict == VIOLATED]
+        text = "; ".join(f"{label}{one.text}" for label, one in numbered)
+        details = tuple(f"{label}{line}" for label, one in told for line in one.details)
+        found.append(Finding(same[0].point, worst, text, details))
+    return found
 
 
 def violations(findings: Collection[Finding]) -> list[str]:
@@ -89,7 +123,8 @@ def verdict(findings: Collection[Finding]) -> str:
     """All findings as lines for a terminal, with a last line that sums up."""
     bad = sum(f.verdict == VIOLATED for f in findings)
     dark = sum(f.verdict == NOT_SHOWN for f in findings)
-    last = f"VIOLATED: {bad} of {len(findings)} points" if bad else f"HELD: {len(findings) - dark} points"
+    held = len(findings) - bad - dark
+    last = f"VIOLATED: {bad} of {len(findings)} points" if bad else f"HELD: {held} points" if held else "NOTHING SHOWN"
     if dark:
         last += f", {dark} not shown by these logs"
     return "\n".join([*(str(f) for f in findings), last])
@@ -197,7 +232,7 @@ class _Judge:
         used: dict[Stream, int] = {}
         carried: dict[Stream, Spans] = {}
         for index, run in enumerate(self.runs):
-            start = None if index == 0 else self._resumed(index)
+            start = self._resumed(index)
             usage, problems = history.check_samples(run, start=start)
             bad += [p.text for p in problems]
             bad += [p.text for p in history.check_complete(usage, self.facts.epochs)]
@@ -218,10 +253,10 @@ class _Judge:
         return self._finding(3, shown, text, bad, remarks)
 
     def _resumed(self, index: int) -> dict[Stream, Spans] | None:
-        """The ledger that a later run says it began with; None: let the first header tell."""
+        """The ledger that a run says it began with; None: let the first header tell."""
         run = self.runs[index]
         begin = min(c.t for c in run.commits)
-        before = max(c.t for c in self.runs[index - 1].commits)
+        before = max(c.t for c in self.runs[index - 1].commits) if index else 0.0
         said = [ledger for t, ledger in self.facts.resumed if before <= t <= begin]
         return said[-1] if said else None
 

@@ -18,13 +18,16 @@ def report(
         Path | None, typer.Option(help="Folder for report.html and report.png; default: the log directory.")
     ] = None,
     title: Annotated[str, typer.Option(help="Headline; default: the directory's name.")] = "",
+    job: Annotated[
+        int, typer.Option(help="If several jobs were logged here one after the other: which, from 1; 0 the latest.")
+    ] = 0,
 ) -> None:
     """Write one self-contained HTML page (and a PNG) about a run."""
     from chaos_lightning.errors import ConfigurationError
     from chaos_lightning.observe.report import write_report
 
     try:
-        written = write_report(logs, out, title=title)
+        written = write_report(logs, out, title=title, job=job)
     except (FileNotFoundError, ConfigurationError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
@@ -40,9 +43,13 @@ def audit(
         list[str] | None, typer.Option(help="Node whose death or exclusion was planned; may be given several times.")
     ] = None,
 ) -> None:
-    """Check points 1 to 5 of the contract from the event logs alone; exit code 1 if one is violated."""
+    """Check points 1 to 5 of the contract from the event logs alone.
+
+    Jobs that were logged into the folder one after the other are judged each on its own. Exit code 1 if a point is
+    violated, 2 if there are no logs or they show nothing.
+    """
+    from chaos_lightning.observe.audit import NOT_SHOWN, verdict, violations
     from chaos_lightning.observe.audit import audit as check
-    from chaos_lightning.observe.audit import verdict, violations
 
     try:
         findings = check(logs, expected_deaths=expect or None)
@@ -52,3 +59,6 @@ def audit(
     typer.echo(verdict(findings))
     if violations(findings):
         raise typer.Exit(1)
+    if all(f.verdict == NOT_SHOWN for f in findings):
+        typer.echo(f"error: the logs in {logs} show nothing about the contract: no slot was committed", err=True)
+        raise typer.Exit(2)

@@ -16,8 +16,9 @@ from typing import Annotated
 
 import typer
 
-from chaos_lightning.errors import ChaosError
-from chaos_lightning.observe.reader import Tail
+from chaos_lightning.errors import ChaosError, ConfigurationError
+from chaos_lightning.observe.jobs import Live
+from chaos_lightning.observe.reader import Tail, log_files
 from chaos_lightning.observe.render import Board, draw, from_status, from_timeline
 from chaos_lightning.observe.timeline import Timeline
 
@@ -32,10 +33,13 @@ def follow(logs: Path, *, live: bool = True) -> Callable[[], Board]:
         logs: The directory; it may appear later.
         live: Ages count to the present; else to the last event (a run that is over).
     """
-    tail, timeline = Tail(logs), Timeline()
+    tail, timeline, jobs = Tail(logs), Timeline(), Live()
 
     def board() -> Board:
+        nonlocal timeline
         for record in tail.poll():
+            if jobs.begins(record):
+                timeline = timeline.next_job()  # the same ids and views, told anew
             timeline.add(record)
         if len(timeline.slots) > 2 * KEPT_SLOTS:
             timeline.prune(KEPT_SLOTS)
@@ -47,8 +51,13 @@ def follow(logs: Path, *, live: bool = True) -> Callable[[], Board]:
     return board
 
 
-def ask(endpoint: str, token_file: str = "", timeout_s: float = 2.0) -> Callable[[], Board]:
-    """A function that returns the board of what this scheduler answers; unreachable is a line on the board."""
+def ask(
+    endpoint: str, token_file: str = "", timeout_s: float = 2.0, *, must_answer: bool = False
+) -> Callable[[], Board]:
+    """A function that returns the board of what this scheduler answers.
+
+    Unreachable is a line on the board, or an error if it `must_answer`.
+    """
     from chaos_lightning.runtime.access import load_token
     from chaos_lightning.runtime.channel import fetch_status
 
@@ -60,6 +69,8 @@ def ask(endpoint: str, token_file: str = "", timeout_s: float = 2.0) -> Callable
         try:
             last = from_status(fetch_status(endpoint, token, timeout_s))
         except ChaosError as error:
+            if must_answer:
+                raise
             last.lines = [(0.0, "scheduler", f"{error} (training needs none between events)")]
         return last
 
@@ -92,11 +103,19 @@ def top(
     interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 0.5,
     once: Annotated[bool, typer.Option("--once", help="Print one board and end.")] = False,
 ) -> None:
-    """Watch a job live: members, ranks, steps, step times, joins with their progress."""
-    board = follow(logs) if logs is not None else ask(endpoint or "127.0.0.1:29400", token_file)
-    if once:
-        from rich.console import Console
+    """Watch a job live: members, ranks, steps, step times, joins with their progress.
 
+    With --once the exit code is 2 if there are no event logs, 1 if no scheduler answers.
+    """
+    from rich.console import Console
+
+    once = once or not Console().is_terminal
+    if once and logs is not None and not log_files(logs):
+        raise ConfigurationError(
+            f"no event log in {logs}: expected the folder that the job was given as log_dir, with *.jsonl files"
+        )
+    board = follow(logs) if logs is not None else ask(endpoint or "127.0.0.1:29400", token_file, must_answer=once)
+    if once:
         Console().print(draw(board()))
         return
     watch(board, interval_s=max(0.05, interval))

@@ -103,13 +103,16 @@ def read_events(where: str | os.PathLike[str]) -> Iterator[Record]:
     """All events of a log directory (or one file), merged by time; within a file, in the order they were written.
 
     Raises:
-        FileNotFoundError: There is no such directory or file.
+        FileNotFoundError: There is no such directory or file, or no event log in the directory.
     """
     path = Path(where)
     if not path.exists():
         raise FileNotFoundError(f"no event log at {path}: expected a directory with *.jsonl files, or one such file")
+    files = log_files(path)
+    if not files:
+        raise FileNotFoundError(f"no event log in {path}: expected *.jsonl files (the folder given as log_dir)")
     base = path if path.is_dir() else path.parent
-    streams = [read_file(p, source=p.relative_to(base).as_posix()) for p in log_files(path)]
+    streams = [read_file(p, source=p.relative_to(base).as_posix()) for p in files]
     return heapq.merge(*streams, key=lambda r: r.t)
 
 

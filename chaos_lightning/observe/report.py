@@ -14,9 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe import charts, folds
 from chaos_lightning.observe.fields import node_of
+from chaos_lightning.observe.jobs import jobs, latest
 from chaos_lightning.observe.reader import read_events
 from chaos_lightning.observe.timeline import Life, Timeline
 from chaos_lightning.observe.units import amount, duration
@@ -61,7 +63,7 @@ class Report:
 
 
 def write_report(
-    where: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, title: str = ""
+    where: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, title: str = "", job: int = 0
 ) -> Report:
     """Write `report.html` and `report.png` about the logs in `where`.
 
@@ -69,21 +71,29 @@ def write_report(
         where: Log directory (or one event file).
         out: Folder to write to; default: the log directory.
         title: Headline; default: the directory's name.
+        job: Which one, from 1, if several were logged here one after the other; 0: the latest that trained.
 
     Raises:
-        FileNotFoundError: There is no such directory.
-        ConfigurationError: matplotlib is not installed.
+        FileNotFoundError: There is no such directory, or no event log in it.
+        ConfigurationError: matplotlib is not installed, or there is no such job.
     """
     source = Path(where)
     target = Path(out) if out is not None else source if source.is_dir() else source.parent
-    timeline = Timeline.of(read_events(source))
-    findings = auditing.audit(source)
+    found = jobs(read_events(source))
+    if not 0 <= job <= len(found):
+        raise ConfigurationError(f"{source}: there is no job {job}; expected 1 to {len(found)}, or 0 for the latest")
+    chosen = job - 1 if job else latest(found)
+    timeline = Timeline.of(found[chosen])
+    findings = auditing.audit_records(found[chosen])
+    short = summary(timeline)
+    if len(found) > 1:
+        short = f"job {chosen + 1} of {len(found)} in these logs: {short}"
     target.mkdir(parents=True, exist_ok=True)
     picture = target / "report.png"
     picture.write_bytes(charts.overview(timeline))
     page = target / "report.html"
-    page.write_text(render(timeline, findings, title=title or source.resolve().name), encoding="utf-8")
-    return Report(page, picture, summary(timeline), tuple(auditing.violations(findings)))
+    page.write_text(render(timeline, findings, title=title or source.resolve().name, short=short), encoding="utf-8")
+    return Report(page, picture, short, tuple(auditing.violations(findings)))
 
 
 def summary(timeline: Timeline) -> str:
@@ -103,11 +113,11 @@ def summary(timeline: Timeline) -> str:
     return text
 
 
-def render(timeline: Timeline, findings: Sequence[auditing.Finding], *, title: str) -> str:
-    """The whole page as text."""
+def render(timeline: Timeline, findings: Sequence[auditing.Finding], *, title: str, short: str = "") -> str:
+    """The whole page as text; `short` is the line below the headline (default: the summary)."""
     parts = [
         f"<h1>{_e(title)}</h1>",
-        f'<p class="sub">{_e(summary(timeline))}</p>',
+        f'<p class="sub">{_e(short or summary(timeline))}</p>',
         _cards(timeline),
         "<h2>Contract</h2>",
         _contract(findings),

@@ -62,6 +62,10 @@ class Timeline:
             timeline.add(record)
         return timeline
 
+    def next_job(self) -> Timeline:
+        """An empty timeline for the job that begins in the same log directory; it knows who writes which file."""
+        return Timeline(_opened=self._opened, _roles=self._roles)
+
     # ------------------------------------------------------------------------------------------------ adding
 
     def add(self, record: Record) -> None:

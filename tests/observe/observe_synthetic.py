@@ -37,6 +37,7 @@ class Script:
     members: list[str] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
     noise: int = 0
+    pid: int = 1
 
     # ------------------------------------------------------------------ lines
 
@@ -51,9 +52,9 @@ class Script:
         return line
 
     def process(self, node: str, source: str = "", role: str = "member") -> str:
-        source = source or f"{role}-{node}-1.jsonl"
+        source = source or f"{role}-{node}-{self.pid}.jsonl"
         self.lines[source] = []
-        self.say("", "opened", file=source, node=node, pid=1, host="box", role=role)
+        self.say("", "opened", file=source, node=node, pid=self.pid, host="box", role=role)
         return source
 
     def welcome(self, member: str, source: str, role: str) -> None:
@@ -73,7 +74,7 @@ class Script:
         self.say(
             "",
             "decide",
-            file="scheduler-s-1.jsonl",
+            file=f"scheduler-s-{self.pid}.jsonl",
             id=self.view_id,
             members=members,
             base=self.head,
@@ -153,7 +154,7 @@ class Script:
     # ------------------------------------------------------------------ happenings
 
     def found(self, nodes: list[str]) -> None:
-        self.process("s", "scheduler-s-1.jsonl", role="scheduler")
+        self.process("s", role="scheduler")
         members = []
         for node in nodes:
             source = self.process(node)
@@ -213,9 +214,11 @@ class Script:
         self.say(member, "fault_injected", kind="sigkill", phase=phase, step=self.step)
         rest = [m for m in self.members if m != member]
         self.say(rest[0], "link_down", at=self.now + 0.004, peer=member, evidence="closed")
-        self.say("", "suspect", at=self.now + 0.004, file="scheduler-s-1.jsonl", evidence="closed")["member"] = member
+        self.say("", "suspect", at=self.now + 0.004, file=f"scheduler-s-{self.pid}.jsonl", evidence="closed")[
+            "member"
+        ] = member
         self.now += 0.009
-        self.say("", "death", file="scheduler-s-1.jsonl", evidence="control stream closed")["member"] = member
+        self.say("", "death", file=f"scheduler-s-{self.pid}.jsonl", evidence="control stream closed")["member"] = member
         self.now += 0.01
         self.view(rest, f"{member} died")
         for m in rest:
@@ -231,11 +234,11 @@ class Script:
         thaw = self.now + seconds
         rest = [m for m in self.members if m != member]
         self.now += 0.4
-        self.say("", "suspect", file="scheduler-s-1.jsonl", evidence="silent")["member"] = member
+        self.say("", "suspect", file=f"scheduler-s-{self.pid}.jsonl", evidence="silent")["member"] = member
         self.now += 0.2
-        self.say("", "death", file="scheduler-s-1.jsonl", evidence="silent, confirmed by a neighbour")["member"] = (
-            member
-        )
+        self.say("", "death", file=f"scheduler-s-{self.pid}.jsonl", evidence="silent, confirmed by a neighbour")[
+            "member"
+        ] = member
         self.view(rest, f"{member} is silent")
         self.slot(took=0.07)
         return thaw
@@ -265,6 +268,19 @@ class Script:
             ordered = sorted(lines, key=lambda line: line["t"])  # stable: equal times keep their order
             (where / source).write_text("".join(json.dumps(line) + "\n" for line in ordered))
         return where
+
+
+def two_jobs(*, finished: bool = True) -> tuple[Script, Script]:
+    """Twice the same job, in new processes with the same names: the same ids, and the same headers while they last."""
+    first, second = Script(), Script(pid=2)
+    first.found(["a", "b"])
+    first.steps(12)
+    if finished:
+        first.close()
+    second.now = first.now + 3.0
+    second.found(["a", "b"])
+    second.steps(5)
+    return first, second
 
 
 def story() -> Script:

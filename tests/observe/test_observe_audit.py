@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from observe_synthetic import Line, Script, story
+from observe_synthetic import Line, Script, story, two_jobs
 
 from chaos_lightning.observe.audit import NOT_SHOWN, OK, VIOLATED, Finding, audit, verdict, violations
 
@@ -40,7 +40,7 @@ def test_an_empty_log_shows_nothing(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("")
     findings = audit(tmp_path)
     assert {f.verdict for f in findings} == {NOT_SHOWN}
-    assert "HELD: 0 points, 5 not shown" in verdict(findings)
+    assert "NOTHING SHOWN, 5 not shown" in verdict(findings)
 
 
 def test_a_quiet_run_does_not_claim_more_than_it_shows(tmp_path: Path) -> None:
@@ -355,3 +355,79 @@ def test_roles_come_from_the_opened_event_not_the_file_name(tmp_path: Path, name
     run.view([f"{name}~1"], "founding")
     run.steps(3)
     assert judged(run, tmp_path)[2].verdict == OK
+
+
+# ------------------------------------------------------------------------------------------------ several jobs
+
+
+def together(runs: tuple[Script, ...], where: Path) -> list[Finding]:
+    for run in runs:
+        run.write(where)
+    return audit(where)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_same_job_twice_in_one_folder_is_two_jobs(tmp_path: Path, finished: bool) -> None:
+    findings = together(two_jobs(finished=finished), tmp_path)
+    assert violations(findings) == []
+    assert findings[1].text.startswith("job 1: 12 steps in ")
+    assert "; job 2: 5 steps in " in findings[1].text
+
+
+def test_a_job_that_begins_while_members_of_the_former_shut_down(tmp_path: Path) -> None:
+    first, second = two_jobs()
+    late = second.lines["member-a-2.jsonl"][-1]["t"]
+    first.say("b~1", "link_down", peer="a~1", at=late - 0.02)
+    first.say("b~1", "closed", at=late - 0.01)
+    first.lines["member-b-1.jsonl"] = [
+        x for x in first.lines["member-b-1.jsonl"] if x["name"] != "closed" or x["t"] > second.now - 1
+    ]
+    findings = together((first, second), tmp_path)
+    assert violations(findings) == []
+    assert "job 2: 5 steps" in findings[1].text
+
+
+def test_a_finished_job_is_followed_by_another_one_of_other_nodes(tmp_path: Path) -> None:
+    first, _ = two_jobs()
+    second = Script(pid=2, now=first.now + 3)
+    second.found(["c"])
+    second.steps(4)
+    findings = together((first, second), tmp_path)
+    assert violations(findings) == []
+    assert "job 2: 4 steps" in findings[1].text
+
+
+def test_one_process_that_trains_twice(tmp_path: Path) -> None:
+    first, second = two_jobs()
+    for node in ("a", "b"):
+        first.lines[f"member-{node}-1.jsonl"] += second.lines.pop(f"member-{node}-2.jsonl")
+    findings = together((first, second), tmp_path)
+    assert violations(findings) == []
+    assert "job 2: 5 steps" in findings[1].text
+
+
+def test_an_old_member_that_trains_on_beside_the_second_job_is_a_witness(tmp_path: Path) -> None:
+    first, second = two_jobs(finished=False)
+    gap = second.now - first.now
+    first.now = second.now
+    first.steps(1)
+    assert gap > 0
+    assert violations(together((first, second), tmp_path))
+
+
+def test_a_violation_in_one_of_two_jobs_is_told_with_its_number(tmp_path: Path) -> None:
+    first, second = two_jobs()
+    own = commits(first, "a~1")
+    own[5]["spent"] = own[2]["spent"]
+    lines = violations(together((first, second), tmp_path))
+    assert lines
+    assert all(line.startswith("contract 3: job 1: ") for line in lines)
+
+
+def test_a_member_of_the_next_job_is_killed(tmp_path: Path) -> None:
+    first, second = two_jobs()
+    second.kill("b~1")
+    second.steps(5)
+    findings = together((first, second), tmp_path)
+    assert violations(findings) == []
+    assert findings[4].verdict == OK

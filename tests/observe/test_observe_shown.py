@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from observe_synthetic import Script, story
+from observe_synthetic import Script, story, two_jobs
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -116,6 +116,7 @@ def test_report_of_almost_nothing(tmp_path: Path, steps: int) -> None:
         run.found(["a"])
         run.steps(steps)
     run.write(tmp_path)
+    (tmp_path / "empty.jsonl").touch()
     written = report.write_report(tmp_path)
     assert "nobody joined" in Page(written.page.read_text()).text
 
@@ -285,6 +286,29 @@ def test_follow_reads_on_and_stays_small(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(kept.slots) <= 41
 
 
+def test_follow_turns_to_the_next_job_in_the_same_folder(tmp_path: Path) -> None:
+    board = cli_top.follow(tmp_path)
+    first, second = two_jobs()
+    first.write(tmp_path)
+    assert ("step", "12") in board().figures
+    second.write(tmp_path)
+    shown = board()
+    assert ("step", "5") in shown.figures
+    assert {row.name for row in shown.rows if row.state == "training"} == {"a~1", "b~1"}
+
+
+def test_report_is_about_the_latest_job_and_says_so(tmp_path: Path) -> None:
+    for run in two_jobs():
+        run.write(tmp_path)
+    written = report.write_report(tmp_path)
+    assert written.violations == ()
+    assert written.summary.startswith("job 2 of 2 in these logs: 5 steps, ")
+    assert written.summary in Page(written.page.read_text()).text
+    assert report.write_report(tmp_path, job=1).summary.startswith("job 1 of 2 in these logs: 12 steps, ")
+    with pytest.raises(ConfigurationError, match="expected 1 to 2"):
+        report.write_report(tmp_path, job=3)
+
+
 def test_watch_prints_once_without_a_terminal(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli_top.watch(cli_top.follow(logs), interval_s=0.01, stop=threading.Event())
     assert "delta~1" in capsys.readouterr().out
@@ -337,6 +361,37 @@ def test_audit_command_fails_with_the_contract(tmp_path: Path) -> None:
     assert "bravo~1 died without a declared fault" in done.output
     done = CliRunner().invoke(app(), ["audit", str(tmp_path), "--expect", "bravo", "--expect", "charlie"])
     assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("command", ["audit", "report", "top"])
+def test_a_folder_without_logs_is_an_error_that_names_it(tmp_path: Path, command: str) -> None:
+    (tmp_path / "train.py").touch()
+    for where in (tmp_path, tmp_path / "nowhere"):
+        arguments = ["top", "--once", "--logs", str(where)] if command == "top" else [command, str(where)]
+        done = CliRunner().invoke(app(), arguments)
+        if isinstance(done.exception, ConfigurationError):  # `cli.main` prints it and exits with 2
+            assert str(where) in str(done.exception)
+            continue
+        assert done.exit_code == 2
+        assert str(where) in done.output
+
+
+def test_logs_that_show_nothing_are_no_pass(tmp_path: Path) -> None:
+    (tmp_path / "member-a-1.jsonl").touch()
+    done = CliRunner().invoke(app(), ["audit", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "HELD" not in done.output
+
+
+def test_top_once_fails_without_a_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    import chaos_lightning.runtime.channel as channel
+
+    def unreachable(*_: object) -> dict[str, object]:
+        raise SchedulerUnreachableError("no scheduler at 127.0.0.1:1")
+
+    monkeypatch.setattr(channel, "fetch_status", unreachable)
+    done = CliRunner().invoke(app(), ["top", "--once", "--endpoint", "127.0.0.1:1"])
+    assert isinstance(done.exception, SchedulerUnreachableError)  # `cli.main` prints it and exits with 1
 
 
 def test_nothing_of_observe_needs_torch_or_lightning() -> None:

@@ -1,0 +1,154 @@
+"""Whose events are these? A log directory cut into jobs, when one job after the other was logged into it.
+
+Theory of operation. A scheduler counts member ids, views and slots from the start of its chain, so two jobs of the same
+nodes have the same ids, and often the very same first headers. What tells them apart is the process: within one chain
+an id is given out once. A *stretch* is what one process wrote from one `opened` to the next. A new job begins with the
+welcome of a stretch, if
+
+- an id that it or a later one is given belongs to a stretch before it, or a stretch before it had finished the job, and
+- no stretch before it says anything afterwards (but goodbyes, if it had finished or left already).
+
+The second condition keeps the cut honest: a member that goes on training is a witness that the job still ran, and an id
+given twice or a chain begun anew beside it stays in the evidence and is judged. A job that lost its members and went on
+under new ids, from a checkpoint, is one job; `testing/history.py` knows its runs apart.
+
+Schedulers and harnesses count by time: what they began to write after the last word of a job belongs to the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from chaos_lightning.observe.reader import Record
+
+__all__ = ["Live", "jobs", "latest"]
+
+_OVER = frozenset({"finished", "left", "closed"})
+_AFTERWARDS = frozenset({"finished", "left", "closed", "link_up", "link_down", "lost"})
+"""What a member may still write when it is over; none of it is training."""
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """What one process wrote about itself in one job."""
+
+    first: float
+    role: str = "member"
+    last: float = 0.0
+    over: float | None = None
+    """When it had finished, left or closed its file."""
+    spoke: float = 0.0
+    """Its last word that is not one of `_AFTERWARDS`."""
+    welcomed: float | None = None
+    ids: set[str] = field(default_factory=set)
+    finished: bool = False
+    job: int = -1
+
+    def take(self, r: Record) -> None:
+        self.last = r.t
+        if r.name in _OVER and self.over is None:
+            self.over = r.t
+        self.finished |= r.name == "finished" or (r.name == "committed" and r.get("kind") == "closing")
+        if not (self.over is not None and r.name in _AFTERWARDS):
+            self.spoke = r.t
+        if r.name == "welcomed" and r.member and r.by == r.member:
+            self.ids.add(r.member)
+            if self.welcomed is None:
+                self.welcomed = r.t
+
+    @property
+    def ended(self) -> float:
+        """When it was done with its job."""
+        return self.spoke if self.over is None else max(self.over, self.spoke)
+
+
+def _stretches(records: Sequence[Record]) -> list[_Stretch]:
+    """The stretch of each record."""
+    current: dict[str, _Stretch] = {}
+    found: list[_Stretch] = []
+    for r in records:
+        one = current.get(r.source)
+        if one is None or r.name == "opened":
+            one = current[r.source] = _Stretch(r.t, str(r.get("role", "member")))
+        one.take(r)
+        found.append(one)
+    return found
+
+
+def jobs(records: Iterable[Record]) -> list[list[Record]]:
+    """The events of each job, oldest first; one list (perhaps an empty one) if there was but one.
+
+    Args:
+        records: All events of a log directory, in order of time.
+    """
+    everything = list(records)
+    of = _stretches(everything)
+    members = sorted(
+        ({id(s): s for s in of if s.role == "member" and s.welcomed is not None}).values(),
+        key=lambda s: s.welcomed or 0.0,
+    )
+    groups: list[list[_Stretch]] = [[]]
+    for one in members:
+        groups[-1].append(one)
+        cut = _cut(groups[-1])
+        if cut:
+            groups[-1:] = [groups[-1][:cut], groups[-1][cut:]]
+    if len(groups) == 1:
+        return [everything]
+    for number, group in enumerate(groups):
+        for one in group:
+            one.job = number
+    begins = [min(s.first for s in group) for group in groups]
+    ends = [max(s.ended for s in group) for group in groups]
+    found: list[list[Record]] = [[] for _ in groups]
+    for r, one in zip(everything, of, strict=True):
+        job = one.job
+        if job < 0:
+            # Whoever began to write when a job was over was not there for it; else the members' first words decide.
+            after = sum(end <= one.first for end in ends[:-1])
+            job = max(after, sum(begin <= r.t for begin in begins[1:]))
+        found[job].append(r)
+    return found
+
+
+def _cut(group: Sequence[_Stretch]) -> int:
+    """Where the newest stretch shows that another job had begun: index of that job's first stretch; 0 for nowhere."""
+    newest = group[-1].ids
+    if not any(s.finished or s.ids & newest for s in group[:-1]):
+        return 0
+    for at in range(len(group) - 1, 0, -1):
+        before, begun = group[:at], group[at].welcomed or group[at].first
+        if any(s.finished or s.ids & newest for s in before) and all(s.ended <= begun for s in before):
+            return at
+    return 0
+
+
+def latest(found: Sequence[Sequence[Record]]) -> int:
+    """Index of the last job that committed a step; of the last one if none did."""
+    for index in range(len(found) - 1, -1, -1):
+        if any(r.name == "committed" and r.get("kind", "step") == "step" for r in found[index]):
+            return index
+    return len(found) - 1
+
+
+@dataclass(slots=True)
+class Live:
+    """Tells from one event after the other when another job begins; sees no future, so for showing only."""
+
+    _stretches: dict[str, _Stretch] = field(default_factory=dict)
+    _group: list[_Stretch] = field(default_factory=list)
+
+    def begins(self, r: Record) -> bool:
+        """Take one event in; True if it is the first welcome of another job than what came before."""
+        one = self._stretches.get(r.source)
+        if one is None or r.name == "opened":
+            one = self._stretches[r.source] = _Stretch(r.t, str(r.get("role", "member")))
+        fresh = one.welcomed is None
+        one.take(r)
+        if not fresh or one.welcomed is None or one.role != "member":
+            return False
+        self._group.append(one)
+        cut = _cut(self._group)
+        self._group = self._group[cut:]
+        return cut > 0
