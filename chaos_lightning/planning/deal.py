@@ -48,16 +48,21 @@ def ruling_view(header: Header, known: Iterable[View]) -> View | None:
     """The view that rules the deal after `header`, out of those this member knows.
 
     It is the one the header names, even if a later view was decided since (PROTOCOL.md 10: a view change re-deals
-    nothing). The genesis header names none: there the founding view rules, the one without a predecessor.
+    nothing). The genesis header names none: there the view rules that founded the job, or founded it again when nobody
+    of the views before was left. No recovery lets a newcomer in before slot 1, so of the views in which a member stands
+    at genesis the founding one is the oldest; it has a predecessor if the job was founded again.
+
+    Args:
+        header: the last committed one.
+        known: at genesis views since the job was founded; afterwards any that this member stands or stood in.
 
     Returns:
         None if this member does not know that view. Then it is not in it and no deal of the step is its own: it was
         let in by a view decided after a failure and contributes weight 0 until the next header.
     """
-    for view in known:
-        if view.id == header.next_view or (header.next_view == NO_VIEW and view.predecessor == NO_VIEW):
-            return view
-    return None
+    if header.next_view == NO_VIEW:
+        return min(known, key=lambda view: view.id, default=None)
+    return next((view for view in known if view.id == header.next_view), None)
 
 
 def deal_step(

@@ -35,8 +35,6 @@ from chaos_lightning.membership.types import (
     Header,
     Hello,
     Kind,
-    Notice,
-    Refused,
     Spent,
     ToMember,
     View,
@@ -56,6 +54,7 @@ from chaos_lightning.runtime.orphan import watch_parent
 from chaos_lightning.runtime.plans import check_bytes
 from chaos_lightning.runtime.shell import Shell
 from chaos_lightning.runtime.transfer import Transfer
+from chaos_lightning.runtime.waiting import ADVICE, Waiting
 from chaos_lightning.runtime.window import Window
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.reference import Stamp
@@ -86,7 +85,8 @@ class Engine:
         self.out = False
         self.events = EventLog.in_directory(config.log_dir or None, config.name)
         self._token = load_token(config.token_file)
-        self._mail = Mailbox(config.name)
+        self._mail = Mailbox(config.name, endpoint=config.endpoint)
+        self._waiting = Waiting(self._mail, self.events)
         self._transfer = Transfer(config.job, self._token, self._mail, self.events)
         self._loop = IoLoop("chaos-io", self._on_crash)
         self._shell = Shell(self._loop, self._mail, self.events, self._transfer, self._send_control)
@@ -147,6 +147,7 @@ class Engine:
         Raises:
             RefusedError: The scheduler did not let us in; it says why.
             DeadlineError: No admission within `join_timeout_s`.
+            DepartedError: `leave` was called meanwhile (by another thread).
         """
         window = self._need_window()
         started = time.monotonic()
@@ -168,12 +169,15 @@ class Engine:
                 header = self._admission(state, deadline)
                 break
             except FencedError as error:
+                if self.leaving:
+                    raise self._waiting.give_up(self._agent) from error
                 if time.monotonic() > deadline:
                     raise
                 # It was frozen on the threshold: nothing is lost but the place in the queue.
                 self.events.emit("rejoin", old_id=self.member_id, reason=str(error))
                 self._forget()
         window.settle()
+        self._waiting.over(f"this member is rank {self.rank} of {self.world_size}")
         report = self._transfer.report
         self.events.emit(
             "joined",
@@ -238,9 +242,13 @@ class Engine:
         mail = self._mail
         while True:
             with mail.changed:
-                mail.wait(lambda: mail.pull is not None or mail.view is not None, "admission to the job", deadline)
-                pull, mail.pull = mail.pull, None
+                come = lambda: self.leaving or mail.pull is not None or mail.view is not None  # noqa: E731
+                mail.wait(come, "admission to the job", deadline, ADVICE)
+                if not self.leaving:
+                    pull, mail.pull = mail.pull, None
                 view = mail.view
+            if self.leaving:
+                raise self._waiting.give_up(self._agent)
             if pull is not None:
                 if self._transfer.fetch(*pull, state, deadline):
                     loaded = fx.StateLoaded(pull[0].hash)
@@ -251,13 +259,14 @@ class Engine:
             assert view is not None
             if self.member_id in view.joiners:
                 with mail.changed:
-                    mail.wait(lambda: mail.pull is not None, "the state's header", deadline)
+                    mail.wait(lambda: self.leaving or mail.pull is not None, "the state's header", deadline)
                 continue
             self.role, self.view, self.header = "founder", view, GENESIS
             self.publish(GENESIS, state)
             break
-        # A recovery may have put a newer view in force; the deal follows the one that the header named (10).
-        known = (self.header.view_change, self.view)
+        # A recovery may have put a newer view in force; the deal follows the one that the header named (10), and before
+        # slot 1, which cannot commit without this thread, the founding one, which the machine remembers.
+        known = (self.header.view_change, self._shell.machine.dealing if self.header == GENESIS else self.view)
         self.ruling_view = ruling_view(self.header, [v for v in known if v is not None])
         return self.header
 
@@ -364,6 +373,7 @@ class Engine:
             mail.wait(lambda: bool(mail.commits), f"the commit of slot {contribution.seq} ({kind})", deadline)
             header, view = mail.commits.popleft()
             self.view = mail.view
+        self._waiting.over(f"the job goes on after step {header.step}")
         if header.error:
             self.events.emit("error", what="disagreement", reason=header.error)
             raise DisagreementError(header.error)
@@ -376,10 +386,11 @@ class Engine:
 
     def leave(self, reason: str) -> None:
         """Asks to leave; callable from any thread and from signal handlers' followers. Training goes on until a
-        header lets this member go."""
+        header lets this member go; who is in no view yet gives up waiting for one."""
         if not self.leaving:
             self.leaving = True
             self._loop.call(lambda: self._shell.feed(fx.LeaveRequested(reason)))
+            self._mail.post(giving_up=not self.role)
 
     def finish(self) -> None:
         """The job's last slot; waits until all members have it (or the linger deadline)."""
@@ -395,8 +406,14 @@ class Engine:
             mail.wait(lambda: bool(mail.left), "release", time.monotonic() + timeout_s)
 
     def rejoin(self, state: StateAccess) -> Header:
-        """After FencedError: forget everything and join again in this process (PROTOCOL.md 11)."""
+        """After FencedError: forget everything and join again in this process (PROTOCOL.md 11).
+
+        Raises:
+            DepartedError: It was asked to leave: it has nothing to come back for.
+        """
         assert self._hello is not None
+        if self.leaving:
+            raise self._waiting.give_up(self._agent)
         said = self._hello
         self.events.emit("rejoin", old_id=self.member_id)
         self._forget()
@@ -458,11 +475,7 @@ class Engine:
             self._agent.send(message)
 
     def _on_control(self, message: ToMember) -> None:
-        if isinstance(message, Notice):
-            self.events.emit("notice", text=message.text, waiting=message.waiting)
-            self._mail.post(notice=message.text if message.waiting else "")
-        if isinstance(message, Refused):
-            self.events.emit("refused", reason=message.reason)
+        self._waiting.hear(message)
         self._loop.call(lambda: self._shell.control(message))
 
     def _on_agent_state(self, state: str) -> None:

@@ -17,7 +17,7 @@ from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.slots import close_slot
-from chaos_lightning.membership.types import Contribution, Header, Kind, Report, Source, Span, View, ViewId
+from chaos_lightning.membership.types import NO_VIEW, Contribution, Header, Kind, Report, Source, Span, View, ViewId
 from chaos_lightning.simulate.dataplane import DataPlane, Down, Result, Up
 from chaos_lightning.simulate.host import Store
 from chaos_lightning.simulate.misjudging import (
@@ -223,6 +223,15 @@ class RedealingNode(Node):
             self._begin()
 
 
+class FirstOnlyNode(Node):
+    """Deals its first step by a view without predecessor only, so that a job founded again begins with an empty one."""
+
+    def samples(self) -> tuple[int, tuple[Span, ...]]:
+        epoch, spans = super().samples()
+        again = self.header.seq == 0 and self.dealing is not None and self.dealing.predecessor != NO_VIEW
+        return epoch, () if again else spans
+
+
 # ------------------------------------------------------------------ 11: the excluded throw their state away
 
 
@@ -374,6 +383,12 @@ BUGS: dict[str, Bug] = {
         rule="9", what="hand-on with bytes missing", hooks=_hooks(scheduler=CarelessScheduler), plan=lost_range_plan
     ),
     "10-redeal": Bug(rule="10", what="a view change deals anew", hooks=_hooks(node=RedealingNode), plan=half_sent_plan),
+    "10-first-only": Bug(
+        rule="10",
+        what="nobody deals the first step of a job that is founded again",
+        hooks=_hooks(node=FirstOnlyNode),
+        plan=last_holder_plan,
+    ),
     "11-stubborn": Bug(
         rule="11",
         what="the excluded keep their state",

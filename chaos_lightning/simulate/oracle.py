@@ -40,6 +40,8 @@ class Oracle:
     """See the module."""
 
     program: Program
+    views: Sequence[View] = ()
+    """The stored chain as it grows."""
     made: dict[int, Made] = field(default_factory=dict)
     votes: dict[tuple[str, int], set[bytes]] = field(default_factory=dict)
     headers: dict[tuple[str, str], Header] = field(default_factory=dict)
@@ -122,6 +124,7 @@ class Oracle:
         summed = {self.made[uid].member for uid in results[0]}
         if weights != summed:
             raise Violation(f"slot {header.seq}: header names {sorted(weights)}, the sum has {sorted(summed)} (1, 2)")
+        self._check_progress(lineage, before, header)
         before_left = set(_positions(remaining(before.ledger, "", epoch, self.program.length)))
         after_left = set(_positions(remaining(header.ledger, "", epoch, self.program.length)))
         positions = _positions(used)
@@ -129,6 +132,19 @@ class Oracle:
             raise Violation(
                 f"slot {header.seq}: its ledger spends {sorted(before_left - after_left)}, its members used "
                 f"{sorted(positions)} (contract 3, PROTOCOL.md 25)"
+            )
+
+    def _check_progress(self, lineage: str, before: Header, header: Header) -> None:
+        """No step is empty while there are samples for every member that the dealing view names (PROTOCOL.md 10)."""
+        named = str(before.next_view) if before.seq else lineage
+        view = next((v for v in self.views if str(v.id) == named), None)
+        if view is None or any(s.weight for s in header.contributors):
+            return
+        left = len(_positions(self.program.unspent(before.ledger, self.program.epoch(before.ledger))))
+        dealt = [s.member for s in header.contributors if view.find(s.member) is not None]
+        if dealt and left >= sum(m.quota for m in view.members):
+            raise Violation(
+                f"slot {header.seq} is empty: {left} samples are left and view {named} deals to {dealt} (10)"
             )
 
     def _check_votes(self, header: Header) -> None:

@@ -116,11 +116,11 @@ class World:
         self.settings = plan.settings
         self.program = plan.program
         self.damage = plan.damage
-        self.oracle = Oracle(plan.program)
         self.fabric = Fabric(self.kernel)
         for one, other, extra in plan.slow_links:
             self.fabric.slow_links[frozenset((one, other))] = extra
         self.store = self.hooks.store_class()
+        self.oracle = Oracle(plan.program, self.store.views)
         self._counters = _Counters()
         self.log: list[str] = []
         self.on_effect: Callable[[Node, MemberEffect], None] = lambda node, effect: None

@@ -76,7 +76,8 @@ def run_epoch(job, history, limit=500):
                 for m in gone:
                     job.loaders.pop(m).close()
 
-            more = job.step(meanwhile=rescue)
+            # Before slot 1 no recovery lets anybody in: the deal of that slot is the founding view's.
+            more = job.step(meanwhile=rescue) if job.header.seq else job.step()
         elif event == "rejoin":
             # Fenced, its state void, back in the same process under a new id.
             gone = job.members[rest[0] % len(job.members)]

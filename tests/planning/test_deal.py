@@ -157,8 +157,8 @@ def test_every_position_in_exactly_one_committed_step(quota, accumulate, length,
             smallest, born = min(smallest, rest[0]), born + 1
         elif kind == "leave":
             job.step(leaver=present[rest[0] % len(present)].id)
-        elif kind == "rescue" and len(present) > 1:
-            # A view decided after a death lets somebody in who never saw the header's view: idle for this step.
+        elif kind == "rescue" and len(present) > 1 and job.header.seq:
+            # Not before slot 1: there no recovery lets anybody in. A view decided after a death lets somebody in who never saw the header's view: idle for this step.
             job.change((*present[1:], member(f"m{born}", rest[0])))
             smallest, born = min(smallest, rest[0]), born + 1
             job.step()
@@ -203,7 +203,15 @@ def test_ruling_view_is_the_headers_own_not_the_latest():
     assert ruling_view(named, [second, first]) is first
     assert ruling_view(named, [second]) is None
     assert ruling_view(GENESIS, [second, first]) is first  # the founding view
-    assert ruling_view(GENESIS, [second]) is None
+    assert ruling_view(GENESIS, []) is None
+
+
+def test_a_job_that_is_founded_again_deals_from_its_first_step():
+    """Its founding view follows those that nobody is left of."""
+    again = replace(view_of([member("a")], number=3), predecessor=ViewId(1, 2))
+    recovered = replace(again, id=ViewId(1, 4), predecessor=again.id)
+    assert ruling_view(GENESIS, [again]) is again
+    assert ruling_view(GENESIS, [recovered, again]) is again
 
 
 def test_local_streams_deal_to_their_member_only():

@@ -44,6 +44,7 @@ def test_every_starred_rule_of_these_machines_has_a_bug() -> None:
         ("1-mixed", "different contributors"),
         ("4-hasty", "left the job twice"),
         ("7-hasty", "left the job twice"),
+        ("10-first-only", "is empty"),
         ("11-stubborn", "with a state that no donor has"),
         ("12a-impatient", "founds the job again although"),
         ("12-rash", "lives and answered in time"),
