@@ -46,6 +46,7 @@ class _ExitSignals:
     def __init__(self) -> None:
         self.seen = ""
         self._before: dict[int, Any] = {}
+        self._waits: Engine | None = None
 
     def install(self) -> None:
         if self._before or threading.current_thread() is not threading.main_thread():
@@ -62,6 +63,24 @@ class _ExitSignals:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.seen = signal.Signals(number).name
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        if self._waits is not None:
+            self._give_up(self._waits)
+
+    @contextlib.contextmanager
+    def end_the_wait(self, engine: Engine) -> Iterator[None]:
+        """Joining inside ends with DepartedError at the first signal, also at one that came before."""
+        self._waits = engine
+        try:
+            if self.seen:
+                self._give_up(engine)
+            yield
+        finally:
+            self._waits = None
+
+    def _give_up(self, engine: Engine) -> None:
+        # Not within the handler: it may have interrupted whoever holds the locks that this needs.
+        words = f"signal {self.seen}"
+        threading.Thread(target=engine.leave, args=(words,), name="chaos-leave", daemon=True).start()
 
 
 _signals = _ExitSignals()
@@ -124,6 +143,8 @@ class Trainer:
     ) -> Iterator[Any]:
         """Joins the job, then yields this member's batches until the epochs are spent.
 
+        SIGINT or SIGTERM while this waits for the job: it leaves, and there are no batches (`capture_exit_event`).
+
         Args:
             model: On one device.
             optimizer: Of all trained parameters.
@@ -148,12 +169,22 @@ class Trainer:
         engine = self.engine
         engine.prepare(sections=[Section("optimizer 0", [(names[id(p)], p) for p in params])], buffers=buffers)
         self._loader = elastic = ElasticLoader(loader, mode=data, seed=seed, source=engine)
-        engine.join(
-            fingerprint={**elastic.order_fingerprint, "optimizer": type(optimizer).__name__, "epochs": str(epochs)},
-            quota=elastic.quota,
-            accumulate=1,
-            state=self._state,
-        )
+        try:
+            with _signals.end_the_wait(engine):
+                engine.join(
+                    fingerprint={
+                        **elastic.order_fingerprint,
+                        "optimizer": type(optimizer).__name__,
+                        "epochs": str(epochs),
+                    },
+                    quota=elastic.quota,
+                    accumulate=1,
+                    state=self._state,
+                )
+        except DepartedError:
+            if not engine.leaving:
+                raise
+            engine.out = True  # it never was in: there are no batches
         return self._batches(elastic, epochs)
 
     def _batches(self, loader: ElasticLoader, epochs: int) -> Iterator[Any]:
@@ -216,8 +247,7 @@ class Trainer:
             if self.engine.member_id in header.drifted:
                 raise FencedError(f"the state of {self.engine.member_id} differs from the others' at {header.step}")
         except FencedError:
-            self.engine.rejoin(self._state)
-            self._fenced = True
+            self._rejoin(self._state)
             return False
         except DepartedError:
             self.engine.out = True
@@ -231,8 +261,17 @@ class Trainer:
             try:
                 self.engine.boundary(self._state)
             except FencedError:
-                self.engine.rejoin(self._state)
-                self._fenced = True
+                self._rejoin(self._state)
+
+    def _rejoin(self, state: ModuleState) -> None:
+        try:
+            with _signals.end_the_wait(self.engine):
+                self.engine.rejoin(state)
+        except DepartedError:
+            if not self.engine.leaving:
+                raise
+            self.engine.out = True
+        self._fenced = True
 
     def request_node_exit(self, reason: str = "") -> None:
         """Leaves politely: takes part, without samples, until a header lets this member go (Listing 2)."""

@@ -27,7 +27,11 @@ class Signals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        print(f"{name}: leaving the job after the present step; once more aborts", file=sys.stderr, flush=True)
+        print(
+            f"{name}: leaving the job after the present step, or at once while waiting; once more aborts",
+            file=sys.stderr,
+            flush=True,
+        )
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Thread(target=self._leave, args=(f"signal {name}",), name="chaos-leave", daemon=True).start()

@@ -27,6 +27,11 @@ class Mailbox:
     crash: BaseException | None = None
     notice: str = ""
     step: int = 0
+    endpoint: str = ""
+    greeting: str = ""
+    """Role and reason of the scheduler's last welcome."""
+    giving_up: bool = False
+    """The user wants this member to leave, and it is not in the job yet: nothing need be waited for."""
 
     def post(self, **values: object) -> None:
         """Sets fields and wakes the training thread."""
@@ -46,7 +51,8 @@ class Mailbox:
         with self.changed:
             self.commits.clear()
             self.view = self.member = self.pull = self.ejected = self.crash = None
-            self.left = self.notice = ""
+            self.left = self.notice = self.greeting = ""
+            self.giving_up = False
 
     def who(self) -> str:
         return self.member.id if self.member is not None else self.name
@@ -63,8 +69,14 @@ class Mailbox:
         if self.left and not self.commits:
             raise DepartedError(f"{self.who()} was let go: {self.left}")
 
-    def wait(self, ready: Callable[[], bool], what: str, deadline: float) -> None:
+    def wait(self, ready: Callable[[], bool], what: str, deadline: float, advice: str = "") -> None:
         """Waits until `ready()`; the caller holds `changed`.
+
+        Args:
+            ready: What is waited for.
+            what: The same in words.
+            deadline: By `time.monotonic()`.
+            advice: What the user can do if it does not come.
 
         Raises:
             FencedError, RefusedError, DepartedError, ChaosError: This member is out, or its I/O thread is broken.
@@ -74,10 +86,22 @@ class Mailbox:
             self.check()
             left = deadline - time.monotonic()
             if left <= 0:
-                view = f"view {self.view.id}" if self.view is not None else "no view yet"
-                said = f"; the scheduler says: {self.notice}" if self.notice else ""
-                raise DeadlineError(
-                    f"{self.who()} waited in vain for {what} ({view}, step {self.step}){said}; "
-                    "see the event log and `chaos-lightning status`"
-                )
+                raise DeadlineError(self._vain(what, advice))
             self.changed.wait(min(left, 1.0))
+
+    def _vain(self, what: str, advice: str) -> str:
+        view = f"view {self.view.id}" if self.view is not None else "no view yet"
+        at = f" at {self.endpoint}" if self.endpoint else ""
+        if self.view is not None:
+            greeting = ""
+        elif self.greeting:
+            greeting = f"; the scheduler welcomed it as {self.greeting}"
+        else:
+            greeting = "; the scheduler has not welcomed it"
+        said = f"; the scheduler says: {self.notice}" if self.notice else ""
+        status = f"`chaos-lightning status --endpoint {self.endpoint}`" if self.endpoint else "`chaos-lightning status`"
+        return (
+            f"{self.who()} waited in vain for {what}{at} ({view}, step {self.step}){greeting}{said}; "
+            + (f"{advice}; " if advice else "")
+            + f"see the event log and {status}"
+        )

@@ -89,7 +89,8 @@ class Transfer:
 
     def _superseded(self) -> bool:
         """Whether a newer decision (or this member's end) has made the present pull pointless."""
-        return self._mail.pull is not None or self._mail.ejected is not None or self._mail.crash is not None
+        mail = self._mail
+        return mail.pull is not None or mail.ejected is not None or mail.crash is not None or mail.giving_up
 
     def hand_on(
         self, header: Header, sources: Sources, wanted: tuple[Span, ...], memory: Memory, done: Callable[[], None]

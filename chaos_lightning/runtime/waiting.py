@@ -1,0 +1,71 @@
+"""What a member that waits says on its terminal, and how it gives up waiting.
+
+Theory of operation. The scheduler tells whoever waits what for, in Notices. Each text is shown once, by the logger
+"chaos_lightning" at WARNING, which is shown unless the user turned it off; the end of the wait is shown, too, if there
+was anything to wait for. A member that is in no view yet need not wait for a header in order to leave: it says so,
+gives the scheduler a moment to release it, and closes its control stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+
+from chaos_lightning.errors import ChaosError, DepartedError
+from chaos_lightning.membership.types import Notice, Refused, ToMember, Welcome
+from chaos_lightning.observe.events import EventLog
+from chaos_lightning.runtime.agent import Agent
+from chaos_lightning.runtime.mailbox import Mailbox
+
+_log = logging.getLogger("chaos_lightning")
+_RELEASE_TIMEOUT_S = 2.0
+ADVICE = "start the members that are missing, with this endpoint, or set min_nodes lower or join_timeout_s higher"
+
+
+class Waiting:
+    """See the module.
+
+    Args:
+        mail: Where the training thread waits.
+        events: This member's event log.
+    """
+
+    def __init__(self, mail: Mailbox, events: EventLog) -> None:
+        self._mail = mail
+        self._events = events
+        self._shown: set[str] = set()
+
+    def hear(self, message: ToMember) -> None:
+        """What the scheduler says (agent's thread)."""
+        match message:
+            case Welcome(_, _, role, reason):
+                self._mail.post(greeting=f"{role}: {reason}")
+            case Notice():
+                self._events.emit("notice", text=message.text, waiting=message.waiting)
+                self._told(message)
+            case Refused(reason):
+                self._events.emit("refused", reason=reason)
+
+    def _told(self, message: Notice) -> None:
+        self._mail.post(notice=message.text if message.waiting else "")
+        if message.text not in self._shown and (message.waiting or self._shown):
+            self._shown.add(message.text)
+            _log.warning("%s: %s", self._mail.who(), message.text)
+
+    def over(self, words: str) -> None:
+        """Training begins, or goes on."""
+        if self._shown:
+            self._shown = set()
+            _log.warning("%s: waiting is over, %s", self._mail.who(), words)
+
+    def give_up(self, agent: Agent | None) -> DepartedError:
+        """Ends the control stream of a member that is in no view, or has no state yet."""
+        mail = self._mail
+        if mail.member is not None and mail.view is None and mail.pull is None:
+            with mail.changed, contextlib.suppress(ChaosError):
+                mail.wait(lambda: bool(mail.left), "release", time.monotonic() + _RELEASE_TIMEOUT_S)
+        if agent is not None:
+            agent.close()
+        mail.post(left=mail.left or "it asked to leave before it was in the job")
+        return DepartedError(f"{mail.who()} gave up waiting for the job, which it was asked to leave")

@@ -1,0 +1,34 @@
+"""Members of the plain loop that wait for the job, and are told to leave it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from engine_job import Job
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_the_wait_in_prepare(job: Job, number: int) -> None:
+    job.start("a", settings={"min_nodes": 2})
+    job.harness.wait_for("welcomed", node="a")
+    job.harness.terminate("a", number=number)
+    (a,) = job.finish("a")
+    assert (a["step"], a["out"]) == (0, True)
+
+
+def test_newcomer_is_told_to_leave_as_it_is_about_to_pull_the_state(job: Job) -> None:
+    job.start("a", gates={5: job.gate("a")})
+    job.harness.wait_step(5)
+    gate = job.gate("load")
+    job.harness.declare("b")
+    job.start("b", load_gate=gate)
+    job.admitted("b")
+    job.open(str(job.folder / "a.gate"))
+    job.harness.wait_for("notice", lambda r: r.get("text") == "about to pull", node="b")
+    job.harness.terminate("b")
+    job.harness.wait_for("leave", lambda r: r.member.startswith("b~"))
+    job.open(gate)
+    a, b = job.finish("a", "b")
+    assert a["step"] > b["step"] == 0
+    assert b["out"]
