@@ -105,6 +105,10 @@ def status(
     _show(facts)
 
 
+USUAL = {"connected": True, "loaded": True, "leaving": False, "dead": False}
+"""Columns that `status` leaves out while every member has this value: a line per member fits 80 columns."""
+
+
 def _show(facts: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -122,13 +126,23 @@ def _show(facts: dict[str, Any]) -> None:
     if not rows:
         console.print("nobody is here yet")
         return
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = Table(box=None)
+    columns = [
+        key
+        for key in dict.fromkeys(key for row in rows for key in row)
+        if key not in USUAL or any(row.get(key) is not USUAL[key] for row in rows)
+    ]
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for column in columns:
         table.add_column(column.removesuffix("_s"), overflow="fold")
     for row in rows:
-        table.add_row(*(_cell(row.get(column)) for column in columns))
+        table.add_row(*(_host(row.get(column)) if column == "host" else _cell(row.get(column)) for column in columns))
     console.print(table)
+
+
+def _host(value: object) -> str:
+    """Enough of boot id and pid namespace (`process_table.host_identity`) to see who shares them; --json has it all."""
+    boot, slash, space = str(value or "").partition("/")
+    return _cell(f"{boot[:8]}/{space.rstrip(']')[-4:]}" if slash else boot[:13])
 
 
 def _cell(value: object) -> str:

@@ -15,10 +15,10 @@ from functools import cached_property
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.types import PlanSpec
+from chaos_lightning.runtime.options import NAME
 from chaos_lightning.runtime.plans import read_plan
 
 DEFAULT_ENDPOINT = "127.0.0.1:29400"
-_NAME = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class EngineConfig:
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigurationError(f"endpoint {self.endpoint!r} is no HOST:PORT; write for example 10.0.0.5:29400")
         for what, value in (("job", self.job), ("name", self.name or "x")):
-            if not _NAME.match(value):
+            if not NAME.fullmatch(value):
                 raise ConfigurationError(
                     f"{what} {value!r} may have up to 64 letters, digits, dots, dashes and underscores"
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from chaos_lightning.membership.types import Settings
 from chaos_lightning.planning.trees import check_plan
 from chaos_lightning.runtime.access import split_endpoint
 from chaos_lightning.runtime.plans import plan_from
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""What a job or a member may be called (fullmatch)."""
 
 MEMORY = ":memory:"
 """As a store: keep the chain in memory only. For tests; the job dies with the scheduler."""
@@ -114,6 +118,10 @@ def check_settings(settings: Settings) -> Settings:
     """
     if not settings.job:
         raise ConfigurationError("setting job is empty; give the job a name")
+    if not NAME.fullmatch(settings.job):
+        raise ConfigurationError(
+            f"job {settings.job!r} may have up to 64 letters, digits, dots, dashes and underscores"
+        )
     if not 1 <= settings.min_nodes <= settings.max_nodes:
         raise ConfigurationError(
             f"min_nodes={settings.min_nodes}, max_nodes={settings.max_nodes}: expected 1 <= min_nodes <= max_nodes"

@@ -86,16 +86,41 @@ def test_status_shows_members(tmp_path: Path) -> None:
             return []
 
         def snapshot(self) -> dict[str, Any]:
-            rows = [{"id": "a~1", "standing": "member", "connected": True, "silent_s": 0.25, "dead": "[bold]x"}]
+            rows = [{"id": "a~1", "standing": "member", "connected": False, "silent_s": 0.25, "dead": "[bold]x"}]
             return {"phase": "running", "view": "1.7", "reason": "a~1 [joined]", "members": rows, "others": []}
 
     with serving(machine=Machine, token=TOKEN.encode()) as served:
         result = run("status", "--endpoint", served.endpoint, "--token-file", str(token))
         assert result.exit_code == 0, result.output
-        for word in ("running", "view 1.7", "a~1 [joined]", "yes", "0.25", "[bold]x", "silent"):
+        for word in ("running", "view 1.7", "a~1 [joined]", "connected", "no", "0.25", "[bold]x", "silent"):
             assert word in result.output
         result = run("status", "--endpoint", served.endpoint, "--token-file", str(token), "--json")
         assert json.loads(result.output)["machine"]["view"] == "1.7"
+
+
+def test_status_has_a_line_per_member_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    host = "0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0/pid:[4026531836]"
+
+    class Machine:
+        def __init__(self, settings: Settings, chain: fx.Chain) -> None: ...
+
+        def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
+            return []
+
+        def snapshot(self) -> dict[str, Any]:
+            peer = {"host": host, "standing": "member", "connected": True, "view": "1.12", "seq": 1234, "step": 1230}
+            peer |= {"loaded": True, "leaving": False, "dead": False, "silent_s": 0.25}
+            members = [{"id": f"node-8-{i}~1", **peer} for i in range(3)]
+            return {"phase": "running", "view": "1.7", "reason": "", "members": members, "others": []}
+
+    with serving(machine=Machine) as served:
+        result = run("status", "--endpoint", served.endpoint)
+        assert result.exit_code == 0, result.output
+        head, *lines = result.output.splitlines()[1:]
+        assert head.split() == ["id", "host", "standing", "view", "seq", "step", "silent"]
+        assert [x.split()[:2] for x in lines] == [[f"node-8-{i}~1", "0f1e2d3c/1836"] for i in range(3)], result.output
+        assert host in run("status", "--endpoint", served.endpoint, "--json").output
 
 
 def test_status_of_an_empty_job() -> None:
@@ -127,6 +152,8 @@ def test_the_endpoint_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
         (["scheduler", "--set", "colour=red"], 2, "unknown settings colour"),
         (["scheduler", "--set", "nonsense"], 2, "expected NAME=VALUE"),
         (["scheduler", "--min-nodes", "0"], 2, "min_nodes=0"),
+        (["scheduler", "--job", "a b"], 2, "job 'a b' may have up to 64 letters"),
+        (["scheduler", "--job", "a\n"], 2, "may have up to 64 letters"),
         (["scheduler", "--listen", "0.0.0.0:1"], 2, "cluster token"),
     ],
 )
