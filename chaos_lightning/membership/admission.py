@@ -109,6 +109,12 @@ class Admission(SchedulerState):
             self._note("fenced", member=hello.resume, reason=why)
             self._out.append(Send(conn, Fence(f"{hello.resume} is out of the job: {why}")))
             return
+        if not same_process(peer.member, hello):  # a living member would lose its stream to a stranger
+            was, now = (f"process {p.pid} of {p.host}, begun at {p.pid_start}" for p in (peer.member, hello))
+            why = f"{hello.resume} is {was}; this is {now}: it joins as a newcomer"
+            self._note("fenced", member=hello.resume, reason=why)
+            self._out.append(Send(conn, Fence(why)))
+            return
         if peer.conn is not None and peer.conn != conn:
             self._conns.pop(peer.conn, None)
             self._out.append(Close(peer.conn, "replaced by a newer stream"))

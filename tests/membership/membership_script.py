@@ -58,6 +58,11 @@ def member(member_id: str) -> Member:
     return Member(member_id, name, f"host-{name}", "127.0.0.1", 7000)
 
 
+def stored(view: View) -> View:
+    """This view as a scheduler's file has it: with the processes of the hellos."""
+    return replace(view, members=tuple(replace(m, pid=1, pid_start=1) for m in view.members))
+
+
 def number(text: str) -> ViewId:
     term, _, count = text.partition(".")
     return ViewId(int(term), int(count))
@@ -331,7 +336,7 @@ class SchedulerScript:
                 self.settings = replace(self.settings, **{name: kind(value)})
                 return []
             case ["chain", highest, *views]:
-                self.chain = fx.Chain(2, number(highest), tuple(self.names.views[v] for v in views))
+                self.chain = fx.Chain(2, number(highest), tuple(stored(self.names.views[v]) for v in views))
                 return []
             case ["store", how] if how in ("waits", "writes"):
                 self.store_waits = how == "waits"
@@ -416,7 +421,7 @@ class SchedulerScript:
                     address="127.0.0.1",
                     port=7000,
                     pid=int(keys.get("pid", "1")),
-                    pid_start=1,
+                    pid_start=int(keys.get("started", "1")),
                     quota=1,
                     accumulate=1,
                     package="1.0",

@@ -158,7 +158,8 @@ def test_every_position_in_exactly_one_committed_step(quota, accumulate, length,
         elif kind == "leave":
             job.step(leaver=present[rest[0] % len(present)].id)
         elif kind == "rescue" and len(present) > 1 and job.header.seq:
-            # Not before slot 1: there no recovery lets anybody in. A view decided after a death lets somebody in who never saw the header's view: idle for this step.
+            # A view decided after a death lets somebody in who never saw the header's view: idle for this step.
+            # Not before slot 1, where the deal is the founding view's.
             job.change((*present[1:], member(f"m{born}", rest[0])))
             smallest, born = min(smallest, rest[0]), born + 1
             job.step()
