@@ -16,15 +16,15 @@ from chaos_lightning.membership.types import NO_VIEW, Header, Kind, Share
 class Bench:
     """A model with its gradients; `commit` sums this member's contribution `times` times, as equal members would."""
 
-    def __init__(self, model: nn.Module, *, overlap: bool = True, buffers=()) -> None:
+    def __init__(self, model: nn.Module, *, overlap: bool = True, buffers=(), device: str = "cpu") -> None:
         self.model = model
         self.layout = Layout([Section("all", list(model.named_parameters()))], buffers)
-        self.memory = Memory(self.layout, pinned=False)
+        self.memory = Memory(self.layout, pinned=device != "cpu")
         grid = cells_of(self.layout, 16384)
         self.ready: list[int] = []
         self.cells = [start for start, _ in grid]
         self.gradients = Gradients(
-            self.layout, self.memory, grid, torch.device("cpu"), overlap, lambda cells: self.ready.extend(cells)
+            self.layout, self.memory, grid, torch.device(device), overlap, lambda cells: self.ready.extend(cells)
         )
 
     def commit(self, presence: bytes, weights: list[float], times: int = 1) -> Header:
