@@ -252,5 +252,9 @@ def _idle_timeout_s() -> float:
 
 
 def host_for_engine(config: EngineConfig, *, continue_only: bool = False) -> HostedScheduler | None:
-    """`ensure_scheduler` for a member: at its start, and (continue_only) when its scheduler was lost."""
+    """`ensure_scheduler` for a member: at its start, and (continue_only) when its scheduler was lost.
+
+    A worker that torchrun has started again had a job: if that finished since the agent looked, no new one begins.
+    """
+    continue_only |= os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return ensure_scheduler(options_for_engine(config), load_token(config.token_file), continue_only=continue_only)

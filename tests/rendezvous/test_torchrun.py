@@ -22,6 +22,7 @@ from chaos_lightning.errors import RefusedError, SchedulerUnreachableError
 from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.hosting import HostedScheduler
 from chaos_lightning.runtime.process_table import start_time
+from chaos_lightning.testing.harness import Harness, Record
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -35,14 +36,20 @@ class Torchrun:
     """One torchrun agent; `lines` are what its workers say, everything else is kept in `noise`."""
 
     def __init__(
-        self, endpoint: str, *arguments: str, conf: str = "", nodes: str = "1:2", script: str = "stay"
+        self,
+        endpoint: str,
+        *arguments: str,
+        conf: str = "",
+        nodes: str = "1:2",
+        script: str = "stay",
+        worker: str = "worker.py",
     ) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=chaos", f"--rdzv-endpoint={endpoint}"]
         command += ["--rdzv-id=job", f"--nnodes={nodes}", *arguments]
         command += ["--rdzv-conf", ",".join(filter(None, ("reconnect_grace_s=1,idle_timeout_s=30", conf)))]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CHAOS_TOKEN": TOKEN}
         self.process = subprocess.Popen(
-            [*command, str(HERE / "worker.py"), script],
+            [*command, str(HERE / worker), script],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -241,3 +248,114 @@ def test_a_typo_ends_torchrun_with_its_name(torchrun: Callable[..., Torchrun]) -
     assert agent.wait_ended() != 0
     assert "ConfigurationError: --rdzv-conf: unknown nde" in "".join(agent.noise)
     assert agent.lines == []
+
+
+# ------------------------------------------------------------------------------------------------ with training
+
+
+class Training:
+    """Agents whose workers train, named by their node; events of all of them are followed in `harness`."""
+
+    def __init__(self, harness: Harness, torchrun: Callable[..., Torchrun]) -> None:
+        self.harness = harness
+        self._torchrun = torchrun
+
+    def start(self, node: str, *arguments: str, **spec: Any) -> Torchrun:
+        """One agent with one worker; see training_worker.py."""
+        return self._torchrun(*arguments, conf=f"node={node}", script=json.dumps(spec), worker="training_worker.py")
+
+    def gate(self, name: str) -> str:
+        path = self.harness.directory / f"gate-{name}"
+        os.mkfifo(path)
+        return str(path)
+
+    def open(self, name: str) -> None:
+        """Blocks until the worker is at this gate, then lets it go on."""
+        with open(self.harness.directory / f"gate-{name}", "w"):
+            pass
+
+    def admitted(self, name: str, but: Record | None = None) -> Record:
+        """The scheduler's view that lets this worker in; not the one that was found before."""
+        return self.harness.wait_for(
+            "view",
+            lambda r: (
+                any(j.startswith(f"{name}~") for j in r.get("joiners") or ())
+                and (but is None or r["joiners"] != but["joiners"])
+            ),
+        )
+
+
+@pytest.fixture
+def training(tmp_path: Path, torchrun: Callable[..., Torchrun], monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
+    with Harness(tmp_path, deadline_s=PATIENCE_S) as harness:
+        monkeypatch.setenv("CHAOS_LOG_DIR", str(harness.logs))
+        yield Training(harness, torchrun)
+
+
+def test_a_crashed_worker_is_restarted_and_trains_on(training: Training) -> None:
+    """Its agent starts it again, nobody else is touched, and both end with the same state."""
+    one = training.start("one", gates={2: training.gate("start")}, alone=training.gate("alone"))
+    training.harness.wait_step(2)
+    training.harness.declare("two-0")
+    two = training.start("two", "--max-restarts=1", crash_in=0)
+    first = training.admitted("two-0")
+    training.open("start")
+    crash = two.wait("crash")
+    training.admitted("two-0", but=first)
+    training.open("alone")
+    ends = [one.wait("done"), two.wait("done")]
+    assert [end["restarts"] for end in ends] == [0, 1]
+    assert ends[1]["pid"] != crash["pid"]
+    assert ends[1]["company"] > 0
+    assert ends[0]["step"] == ends[1]["step"] > crash["step"]
+    assert ends[0]["hash"] == ends[1]["hash"]
+    assert [one.wait_ended(), two.wait_ended()] == [0, 0]
+    assert len(one.workers()) == 1
+    training.harness.audit()
+
+
+def test_a_worker_restarted_as_its_job_ends_begins_no_new_one(training: Training) -> None:
+    """The job finishes between the rendezvous of its second life and its hello: it is told so, and trains nothing."""
+    one = training.start("one", gates={2: training.gate("start")}, alone=training.gate("alone"))
+    training.harness.wait_step(2)
+    training.harness.declare("two-0")
+    two = training.start("two", "--max-restarts=1", crash_in=0, late=training.gate("late"))
+    training.admitted("two-0")
+    training.open("start")
+    two.wait("start", lambda line: line["restarts"] == 1)
+    training.open("alone")
+    assert one.wait("done")["step"] > 0
+    assert one.wait_ended() == 0
+    training.harness.wait_for("scheduler_ended")
+    training.open("late")
+    assert two.wait_ended() != 0
+    assert "is finished; nothing is left to do" in "".join(two.noise)
+    assert "done" not in {line["what"] for line in two.lines}
+
+
+@pytest.mark.slow
+def test_a_standby_agent_trains_once_a_place_is_free(training: Training) -> None:
+    """Two places, three agents: the third one's worker waits until the second leaves, and ends with the first."""
+    one = training.start(
+        "one", gates={2: training.gate("start")}, third=training.gate("third"), alone=training.gate("alone")
+    )
+    training.harness.wait_step(2)
+    two = training.start("two")
+    training.admitted("two-0")
+    three = training.start("three")
+    training.harness.wait_for("welcomed", lambda r: r.get("role") == "standby")
+    training.open("start")
+    training.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="two-0")
+    two.process.send_signal(signal.SIGTERM)
+    training.open("third")
+    left = two.wait("done")
+    two.wait_ended()
+    training.admitted("three-0")
+    training.open("alone")
+    ends = [one.wait("done"), three.wait("done")]
+    assert left["out"]
+    assert left["step"] < ends[0]["step"] == ends[1]["step"]
+    assert ends[0]["hash"] == ends[1]["hash"]
+    assert ends[1]["company"] > 0
+    assert [one.wait_ended(), three.wait_ended()] == [0, 0]
+    training.harness.audit()

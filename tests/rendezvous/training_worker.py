@@ -1,0 +1,71 @@
+"""A worker for torchrun tests that trains for real; it says what it does, one JSON line each.
+
+Its argument is JSON: gates {step: FIFO to wait at}, third (FIFO to wait at after three steps in company), alone (FIFO
+to wait at once the others are gone), crash_in (the life, counted from 0, that ends without a word after three steps in
+company), late (FIFO to wait at in the second life before it joins).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from chaos_lightning.replication.table import state_hash
+from chaos_lightning.trainer import Trainer, capture_exit_event
+
+warnings.simplefilter("error")
+spec = json.loads(sys.argv[1])
+restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def say(what: str, **more: Any) -> None:
+    os.write(1, (json.dumps({"what": what, "pid": os.getpid(), "restarts": restarts, **more}) + "\n").encode())
+
+
+def wait_at(gate: str) -> None:
+    with open(gate) as opened:
+        opened.read()
+
+
+torch.set_num_threads(1)
+torch.manual_seed(os.getpid())
+generator = torch.Generator().manual_seed(1)
+data = TensorDataset(torch.randn(240, 8, generator=generator), torch.randn(240, 4, generator=generator))
+gates = {int(step): gate for step, gate in spec.get("gates", {}).items()}
+alone = spec.get("alone", "")
+company = 0
+say("start")
+if restarts and "late" in spec:
+    wait_at(spec["late"])
+with Trainer() as trainer:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for x, y in trainer.prepare(model, optimizer, DataLoader(data, 4, shuffle=True), epochs=2):
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        trainer.update()
+        trainer.check_state_replication()
+        company += trainer.world_size > 1
+        if spec.get("crash_in") == restarts and company == 3:
+            say("crash", step=trainer.step)
+            os._exit(1)
+        if gate := gates.pop(trainer.step, ""):
+            wait_at(gate)
+        if company == 3 and "third" in spec:
+            wait_at(spec.pop("third"))
+        if company and trainer.world_size == 1 and alone:
+            gate, alone = alone, ""
+            wait_at(gate)
+        if capture_exit_event():
+            trainer.request_node_exit()
+            break
+    tensors = list(model.state_dict().items())
+    tensors += [(f"opt{i}.{k}", v) for i, s in enumerate(optimizer.state.values()) for k, v in s.items()]
+    say("done", step=trainer.step, hash=state_hash(tensors), company=company, out=trainer.engine.out)
