@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import ConfigurationError, DepartedError, FencedError
-from chaos_lightning.hyper import hyper_words
+from chaos_lightning.hyper import default_words, hyper_words
 from chaos_lightning.observe.events import Event
 from chaos_lightning.planning.ledger import epoch_of
 from chaos_lightning.replication.access import ModuleState, Stateful
@@ -174,6 +174,7 @@ class Trainer:
                 engine.join(
                     fingerprint={
                         **elastic.order_fingerprint,
+                        **default_words([optimizer]),
                         "optimizer": type(optimizer).__name__,
                         "epochs": str(epochs),
                     },

@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
 
 from chaos_lightning.data.loader import ElasticLoader
+from chaos_lightning.hyper import default_words
 from chaos_lightning.replication.access import module_tensors
 from chaos_lightning.replication.table import layout_hash
 from chaos_lightning.strategies.options import ChaosOptions
@@ -39,5 +40,6 @@ def fingerprint_of(trainer: Trainer, loader: ElasticLoader) -> dict[str, str]:
         "validation": f"every {trainer.check_val_every_n_epoch} epochs at {trainer.val_check_interval}",
         "clipping": f"{trainer.gradient_clip_algorithm} {trainer.gradient_clip_val}",
         "checkpoint and stopping callbacks": ", ".join(deciding),
+        **default_words(trainer.optimizers),
         **loader.order_fingerprint,
     }

@@ -10,12 +10,17 @@ reissues none of those that its predecessor gave to newcomers in no stored view.
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from chaos_lightning.membership.types import NO_VIEW, Entered, Hello, Member, Report, Settings, View, ViewId
 
 INCARNATIONS_PER_TERM = 1_000_000
+NAMED_DIFFERENCES = 3
+"""A refusal names so many at most."""
+_MISSING = "(missing)"
+_HASH = re.compile("[0-9a-f]{16,}")
 
 
 class Standing(enum.StrEnum):
@@ -106,14 +111,19 @@ def refusal(hello: Hello, settings: Settings, reference: Reference | None) -> st
         ("accumulate", str(hello.accumulate), str(reference.accumulate)),
     ]
     mine, theirs = dict(hello.fingerprint), dict(reference.fingerprint)
-    pairs += [(k, mine.get(k, "(missing)"), theirs.get(k, "(missing)")) for k in sorted({*mine, *theirs})]
-    for name, given, expected in pairs:
-        if given != expected:
-            return (
-                f"{name} of {hello.name} is {given}, the job's (from {reference.name}) is {expected}: "
-                "start all members with the same script, package and settings"
-            )
-    return ""
+    pairs += [(k, mine.get(k, _MISSING), theirs.get(k, _MISSING)) for k in sorted({*mine, *theirs})]
+    differing = [pair for pair in pairs if pair[1] != pair[2]]
+    if not differing:
+        return ""
+    # A hash says that something differs; what it is, other entries tell.
+    named = [pair for pair in differing if not any(_HASH.fullmatch(value) for value in pair[1:])] or differing
+    named.sort(key=lambda pair: _MISSING in pair)  # another optimizer has other settings, but has another name first
+    (first, given, expected), *others = named[:NAMED_DIFFERENCES]
+    words = [f"{first} of {hello.name} is {given}, the job's (from {reference.name}) is {expected}"]
+    words += [f"{name} is {its} instead of {the_jobs}" for name, its, the_jobs in others]
+    if len(named) > NAMED_DIFFERENCES:
+        words.append(f"{len(named) - NAMED_DIFFERENCES} more differ")
+    return f"{'; '.join(words)}: start all members with the same script, package and settings"
 
 
 def same_process(member: Member, hello: Hello) -> bool:
