@@ -11,9 +11,11 @@ from pathlib import Path
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.simulate.batch import behaviour, outcomes
 from chaos_lightning.simulate.bugs import BUGS
+from chaos_lightning.simulate.fault_plans import PlannedWorld, job
 from chaos_lightning.simulate.narrate import narrate
 from chaos_lightning.simulate.script import parse
 from chaos_lightning.simulate.world import Hooks, Outcome, Plan
+from chaos_lightning.testing.faults import FaultPlan
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -32,6 +34,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--list-bugs", action="store_true", help="name the planted bugs and end")
     parser.add_argument("--tell", type=int, metavar="SEED", help="tell the run with this seed line by line")
     parser.add_argument("--scenario", type=Path, metavar="FILE", help="tell the run that this file spells out")
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="tell a run with the seed --start under this fault plan, as it is given to FaultPlan.load",
+    )
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first finding")
     return parser.parse_args(argv)
 
@@ -40,6 +48,16 @@ def _tell(plan: Plan, hooks: Callable[[], Hooks]) -> int:
     lines, outcome = narrate(plan, hooks)
     print("\n".join(lines))
     return 1 if outcome.violation else 0
+
+
+def _planned(faults: FaultPlan, seed: int) -> int:
+    plan = job(faults, seed)
+    world = PlannedWorld(plan, faults)
+    lines, outcome = narrate(plan, given=world)
+    print("\n".join(lines))
+    for words in world.undone:
+        print(f"did not happen: {words}")
+    return 1 if outcome.violation or world.undone else 0
 
 
 def _progress(done: int, count: int, started: float, told: float) -> float:
@@ -64,6 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _tell(parse(options.scenario.read_text()), hooks)
         except (OSError, ConfigurationError) as error:
             print(f"{options.scenario}: {error}", file=sys.stderr)
+            return 2
+    if options.plan is not None:
+        try:
+            return _planned(FaultPlan.load(options.plan), options.start)
+        except (OSError, ConfigurationError) as error:
+            print(f"{options.plan}: {error}", file=sys.stderr)
             return 2
     if options.tell is not None:
         return _tell(plan(options.tell), hooks)

@@ -84,6 +84,12 @@ class Fabric:
     dialling: set[frozenset[str]] = field(default_factory=set)
     slow_links: dict[frozenset[str], float] = field(default_factory=dict)
     """Extra latency by pair of node names."""
+    blocked: dict[frozenset[str], float] = field(default_factory=dict)
+    """Until when (virtual s) these two nodes cannot make a link."""
+
+    def block(self, one: str, other: str, seconds: float) -> None:
+        """No link between these two nodes can be made for so long."""
+        self.blocked[frozenset((one, other))] = self.kernel.now + seconds
 
     def wants(self, me: str, wanted: frozenset[str], before: frozenset[str]) -> None:
         """`me` wants links to exactly these."""
@@ -105,11 +111,16 @@ class Fabric:
         here, there = self.nodes.get(me), self.nodes.get(peer)
         if here is None or not here.alive or here.machine.member_id != me or peer not in here.wanted:
             self.dialling.discard(pair)
-        elif there is None or there.machine.member_id != peer or not there.alive or there.frozen or here.frozen:
+        elif not self._can_meet(here, there, peer):
             self.kernel.after(0.02, lambda: self._shake(me, peer, pair))
-        else:
+        elif there is not None:
             self.dialling.discard(pair)
             self._stand(here, there, pair)
+
+    def _can_meet(self, here: Node, there: Node | None, peer: str) -> bool:
+        if there is None or there.machine.member_id != peer or not there.alive or there.frozen or here.frozen:
+            return False
+        return self.kernel.now >= self.blocked.get(frozenset((here.name, there.name)), 0.0)
 
     def _stand(self, here: Node, there: Node, pair: frozenset[str]) -> None:
         extra = self.slow_links.get(frozenset((here.name, there.name)), 0.0)

@@ -14,8 +14,8 @@ from chaos_lightning.simulate.world import Hooks, Outcome, Plan, World
 _TOLD = ("view", "prepare", "decide", "death", "suspect", "fenced", "left", "finished", "refused", "notice", "leave")
 
 
-def narrate(plan: Plan, hooks: Callable[[], Hooks] = Hooks) -> tuple[list[str], Outcome]:
-    """Runs the plan; one line per event that matters, times in milliseconds."""
+def narrate(plan: Plan, hooks: Callable[[], Hooks] = Hooks, given: World | None = None) -> tuple[list[str], Outcome]:
+    """Runs the plan, in the `given` world if there is one; one line per event that matters, times in milliseconds."""
     lines: list[str] = []
 
     def tell(words: str) -> None:
@@ -46,7 +46,7 @@ def narrate(plan: Plan, hooks: Callable[[], Hooks] = Hooks) -> tuple[list[str], 
             case _:
                 pass
 
-    world = World(plan, hooks())
+    world = given or World(plan, hooks())
     world.on_effect = on_effect
     world.on_note = on_note
     world.on_fault = tell
