@@ -6,6 +6,7 @@ settings to its workers; an explicit argument wins.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -80,6 +81,14 @@ class EngineConfig:
             )
         if self.chunk_nbytes and not 4096 <= self.chunk_nbytes <= 16 << 20:
             raise ConfigurationError(f"chunk_nbytes {self.chunk_nbytes}: expected 0 or 4096 to {16 << 20}")
+        for setting in ("heartbeat_timeout_s", "join_timeout_s", "step_timeout_s"):
+            seconds = getattr(self, setting)
+            if not 0 < seconds < math.inf:
+                raise ConfigurationError(f"{setting} {seconds}: expected a positive number of seconds")
+        if self.state_hash_every < 0:
+            raise ConfigurationError(
+                f"state_hash_every {self.state_hash_every}: expected a number of steps, or 0 for never"
+            )
         _ = self.plan_spec
 
     @cached_property
