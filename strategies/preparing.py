@@ -1,38 +1,116 @@
 """prepare_data on machines that share nothing: each machine for itself, its processes one after the other.
 
 Theory of operation. Lightning lets one process prepare data while the others wait at a barrier. Here there is no
-barrier: who is setting up knows nobody. So every process prepares data, under a lock file of its machine and job; the
-first one downloads, the next ones find everything there, as prepare_data is meant to be written anyway. A process
+barrier: who is setting up knows nobody. So every process prepares data, under a lock file of its machine, user and job;
+the first one downloads, the next ones find everything there, as prepare_data is meant to be written anyway. A process
 alone on its machine takes no lock.
+
+The file lies where everybody may write: it is never followed as a link, must belong to this user, and holds the process
+id of whoever has the lock, for the message of those who wait.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import re
+import stat
 import tempfile
-from typing import IO
+import time
+from pathlib import Path
 
+from chaos_lightning.errors import ConfigurationError, DeadlineError
 from chaos_lightning.strategies.environment import ChaosEnvironment
+
+_log = logging.getLogger("chaos_lightning")
+_LOOK_INTERVAL_S = 0.1
 
 
 class DataTurn:
-    """From `setup_environment`, just before prepare_data, until the barrier that follows it."""
+    """From `setup_environment`, just before prepare_data, until the barrier that follows it.
 
-    def __init__(self, environment: ChaosEnvironment) -> None:
+    Args:
+        environment: Told that every process counts as its machine's first one meanwhile.
+        deadline_s: How long to wait for this process's turn, s. The others' downloads count.
+    """
+
+    def __init__(self, environment: ChaosEnvironment, deadline_s: float = 3600.0) -> None:
         self._environment = environment
-        self._file: IO[str] | None = None
+        self._deadline_s = deadline_s
+        self._file: int | None = None
 
     def begin(self, job: str) -> None:
+        """Waits for this process's turn, if there are others on this machine.
+
+        Raises:
+            ConfigurationError: The lock file is a link, or not this user's.
+            DeadlineError: Another process did not finish in time; the message says which.
+        """
         if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < 2:
             return
-        path = os.path.join(tempfile.gettempdir(), f"chaos-lightning-{os.getuid()}-{job}.lock")
-        self._file = open(path, "w")  # noqa: SIM115
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self.end()
+        path = lock_path(job)
+        file = _open(path)
+        try:
+            self._lock(file, path, job)
+        except BaseException:
+            os.close(file)
+            raise
+        self._file = file
         self._environment.preparing_data = True
 
+    def _lock(self, file: int, path: Path, job: str) -> None:
+        end = time.monotonic() + self._deadline_s
+        said = ""
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                holder = os.pread(file, 32, 0).decode(errors="replace").strip() or "unknown"
+            if holder != said:
+                said = holder
+                _log.info("process %s of this machine prepares data for job %r; this one comes after it", holder, job)
+            if time.monotonic() >= end:
+                raise DeadlineError(
+                    f"process {holder} of this machine has been preparing data for job {job!r}, or holds {path} for "
+                    f"another reason, and this process has waited {self._deadline_s:g} s for its turn; if that process "
+                    "hangs, end it and start again"
+                )
+            time.sleep(_LOOK_INTERVAL_S)
+        os.ftruncate(file, 0)
+        os.pwrite(file, str(os.getpid()).encode(), 0)
+
     def end(self) -> None:
+        """Idempotent. Unlocks explicitly: a process forked in prepare_data has the file open, too."""
         self._environment.preparing_data = False
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            fcntl.flock(file, fcntl.LOCK_UN)
+            os.close(file)
+
+
+def lock_path(job: str) -> Path:
+    """Of this user and job on this machine."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", job)
+    return Path(tempfile.gettempdir()) / f"chaos-lightning-{os.getuid()}-{name}.lock"
+
+
+def _open(path: Path) -> int:
+    """The lock file, made if need be; one that somebody else has put there is refused."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the lock file {path}, under which processes of this machine prepare data in turn, cannot be opened "
+            f"({error.strerror}); a link or another user's file there is not used: remove it, or set TMPDIR"
+        ) from error
+    status = os.fstat(file)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+        return file
+    os.close(file)
+    raise ConfigurationError(
+        f"the lock file {path}, under which processes of this machine prepare data in turn, is not a file of this user "
+        f"(owner {status.st_uid}, expected {os.getuid()}): remove it, or set TMPDIR"
+    )
