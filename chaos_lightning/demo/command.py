@@ -31,20 +31,27 @@ def demo(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A smaller model and shorter rests; the same story.")] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep checkpoints and outputs, too.")] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Only print what happens, as a fault plan, to simulate or to test with.")
+    ] = False,
 ) -> None:
     """Train on this machine while nodes join, die, freeze and leave; then prove that nothing was lost."""
+    plot = QUICK if quick else FULL
+    if plan:
+        print(plot.plan)
+        return
     folder = prepare(directory)
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
-    cast = Cast(folder, QUICK.arguments if quick else FULL.arguments)
+    cast = Cast(folder, plot.arguments)
     # Explicitly for both: a shell's background job comes with SIGINT ignored.
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     problem = ""
     began = time.monotonic()
     try:
         with Screen(console) as screen:
-            story = Story(cast, screen, QUICK if quick else FULL)
+            story = Story(cast, screen, plot)
             try:
                 story.tell()
             except ChaosError as error:

@@ -1,7 +1,8 @@
 """The demo's story: who comes, who is hurt and who goes, each as soon as the one before has been got over.
 
-Theory of operation. The story is told by events: every act waits in the members' event logs for what must follow,
-with a deadline, and lets some steps pass before the next one, so that each has an undisturbed before and after.
+Theory of operation. What happens is a `FaultPlan` (`Plot.plan`), as tests and the simulator take it; `chaos-lightning
+demo --plan` prints it. The story is told by events: every act begins when its fault is due, waits in the members' event
+logs for what must follow, with a deadline, and lets some steps pass, so that each has an undisturbed before and after.
 Nothing in here judges whether the training was right: `proof.py` does, from the logs alone.
 """
 
@@ -19,6 +20,7 @@ from chaos_lightning.observe.events import Event, Record, Tail
 from chaos_lightning.observe.fields import integer, number
 from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.observe.units import amount, duration
+from chaos_lightning.testing.faults import Action, Fault, FaultPlan, Schedule
 
 T = TypeVar("T")
 _TURN_S = 0.04
@@ -44,6 +46,18 @@ class Plot:
     start_deadline_s: float = 240.0
     act_deadline_s: float = 90.0
     arguments: tuple[str, ...] = ()
+
+    @property
+    def plan(self) -> FaultPlan:
+        """Who joins, dies, freezes and leaves, each once the one before is over."""
+        return FaultPlan(
+            (
+                Fault(action=Action.JOIN, node=JOINS, event=Event.JOINED, event_node=FOUNDERS[-1]),
+                Fault(action=Action.SIGKILL, node=KILLED, event=Event.JOINED, event_node=JOINS),
+                Fault(action=Action.SIGSTOP, node=FROZEN, event=Event.DEATH, event_node=KILLED, seconds=self.freeze_s),
+                Fault(action=Action.LEAVE, node=LEAVES, event=Event.FENCED, event_node=FROZEN),
+            )
+        )
 
 
 FULL = Plot(arguments=("--layers=4", "--width=128", "--batch-size=4", "--text=90000"))
@@ -71,6 +85,8 @@ class Story:
         self.timeline = Timeline()
         self._tail = Tail(cast.events)
         self._records: list[Record] = []
+        self._schedule = Schedule(plot.plan)
+        self._due: list[Fault] = []
 
     def tell(self) -> None:
         """All acts.
@@ -80,10 +96,15 @@ class Story:
             NodeDied: A node ended that was not to.
         """
         self._start()
-        self._join()
-        self._kill()
-        self._freeze()
-        self._leave()
+        acts = {
+            Action.JOIN: self._join,
+            Action.SIGKILL: self._kill,
+            Action.SIGSTOP: self._freeze,
+            Action.LEAVE: self._leave,
+        }
+        for fault in self.plot.plan:
+            self._wait(f"the time for '{fault}'", lambda f=fault: f in self._due)  # type: ignore[misc]
+            acts[fault.action](fault)
         self._finish()
 
     # ------------------------------------------------------------------------------------------------ acts
@@ -100,66 +121,70 @@ class Story:
         self._rest()
         self._say("good", f"{len(FOUNDERS)} nodes train: {self._pace()}")
 
-    def _join(self) -> None:
+    def _join(self, fault: Fault) -> None:
+        name = fault.node
         before = self._step
-        self._say("do", f"{JOINS} starts with the same command, while the others train")
-        self.cast.start(JOINS)
-        joined = self._event(Event.JOINED, JOINS, self.plot.start_deadline_s)
-        pulled = self._event(Event.PULL_DONE, JOINS)
+        self._say("do", f"{name} starts with the same command, while the others train")
+        self.cast.start(name)
+        joined = self._event(Event.JOINED, name, self.plot.start_deadline_s)
+        pulled = self._event(Event.PULL_DONE, name)
         self._say(
             "good",
-            f"{JOINS} joined: {amount(integer(pulled.get('nbytes')))} of training state in "
+            f"{name} joined: {amount(integer(pulled.get('nbytes')))} of training state in "
             f"{duration(number(pulled.get('seconds')))} from {len(joined.get('by_source') or ())} members; "
             f"the others committed {self._step - before} steps while it started",
         )
         self._rest()
 
-    def _kill(self) -> None:
-        worker, member = self._worker(KILLED)
-        self._say("do", f"kill -9 for {KILLED}, agent and worker at once: the machine is gone")
-        self.cast.kill(KILLED, worker)
+    def _kill(self, fault: Fault) -> None:
+        name = fault.node
+        worker, member = self._worker(name)
+        self._say("do", f"kill -9 for {name}, agent and worker at once: the machine is gone")
+        self.cast.kill(name, worker)
         at = time.time()
         self._without(member)
         slot = self._wait(
-            f"a step after the death of {KILLED}",
+            f"a step after the death of {name}",
             lambda: next((s for s in self.timeline.recent(50) if s.first > at and member not in s.who), None),
         )
         self._say("good", f"step {slot.step} was committed {duration(slot.first - at)} later by the others")
         self._rest()
 
-    def _freeze(self) -> None:
-        worker, member = self._worker(FROZEN)
-        seconds = self.plot.freeze_s
-        self._say("do", f"the worker of {FROZEN} freezes (SIGSTOP) for {seconds:g} s")
-        self.cast.freeze(FROZEN, worker, seconds)
+    def _freeze(self, fault: Fault) -> None:
+        name = fault.node
+        worker, member = self._worker(name)
+        seconds = fault.seconds
+        self._say("do", f"the worker of {name} freezes (SIGSTOP) for {seconds:g} s")
+        self.cast.freeze(name, worker, seconds)
         wakes = time.monotonic() + seconds
         try:
             self._without(member)
-            self._say("seen", f"{FROZEN} was put out; the others go on without it")
+            self._say("seen", f"{name} was put out; the others go on without it")
             self._wait(f"{seconds:g} s to pass", lambda: time.monotonic() >= wakes)
         finally:
-            self.cast.thaw(FROZEN, worker)
-        self._say("do", f"{FROZEN} wakes")
+            self.cast.thaw(name, worker)
+        self._say("do", f"{name} wakes")
         woken = len(self._records)
-        self._event(Event.FENCED, FROZEN, after=woken)
-        joined = self._event(Event.JOINED, FROZEN, after=woken)
-        again = self._worker(FROZEN)[0]
+        self._event(Event.FENCED, name, after=woken)
+        joined = self._event(Event.JOINED, name, after=woken)
+        again = self._worker(name)[0]
         self._say(
             "good" if again == worker else "bad",
-            f"{FROZEN} was told that it is out, took over the others' state and joined again at step "
+            f"{name} was told that it is out, took over the others' state and joined again at step "
             f"{joined.get('step')}, in the same process {again}",
         )
         self._rest()
 
-    def _leave(self) -> None:
-        _, member = self._worker(LEAVES)
-        self._say("do", f"Ctrl+C at the torchrun of {LEAVES} (it was the first, and writes the checkpoints)")
+    def _leave(self, fault: Fault) -> None:
+        name = fault.node
+        _, member = self._worker(name)
+        self._say("do", f"Ctrl+C at the torchrun of {name} (it was the first, and writes the checkpoints)")
         at = time.time()
-        self.cast.interrupt(LEAVES)
-        left = self._event(Event.LEFT, LEAVES)
+        self.cast.interrupt(name)
+        left = self._event(Event.LEFT, name)
         self._without(member)
-        self._say("seen", f"{LEAVES} finished its step and left {duration(left.t - at)} later")
-        code = self._exit(LEAVES)
+        self._say("seen", f"{name} finished its step and left {duration(left.t - at)} later")
+        code = self._exit(name)
         self._say("good" if code == 0 else "bad", f"its torchrun ended with exit code {code}")
         self._rest()
 
@@ -185,6 +210,8 @@ class Story:
         for record in self._tail.poll():
             self._records.append(record)
             self.timeline.add(record)
+            self._schedule.saw(record.name, record.node.removesuffix("-0"))
+        self._due += self._schedule.due(step=self._step)
         self.screen.refresh(self.timeline)
 
     def _wait(self, what: str, ready: Callable[[], T | None], deadline_s: float | None = None) -> T:

@@ -11,15 +11,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
+from typer.testing import CliRunner
 
 from chaos_lightning.demo import cast, proof
 from chaos_lightning.demo.cast import MARK, Cast, NodeDied
-from chaos_lightning.demo.command import conclude, prepare, tidy
+from chaos_lightning.demo.command import conclude, demo, prepare, tidy
 from chaos_lightning.demo.screen import Screen
-from chaos_lightning.demo.story import Plot, Story
+from chaos_lightning.demo.story import QUICK, Plot, Story
 from chaos_lightning.errors import ConfigurationError, DeadlineError
 from chaos_lightning.observe.events import Event, EventLog, read_events
+from chaos_lightning.simulate.fault_plans import PlannedWorld, job
+from chaos_lightning.simulate.narrate import narrate
+from chaos_lightning.testing.faults import FaultPlan
 from chaos_lightning.testing.harness import Harness
 
 NODE = """
@@ -128,6 +133,19 @@ def test_a_wait_ends_with_what_it_waited_for(sleepers: Sleepers) -> None:
     screen = Screen(Console(file=io.StringIO()))
     with pytest.raises(DeadlineError, match="'joined' of edge-1"):
         Story(sleepers, screen, Plot(start_deadline_s=0.1)).tell()
+
+
+def test_what_happens_is_a_plan_that_can_be_read_back_and_simulated() -> None:
+    made = typer.Typer()
+    made.command()(demo)
+    printed = CliRunner().invoke(made, ["--quick", "--plan"])
+    assert printed.exit_code == 0, printed.output
+    faults = FaultPlan.parse(printed.output)
+    assert faults == QUICK.plan
+    world = PlannedWorld(job(faults), faults)
+    _, outcome = narrate(job(faults), given=world)
+    assert outcome.violation == ""
+    assert world.undone == []
 
 
 # ------------------------------------------------------------------------------------------------ folder and proof
