@@ -78,6 +78,13 @@ class Judging(Admission):
                 self._waiters.add(peer.id)
                 self._send(peer, Notice(self._waits, waiting=True))
 
+    def _tell(self, text: str, peers: Sequence[Peer]) -> None:
+        """Tells these, once each, what they wait for."""
+        for peer in peers:
+            if peer.conn is not None and peer.told != (peer.conn, text):
+                peer.told = (peer.conn, text)
+                self._send(peer, Notice(text, waiting=True))
+
     def _words(self, held: Sequence[Held]) -> str:
         members = [self.peers[h.member].member for h in held]
         who = " and ".join(f"{m.id} (pid {m.pid} at {m.address})" for m in members)

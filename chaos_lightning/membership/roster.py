@@ -68,6 +68,8 @@ class Peer:
     linked: tuple[str, ...] | None = None
     """Ids in the OpenLinks last sent on this stream; None: none was sent."""
     neighbours: tuple[str, ...] = ()
+    told: tuple[int, str] = (-1, "")
+    """What it was told last that it waits for, and on which stream."""
 
     @property
     def id(self) -> str:

@@ -38,6 +38,7 @@ from chaos_lightning.membership.effects import (
 from chaos_lightning.membership.judging import Judging
 from chaos_lightning.membership.recovery import Ruling, rule
 from chaos_lightning.membership.roster import (
+    NEWCOMER,
     Peer,
     Standing,
     places_left,
@@ -51,7 +52,6 @@ from chaos_lightning.membership.types import (
     Header,
     Kind,
     NextView,
-    Notice,
     Prepare,
     Released,
     Report,
@@ -160,6 +160,10 @@ class SchedulerMachine(Judging):
             return True
         ready = self._ready()[: self.settings.max_nodes]
         if len(ready) < max(1, self.settings.min_nodes):
+            here = [p for p in self.peers.values() if p.standing in NEWCOMER and p.conn is not None and not p.leaving]
+            if len(here) < self.settings.min_nodes:
+                verb = "is" if len(here) == 1 else "are"
+                self._tell(f"the job waits for min_nodes={self.settings.min_nodes}: {len(here)} {verb} here", here)
             return False
         assert self.reference is not None
         view = founding_view(
@@ -280,12 +284,11 @@ class SchedulerMachine(Judging):
                 self._send(self.peers[member], Fence(f"{member} is out of the job: {reason}"))
             if ruling.rejoin:
                 return True
+            text = f"training waits: {able} of min_nodes={self.settings.min_nodes} members are here"
+            self._tell(text, [*self._living(), *self._ready()])
             if self.phase is not Phase.HOLDING:
                 self.phase = Phase.HOLDING
-                text = f"training waits: {able} of min_nodes={self.settings.min_nodes} members are here"
                 self._note("notice", text=text)
-                for peer in self._living():
-                    self._send(peer, Notice(text, waiting=True))
                 return True
             return False
         latest = self.latest

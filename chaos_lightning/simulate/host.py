@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.scheduler import Phase, SchedulerMachine
-from chaos_lightning.membership.types import NO_VIEW, FromMember, Settings, View, ViewId
+from chaos_lightning.membership.types import NO_VIEW, FromMember, Notice, Settings, View, ViewId
 from chaos_lightning.simulate.kernel import Kernel, Process
 
 if TYPE_CHECKING:
     from chaos_lightning.simulate.connected import Connected
-    from chaos_lightning.simulate.fabric import Stream
+    from chaos_lightning.simulate.fabric import Pipe, Stream, Taker
 
 
 class Store:
@@ -99,13 +100,24 @@ class SchedulerHost(Process):
         if self._check is not None:
             self._check(self.machine)
 
+    def _notify(self, pipe: Pipe, notice: object, take: Taker) -> None:
+        """Words for people, on which no machine acts: they draw no chance, so that new ones change no seed's course."""
+
+        def arrive() -> None:
+            if self.kernel.now <= pipe.cut_at:
+                take(notice)
+
+        if pipe.open:
+            self.kernel.at(max(pipe.last, self.kernel.now + pipe.lag + pipe.low), arrive)
+
     def _apply(self, effect: fx.SchedulerEffect) -> None:
         match effect:
             case fx.Send(conn, message):
                 entry = self._streams.get(conn)
                 if entry is not None:
                     stream, node = entry
-                    stream.down.send(message, lambda m: node.deliver(lambda: node.control(stream, m)))
+                    send = partial(self._notify, stream.down) if isinstance(message, Notice) else stream.down.send
+                    send(message, lambda m: node.deliver(lambda: node.control(stream, m)))
             case fx.Close(conn):
                 entry = self._streams.pop(conn, None)
                 if entry is not None:

@@ -1,4 +1,4 @@
-"""Members of the plain loop that wait for the job, and are told to leave it."""
+"""Members of the plain loop that wait for the job, and are told to leave it; or wait in vain."""
 
 from __future__ import annotations
 
@@ -32,3 +32,18 @@ def test_newcomer_is_told_to_leave_as_it_is_about_to_pull_the_state(job: Job) ->
     a, b = job.finish("a", "b")
     assert a["step"] > b["step"] == 0
     assert b["out"]
+
+
+def test_vain_wait_says_for_what_where_and_what_to_do(job: Job) -> None:
+    job.harness.declare("a")
+    job.start("a", settings={"min_nodes": 2, "join_timeout_s": 2.0})
+    assert job.harness.wait_exit("a") == 1
+    words = job.harness.children["a"].tail().splitlines()[-1]
+    for part in (
+        f"waited in vain for admission to the job at {job.endpoint}",
+        "welcomed it as founder: the job begins when min_nodes=2 are ready",
+        "the scheduler says: the job waits for min_nodes=2: 1 is here",
+        "start the members that are missing",
+        f"`chaos-lightning status --endpoint {job.endpoint}`",
+    ):
+        assert part in words

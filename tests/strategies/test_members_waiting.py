@@ -58,3 +58,32 @@ def test_newcomer_leaves_before_a_boundary_lets_it_in(job: Job) -> None:
     (a,) = job.finish("a")
     assert (a["epoch"], a["step"]) == (3, 18)
     assert torch.isfinite(a["weights"]).all()
+
+
+def test_waiting_is_told_once_on_the_terminal(job: Job) -> None:
+    needs_two(job)
+    job.start("a", worlds={2: job.gate("a")})
+    job.harness.wait_for("notice", lambda r: "min_nodes=2: 1 is here" in str(r.get("text")))
+    job.start("b")
+    job.open("a")
+    job.finish("a", "b")
+    words = job.harness.children["a"].tail().splitlines()
+    told = [line.partition(": ")[2] for line in words if "wait" in line]
+    assert told == ["the job waits for min_nodes=2: 1 is here", "waiting is over, this member is rank 0 of 2"]
+    assert "waits for" not in job.harness.children["b"].tail()
+
+
+def test_pause_below_min_nodes_is_told_on_the_terminal(job: Job) -> None:
+    """Its neighbour dies: training stops, which looks like hanging to who is not told; and then it goes on."""
+    needs_two(job)
+    job.start("a", epochs=60, worlds={2: job.gate("a")})
+    job.start("b", epochs=60)
+    job.open("a")
+    job.harness.wait_step(3)
+    job.harness.kill("b")
+    job.harness.wait_for("notice", lambda r: "training waits: 1 of min_nodes=2" in str(r.get("text")))
+    job.start("c", epochs=60)
+    job.finish("a", "c")
+    words = job.harness.children["a"].tail()
+    assert words.count("training waits: 1 of min_nodes=2 members are here") == 1
+    assert "waiting is over, the job goes on after step" in words
