@@ -314,6 +314,7 @@ def test_a_crashed_worker_is_restarted_and_trains_on(training: Training) -> None
     training.harness.audit()
 
 
+@pytest.mark.slow
 def test_a_worker_restarted_as_its_job_ends_begins_no_new_one(training: Training) -> None:
     """The job finishes between the rendezvous of its second life and its hello: it is told so, and trains nothing."""
     one = training.start("one", gates={2: training.gate("start")}, alone=training.gate("alone"))

@@ -241,6 +241,22 @@ def test_a_restarted_worker_does_not_begin_a_finished_job_again(endpoint: str) -
     assert ensure_scheduler(in_memory, continue_only=True) is None
 
 
+def test_a_worker_that_torchrun_restarted_begins_no_job_itself(
+    endpoint: str, tmp_path: Path, started: list[HostedScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agent looked before it started the worker; the job may have finished since."""
+    chain = tmp_path / "chain.sqlite"
+    finished_chain(chain)
+    monkeypatch.setenv("CHAOS_STORE", str(chain))
+    config = EngineConfig.build({"endpoint": endpoint, "job": "job"})
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(RefusedError, match="job 'job' is finished"):
+        hosting.host_for_engine(config)
+    assert look(endpoint, "job", b"") == "free"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    keep(started, hosting.host_for_engine(config))
+
+
 def test_a_finished_chain_can_be_kept(tmp_path: Path) -> None:
     path = tmp_path / "chain"
     finished_chain(path)
