@@ -11,6 +11,7 @@ its job.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -22,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError
+from chaos_lightning.errors import ChaosError, ConfigurationError, RefusedError, SchedulerUnreachableError
 from chaos_lightning.membership.types import PlanSpec
 from chaos_lightning.runtime.access import check_bind, is_local, join_endpoint, load_token, split_endpoint
 from chaos_lightning.runtime.options import SchedulerOptions, check_settings, settings_from_json, settings_to_json
@@ -31,6 +32,8 @@ from chaos_lightning.runtime.process_table import start_time
 
 if TYPE_CHECKING:
     from chaos_lightning.runtime.config import EngineConfig
+
+logger = logging.getLogger("chaos_lightning.runtime")
 
 IDLE_TIMEOUT_S = 300.0
 """A hosted scheduler ends after so long without members; its chain stays."""
@@ -138,7 +141,16 @@ def ensure_scheduler(
                     raise SchedulerUnreachableError(f"the scheduler ended at once; {_last_words(started.log)}")
                 if continue_only and _finished(options):
                     raise RefusedError(f"job {job!r} is finished; nothing is left to do")
+                again = _begins_again(options)
                 started = _spawn(options, token)
+                if again:
+                    logger.warning(
+                        "job %r was finished; a new job by that name begins at %s, from the state that its members "
+                        "start with (the old chain is archived beside %s)",
+                        job,
+                        options.listen,
+                        options.store_path,
+                    )
         elif found == "silent":
             silent_since = silent_since if silent_since is not None else now
             ours = started is not None and started.alive()
@@ -166,6 +178,16 @@ def _finished(options: SchedulerOptions) -> bool:
         return False
     with SqliteStore(path, options.settings.job, read_only=True) as store:
         return store.tip().finished
+
+
+def _begins_again(options: SchedulerOptions) -> bool:
+    """Whether the scheduler will archive a finished job's chain, and begin the job from nothing."""
+    if options.keep_finished:
+        return False
+    try:
+        return _finished(options)
+    except ChaosError:
+        return False  # the scheduler itself says what is wrong with its file
 
 
 def _spawn(options: SchedulerOptions, token: bytes) -> HostedScheduler:

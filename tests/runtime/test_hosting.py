@@ -219,7 +219,9 @@ def finished_chain(path: Path) -> None:
         assert store.append(Persist(2, "finish", ViewId(1, 2))).ok
 
 
-def test_a_finished_chain_is_archived_and_a_new_one_begins(endpoint: str, started: list[HostedScheduler]) -> None:
+def test_a_finished_chain_is_archived_and_a_new_one_begins(
+    endpoint: str, started: list[HostedScheduler], caplog: pytest.LogCaptureFixture
+) -> None:
     chosen = options(endpoint)
     assert chosen.store_path is not None
     finished_chain(chosen.store_path)
@@ -228,6 +230,8 @@ def test_a_finished_chain_is_archived_and_a_new_one_begins(endpoint: str, starte
     archived = list(chosen.store_path.parent.glob("chain.finished-*.sqlite"))
     assert len(archived) == 1
     assert str(archived[0]) in scheduler.log.read_text()
+    (told,) = [r.getMessage() for r in caplog.records if r.name == "chaos_lightning.runtime"]
+    assert f"job 'job' was finished; a new job by that name begins at {endpoint}" in told
 
 
 def test_a_restarted_worker_does_not_begin_a_finished_job_again(endpoint: str) -> None:
