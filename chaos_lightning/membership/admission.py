@@ -183,7 +183,17 @@ class Admission(SchedulerState):
         self._note("welcomed", member=peer.id, role=role, reason=reason)
         self._send(
             peer,
-            Welcome(peer.member, self.term, role, reason, settings.heartbeat_interval_s, settings.heartbeat_timeout_s),
+            Welcome(
+                peer.member,
+                self.term,
+                role,
+                reason,
+                settings.heartbeat_interval_s,
+                settings.heartbeat_timeout_s,
+                settings.min_nodes,
+                settings.max_nodes,
+                settings.plan,
+            ),
         )
 
     def _on_closed(self, conn: int, abrupt: bool) -> None:

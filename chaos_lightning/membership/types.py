@@ -313,6 +313,10 @@ class Welcome:
     reason: str
     heartbeat_interval_s: float
     heartbeat_timeout_s: float
+    min_nodes: int = 0
+    max_nodes: int = 0
+    """0: not told."""
+    plan: PlanSpec = PlanSpec()
 
 
 @dataclass(frozen=True, slots=True)

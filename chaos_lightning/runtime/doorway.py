@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from collections.abc import Mapping
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 
 from chaos_lightning.collectives.layout import Layout
-from chaos_lightning.membership.types import Hello
+from chaos_lightning.membership.types import Hello, Welcome
 from chaos_lightning.runtime.config import EngineConfig
 from chaos_lightning.runtime.process_table import host_identity, start_time
 
@@ -29,6 +31,34 @@ def reachable_address(config: EngineConfig) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))  # sends nothing: the routing table names our address
         return str(probe.getsockname()[0])
+
+
+def warn_of_rules(config: EngineConfig, welcome: Welcome | None) -> None:
+    """Warns of every setting of this member's that the job does not go by: its scheduler was started with another.
+
+    What equals the default counts as not set.
+    """
+    if welcome is None or not welcome.max_nodes:
+        return
+    plan, rules = config.plan_spec, welcome.plan
+    words = {
+        setting: (given, the_jobs)
+        for setting in ("min_nodes", "max_nodes", "heartbeat_timeout_s")
+        if (given := getattr(config, setting)) not in (the_jobs := getattr(welcome, setting), _default(setting))
+    }
+    if config.plan != _default("plan") and (plan.kind, plan.trees) != (rules.kind, rules.trees):
+        words["plan"] = (config.plan, f"{rules.kind!r}")
+    if config.chunk_nbytes not in (0, rules.chunk_nbytes):
+        words["chunk_nbytes"] = (config.chunk_nbytes, rules.chunk_nbytes)
+    for setting, (given, the_jobs) in words.items():
+        warnings.warn(
+            f"{setting}={given} of {config.name} is not honoured: the job's scheduler was started with {the_jobs}",
+            stacklevel=3,
+        )
+
+
+def _default(setting: str) -> object:
+    return next(f.default for f in fields(EngineConfig) if f.name == setting)
 
 
 def hello(

@@ -46,7 +46,7 @@ from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.runtime.access import check_bind, load_token
 from chaos_lightning.runtime.agent import Agent
 from chaos_lightning.runtime.config import EngineConfig
-from chaos_lightning.runtime.doorway import hello
+from chaos_lightning.runtime.doorway import hello, warn_of_rules
 from chaos_lightning.runtime.hosting import host_for_engine
 from chaos_lightning.runtime.links import Links
 from chaos_lightning.runtime.mailbox import Mailbox
@@ -177,6 +177,7 @@ class Engine:
                 self.events.emit("rejoin", old_id=self.member_id, reason=str(error))
                 self._forget()
         window.settle()
+        warn_of_rules(self.config, self._shell.welcome)
         self._waiting.over(f"this member is rank {self.rank} of {self.world_size}")
         report = self._transfer.report
         self.events.emit(

@@ -75,6 +75,7 @@ class Shell:
         self.links: Links | None = None
         self.reducer: Reducer | None = None
         self.memory: Memory | None = None
+        self.welcome: Welcome | None = None
         self._to_scheduler = to_scheduler
         self._contribution: Contribution | None = None
         self._beat_at = 0.0
@@ -133,6 +134,7 @@ class Shell:
         self.feed(fx.ControlIn(message, held))
 
     def _welcome(self, message: Welcome) -> None:
+        self.welcome = message
         if self.links is None or self.memory is None:
             return
         me = message.member.id

@@ -56,6 +56,20 @@ def test_a_fourth_member_does_not_fit_into_the_trees_of_three(job: Job) -> None:
     assert len({(r["hash"], r["step"]) for r in reports}) == 1, reports
 
 
+def test_settings_that_the_job_does_not_go_by_are_warned_about(job: Job) -> None:
+    gate = job.gate("a")
+    job.start("a", gates={5: gate})
+    job.harness.wait_step(5)
+    job.start("b", settings={"min_nodes": 2, "max_nodes": 9, "heartbeat_timeout_s": 0.9, "plan": "chain"})
+    job.admitted("b")
+    job.open(gate)
+    job.finish("a", "b")
+    said = job.harness.children["b"].tail(200)
+    for words in ("min_nodes=2", "max_nodes=9", "heartbeat_timeout_s=0.9", "plan=chain"):
+        assert f"{words} of b is not honoured: the job's scheduler was started with " in said, said
+    assert "is not honoured" not in job.harness.children["a"].tail(200)
+
+
 @pytest.mark.parametrize("missing", [0, 64])
 def test_trees_that_miss_bytes_of_the_model_end_the_member_before_it_joins(job: Job, missing: int) -> None:
     nbytes = gradient_nbytes()
