@@ -405,7 +405,6 @@ class MemberMachine(MemberState):
         if number > self.promised:
             self._note("prepare", number=str(number), reason=reason)
         self._promise(number)
-        self._entering = None
         if self.view is not None:
             self._emit(DropAttempt(self.view.id))
         report = Report(
@@ -422,7 +421,7 @@ class MemberMachine(MemberState):
         self._emit(ToScheduler(report))
 
     def _promise(self, number: ViewId) -> None:
-        self.promised = number
+        self.promised, self._entering = number, None
         if self.waiting_view is not None and self.waiting_view.id < number:
             self.waiting_view = None
 
