@@ -77,7 +77,7 @@ class Facts:
     unawakened: list[str] = field(default_factory=list)
     """Frozen members that were put out, woke and neither noticed nor came back, in words."""
     gone: set[str] = field(default_factory=set)
-    """Members that were killed, frozen, fenced or found dead."""
+    """Members that were killed, frozen, fenced or found dead, or left: they need not have committed their last slot."""
     left_job: list[tuple[str, str]] = field(default_factory=list)
     """(what, header) of everything written for the outside."""
     epochs: dict[f.Stream, int] = field(default_factory=dict)
@@ -216,7 +216,8 @@ class _Pass:
                 if not self._fault_on(witness.node, t):
                     self.facts.unexplained[member] = "died without a declared fault"
         for member, witness in self.who.items():
-            if witness.fenced is not None:
+            # A leaver may be released before it sees the header that lets it go: the others need it no more by then.
+            if witness.fenced is not None or member in self.leaves:
                 self.facts.gone.add(member)
         self.facts.gaps_allowed = any(
             m not in self.who for _, views in self.facts.views for members in views.values() for m in members

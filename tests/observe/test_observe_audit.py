@@ -58,6 +58,13 @@ def test_a_quiet_run_does_not_claim_more_than_it_shows(tmp_path: Path) -> None:
     }
 
 
+def test_a_leaver_that_was_released_before_its_last_header_came_is_no_violation(tmp_path: Path) -> None:
+    def change(run: Script) -> None:
+        run.lines[run.sources["alpha~1"]].remove(commits(run, "alpha~1")[-1])
+
+    assert broken(tmp_path, change) == []
+
+
 def test_1_states_that_differ(tmp_path: Path) -> None:
     def change(run: Script) -> None:
         line = next(x for x in commits(run, "bravo~1") if "state_hash" in x)
