@@ -29,7 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"trainer": {"accumulate_grad_batches": 2}},
         r"accumulate of accumulation is 2, the job's \(from a\) is 1: start",
     ),
-    "seed": ({"options": {"seed": 3}}, r"data\.seed of seed is 3, the job's \(from a\) is 0: start"),
+    "seed": ({"options": {"seed": 3}}, r"data\.seed of seed is 3, the job's \(from a\) is \d+: start"),
     "length": ({"samples": 26}, r"data\.length of length is 26, the job's \(from a\) is 24: start"),
     "precision": (
         {"trainer": {"precision": "bf16-mixed"}},
