@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.common import state_model
 
+READ_BY_THEN_S = 0.15
 BATCH = 32
 WAYS = ("header", "bytes", "split")
 """What a trapped commit root has sent when it dies; see benchmarks/kill.py."""
@@ -77,6 +78,8 @@ class Trap:
             while link.open and link._queue:  # what is not withheld must have left this process
                 select.select([], [link._fd], [], 1.0)
                 link._write()
+        # What was sent by reference must have been read out of this process's memory, and nothing tells when it was.
+        time.sleep(READ_BY_THEN_S)
         self._events.emit("fault_injected", kind="sigkill", phase=f"handing out, {self._way}", step=value.step)
         self._pipe.send(("trap", time.monotonic_ns(), value.seq, value.step, value.hash))
         os.kill(os.getpid(), signal.SIGKILL)
