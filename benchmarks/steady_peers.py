@@ -34,6 +34,10 @@ def torchft(result: Result, world: int, state_mib: float, steps: int) -> float |
         members = [Worker(ctx, peers_torchft.member, address, f"m{i}", state_mib, timeout_s) for i in range(world)]
         try:
             times = _stamps(members[0], world, steps + WARM_UP)
+        except (TimeoutError, RuntimeError, EOFError) as error:
+            result.notes.append(f"torchft, world {world}, {state_mib:g} MiB: {error!r}")
+            print(f"  torchft gave no time, world {world}, {state_mib:g} MiB: {error!r}", flush=True)
+            return None
         finally:
             for member in members:
                 member.kill()
