@@ -36,9 +36,8 @@ INSTALL = "pip install torchft-nightly==2026.10.26 (in release 0.2.0 survivors d
 TUNED = ("--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "100")
 TUNED_TIMEOUT_S, DEFAULT_TIMEOUT_S = 5, 60
 BOUND_AGAINST_TUNED = 1.0
-PATIENCE_S = 75.0
-"""Beyond the minute after which torchft gives a collective up."""
-QUICK_PATIENCE_S = 20.0
+PATIENCE_S, TUNED_PATIENCE_S = 75.0, 20.0
+"""Well beyond the time after which torchft gives a collective up: as it comes, and tuned."""
 
 
 def available() -> str:
@@ -179,17 +178,18 @@ def measure(result: Result, state_mib: float, ours_s: float, args: argparse.Name
         print(f"  torchft: {missing}")
         return
     result.details["torchft"] = " ".join(f"{d} {version(d)}" for d in ("torchft", "torchft-nightly") if version(d))
-    rng, patience_s = random.Random(args.seed), QUICK_PATIENCE_S if args.quick else PATIENCE_S
-    ways: list[tuple[str, tuple[str, ...], int]] = [("tuned", TUNED, 3 if args.quick else 10)]
+    rng = random.Random(args.seed)
+    ways: list[tuple[str, tuple[str, ...], int, float]] = [("tuned", TUNED, 3 if args.quick else 10, TUNED_PATIENCE_S)]
     if state_mib < 100:
-        ways.append(("defaults", (), 1 if args.quick else 5))
-    for name, options, runs in ways:
+        ways.append(("defaults", (), 1 if args.quick else 5, TUNED_PATIENCE_S if args.quick else PATIENCE_S))
+    for name, options, runs, patience_s in ways:
         title = f"torchft {name}, SIGKILL, {state_mib:g} MiB"
-        case, hung = _runs(title, result, runs, partial(world, state_mib, options, rng, patience_s))
+        case, hung, shut_out = _runs(title, result, runs, partial(world, state_mib, options, rng, patience_s))
         if hung:
             # What never ended counts with the time that was waited: the median is then too low, in the peer's favour.
             case.seconds += [patience_s] * hung
         result.add(f"{title}: runs that did not survive it, or not within {patience_s:g} s, of {runs}", hung, "count")
+        result.add(f"{title}: newcomers without a step within {patience_s:g} s, of {runs}", shut_out, "count")
         report(result, title, case)
         if name == "tuned" and case.seconds:
             ratio = ours_s / median(case.seconds)
@@ -198,9 +198,9 @@ def measure(result: Result, state_mib: float, ours_s: float, args: argparse.Name
 
 def _runs(
     title: str, result: Result, runs: int, make: Callable[[], contextlib.AbstractContextManager[World]]
-) -> tuple[Case, int]:
-    """So many blows, in a new world after each one that it does not survive, and how many those are."""
-    case, hung, index = Case(), 0, 0
+) -> tuple[Case, int, int]:
+    """So many blows, in a new world after each failure; how often survivors did not go on, or only the newcomer."""
+    case, hung, shut_out, index = Case(), 0, 0, 0
     while index < runs:
         with make() as them:
             while index < runs:
@@ -209,11 +209,14 @@ def _runs(
                 try:
                     blow(them, case, index % 3, "kill")
                 except (TimeoutError, RuntimeError) as error:
-                    hung += len(case.seconds) == before  # else the survivors went on, and only the newcomer did not
+                    if len(case.seconds) == before:
+                        hung += 1
+                    else:
+                        shut_out += 1
                     result.notes.append(f"{title}, run {index}: {error}")
                     print(f"    {title}, run {index}: {str(error)[:160]}", flush=True)
                     break
-    return case, hung
+    return case, hung, shut_out
 
 
 def version(distribution: str) -> str:
