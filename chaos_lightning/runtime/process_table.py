@@ -31,10 +31,14 @@ class Sight(NamedTuple):
 
 
 def host_identity() -> str:
-    """Names the process table that pids of this process belong to: boot id and pid namespace."""
+    """Names the process table that pids of this process belong to: boot id and pid namespace.
+
+    CHAOS_HOST in the environment makes one machine look like several, for emulated networks (testing/edge.py).
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+        emulated = os.environ.get("CHAOS_HOST", "")
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}" + (f"@{emulated}" if emulated else "")
     except OSError:
         return f"{_UNKNOWN}{os.uname().nodename}"
 

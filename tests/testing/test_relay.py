@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import threading
@@ -216,6 +217,20 @@ def test_a_link_has_two_ends(relay: LinkRelay) -> None:
     with pytest.raises(ValueError, match="two ends"):
         relay.cut("a~1", "a~2")
     assert relay.environment() == {RELAY: relay.address}
+
+
+def test_a_thread_that_ends_before_it_is_rung_for_fails_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    relay = LinkRelay()
+    ring = os.eventfd_write
+
+    def late(fd: int, count: int) -> None:
+        ring(fd, count)
+        relay._thread.join(DEADLINE_S)
+        ring(fd, count)
+
+    monkeypatch.setattr(os, "eventfd_write", late)
+    relay.close()
+    assert not relay._thread.is_alive()
 
 
 def test_a_closed_relay_resets_all_links(relay: LinkRelay, members: list[Member]) -> None:

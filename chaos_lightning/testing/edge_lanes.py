@@ -1,0 +1,114 @@
+"""When bytes arrive that share a wire: arithmetic of emulated links, without a clock or a socket.
+
+Theory of operation. Whatever bytes queue for (one direction of a link, one direction of a node's shared access) is a
+`Meter`: a rate, and the time at which it will have sent all that it was given. A flow takes a `Lane`: all meters on its
+way, and the link's latency. It may hand over a piece when all its meters are free. The piece then occupies each of them
+for as long as its bytes take there, and arrives when the slowest has sent the last bit, plus the latency. So a
+single message is as late as on a real wire, flows that share a meter alternate piece by piece, and the sum over time is
+exact, however late the caller is: a flow that waited for a meter begins its next piece where the last one ended, not
+when the caller woke (within `LATE_S`; a longer sleep is not made up for in a burst).
+
+Pieces are small in time (`QUANTUM_S`), so a change of rate is felt at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+QUANTUM_S = 0.002
+"""A piece occupies the slowest meter on its way for about so long."""
+SHARED_QUANTUM_S = 0.01
+"""The same for a link behind a shared access: links take turns there, and a slow one must not get small turns only."""
+MIN_PIECE_NBYTES = 4 << 10
+MAX_PIECE_NBYTES = 256 << 10
+LATE_S = 0.05
+AHEAD_S = 0.0002
+"""A meter that is free so soon is taken as free: waking up is not more exact."""
+
+
+class Meter:
+    """One thing that sends one bit after the other.
+
+    Attributes:
+        rate_bps: Bits per second.
+        free_at: When it has sent all that it was given, in the caller's clock, s.
+    """
+
+    __slots__ = ("free_at", "rate_bps")
+
+    def __init__(self, rate_bps: float) -> None:
+        self.rate_bps = rate_bps
+        self.free_at = 0.0
+
+    def change(self, rate_bps: float, now: float) -> None:
+        """From now on another rate, also for what it still has to send."""
+        if self.free_at > now:
+            self.free_at = now + (self.free_at - now) * self.rate_bps / rate_bps
+        self.rate_bps = rate_bps
+
+
+class Wire:
+    """One direction of a link: a meter, a latency (s), and the count of bytes that have entered it."""
+
+    __slots__ = ("latency_s", "meter", "nbytes")
+
+    def __init__(self, rate_bps: float, latency_s: float) -> None:
+        self.meter = Meter(rate_bps)
+        self.latency_s = latency_s
+        self.nbytes = 0
+
+
+class Lane:
+    """The way of one flow.
+
+    Args:
+        wire: Of the link.
+        accesses: Shared meters at its ends.
+    """
+
+    __slots__ = ("_accesses", "_meters", "arrives_at", "served_at", "wire")
+
+    def __init__(self, wire: Wire, accesses: Sequence[Meter] = ()) -> None:
+        self.wire = wire
+        self.served_at = 0.0
+        """When its last piece began; of two flows for which a meter becomes free, the one served earlier is next."""
+        self.arrives_at = 0.0
+        self._accesses = tuple(accesses)
+        self._meters = (wire.meter, *accesses)
+
+    @property
+    def free_at(self) -> float:
+        """When the next piece may begin."""
+        return max(m.free_at for m in self._meters)
+
+    @property
+    def piece_nbytes(self) -> int:
+        """Size of a piece."""
+        bits = self.wire.meter.rate_bps * (SHARED_QUANTUM_S if self._accesses else QUANTUM_S)
+        bits = min([bits, *(m.rate_bps * QUANTUM_S for m in self._accesses)])
+        return int(min(MAX_PIECE_NBYTES, max(MIN_PIECE_NBYTES, bits / 8)))
+
+    @property
+    def in_flight_nbytes(self) -> int:
+        """What may be under way between the ends."""
+        slowest = min(m.rate_bps for m in self._meters)
+        return int(slowest / 8 * (self.wire.latency_s + 2 * QUANTUM_S)) + 2 * MIN_PIECE_NBYTES
+
+    def take(self, nbytes: int, now: float, *, waited: bool) -> float:
+        """Sends a piece; returns when it arrives.
+
+        Args:
+            nbytes: Its size.
+            now: The time, not more than AHEAD_S before `free_at`.
+            waited: It was there before its meters were free.
+        """
+        begin = max(self.free_at, now - LATE_S if waited else now)
+        self.served_at = begin
+        end = begin
+        for meter in self._meters:
+            meter.free_at = begin + nbytes * 8 / meter.rate_bps
+            end = max(end, meter.free_at)
+        self.wire.nbytes += nbytes
+        # Bytes of one stream do not overtake each other when the latency falls.
+        self.arrives_at = max(self.arrives_at, end + self.wire.latency_s)
+        return self.arrives_at
