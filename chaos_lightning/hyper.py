@@ -1,14 +1,24 @@
-"""Hyperparameters in words: what members compare with every step (PROTOCOL.md 23)."""
+"""Hyperparameters in words: what members compare with every step, and what replay sets (PROTOCOL.md 17, 23)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ast
+import math
+import numbers
+import re
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from chaos_lightning.errors import StateError
+
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Defaults that choose how a step is computed, not which."""
+_PLACE = re.compile(r"opt(\d{1,6})\.group(\d{1,6})\.(\w+)")
+_INFINITE = "1e999"
+"""A literal that Python reads as infinity; it cannot read its own word for it."""
 
 
 def default_words(optimizers: Iterable[Optimizer]) -> dict[str, str]:
@@ -38,17 +48,82 @@ def _words(value: object) -> str:
 
 
 def hyper_words(optimizers: Iterable[Optimizer]) -> str:
-    """Numbers, flags and tuples of numbers of every parameter group, as "opt0.group0.lr=0.1;...".
+    """Numbers, flags, texts and tuples of these of every parameter group, as "opt0.group0.lr=0.1;...".
 
-    Callables and tensors with more than one element are left out: they have no short words.
+    Callables and tensors with more than one element are left out: they have no short words. `set_hyper` reads this.
     """
     words = []
     for number, optimizer in enumerate(optimizers):
         for place, group in enumerate(optimizer.param_groups):
-            for key in sorted(group):
-                value = group[key]
-                if isinstance(value, Tensor) and value.numel() == 1:
-                    value = value.item()
-                if key != "params" and isinstance(value, bool | int | float | tuple | str):
-                    words.append(f"opt{number}.group{place}.{key}={value!r}")
+            for key in sorted(k for k in group if k != "params" and isinstance(k, str) and k.isidentifier()):
+                if text := _literal(group[key]):
+                    words.append(f"opt{number}.group{place}.{key}={text}")
     return ";".join(words)
+
+
+@torch.no_grad()
+def set_hyper(optimizers: Sequence[Optimizer], words: str) -> None:
+    """Gives the groups the values that `hyper_words` found in the same groups elsewhere; others stay as they are.
+
+    A tensor stays the tensor that it is, and is filled: schedulers and groups share it.
+
+    Raises:
+        StateError: Words that no `hyper_words` writes, or for a group that is not there.
+    """
+    for word in words.split(";") if words else ():
+        place, _, text = word.partition("=")
+        found = _PLACE.fullmatch(place)
+        try:
+            if found is None or found[3] == "params":
+                raise ValueError("it does not say which optimizer, group and key")
+            groups = optimizers[int(found[1])].param_groups if int(found[1]) < len(optimizers) else []
+            if int(found[2]) >= len(groups):
+                raise ValueError(f"there are {len(optimizers)} optimizers here, and {len(groups)} groups in this one")
+            group, key = groups[int(found[2])], found[3]
+            if key not in group or _literal(group[key]) != text:
+                group[key] = _filled(group.get(key), _value(text))
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+            raise StateError(f"a committed step's hyperparameter {word[:100]!r} cannot be set here: {error}") from error
+
+
+def _literal(value: object) -> str:
+    """The value as Python would write it, without ";"; equal words for equal numbers of any kind; "" for no words.
+
+    Lists are written as tuples: which of them a configuration file makes is its own business.
+    """
+    if isinstance(value, Tensor):
+        return _literal(value.item()) if value.numel() == 1 else ""
+    if value is None or isinstance(value, bool):
+        return str(value)
+    if isinstance(value, numbers.Integral):  # of numpy's kind, too
+        return repr(int(value))
+    if isinstance(value, numbers.Real):
+        return repr(float(value)).replace("inf", _INFINITE)
+    if isinstance(value, str):
+        return repr(str(value)).replace(";", "\\x3b")
+    if isinstance(value, tuple | list):
+        parts = [_literal(one) for one in value]
+        return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})" if all(parts) else ""
+    return ""
+
+
+def _value(text: str) -> object:
+    """What `_literal` wrote. Text that came from elsewhere is never run."""
+    value = math.nan if text == "nan" else ast.literal_eval(text)
+    if _literal(value) != text:
+        raise ValueError(f"{text[:100]!r} is no number, flag, text or tuple of these")
+    return value
+
+
+def _filled(current: object, value: object) -> object:
+    """What stands in `current`'s place: itself if it is a tensor, which then holds the value."""
+    if isinstance(current, Tensor):
+        if not isinstance(value, int | float) or current.numel() != 1:
+            raise ValueError(f"here it is a tensor of {current.numel()} elements")
+        return current.fill_(value)
+    if isinstance(current, tuple | list) and isinstance(value, tuple):
+        items = value
+        if len(current) == len(value):
+            items = tuple(_filled(c, v) for c, v in zip(current, value, strict=True))
+        return list(items) if isinstance(current, list) else items
+    return value

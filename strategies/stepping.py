@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.source import MicroBatch
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.hyper import hyper_words
 from chaos_lightning.membership.types import Header, Spent
 from chaos_lightning.observe.events import Event
 from chaos_lightning.replication.table import state_hash
@@ -57,20 +58,6 @@ def sections_of(module: LightningModule, optimizers: list[Optimizer]) -> list[Se
         ]
         sections.append(Section(f"optimizer {number}", named))
     return sections
-
-
-def hyper_of(optimizers: list[Optimizer]) -> str:
-    """Hyperparameters in words; equal on all members or the step is refused with the name of what differs."""
-    words = []
-    for number, optimizer in enumerate(optimizers):
-        for place, group in enumerate(optimizer.param_groups):
-            for key in sorted(group):
-                value = group[key]
-                if isinstance(value, Tensor) and value.numel() == 1:
-                    value = value.item()
-                if isinstance(value, int | float | str | tuple | None) and key != "params":
-                    words.append(f"opt{number}.{place}.{key}={value!r}")
-    return ";".join(words)
 
 
 class Stepper:
@@ -231,7 +218,7 @@ class Stepper:
             coefficient=weight,
             spent=self._spent(),
             section=number,
-            hyper=hyper_of(self._trainer.optimizers),
+            hyper=hyper_words(self._trainer.optimizers),
             state_hash=self._hash,
         )
         self._hash = ""

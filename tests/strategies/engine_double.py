@@ -65,7 +65,9 @@ class EngineDouble:
     def prepare(self, *, sections: Sequence[Section], buffers: Sequence[tuple[str, Tensor]] = ()) -> None:
         self.layout = Layout(sections, buffers)
 
-    def join(self, *, fingerprint: Mapping[str, str], quota: int, accumulate: int, state: Any) -> Header:
+    def join(
+        self, *, fingerprint: Mapping[str, str], quota: int, accumulate: int, state: Any, replay: Any = None
+    ) -> Header:
         self.fingerprint, self.state = dict(fingerprint), state
         self.member_id = f"{self.name}~{len(self.log)}"
         me = Member(self.member_id, self.name, "here", "127.0.0.1", 1, quota=quota)
@@ -103,6 +105,9 @@ class EngineDouble:
     def gather(self, name: str, payload: bytes) -> list[tuple[str, bytes]]:
         self._commit(Kind.GATHER, name, 0.0, answers=(payload,))
         return [(self.member_id, payload)]
+
+    def serve(self, state: Any) -> None:
+        pass
 
     def boundary(self, state: Any) -> Header:
         return self._commit(Kind.BOUNDARY, "boundary", 0.0)

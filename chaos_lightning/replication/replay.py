@@ -1,0 +1,204 @@
+"""Replay: what training did with a committed step's averages, done again by a newcomer (PROTOCOL.md 17).
+
+Theory of operation. A newcomer that holds the state at header s and gets the raw sums of s+1, s+2, ... reaches the
+members' state without a forward pass, because what an optimizer does is a pure function of its state, the averaged
+gradients, its hyperparameters and the clipping rule. For each header the engine first writes the averages into `.grad`
+and into reduced buffers (None where nobody had a gradient); a `Replay` then does the rest: it sets the
+hyperparameters that the header names, clips, and steps the optimizer whose section the header is about. Learning
+rates thus follow the members' schedulers, though the newcomer's own do not run; schedulers, counters and callbacks come
+from a donor's manifest afterwards.
+
+What is no such function cannot be replayed, and `replayable` says so in words before anybody is kept waiting: then the
+newcomer comes in by a pause. Optimizers are judged by their exact class, since a subclass may do anything. A module may
+vouch for what this page does not know by `chaos_replay = True`, and may forbid replay by `chaos_replay = False`. A
+mistake costs time, never correctness: a replayed state is compared by hash with the members', and what differs is
+fetched (PROTOCOL.md 19).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+from torch.optim import (
+    ASGD,
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+    optimizer,
+)
+
+from chaos_lightning.errors import StateError
+from chaos_lightning.hyper import set_hyper
+from chaos_lightning.membership.types import Header, Kind
+from chaos_lightning.replication.access import ModuleState
+
+PURE: frozenset[type[Optimizer]] = frozenset(
+    (SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, ASGD, Adafactor, Muon)
+)
+"""Optimizers whose step is a pure function of state, gradient and hyperparameters, in each of their implementations."""
+NEVER: dict[type[Optimizer], str] = {
+    LBFGS: "it evaluates the loss several times in a step",
+    SparseAdam: "its gradients are sparse, and reduced ones are dense",
+}
+"""Optimizers that nobody can vouch for, and why."""
+
+VOUCH = "chaos_replay"
+"""The attribute of the user's module."""
+
+_SECTION = re.compile(r"section (\d{1,6})")
+
+
+@runtime_checkable
+class Replay(Protocol):
+    """Takes committed steps again, outside of training."""
+
+    def replayable(self) -> str:
+        """Why this process cannot come in by replay; "" if it can."""
+        ...
+
+    def replay(self, header: Header) -> None:
+        """Does with `.grad`, which holds the average of this header's step, what training did; then clears it."""
+        ...
+
+
+def section_of(header: Header) -> int:
+    """Which optimizer a step's header is about, as `Engine.step` names it."""
+    found = _SECTION.fullmatch(header.name)
+    if found is None:
+        raise StateError(f"step {header.step} (slot {header.seq}) is named {header.name!r}; expected 'section N'")
+    return int(found[1])
+
+
+class OptimizerReplay:
+    """Steps of torch optimizers; section n of the layout is optimizer n.
+
+    Args:
+        optimizers: In the order of the layout's sections.
+        clip: Clips the gradients of the optimizer that is about to step, as the members did.
+        vouched: What the module says: True for optimizers beyond `PURE`, False for no replay at all, None for neither.
+        within: Clip inside the closure that `step` is given, as Lightning does; else before `step()`.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        clip: Callable[[Optimizer], None] | None = None,
+        *,
+        vouched: bool | None = None,
+        within: bool = False,
+    ) -> None:
+        self._optimizers = tuple(optimizers)
+        self._clip = clip
+        self._vouched = vouched
+        self._within = within
+
+    def replayable(self) -> str:
+        if self._vouched is False:
+            return f"the module says {VOUCH} = False"
+        found = [
+            f"optimizer {number} ({type(one).__name__}): {why}"
+            for number, one in enumerate(self._optimizers)
+            if (why := impurity(one, vouched=self._vouched is True))
+        ]
+        return "; ".join(found)
+
+    def replay(self, header: Header) -> None:
+        if header.kind is not Kind.STEP:
+            return
+        if header.error:
+            raise StateError(f"step {header.step} (slot {header.seq}) was refused ({header.error}): nobody applied it")
+        number = section_of(header)
+        if number >= len(self._optimizers):
+            raise StateError(
+                f"step {header.step} (slot {header.seq}) is of optimizer {number}; "
+                f"this member has {len(self._optimizers)}; start it with the same script"
+            )
+        stepping = self._optimizers[number]
+        set_hyper(self._optimizers, header.hyper)
+        if self._within:
+            stepping.step(lambda: self._clipped(stepping))
+        else:
+            self._clipped(stepping)
+            stepping.step()
+        for group in stepping.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+    def _clipped(self, stepping: Optimizer) -> float:
+        """The loss, as far as a closure's answer matters here."""
+        if self._clip is not None:
+            self._clip(stepping)
+        return 0.0
+
+
+def impurity(given: Optimizer, *, vouched: bool = False) -> str:
+    """Why this optimizer's steps cannot be replayed; "" if they can."""
+    for kind, why in NEVER.items():
+        if isinstance(given, kind):
+            return why
+    if vouched:
+        return ""
+    if type(given) not in PURE:
+        return (
+            "it is not known to be a pure function of state and gradient; if it is, without randomness of its own, "
+            f"say {VOUCH} = True in the module"
+        )
+    replaced = vars(given).get("step")
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+        return "its step() was replaced on this instance"
+    hooks = (
+        (given._optimizer_step_pre_hooks, "a step pre-hook"),
+        (given._optimizer_step_post_hooks, "a step post-hook"),
+        (optimizer._global_optimizer_pre_hooks, "a step pre-hook for all optimizers"),
+        (optimizer._global_optimizer_post_hooks, "a step post-hook for all optimizers"),
+    )
+    return "; ".join(f"{words} may change gradients or weights" for registered, words in hooks if registered)
+
+
+class ModuleReplay:
+    """Replay for a plain loop that does nothing between an average and `optimizer.step()`.
+
+    Args:
+        state: Its training state. A model among the extra state is a copy that the loop averages by itself: no replay.
+    """
+
+    def __init__(self, state: ModuleState) -> None:
+        self._state = state
+        self._steps = OptimizerReplay(state.optimizers, vouched=vouched_by(state.module))
+
+    def replayable(self) -> str:
+        found = [
+            f"extra state {name!r} is a model that changes outside of the optimizer"
+            for name, value in self._state.extra.items()
+            if isinstance(value, nn.Module)
+        ]
+        found += [
+            f"extra state {name!r} scales the loss, and may leave a step out"
+            for name, value in self._state.extra.items()
+            if hasattr(value, "unscale_")
+        ]
+        return "; ".join([*found, *filter(None, [self._steps.replayable()])])
+
+    def replay(self, header: Header) -> None:
+        self._steps.replay(header)
+
+
+def vouched_by(module: nn.Module) -> bool | None:
+    """What the module says about replay: True, False, or nothing."""
+    said = getattr(module, VOUCH, None)
+    return said if said is None else bool(said)

@@ -1,0 +1,228 @@
+"""Replay under Lightning: which fits can be replayed, and a step as Lightning would have taken it (PROTOCOL.md 17).
+
+Theory of operation. After our average Lightning's automatic optimization runs hooks, clips by the precision plugin
+with the Trainer's own rule, and steps the optimizer. Replay does the clipping and the step and leaves the hooks out, so
+a fit whose hooks do more than watch cannot be replayed. Each entry of `TABLE` looks at one such thing and returns what
+it found, in words; the newcomer then comes in by a pause, which serves everything. Nothing that happens before the
+average matters here (accumulation, what changes own gradients, autocast), nor do schedulers: each header names its
+learning rates.
+
+Between two steps hooks may write weights as well. Whether they do cannot be known before they ran, so their code is
+looked at: what calls an in-place operation counts as writing. That may err in both ways. A harmless hook costs a pause,
+which `chaos_replay = True` in the module (or callback) spares; a writing one that was not recognised costs the
+fetching of what differs, since a replayed state is compared by hash before it counts.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from chaos_lightning.membership.types import Header
+from chaos_lightning.replication.replay import VOUCH, OptimizerReplay, vouched_by
+
+BETWEEN = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_validation_start",
+    "on_validation_end",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "lr_scheduler_step",
+)
+"""Hooks between one optimizer step and the next window's forward passes."""
+
+_TRUSTED = re.compile(r"(lightning|lightning_fabric|torchmetrics|torch|chaos_lightning)(\.|$)")
+"""Packages whose hooks are known: they change nothing that is trained, but for the callbacks that TABLE names."""
+_IN_PLACE = re.compile(r"[a-z]\w*[a-z\d]_|_foreach_\w+_")
+_WRITERS = ("load_state_dict", "update_parameters", "vector_to_parameters", "swap_tensors")
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """One row of the table.
+
+    Attributes:
+        found: Looks at a trainer in fit; what it found, or "".
+        why: Why that cannot be replayed.
+        vouchable: Whether `chaos_replay = True` in the module overrules it.
+    """
+
+    found: Callable[[Trainer], str]
+    why: str
+    vouchable: bool = True
+
+
+class LightningReplay:
+    """`Replay` of one trainer.
+
+    Args:
+        trainer: In fit, set up: its module, optimizers and precision plugin exist.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._vouched = vouched_by(trainer.lightning_module)
+        self._steps = OptimizerReplay(trainer.optimizers, self._clip, vouched=self._vouched, within=True)
+
+    def replayable(self) -> str:
+        """Why this fit cannot be replayed; "" if it can."""
+        if self._vouched is False:
+            return self._steps.replayable()
+        rows = (row for row in TABLE if not (row.vouchable and self._vouched))
+        found = [f"{words}: {row.why}" for row in rows if (words := row.found(self._trainer))]
+        return "; ".join([*found, *filter(None, [self._steps.replayable()])])
+
+    def replay(self, header: Header) -> None:
+        """Clips and steps as the members did; `.grad` holds the average and is cleared."""
+        self._steps.replay(header)
+
+    def _clip(self, optimizer: Optimizer) -> None:
+        """As `Precision._after_closure`, without the hooks before it."""
+        trainer = self._trainer
+        trainer.precision_plugin._clip_gradients(
+            trainer.lightning_module,
+            optimizer,
+            trainer.gradient_clip_val,
+            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+        )
+
+
+# --- what is looked at -----------------------------------------------------------------------------------------------
+
+
+def _parties(trainer: Trainer) -> Iterator[LightningModule | Callback]:
+    """Whose hooks run: the module, and the callbacks that are not vouched for."""
+    yield trainer.lightning_module
+    for callback in trainer.callbacks:
+        if not getattr(callback, VOUCH, False):
+            yield callback
+
+
+def _hooks(trainer: Trainer, names: Iterable[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """(name in words, hook) of what the user overrides among these hooks."""
+    names = tuple(names)
+    for party in _parties(trainer):
+        parent = LightningModule if isinstance(party, LightningModule) else Callback
+        for name in names:
+            if hasattr(parent, name) and is_overridden(name, party):
+                hook = getattr(party, name)
+                if not _TRUSTED.match(getattr(_plain(hook), "__module__", None) or ""):
+                    yield f"{type(party).__name__}.{name}", hook
+
+
+def _overridden(*names: str) -> Callable[[Trainer], str]:
+    return lambda trainer: ", ".join(words for words, _ in _hooks(trainer, names))
+
+
+def _own_precision(trainer: Trainer) -> str:
+    plugin = trainer.precision_plugin
+    known = (Precision.optimizer_step, MixedPrecision.optimizer_step)
+    return "" if type(plugin).optimizer_step in known else f"{type(plugin).__name__}.optimizer_step"
+
+
+def _scaler(trainer: Trainer) -> str:
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return f"{type(scaler).__name__} (precision {trainer.precision})" if scaler is not None else ""
+
+
+def _averaging(trainer: Trainer) -> str:
+    return ", ".join(
+        type(c).__name__ for c in trainer.callbacks if isinstance(c, StochasticWeightAveraging | WeightAveraging)
+    )
+
+
+def _kept_models(trainer: Trainer) -> str:
+    return ", ".join(
+        f"{type(callback).__name__}.{name}"
+        for callback in trainer.callbacks
+        for name, value in vars(callback).items()
+        if isinstance(value, nn.Module)
+        and value is not trainer.lightning_module
+        and not isinstance(callback, WeightAveraging)
+        and any(True for tensors in (value.parameters(), value.buffers()) for _ in tensors)
+    )
+
+
+def _writing(trainer: Trainer) -> str:
+    parties = list(_parties(trainer))
+    found = []
+    for words, hook in _hooks(trainer, BETWEEN):
+        if writes := sorted(set(writes_of(hook, parties))):
+            found.append(f"{words} ({', '.join(writes[:3])})")
+    return ", ".join(found)
+
+
+def writes_of(hook: Callable[..., Any], parties: Iterable[object] = ()) -> Iterator[str]:
+    """In-place operations that a hook's code names, also within methods of `parties` that it calls."""
+    owners = [type(p) for p in parties]
+    pending, seen = [_code_of(hook)], set()
+    while pending:
+        code = pending.pop()
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        yield from _writes_in(code)
+        pending += [const for const in code.co_consts if isinstance(const, CodeType)]
+        pending += [_code_of(getattr(owner, name, None)) for owner in owners for name in code.co_names]
+
+
+def _plain(value: Any) -> Any:
+    """The function within partials, methods and decorators."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    value = getattr(value, "__func__", value)
+    return inspect.unwrap(value) if callable(value) else value
+
+
+def _code_of(value: Any) -> CodeType | None:
+    """The code of a user's function; None for what a known package defines, and for what is no function."""
+    function = _plain(value)
+    if not isinstance(function, FunctionType) or _TRUSTED.match(function.__module__ or ""):
+        return None
+    return function.__code__
+
+
+def _writes_in(code: CodeType) -> Iterator[str]:
+    for name in code.co_names:
+        in_place = _IN_PLACE.fullmatch(name) and (hasattr(Tensor, name) or hasattr(nn.init, name) or name[0] == "_")
+        if in_place or name in _WRITERS:
+            yield name
+    if any(i.opname == "STORE_ATTR" and i.argval == "data" for i in dis.get_instructions(code)):
+        yield "data ="
+
+
+TABLE: tuple[Obstacle, ...] = (
+    Obstacle(
+        lambda t: "" if t.lightning_module.automatic_optimization else "manual optimization",
+        "only training_step knows what happens between its optimizers' steps",
+    ),
+    Obstacle(_scaler, "a scaled step is left out when gradients overflow, and the scale is state of its own", False),
+    Obstacle(_own_precision, "what this precision plugin does in a step is not known", False),
+    Obstacle(_averaging, "it averages weights after each step, outside of the optimizer", False),
+    Obstacle(_kept_models, "a copy of the model that a callback keeps changes outside of the optimizer", False),
+    Obstacle(_overridden("optimizer_step", "configure_gradient_clipping"), "it decides itself what is done in a step"),
+    Obstacle(
+        _overridden("on_before_optimizer_step", "on_before_zero_grad"),
+        "it runs between the average and the next window, and may change gradients or weights",
+    ),
+    Obstacle(_writing, "it seems to write tensors between two steps"),
+)
+"""Everything under Lightning, beside the optimizers themselves, that stands against replay."""
