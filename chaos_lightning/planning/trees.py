@@ -14,15 +14,20 @@ Kinds:
     tree, tree:K: one balanced binary (K-ary) tree in rank order.
     user: explicit trees (`TreeSpec`) with their byte ranges; members by id or by name. Checked in full: each tree
         has exactly the view's members, one root, no cycle, and the ranges cover every byte once.
+    trees: explicit trees with weights instead of ranges, as `planning/overlay.py` draws them from measured links
+        without knowing the buffer. Each section is dealt to the trees by weight, in chunks that take turns, so that
+        all trees have work from a section's first byte to its last; what is too little for a chunk of its own is made up
+        for in a later section.
 
-A user's trees name members, and members come and go: `plan_for` decides whether they fit the present members and
-falls back to `rotating`, with the reason.
+Explicit trees name members, and members come and go: `plan_for` decides whether they fit the present members and links
+and falls back to `rotating`, or to one tree over the links that there are, with the reason.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -30,6 +35,14 @@ from types import MappingProxyType
 
 from chaos_lightning.errors import PlanError
 from chaos_lightning.membership.types import PlanSpec, Span, TreeSpec
+from chaos_lightning.planning.graph import (
+    Pair,
+    breadth_first,
+    connected_parts,
+    neighbours,
+    not_connected,
+    pairs_in_words,
+)
 
 ALIGNMENT = 64
 """Bytes; chunk borders inside a section are multiples of it."""
@@ -38,10 +51,17 @@ SMALLEST_CHUNK = 16384
 """Bytes; below this a section is not split further to give every member a root."""
 
 _LARGE_NBYTES = 32 << 20
+_SMALL_CHUNK, _LARGE_CHUNK = 1 << 16, 1 << 20
 
-KINDS = ("rotating", "chain", "tree", "user")
+KINDS = ("rotating", "chain", "tree", "user", "trees")
+
+DRAWN = ("auto", "widest", "packed", "star", "fapt", "local")
+"""Kinds (beside MODULE:FUNCTION and names of installed planners) that nobody expands: the scheduler has
+`planning/overlay.py` draw trees in their place."""
 
 _NOBODY: tuple[str, ...] = ()
+_EXPLICIT = ("user", "trees")
+_WEIGHT_STEPS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,9 +122,11 @@ def expand(spec: PlanSpec, members: Sequence[str], nbytes: int, sections: Sequen
     arity = _arity(spec)
     if spec.chunk_nbytes and spec.chunk_nbytes < ALIGNMENT:
         raise PlanError(f"plan {spec.kind!r}: chunk_nbytes is {spec.chunk_nbytes}; expected 0 or at least {ALIGNMENT}")
-    spec = replace(spec, chunk_nbytes=spec.chunk_nbytes or chunk_for(nbytes))
+    spec = replace(spec, chunk_nbytes=chunk_of(spec, nbytes))
     if spec.kind == "user":
         return _expand_user(spec, names, nbytes, borders)
+    if spec.kind == "trees":
+        return _expand_weighted(spec, names, borders)
     if spec.kind == "rotating":
         shapes = [_star(names, root) for root in names]
         chunks = [chunk for section in borders for chunk in _split(section, spec.chunk_nbytes, len(names))]
@@ -119,6 +141,19 @@ def chunk_for(nbytes: int) -> int:
     return 524288 if nbytes < _LARGE_NBYTES else 1 << 20
 
 
+def chunk_of(spec: PlanSpec, nbytes: int) -> int:
+    """Size in bytes of this plan's chunks in a buffer of `nbytes`.
+
+    Trees drawn for slow links have chunks of a 256th of the buffer, 64 KiB to 1 MiB: on its way up and down a tree of
+    height h a chunk is sent 2 h times one after the other, and the last one's way is hidden behind nothing.
+    """
+    if spec.chunk_nbytes:
+        return spec.chunk_nbytes
+    if spec.kind != "trees":
+        return chunk_for(nbytes)
+    return min(max(_SMALL_CHUNK, 1 << max((nbytes >> 8).bit_length() - 1, 0)), _LARGE_CHUNK)
+
+
 def commit_tree(spec: PlanSpec, members: Sequence[str], root: str) -> Tree:
     """The tree on which contributions climb to the commit root and headers come down (start = stop = 0).
 
@@ -131,54 +166,105 @@ def commit_tree(spec: PlanSpec, members: Sequence[str], root: str) -> Tree:
     names = _members(members)
     if root not in names:
         raise ValueError(f"commit root {root!r} is no member; members are {list(names)}")
-    arity = _arity(spec)
     if spec.kind == "rotating":
         return Tree(0, 0, _star(names, root))
+    return Tree(0, 0, _seen_from(names, shares(spec, names)[0][0], root))
+
+
+def shares(spec: PlanSpec, members: Sequence[str]) -> tuple[tuple[Shape, float], ...]:
+    """A plan's trees, each with the fraction of a large buffer that it carries.
+
+    Raises:
+        PlanError: as `expand`.
+    """
+    names = _members(members)
+    arity = _arity(spec)
+    if spec.kind == "rotating":
+        return tuple((_star(names, root), 1 / len(names)) for root in names)
     if spec.kind == "chain":
-        shape = _chain(names)
-    elif spec.kind == "user":
-        shape = _user_shapes(spec, names)[0]
-    else:
-        shape = _balanced(names, arity)
-    return Tree(0, 0, _seen_from(names, shape, root))
+        return ((_chain(names), 1.0),)
+    if spec.kind not in _EXPLICIT:
+        return ((_balanced(names, arity), 1.0),)
+    parts = _weights(spec) if spec.kind == "trees" else [max(tree.stop - tree.start, 0) for tree in spec.trees]
+    whole = sum(parts)
+    shapes = _explicit_shapes(spec, names)
+    return tuple((shape, part / whole if whole else 1.0) for shape, part in zip(shapes, parts, strict=True))
 
 
 def edges(spec: PlanSpec, members: Sequence[str]) -> frozenset[tuple[str, str]]:
     """The links a plan needs, each as (earlier, later) in rank order."""
-    names = _members(members)
-    rank = {name: i for i, name in enumerate(names)}
-    arity = _arity(spec)
-    if spec.kind == "rotating":
-        shapes: Iterable[Shape] = [_star(names, root) for root in names]
-    elif spec.kind == "user":
-        shapes = _user_shapes(spec, names)
-    else:
-        shapes = [_chain(names) if spec.kind == "chain" else _balanced(names, arity)]
-    pairs = (sorted(pair, key=rank.__getitem__) for shape in shapes for pair in shape.parent.items())
-    return frozenset((a, b) for a, b in pairs)
+    rank = {name: i for i, name in enumerate(members)}
+    found = {pair for shape in dict(shares(spec, members)) for pair in shape.parent.items()}
+    return frozenset((a, b) if rank[a] < rank[b] else (b, a) for a, b in found)
 
 
 def check_plan(spec: PlanSpec) -> None:
-    """Refuses a plan that fits no members at all: a user's trees must fit their own.
+    """Refuses a plan that fits no members at all: explicit trees must fit their own.
 
     Raises:
         PlanError: as `expand`; only ranges beyond a buffer's end cannot be seen here.
     """
+    if spec.kind in DRAWN or (":" in spec.kind and not spec.kind.startswith("tree:")):
+        return
     _arity(spec)
     named = spec.trees[0].members if spec.trees else ("",)
     expand(spec, named, max((tree.stop for tree in spec.trees), default=0), ())
 
 
-def plan_for(spec: PlanSpec, members: Sequence[str]) -> tuple[PlanSpec, str]:
-    """The plan for these members, and the reason in words: `spec`, or rotating where a user's trees do not fit."""
-    names = _members(members)
+def misfit(spec: PlanSpec, members: Sequence[str], links: Collection[Pair] = ()) -> str:
+    """Why a plan cannot rule these members over these links; "" if it can.
+
+    Args:
+        spec: the plan.
+        members: ids in rank order.
+        links: pairs of ids, in any order, that have a link; empty means every pair.
+    """
     try:
-        _arity(spec)
-        if spec.kind == "user":
-            _user_shapes(spec, names)
+        needed = edges(spec, members)
     except PlanError as error:
-        return PlanSpec(chunk_nbytes=spec.chunk_nbytes), f"rotating instead: {error}"
-    return spec, f"{spec.kind} as configured"
+        return str(error)
+    if not links:
+        return ""
+    there = {frozenset(pair) for pair in links}
+    missing = sorted(pair for pair in needed if frozenset(pair) not in there)
+    return f"plan {spec.kind!r} needs links that are not there: {pairs_in_words(missing)}" if missing else ""
+
+
+def plan_for(spec: PlanSpec, members: Sequence[str], links: Collection[Pair] = ()) -> tuple[PlanSpec, str]:
+    """The plan for these members, and the reason in words.
+
+    It is `spec` where that fits (see `misfit`), else rotating, or, over links that are not complete, the tree of the
+    fewest hops.
+
+    Raises:
+        PlanError: The links do not connect the members; names the parts.
+    """
+    names = _members(members)
+    why = misfit(spec, names, links)
+    if not why:
+        return spec, f"{spec.kind} as configured"
+    rotating = PlanSpec(chunk_nbytes=spec.chunk_nbytes)
+    if not misfit(rotating, names, links):
+        return rotating, f"rotating instead: {why}"
+    return replace(fewest_hops(names, links), chunk_nbytes=spec.chunk_nbytes), f"the tree of fewest hops instead: {why}"
+
+
+def fewest_hops(members: Sequence[str], links: Collection[Pair]) -> PlanSpec:
+    """One tree over links of which nothing is known but that they exist: the one of least height.
+
+    Raises:
+        PlanError: The links do not connect the members; names the parts.
+    """
+    names = _members(members)
+    near = neighbours(names, links)
+    parts = connected_parts(names, near)
+    if len(parts) > 1:
+        raise PlanError(not_connected(parts))
+    trees = [breadth_first(root, near) for root in names]
+    heights = [len({depth for _, depth in tree.values()}) for tree in trees]
+    best = min(range(len(names)), key=lambda i: (heights[i], i))
+    parents = tuple(trees[best][name][0] for name in names)
+    return PlanSpec("trees", trees=(TreeSpec(0, 0, names, parents, weight=1.0),))
 
 
 # --- chunks ------------------------------------------------------------------------------------------------------
@@ -225,8 +311,10 @@ def _arity(spec: PlanSpec) -> int:
         if arity < 2:
             raise PlanError(f"plan {spec.kind!r}: a tree has at least 2 children per member; use 'chain' for 1")
         return arity
+    if spec.kind in DRAWN:
+        raise PlanError(f"plan {spec.kind!r} has no trees before the scheduler has drawn them from measured links")
     if spec.kind not in KINDS:
-        raise PlanError(f"plan {spec.kind!r} is unknown; expected one of rotating, chain, tree, tree:K, user")
+        raise PlanError(f"plan {spec.kind!r} is unknown; expected one of rotating, chain, tree, tree:K, user, trees")
     return 2
 
 
@@ -266,17 +354,17 @@ def _seen_from(names: tuple[str, ...], shape: Shape, root: str) -> Shape:
     return _shape(names, root, parent)
 
 
-# --- the user's own trees ----------------------------------------------------------------------------------------
+# --- explicit trees ----------------------------------------------------------------------------------------------
 
 
-def _user_shapes(spec: PlanSpec, names: tuple[str, ...]) -> tuple[Shape, ...]:
+def _explicit_shapes(spec: PlanSpec, names: tuple[str, ...]) -> tuple[Shape, ...]:
     if not spec.trees:
-        raise PlanError("plan 'user' has no trees; give at least one TreeSpec")
-    return tuple(_user_shape(tree, f"tree {i}", names) for i, tree in enumerate(spec.trees))
+        raise PlanError(f"plan {spec.kind!r} has no trees; give at least one TreeSpec")
+    return tuple(_explicit_shape(tree, f"tree {i}", names) for i, tree in enumerate(spec.trees))
 
 
 @lru_cache(maxsize=256)
-def _user_shape(tree: TreeSpec, label: str, names: tuple[str, ...]) -> Shape:
+def _explicit_shape(tree: TreeSpec, label: str, names: tuple[str, ...]) -> Shape:
     if len(tree.members) != len(tree.parents):
         raise PlanError(
             f"{label} has {len(tree.members)} members but {len(tree.parents)} parents; expected one for each"
@@ -318,7 +406,7 @@ def _user_shape(tree: TreeSpec, label: str, names: tuple[str, ...]) -> Shape:
 
 
 def _expand_user(spec: PlanSpec, names: tuple[str, ...], nbytes: int, sections: list[Span]) -> tuple[Tree, ...]:
-    shapes = _user_shapes(spec, names)
+    shapes = _explicit_shapes(spec, names)
     whole = len(spec.trees) == 1 and spec.trees[0].start == spec.trees[0].stop == 0
     ranges = [(0, nbytes, 0)] if whole else sorted((t.start, t.stop, i) for i, t in enumerate(spec.trees))
     at = 0
@@ -345,3 +433,64 @@ def _expand_user(spec: PlanSpec, names: tuple[str, ...], nbytes: int, sections: 
             if a < b:
                 out.extend(Tree(*chunk, shapes[i]) for chunk in _split((a, b), spec.chunk_nbytes, 1))
     return tuple(out)
+
+
+def _weights(spec: PlanSpec) -> list[int]:
+    """The trees' weights as integers: what follows from them is then alike on every machine."""
+    for i, tree in enumerate(spec.trees):
+        if tree.start or tree.stop:
+            raise PlanError(
+                f"tree {i} of plan 'trees' has the range [{tree.start}, {tree.stop}); expected a weight only"
+            )
+        if not 0 < tree.weight < math.inf:
+            raise PlanError(f"tree {i} of plan 'trees' has weight {tree.weight}; expected a number above 0")
+    heaviest = max((tree.weight for tree in spec.trees), default=1.0)
+    return [max(round(tree.weight / heaviest * _WEIGHT_STEPS), 1) for tree in spec.trees]
+
+
+def _expand_weighted(spec: PlanSpec, names: tuple[str, ...], sections: list[Span]) -> tuple[Tree, ...]:
+    shapes = _explicit_shapes(spec, names)
+    weights = _weights(spec)
+    whole = sum(weights)
+    owed = [0] * len(weights)  # cells times `whole` that a tree should have had by now, less what it got
+    out: list[Tree] = []
+    for start, stop in sections:
+        low = start // ALIGNMENT
+        cells = -(-stop // ALIGNMENT) - low
+        owed = [due + weight * cells for due, weight in zip(owed, weights, strict=True)]
+        given = _deal(owed, cells, SMALLEST_CHUNK // ALIGNMENT * whole)
+        owed = [due - got * whole for due, got in zip(owed, given, strict=True)]
+        at = 0
+        for i, count in _take_turns(given, spec.chunk_nbytes // ALIGNMENT):
+            begin = start if at == 0 else (low + at) * ALIGNMENT
+            at += count
+            out.append(Tree(begin, min((low + at) * ALIGNMENT, stop), shapes[i]))
+    return tuple(out)
+
+
+def _deal(owed: Sequence[int], cells: int, least: int) -> list[int]:
+    """How many of a section's cells each tree gets: by what it is owed, but none for whom that is less than `least`."""
+    top = max(owed)
+    due = [o if o >= least or o == top else 0 for o in owed]
+    if top < least:  # too little for several
+        first = owed.index(top)
+        due = [int(i == first) for i in range(len(owed))]
+    whole, sofar, before, given = sum(due), 0, 0, []
+    for part in due:
+        sofar += part
+        border = cells * sofar // whole
+        given.append(border - before)
+        before = border
+    return given
+
+
+def _take_turns(given: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """(tree, cells) of each chunk, at most `most` cells, so that at any point each tree has had its part."""
+    turns: list[tuple[int, int, int]] = []
+    for i, cells in enumerate(given):
+        number = -(-cells // most)
+        turns += [
+            (((2 * j + 1) << 32) // (2 * number), i, cells * (j + 1) // number - cells * j // number)
+            for j in range(number)
+        ]
+    return [(i, count) for _, i, count in sorted(turns)]

@@ -1,0 +1,244 @@
+"""The measured network as the planners see it, and how long an all-reduce over given trees takes on it.
+
+Theory of operation. A tree that carries a part x of the buffer sends x up and x down each of its edges, so it loads
+both directions of each edge alike, and an edge is worth the slower of its directions. Four things have a capacity: a
+link; a node's own access, if it is known, which all edges at the node share; a machine with several ranks towards other
+machines, which is taken to have one network card, as fast as the fastest link that was measured through it. For given
+parts the fullest of these says how long the bytes take; the first chunk's way up and down the highest tree comes on
+top, since it is hidden behind nothing. What is not modelled: processors, and other traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from chaos_lightning.errors import PlanError
+from chaos_lightning.membership.types import PlanSpec, TreeSpec
+from chaos_lightning.planning.graph import Pair, connected_parts, neighbours, not_connected
+from chaos_lightning.planning.trees import Shape, chunk_of, shares
+
+Edge = tuple[int, int]
+"""Two ranks, the lower one first."""
+
+INFINITE = float("inf")
+
+
+class Rank(Protocol):
+    """What a planner needs to know of a member (membership.types.Member has it)."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def host(self) -> str: ...
+
+
+class Measured(NamedTuple):
+    """A link (a, b): half a round trip, and what each direction carries. A direction of 0 bps makes it no link."""
+
+    latency_s: float
+    forward_bps: float
+    """From a to b."""
+    backward_bps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """Something that edges share."""
+
+    name: str
+    capacity_bps: float
+    """In each direction."""
+    edges: frozenset[Edge]
+
+
+class Network:
+    """Members in rank order and their links, checked.
+
+    Args:
+        members: In rank order; `host` "" is a machine of its own.
+        links: By (a, b) ids in any order: (latency in seconds, bps from a to b, bps from b to a).
+        access: By id: (bps in, bps out) that all links of the member share; 0 or absent: not known.
+
+    Raises:
+        PlanError: No member, one twice, a link of one nobody knows, to itself or with a value that cannot be, or links
+            that do not connect all members.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Rank],
+        links: Mapping[Pair, tuple[float, float, float]],
+        access: Mapping[str, tuple[float, float]] | None = None,
+    ) -> None:
+        self.ids = tuple(m.id for m in members)
+        self.hosts = tuple(m.host or f"\0{m.id}" for m in members)
+        self.rank = {name: i for i, name in enumerate(self.ids)}
+        if not self.ids:
+            raise PlanError("a plan needs at least one member; got none")
+        if len(self.rank) != len(self.ids):
+            raise PlanError(f"members are not distinct: {list(self.ids)}")
+        self.rate: dict[tuple[int, int], float] = {}
+        """bps from one rank to another."""
+        self.latency: dict[Edge, float] = {}
+        self._take(links)
+        self.edges: tuple[Edge, ...] = tuple(sorted(self.latency))
+        self.links = frozenset((self.ids[i], self.ids[j]) for i, j in self.edges)
+        self.near: tuple[tuple[int, ...], ...] = tuple(
+            tuple(j for j in range(len(self.ids)) if (min(i, j), max(i, j)) in self.latency)
+            for i in range(len(self.ids))
+        )
+        parts = connected_parts(self.ids, neighbours(self.ids, self.links))
+        if len(parts) > 1:
+            raise PlanError(not_connected(parts))
+        self.access = {self.rank[name]: _least(pair) for name, pair in (access or {}).items() if name in self.rank}
+        self.resources = tuple(self._resources())
+        self.uses: dict[Edge, tuple[int, ...]] = {
+            e: tuple(r for r, resource in enumerate(self.resources) if e in resource.edges) for e in self.edges
+        }
+
+    def _take(self, links: Mapping[Pair, tuple[float, float, float]]) -> None:
+        for (a, b), (latency_s, forward, backward) in links.items():
+            unknown = [name for name in (a, b) if name not in self.rank]
+            if unknown:
+                raise PlanError(f"link {a}-{b} names {unknown[0]!r}, which is no member; members are {list(self.ids)}")
+            if a == b:
+                raise PlanError(f"link {a}-{b} leads from {a!r} to itself; a link has two ends")
+            if not 0 <= latency_s < INFINITE or not 0 <= forward < INFINITE or not 0 <= backward < INFINITE:
+                raise PlanError(
+                    f"link {a}-{b} has latency {latency_s} s and rates {forward} and {backward} bps; expected finite "
+                    "numbers from 0 on"
+                )
+            i, j = self.rank[a], self.rank[b]
+            if (min(i, j), max(i, j)) in self.latency:
+                raise PlanError(f"link {a}-{b} is given twice")
+            if forward and backward:
+                self.rate[i, j], self.rate[j, i] = forward, backward
+                self.latency[min(i, j), max(i, j)] = latency_s
+
+    def _resources(self) -> Iterable[Resource]:
+        for i, j in self.edges:
+            yield Resource(f"link {self.ids[i]}-{self.ids[j]}", self.worth((i, j)), frozenset([(i, j)]))
+        for i, capacity in sorted(self.access.items()):
+            mine = frozenset(e for e in self.edges if i in e)
+            if mine and capacity:
+                yield Resource(f"access of {self.ids[i]}", capacity, mine)
+        for host in dict.fromkeys(self.hosts):
+            here = {i for i, other in enumerate(self.hosts) if other == host}
+            out = frozenset(e for e in self.edges if len(here.intersection(e)) == 1)
+            if len(here) > 1 and out:
+                yield Resource(f"machine {host}", max(map(self.worth, out)), out)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def worth(self, edge: Edge) -> float:
+        """bps that a tree can carry over this edge both ways at once."""
+        i, j = edge
+        return min(self.rate[i, j], self.rate[j, i])
+
+    @property
+    def complete(self) -> bool:
+        return len(self.edges) == len(self.ids) * (len(self.ids) - 1) // 2
+
+    def local(self, edge: Edge) -> bool:
+        """Whether both ends are on one machine."""
+        return self.hosts[edge[0]] == self.hosts[edge[1]]
+
+    # ------------------------------------------------------------------ trees
+
+    def hop_s(self, child: int, parent: int, chunk_nbytes: int) -> tuple[float, float]:
+        """Seconds that one chunk takes up this edge, and down."""
+        latency = self.latency[min(child, parent), max(child, parent)]
+        return latency + 8 * chunk_nbytes / self.rate[child, parent], latency + 8 * chunk_nbytes / self.rate[
+            parent, child
+        ]
+
+    def rooted(self, edges: Iterable[Edge], chunk_nbytes: int) -> tuple[int, ...]:
+        """Parent of each rank (-1 at the root) in the tree of these edges; its root is the one of the shortest ways."""
+        near: dict[int, list[int]] = {i: [] for i in range(len(self.ids))}
+        for i, j in edges:
+            near[i].append(j)
+            near[j].append(i)
+        trees = [self._hung(root, near) for root in range(len(self.ids))]
+        return min(trees, key=lambda parents: (self.fill_s(parents, chunk_nbytes), parents.index(-1)))
+
+    @staticmethod
+    def _hung(root: int, near: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+        parents = {root: -1}
+        queue = [root]
+        for i in queue:
+            for j in near[i]:
+                if j not in parents:
+                    parents[j] = i
+                    queue.append(j)
+        return tuple(parents[i] for i in range(len(near)))
+
+    def fill_s(self, parents: Sequence[int], chunk_nbytes: int) -> float:
+        """Seconds from the moment when all have the first chunk to the moment when all have its sum."""
+        ways: dict[int, tuple[float, float]] = {}
+
+        def way(i: int) -> tuple[float, float]:
+            if parents[i] < 0:
+                return (0.0, 0.0)
+            if i not in ways:
+                up, down = self.hop_s(i, parents[i], chunk_nbytes)
+                above = way(parents[i])
+                ways[i] = (up + above[0], down + above[1])
+            return ways[i]
+
+        found = [way(i) for i in range(len(self.ids))]
+        return max(up for up, _ in found) + max(down for _, down in found)
+
+    def spec(self, trees: Sequence[tuple[Sequence[int], float]]) -> PlanSpec:
+        """A plan of kind "trees" from (parents, weight) pairs; the heaviest tree first, weights relative to it."""
+        heaviest = max(weight for _, weight in trees)
+        ordered = sorted(trees, key=lambda tree: -tree[1])
+        return PlanSpec(
+            "trees",
+            trees=tuple(
+                TreeSpec(
+                    0, 0, self.ids, tuple("" if p < 0 else self.ids[p] for p in parents), round(weight / heaviest, 6)
+                )
+                for parents, weight in ordered
+            ),
+        )
+
+    # ------------------------------------------------------------------ time
+
+    def seconds(self, plan: PlanSpec, nbytes: int) -> float:
+        """Predicted seconds of an all-reduce of `nbytes`; infinite if the plan needs a link that is not there.
+
+        Raises:
+            PlanError: The plan does not fit the members.
+        """
+        trees = [(self._parents(shape), part) for shape, part in shares(plan, self.ids)]
+        return self.time_s(trees, nbytes, chunk_of(plan, nbytes))
+
+    def time_s(self, trees: Iterable[tuple[Sequence[int], float]], nbytes: int, chunk_nbytes: int) -> float:
+        """As `seconds`, of trees given as (parents, fraction of the buffer)."""
+        chunk = min(chunk_nbytes, nbytes)
+        load = [0.0] * len(self.resources)
+        fill = 0.0
+        for parents, part in trees:
+            for i, p in enumerate(parents):
+                if p < 0:
+                    continue
+                uses = self.uses.get((min(i, p), max(i, p)))
+                if uses is None:
+                    return INFINITE
+                for r in uses:
+                    load[r] += part
+            fill = max(fill, self.fill_s(parents, chunk))
+        fullest = max((x / r.capacity_bps for x, r in zip(load, self.resources, strict=True)), default=0.0)
+        return max(fill + 8 * (nbytes - chunk) * fullest, 8 * nbytes * fullest)
+
+    def _parents(self, shape: Shape) -> tuple[int, ...]:
+        return tuple(-1 if (p := shape.parent.get(name)) is None else self.rank[p] for name in self.ids)
+
+
+def _least(pair: tuple[float, float]) -> float:
+    """The smaller of what is known (0: not known)."""
+    return min((value for value in pair if value > 0), default=0.0)

@@ -1,0 +1,268 @@
+"""Spanning trees of a measured network: the widest one, the nearest ones, and several at once.
+
+Theory of operation. One tree is as wide as its narrowest link, so the widest spanning tree takes links from the widest
+down; of all trees that are as wide, the one with the shortest ways is drawn.
+
+Several trees share links. How much each may carry so that no link (nor access, nor machine) is overfull, and all
+together as much as possible, is a linear program with one variable per spanning tree. It is solved by generating
+columns: the simplex method prices what is scarce, and the cheapest spanning tree at those prices, found greedily, is
+the only one that can improve on the trees found so far. Where the cheapest tree costs 1, nothing can; before that,
+prices give an upper bound for any set of trees (linear programming duality), as does each partition of the members: a
+tree crosses between k parts at least k - 1 times (Tutte and Nash-Williams: the smallest of these is attained). No
+all-reduce by other means crosses less, so on links whose two directions are alike the bound is the network's own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from chaos_lightning.planning.network import INFINITE, Edge, Network
+
+EdgeTree = tuple[Edge, ...]
+
+_MOST_EDGES = 96
+"""Networks with more links are thinned for packing: what a plan gains by yet more of them is little."""
+_WORK = 4_000_000
+"""Multiplications that the simplex method may spend (about half a second); then the best packing so far is taken."""
+_TINY = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Trees that fit into the network together."""
+
+    trees: tuple[tuple[EdgeTree, float], ...]
+    """(edges, bps), the largest first."""
+    bound_bps: float
+    """No set of trees carries more."""
+
+    @property
+    def rate_bps(self) -> float:
+        return sum(rate for _, rate in self.trees)
+
+
+# --- one tree ----------------------------------------------------------------------------------------------------
+
+
+def spanning(size: int, edges: Iterable[Edge]) -> EdgeTree:
+    """The spanning tree that takes `edges` in their order and leaves out what would close a circle."""
+    part = list(range(size))
+
+    def find(i: int) -> int:
+        while part[i] != i:
+            part[i] = part[part[i]]
+            i = part[i]
+        return i
+
+    taken = []
+    for i, j in edges:
+        a, b = find(i), find(j)
+        if a != b:
+            part[a] = b
+            taken.append((i, j))
+            if len(taken) == size - 1:
+                break
+    return tuple(taken)
+
+
+def bottleneck_bps(network: Network) -> float:
+    """What one tree can carry at most; exact where only links have a capacity, an upper bound otherwise."""
+    if len(network) == 1:
+        return INFINITE
+    tree = spanning(len(network), sorted(network.edges, key=lambda e: (-network.worth(e), e)))
+    links = min(map(network.worth, tree))
+    return min([links, *(capacity for capacity in network.access.values() if capacity)])
+
+
+def widest(network: Network, nbytes: int, chunk_nbytes: int) -> tuple[int, ...]:
+    """Parents of the widest tree; of those as wide, the one with the least predicted time."""
+    size = len(network)
+    if size == 1:
+        return (-1,)
+    by_width = spanning(size, sorted(network.edges, key=lambda e: (-network.worth(e), e)))
+    limit = min(map(network.worth, by_width))
+    candidates = [nearest(network, root, chunk_nbytes, limit) for root in range(size)]
+    candidates.append(network.rooted(by_width, chunk_nbytes))
+    if len(network.resources) > len(network.edges):
+        candidates.append(network.rooted(_sparing(network), chunk_nbytes))
+    return min(candidates, key=lambda parents: network.time_s([(parents, 1.0)], nbytes, chunk_nbytes))
+
+
+def nearest(network: Network, root: int, chunk_nbytes: int, limit_bps: float = 0.0) -> tuple[int, ...]:
+    """Parents of the tree of fastest ways to `root`, for one chunk, over links of at least `limit_bps`."""
+    found: dict[int, int] = {}
+    queue: list[tuple[float, int, int, int]] = [(0.0, 0, root, -1)]
+    while queue:
+        way_s, hops, i, parent = heapq.heappop(queue)
+        if i in found:
+            continue
+        found[i] = parent
+        for j in network.near[i]:
+            if j not in found and network.worth((min(i, j), max(i, j))) >= limit_bps:
+                up, down = network.hop_s(j, i, chunk_nbytes)
+                heapq.heappush(queue, (way_s + up + down, hops + 1, j, i))
+    return tuple(found[i] for i in range(len(network)))
+
+
+def _sparing(network: Network) -> EdgeTree:
+    """A tree that spreads its edges over what they share: each time the edge that leaves its resources widest."""
+    count = [0] * len(network.resources)
+    part = list(range(len(network)))
+    taken: list[Edge] = []
+    while len(taken) < len(network) - 1:
+
+        def width(e: Edge) -> float:
+            return min(network.resources[r].capacity_bps / (count[r] + 1) for r in network.uses[e])
+
+        crossing = [e for e in network.edges if part[e[0]] != part[e[1]]]
+        i, j = best = max(crossing, key=lambda e: (width(e), -e[0], -e[1]))
+        taken.append(best)
+        for r in network.uses[best]:
+            count[r] += 1
+        part = [part[j] if p == part[i] else p for p in part]
+    return tuple(taken)
+
+
+# --- several trees -----------------------------------------------------------------------------------------------
+
+
+def pack(network: Network) -> Packing:
+    """Trees that carry (nearly) as much as any set of trees can."""
+    size = len(network)
+    if size == 1:
+        return Packing((), INFINITE)
+    edges = _thinned(network)
+    rows = sorted({r for e in edges for r in network.uses[e]})
+    uses = {e: [rows.index(r) for r in network.uses[e]] for e in edges}
+    scale = max(r.capacity_bps for r in network.resources)
+    capacity = [network.resources[r].capacity_bps / scale for r in rows]
+    bound = _partition_bound(network) / scale
+    simplex = _Simplex(capacity)
+    trees: list[EdgeTree] = []
+    for _ in range(max(50, _WORK // len(rows) ** 2)):
+        prices = simplex.prices()
+        lowest = min(range(len(rows)), key=prices.__getitem__)
+        if prices[lowest] < -_TINY:
+            simplex.enter({lowest: 1.0}, None)
+            continue
+        cost = {e: sum(prices[r] for r in uses[e]) for e in edges}
+        tree = spanning(size, sorted(edges, key=lambda e: (cost[e], -network.worth(e), e)))
+        whole = sum(cost[e] for e in tree)
+        if len(edges) == len(network.edges) and whole > _TINY:
+            worth = sum(p * c for p, c in zip(prices, capacity, strict=True))
+            bound = min(bound, worth / whole)
+        if whole > 1 - 1e-7 or simplex.total() > bound * (1 - 1e-6):
+            break
+        trees.append(tree)
+        simplex.enter(_column(tree, uses), len(trees) - 1)
+    found = sorted(((trees[i], rate * scale) for i, rate in simplex.amounts().items()), key=lambda t: (-t[1], t[0]))
+    return Packing(tuple(found), bound * scale)
+
+
+def weigh(network: Network, trees: Sequence[EdgeTree]) -> list[float]:
+    """bps that each of these trees should carry so that all together carry the most."""
+    rows = sorted({r for tree in trees for e in tree for r in network.uses[e]})
+    uses = {e: [rows.index(r) for r in network.uses[e]] for tree in trees for e in tree}
+    scale = max(network.resources[r].capacity_bps for r in rows)
+    columns = [_column(tree, uses) for tree in trees]
+    simplex = _Simplex([network.resources[r].capacity_bps / scale for r in rows])
+    for _ in range(max(50, _WORK // len(rows) ** 2)):
+        prices = simplex.prices()
+        lowest = min(range(len(rows)), key=prices.__getitem__)
+        if prices[lowest] < -_TINY:
+            simplex.enter({lowest: 1.0}, None)
+            continue
+        costs = [sum(prices[r] * count for r, count in column.items()) for column in columns]
+        best = min(range(len(trees)), key=lambda i: (costs[i], i))
+        if costs[best] > 1 - 1e-7:
+            break
+        simplex.enter(columns[best], best)
+    amounts = simplex.amounts()
+    return [amounts.get(i, 0.0) * scale for i in range(len(trees))]
+
+
+def _column(tree: EdgeTree, uses: Mapping[Edge, Sequence[int]]) -> dict[int, float]:
+    column: dict[int, float] = {}
+    for e in tree:
+        for r in uses[e]:
+            column[r] = column.get(r, 0.0) + 1.0
+    return column
+
+
+def _thinned(network: Network) -> tuple[Edge, ...]:
+    """The links to pack over: all, or of many the widest forests."""
+    left = sorted(network.edges, key=lambda e: (-network.worth(e), e))
+    if len(left) <= _MOST_EDGES:
+        return network.edges
+    kept: list[Edge] = []
+    while left and (not kept or len(kept) + len(network) - 1 <= max(_MOST_EDGES, 2 * len(network))):
+        forest = spanning(len(network), left)
+        kept += forest
+        taken = set(forest)
+        left = [e for e in left if e not in taken]
+    return tuple(sorted(kept))
+
+
+def _partition_bound(network: Network) -> float:
+    """The least of what crosses between k parts, shared by the k - 1 crossings that each tree needs, over the
+    partitions met while the widest links are joined first, and over single members against the rest."""
+    size = len(network)
+    bound = INFINITE
+
+    def crossing(part: Sequence[int]) -> float:
+        width = sum(network.worth((i, j)) for i, j in network.edges if part[i] != part[j])
+        return width / (len(set(part)) - 1)
+
+    for i in range(size):
+        bound = min(bound, crossing([int(j == i) for j in range(size)]), network.access.get(i) or INFINITE)
+    part = list(range(size))
+    for i, j in spanning(size, sorted(network.edges, key=lambda e: (-network.worth(e), e))):
+        bound = min(bound, crossing(part))
+        part = [part[j] if p == part[i] else p for p in part]
+    if all(network.access.get(i) for i in range(size)):
+        bound = min(bound, sum(network.access.values()) / (2 * (size - 1)))
+    return bound
+
+
+class _Simplex:
+    """max(sum of amounts), each resource's use at most its capacity; columns are offered one by one.
+
+    Capacities are widened by a ten-millionth each, differently, so that no two are exhausted at the very same amount:
+    then every step gains something and none can be repeated.
+    """
+
+    def __init__(self, capacity: Sequence[float]) -> None:
+        rows = range(len(capacity))
+        self._inverse = [[float(i == j) for j in rows] for i in rows]
+        self._level = [c * (1 + 1e-7 * (i + 1) / len(capacity)) for i, c in enumerate(capacity)]
+        self._inside: list[int | None] = [None for _ in rows]
+
+    def total(self) -> float:
+        return sum(level for level, label in zip(self._level, self._inside, strict=True) if label is not None)
+
+    def amounts(self) -> dict[int, float]:
+        found = {label: v for v, label in zip(self._level, self._inside, strict=True) if label is not None}
+        return {label: level for label, level in found.items() if level > _TINY}
+
+    def prices(self) -> list[float]:
+        """What a unit of each resource is worth."""
+        chosen = [row for row, label in zip(self._inverse, self._inside, strict=True) if label is not None]
+        return [sum(column) for column in zip(*chosen, strict=True)] or [0.0] * len(self._level)
+
+    def enter(self, column: Mapping[int, float], label: int | None) -> None:
+        """Uses this column as much as it goes; None is the column of an unused resource."""
+        move = [sum(row[r] * count for r, count in column.items()) for row in self._inverse]
+        leaving = [i for i, step in enumerate(move) if step > _TINY]
+        if not leaving:  # only rounding can do that; the next prices will tell
+            return
+        i = min(leaving, key=lambda i: self._level[i] / move[i])
+        pivot = move[i]
+        row = self._inverse[i] = [value / pivot for value in self._inverse[i]]
+        level = self._level[i] = self._level[i] / pivot
+        self._inside[i] = label
+        for k, step in enumerate(move):
+            if k != i and abs(step) > 1e-15:
+                self._inverse[k] = [a - step * b for a, b in zip(self._inverse[k], row, strict=True)]
+                self._level[k] -= step * level

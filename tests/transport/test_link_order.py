@@ -1,0 +1,133 @@
+"""Chunks of several trees on one link keep step, and the kernel is not given what they could not overtake."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from chaos_lightning.membership.types import NO_VIEW, ViewId
+from chaos_lightning.transport.frames import Frame, FrameType
+from chaos_lightning.transport.holding import AHEAD_S, LEAST_NBYTES, Holding
+from chaos_lightning.transport.link import Link
+from chaos_lightning.transport.loop import IoLoop
+
+DEADLINE_S = 20.0
+OLD, VIEW = ViewId(1, 1), ViewId(1, 2)
+UP, DOWN, MESSAGE = FrameType.UP, FrameType.DOWN, FrameType.MESSAGE
+BLOCKER = memoryview(bytes(32 << 20))
+"""More than the kernel takes at once: what follows waits in the link's queue."""
+
+
+class End:
+    def __init__(self, loop: IoLoop, sock: socket.socket, count: int) -> None:
+        self.count = count
+        self.frames: list[tuple[FrameType, int]] = []
+        self.all = threading.Event()
+        self.link = Link(loop, sock, "peer", self)
+
+    def target(self, peer: str, frame: Frame) -> memoryview:
+        return memoryview(bytearray(frame.length))
+
+    def arrived(self, peer: str, frame: Frame, payload: object) -> None:
+        self.frames.append((frame.type, frame.start))
+        if len(self.frames) == self.count:
+            self.all.set()
+
+    def broken(self, peer: str, link: Link, evidence: str) -> None:
+        self.all.set()
+
+
+Sent = list[tuple[FrameType, ViewId, int, int]]
+
+
+def order_of(sent: Sent) -> list[tuple[FrameType, int]]:
+    """What arrives, in which order, if all is sent while the first frame is half on the wire."""
+    crashes: list[BaseException] = []
+    loop = IoLoop("pair", crashes.append)
+    one, other = socket.socketpair()
+    here, there = End(loop, one, -1), End(loop, other, len(sent) + 1)
+
+    def send() -> None:
+        here.link.send(UP, VIEW, 1, 500, (BLOCKER,))
+        for kind, view, seq, start in sent:
+            here.link.send(kind, view, seq, start, (memoryview(bytes(100)),))
+
+    loop.call(send)
+    loop.start()
+    try:
+        assert there.all.wait(DEADLINE_S)
+    finally:
+        loop.call(here.link.close)
+        loop.call(there.link.close)
+        loop.stop()
+    assert not crashes
+    return there.frames[1:]
+
+
+def test_a_result_passes_partial_sums_that_are_due_later() -> None:
+    sent = [(UP, VIEW, 1, s) for s in (600, 700, 800)] + [(DOWN, VIEW, 1, s) for s in (400, 650, 900)]
+    assert order_of(sent) == [(DOWN, 400), (UP, 600), (DOWN, 650), (UP, 700), (UP, 800), (DOWN, 900)]
+
+
+def test_nothing_passes_a_message_nor_does_a_message_pass() -> None:
+    sent = [(UP, VIEW, 1, 700), (MESSAGE, NO_VIEW, 0, 0), (UP, VIEW, 1, 800), (DOWN, VIEW, 1, 600)]
+    assert order_of(sent) == [(UP, 700), (MESSAGE, 0), (DOWN, 600), (UP, 800)]
+
+
+def test_slots_and_views_stay_in_order() -> None:
+    sent = [(UP, OLD, 9, 700), (DOWN, VIEW, 1, 600), (UP, VIEW, 1, 800), (UP, VIEW, 2, 100), (DOWN, VIEW, 1, 700)]
+    assert order_of(sent) == [(UP, 700), (DOWN, 600), (DOWN, 700), (UP, 800), (UP, 100)]
+
+
+# --- how much the kernel may hold --------------------------------------------------------------------------------
+
+
+def drain(holding: Holding, rate_bps: float, seconds: float, at_s: float = 0.0, sent: int = 0) -> tuple[float, int]:
+    """The kernel is full all the time and takes more every 5 ms, at this rate."""
+    for _ in range(round(seconds / 0.005)):
+        at_s, sent = at_s + 0.005, sent + int(rate_bps / 8 * 0.005)
+        holding.full(at_s, sent)
+    return at_s, sent
+
+
+@pytest.mark.parametrize("at_first", [0, 512 << 10])
+def test_a_slow_link_gets_what_it_sends_in_a_moment(at_first: int) -> None:
+    holding = Holding(at_first)
+    drain(holding, 400e6, 0.2)
+    assert holding.limit_nbytes == pytest.approx(400e6 / 8 * AHEAD_S, rel=0.3)
+    crawling = Holding(at_first)
+    drain(crawling, 8e6, 2.0)
+    assert crawling.limit_nbytes == LEAST_NBYTES
+
+
+def test_a_fast_link_has_no_limit() -> None:
+    holding = Holding(512 << 10)
+    drain(holding, 20e9, 0.1)
+    assert holding.limit_nbytes == 0
+
+
+def test_a_rate_that_collapses_is_believed_at_once() -> None:
+    holding = Holding(0)
+    at_s, sent = drain(holding, 1e9, 0.2)
+    assert holding.limit_nbytes > 1 << 20
+    drain(holding, 100e6, 0.03, at_s, sent)
+    assert holding.limit_nbytes < 200 << 10
+
+
+def test_a_pause_of_the_sender_is_not_the_links() -> None:
+    holding = Holding(0)
+    at_s, sent = drain(holding, 1e9, 0.2)
+    before = holding.limit_nbytes
+    holding.empty()
+    drain(holding, 1e9, 0.05, at_s + 60.0, sent)
+    assert holding.limit_nbytes == before
+
+
+def test_a_paced_link_is_as_fast_as_it_was_told() -> None:
+    holding = Holding(0)
+    holding.told(200e6)
+    assert holding.limit_nbytes == 200e6 / 8 * AHEAD_S
+    holding.told(None)
+    assert holding.limit_nbytes == 0
