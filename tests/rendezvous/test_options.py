@@ -82,6 +82,8 @@ def test_everything_that_can_be_given_arrives(tmp_path: Path) -> None:
         "overlap": "no",
         "by_reference": "no",
         "state_hash_every": "5",
+        "join_by": "pause",
+        "neighbours": "a+b",
         "heartbeat_interval_s": "0.2",
         "heartbeat_timeout_s": "1.25",
         "hang_timeout_s": "11",
@@ -105,6 +107,7 @@ def test_everything_that_can_be_given_arrives(tmp_path: Path) -> None:
     assert (config.bind, config.plan, config.chunk_nbytes, config.state_hash_every) == ("127.0.0.2", "tree", 8192, 5)
     assert (config.join_timeout_s, config.step_timeout_s, config.heartbeat_timeout_s) == (7.5, 8.5, 1.25)
     assert (config.host_scheduler, config.overlap, config.by_reference) == (False, False, False)
+    assert (config.join_by, config.neighbour_names) == ("pause", ("a", "b"))
     settings = options.settings
     assert (settings.heartbeat_interval_s, settings.heartbeat_timeout_s, settings.hang_timeout_s) == (0.2, 1.25, 11.0)
     assert (settings.confirm_timeout_s, settings.report_timeout_s, settings.join_timeout_s) == (12.0, 13.0, 14.0)

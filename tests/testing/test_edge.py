@@ -88,7 +88,12 @@ def test_nodes_learn_the_products_own_settings(monkeypatch: pytest.MonkeyPatch) 
     assert config.endpoint == edge.backend.endpoint
     assert not config.by_reference
     assert config.bind == "127.0.0.1"
-    assert environment["CHAOS_NEIGHBOURS"] == "a,c"
+    assert config.neighbour_names == ("a", "c")
+    assert EngineConfig(neighbours=" a+b , c-0 ").neighbour_names == ("a", "b", "c-0")
+    assert EngineConfig().neighbour_names == ()
+    for wrong in ("a/b", "me"):
+        with pytest.raises(ConfigurationError, match=f"neighbours '{wrong}'"):
+            EngineConfig(neighbours=wrong, name="me")
     here = host_identity()
     monkeypatch.setenv("CHAOS_HOST", "b")
     assert host_identity() == f"{here}@b"
