@@ -1,8 +1,8 @@
 """The training state as byte ranges: publishing it as a donor, pulling it as a joiner.
 
 `table` says what the state consists of, `memory` gets at its bytes, `manifest` carries the rest, `access` names the
-parts of a training process, `bulk` frames them on a socket, `server` serves and `pull` (over `session`, `client` and
-`policy`) fetches.
+parts of a training process, `bulk` frames them on a socket, `server` serves (and `forward` relays for those without a
+link) and `pull` (over `session`, `client` and `board`) fetches; `policies` says who sends what.
 """
 
 from __future__ import annotations
@@ -20,19 +20,26 @@ from chaos_lightning.replication.access import (
 )
 from chaos_lightning.replication.client import Endpoint, PullConfig
 from chaos_lightning.replication.manifest import decode_manifest, encode_manifest
+from chaos_lightning.replication.policies import POLICIES, PolicyOptions, make_policy
 from chaos_lightning.replication.policy import Job, SharedQueue, SourceStats, TransferPolicy
 from chaos_lightning.replication.pull import PullReport, pull_result, pull_state
 from chaos_lightning.replication.server import ServerConfig, StateServer
+from chaos_lightning.replication.session import Progress, PullProgress, SourceReport
 from chaos_lightning.replication.table import StateTable, build_table, decode_table, layout_hash, state_hash
 
 __all__ = [
+    "POLICIES",
     "Endpoint",
     "Job",
     "ModuleState",
+    "PolicyOptions",
+    "Progress",
     "PullConfig",
+    "PullProgress",
     "PullReport",
     "ServerConfig",
     "SharedQueue",
+    "SourceReport",
     "SourceStats",
     "StateAccess",
     "StateServer",
@@ -43,6 +50,7 @@ __all__ = [
     "decode_table",
     "encode_manifest",
     "layout_hash",
+    "make_policy",
     "module_extra",
     "module_tensors",
     "optimizer_manifest",

@@ -3,7 +3,9 @@
 Theory of operation. A `Donor` is dialled by its own thread and only that thread touches its socket, so a donor that
 hangs holds up nobody else; `close()` from outside cuts the connection and thereby ends any wait. Requests go out up
 to `depth` ahead of the replies. A connection that breaks or garbles a frame is dialled again a few times (the count
-starts anew whenever something arrived intact); a donor that refuses, by contrast, has said so and is done with.
+starts anew whenever something arrived intact), and a donor that was heard before is dialled for some time even if
+nothing answers there, while others take over what it had been asked for; a donor that refuses, by contrast, has said
+so and is done with. A donor without a link is reached through its neighbours: the way is made first (forward.py).
 """
 
 from __future__ import annotations
@@ -17,16 +19,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from chaos_lightning.errors import ChaosError, RefusedError, StateError, WireError
 from chaos_lightning.replication import bulk
+from chaos_lightning.replication.board import Board, Flight
 from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
-from chaos_lightning.replication.policy import Board, Job
+from chaos_lightning.replication.forward import send_route
+from chaos_lightning.replication.policy import Deliver, Job
 from chaos_lightning.replication.table import Piece
 
 T = TypeVar("T")
+
+_REDIAL_S = 0.05
+_REDIAL_MOST_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,9 @@ class Endpoint:
     member: str
     address: str
     port: int
+    route: tuple[str, ...] = ()
+    """Empty: there. Else that is the address of the first of these, and each passes requests on to the next, up to
+    `member`."""
 
 
 Dial = Callable[[Endpoint], socket.socket]
@@ -68,6 +78,8 @@ class PullConfig:
     request_nbytes: int = 4 << 20
     max_failures: int = 3
     """Broken connections or corrupted replies in a row after which a donor is given up."""
+    redial_s: float = 3.0
+    """A donor that was heard and cannot be dialled any more is tried again for so long."""
     max_attached_nbytes: int = 4 << 30
     """Tensors that a manifest refers to are made here for the donor; refuse more than this."""
 
@@ -78,6 +90,8 @@ class PullConfig:
         for name in ("depth", "max_failures"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.redial_s >= 0:
+            raise ValueError(f"redial_s must not be negative, got {self.redial_s}")
         if not 1 <= self.request_nbytes <= bulk.MAX_RANGE_NBYTES:
             raise ValueError(f"request_nbytes must be 1..{bulk.MAX_RANGE_NBYTES}, got {self.request_nbytes}")
 
@@ -90,11 +104,18 @@ class Sink(Protocol):
     """Flags that its DATA frames must have."""
 
     def land(self, job: Job) -> list[memoryview]:
-        """Memory for the job's bytes, in order."""
+        """Memory for the job's bytes, in order, at their place if possible."""
         ...
 
-    def landed(self, job: Job, buffers: list[memoryview], frame: Frame) -> list[Piece] | None:
-        """Verify what arrived and bring it to its place; the corrupted pieces, or None if all of it is corrupted."""
+    def landed(self, job: Job, buffers: list[memoryview], frame: Frame, *, in_place: bool) -> list[Piece] | None:
+        """Verify what arrived; the corrupted pieces, or None if all of it is corrupted.
+
+        With `in_place` the buffers came from `land`, and what is verified is brought to its place.
+        """
+        ...
+
+    def place(self, job: Job, buffers: list[memoryview]) -> None:
+        """Bring verified bytes that were received elsewhere to their place."""
         ...
 
 
@@ -104,16 +125,19 @@ class Donor:
     def __init__(self, endpoint: Endpoint, dial: Dial, *, head: str, seq: int, config: PullConfig, deadline: float):
         self.endpoint = endpoint
         self.member = endpoint.member
+        self.head, self.seq = head, seq
+        self.deadline = deadline
+        self.broken = ""
+        """Why there is no connection just now, if one broke."""
+        self.heard_at = time.monotonic()
+        """When it last said something (or was first asked)."""
         self._dial = dial
-        self._head, self._seq = head, seq
         self._config = config
-        self._deadline = deadline
         self._channel: BulkSocket | None = None
         self._lock = threading.Lock()
         self._closed = False
         self._failures = 0
-        self.heard_at = time.monotonic()
-        """When it last said something (or was first asked)."""
+        self._dialling = False
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"chaos-pull-{self.member}", daemon=True)
         self._thread.start()
@@ -155,15 +179,30 @@ class Donor:
 
     def _connect(self) -> BulkSocket:
         if self._channel is None:
-            sock = self._dial(self.endpoint)
-            channel = BulkSocket(sock, stall_timeout_s=self._config.stall_timeout_s, deadline=self._deadline)
+            self._dialling = True
+            channel = self._reach()
+            self._dialling = False
+            self.broken = ""
             with self._lock:
                 if not self._closed:
                     self._channel = channel
                     return channel
-            sock.close()
+            channel.sock.close()
             raise ConnectionError("the pull is over")
         return self._channel
+
+    def _reach(self) -> BulkSocket:
+        route = self.endpoint.route
+        first = replace(self.endpoint, member=route[0], route=()) if route else self.endpoint
+        sock = self._dial(first)
+        channel = BulkSocket(sock, stall_timeout_s=self._config.stall_timeout_s, deadline=self.deadline)
+        try:
+            if len(route) > 1:
+                send_route(channel, self.head, self.seq, route[1:])
+        except BaseException:
+            sock.close()
+            raise
+        return channel
 
     def _disconnect(self) -> None:
         with self._lock:
@@ -175,15 +214,27 @@ class Donor:
         """After a failure: whether to dial this donor again."""
         self._disconnect()
         self._failures += 1
+        self.broken = reason_of(error)
         silent = isinstance(error, TimeoutError)  # it has had its chance
         return not silent and not self._closed and self._failures < self._config.max_failures
+
+    def _wants_redial(self, board: Board, error: Exception) -> bool:
+        """After a failure in mid-transfer: wait a little if nothing answers there, then whether to dial again."""
+        dialling, self._dialling = self._dialling, False
+        if not dialling or isinstance(error, ConnectionRefusedError):  # refused: nobody listens there any more
+            return self._survives(error)
+        self.broken = reason_of(error)
+        silent = time.monotonic() - self.heard_at
+        if self._closed or silent >= self._config.redial_s:
+            return False
+        return board.pause(min(_REDIAL_MOST_S, max(_REDIAL_S, silent / 2)), self.deadline)
 
     def ask(self, type_: Type, answer: Type) -> bytes:
         """One control request, dialling again if the connection breaks."""
         while True:
             try:
                 channel = self._connect()
-                channel.send(Frame(type_, self._head, self._seq))
+                channel.send(Frame(type_, self.head, self.seq))
                 frame = self._reply(channel, answer)
                 payload = channel.receive_payload(frame)
                 self._failures = 0
@@ -211,10 +262,10 @@ class Donor:
             if frame is None:
                 raise ConnectionError("the donor closed the connection")
             self.heard_at = time.monotonic()
-            if (frame.head, frame.seq) != (self._head, self._seq):
+            if (frame.head, frame.seq) != (self.head, self.seq):
                 raise WireError(
-                    f"the donor answered for header {frame.head} (slot {frame.seq}), asked was {self._head} "
-                    f"(slot {self._seq})"
+                    f"the donor answered for header {frame.head} (slot {frame.seq}), asked was {self.head} "
+                    f"(slot {self.seq})"
                 )
             if frame.type is Type.REFUSED:
                 raise RefusedError(channel.receive_payload(frame).decode(errors="replace"))
@@ -223,55 +274,82 @@ class Donor:
             if frame.type is not Type.PENDING:
                 raise WireError(f"the donor answered {frame.type.name} where {answer.name} was expected")
 
-    def deliver(self, board: Board, sink: Sink) -> None:
-        """Take jobs and have them sent until none are left. Raises what ended it early; the board knows already."""
+    def deliver(self, board: Board, sink: Sink, how: Deliver | None = None) -> None:
+        """Take jobs and have them sent until none are left. Raises what ended it early; the board knows already.
+
+        Args:
+            board: Gives the jobs.
+            sink: Where the bytes go.
+            how: Another way than by requests on this connection.
+        """
         try:
             while True:
                 try:
-                    self._stream(board, sink)
+                    if how is not None:
+                        how(self, board, sink)
+                    else:
+                        self._stream(board, sink)
                     return
                 except (OSError, WireError) as error:
-                    if not self._survives(error):
-                        raise
+                    if self._closed and board.over:  # cut, since only overtaken requests were under way
+                        self._disconnect()
+                        board.release(self.member)
+                        return
+                    if not self._dialling:
+                        self._disconnect()  # from here on nothing more is received
                     board.release(self.member)
+                    if not self._wants_redial(board, error):
+                        raise
         except BaseException:
+            self._disconnect()
             board.dismiss(self.member)
             raise
 
     def _stream(self, board: Board, sink: Sink) -> None:
-        under_way: deque[Job] = deque()
-        mark = time.monotonic()
+        under_way: deque[Flight] = deque()
+        self._connect()
         while True:
-            while len(under_way) < self._config.depth:
-                job = board.take(self.member, wait=not under_way, deadline=self._deadline)
-                if job is None:
-                    break
-                if not under_way:
-                    mark = time.monotonic()
-                under_way.append(job)
-                self._connect().send(Frame(sink.request, self._head, self._seq, job.start, job.nbytes))
+            while flight := board.take(
+                self.member, depth=self._config.depth, wait=not under_way, deadline=self.deadline
+            ):
+                under_way.append(flight)
+                job = flight.job
+                self._connect().send(Frame(sink.request, self.head, self.seq, job.start, job.nbytes))
             if not under_way:
                 return
-            job = under_way.popleft()
-            frame = self._reply(self._connect(), Type.DATA)
-            if (frame.offset, frame.length) != (job.start, job.nbytes) or frame.flags != sink.flags:
-                raise WireError(
-                    f"the donor sent bytes [{frame.offset}, {frame.offset + frame.length}) with flags {frame.flags}, "
-                    f"asked were [{job.start}, {job.stop}) with {sink.flags}"
-                )
-            buffers = sink.land(job)
-            self._connect().receive_into(buffers)
-            bad = sink.landed(job, buffers, frame)
-            now = time.monotonic()
-            if bad is None or bad:
-                board.wrong(self.member, job, bad or ())
-                self._failures += 1
-                if self._failures >= self._config.max_failures:
-                    raise StateError(f"{self._failures} replies in a row arrived corrupted")
-            else:
-                self._failures = 0
-                board.done(self.member, job, now - mark)
-            mark = now
+            self._receive(under_way.popleft(), board, sink)
+
+    def _receive(self, flight: Flight, board: Board, sink: Sink) -> None:
+        job = flight.job
+        frame = self._reply(self._connect(), Type.DATA)
+        if (frame.offset, frame.length) != (job.start, job.nbytes) or frame.flags != sink.flags:
+            raise WireError(
+                f"the donor sent bytes [{frame.offset}, {frame.offset + frame.length}) with flags {frame.flags}, "
+                f"asked were [{job.start}, {job.stop}) with {sink.flags}"
+            )
+        buffers = _elsewhere(job) if flight.copy else sink.land(job)
+        self._connect().receive_into(buffers, lambda nbytes: board.arrived(flight, nbytes))
+        self.heard_at = time.monotonic()
+        bad = sink.landed(job, buffers, frame, in_place=not flight.copy)
+        if bad is None or bad:
+            board.wrong(flight, bad or ())
+            self._failures += 1
+            if self._failures >= self._config.max_failures:
+                raise StateError(f"{self._failures} replies in a row arrived corrupted")
+        else:
+            self._failures = 0
+            board.done(flight, buffers)
+
+
+def _elsewhere(job: Job) -> list[memoryview]:
+    """Memory for a job that somebody else may be receiving in place."""
+    sizes = [piece.nbytes for piece in job.pieces] or [job.nbytes]
+    whole = memoryview(bytearray(job.nbytes))
+    views, at = [], 0
+    for size in sizes:
+        views.append(whole[at : at + size])
+        at += size
+    return views
 
 
 def reason_of(error: BaseException) -> str:

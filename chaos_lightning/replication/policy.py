@@ -1,22 +1,38 @@
-"""Which donor sends which bytes next: the shared work of one pull.
+"""What a transfer policy decides, and what it decides it from.
 
-Theory of operation. What is missing is cut into *jobs* of a few adjacent pieces. A `Board` holds the jobs that wait
-and those that are under way, and is the only thing the donor threads share. Whoever has room asks it for a job; the
-board asks its `TransferPolicy`, a pure function of the waiting jobs and of what is known about the donors, which one
-it shall be. A job goes back when its donor dies, stalls or sends wrong bytes, and is then offered to others first. At
-any time a job has at most one owner, so nobody writes into verified memory again.
+Theory of operation. What is missing is cut into *jobs*. A policy gives some of them to sources at the start
+(`assign`); what it gives to nobody is *spare* and goes to whoever has room. Whenever a source has room the board
+(`board.py`) asks in this order: the source's own jobs, spare ones, work that the policy lets it *steal* from
+another's tail, and, if it would be idle otherwise, a job under way elsewhere that the policy has it *duplicate*. So a
+policy is a set of small pure decisions about measured rates; who owns which bytes is the board's business, and the
+same for all policies.
+
+The base class decides nothing: first come, first served, in address order.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from chaos_lightning.errors import StateError
 from chaos_lightning.replication.table import Piece, StateTable
+
+if TYPE_CHECKING:
+    from chaos_lightning.replication.board import Board, Flight
+    from chaos_lightning.replication.client import Donor, Endpoint, Sink
+
+REQUESTS_PER_DONOR = 4
+"""At least so many jobs for each donor, as long as they do not fall below..."""
+MIN_REQUEST_NBYTES = 64 << 10
+"""...this size: below it a request's round trip would cost more than its bytes."""
+_MEMORY_S = 0.5
+"""A rate forgets what is older."""
+_PRIOR_S = 0.2
+"""A rate that was given counts as much as one measured for so long."""
+_LEAST_S = 0.02
+"""A shorter measurement says nothing: the first bytes come out of buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,188 +54,143 @@ class Job:
     def nbytes(self) -> int:
         return self.stop - self.start
 
+    def with_next(self, other: Job) -> Job:
+        """Both in one; `other` begins where this one ends."""
+        return replace(self, stop=other.stop, pieces=(*self.pieces, *other.pieces))
+
 
 @dataclass(slots=True)
 class SourceStats:
-    """What a policy may know of one donor."""
+    """What is known of one source. Its own thread writes the rate, everybody reads it."""
 
     nbytes: int = 0
-    """Verified so far."""
+    """Verified and used."""
     jobs: int = 0
-    busy_s: float = 0.0
     under_way: int = 0
-    """Bytes requested and not yet verified."""
+    """Bytes requested that have not arrived yet."""
+    duplicated: int = 0
+    """Bytes that came although another source's copy was used."""
+    stolen: int = 0
+    """Bytes that it took over from the shares of others."""
+    retries: int = 0
+    """Requests of this source that somebody had to make again."""
+    busy_s: float = 0.0
+    latency_s: float = 0.0
+    _bytes: float = 0.0
+    _seconds: float = 0.0
+    _at: float = 0.0
+
+    def expect(self, latency_s: float, rate_bps: float) -> None:
+        """Begin with an estimate of the link."""
+        self.latency_s = latency_s
+        self._bytes, self._seconds = rate_bps / 8 * _PRIOR_S, _PRIOR_S
+
+    def asked(self, nbytes: int, now: float) -> None:
+        """So much more is requested."""
+        if not self.under_way:
+            self._at = now
+        self.under_way += nbytes
+
+    def arrived(self, nbytes: int, now: float) -> None:
+        """So much has come."""
+        self.under_way -= nbytes
+        span, self._at = max(0.0, now - self._at), now
+        kept = math.exp(-span / _MEMORY_S)
+        self._bytes = self._bytes * kept + nbytes
+        self._seconds = self._seconds * kept + span
+        self.busy_s += span
+
+    def rate(self, now: float) -> float:
+        """Bytes per second of late, silence included; 0 if nothing is known."""
+        return self._bytes / max(self._seconds + self.silent_s(now), _LEAST_S) if self._bytes else 0.0
+
+    def silent_s(self, now: float) -> float:
+        """How long nothing has come of what is requested."""
+        return max(0.0, now - self._at) if self.under_way > 0 else 0.0
+
+    def ends_in(self, queued: int, now: float) -> float:
+        """Seconds until it has delivered what is requested and so many bytes more; infinite if nothing is known."""
+        work, rate = self.under_way + queued, self.rate(now)
+        return work / rate if rate else (math.inf if work else 0.0)
 
 
-class TransferPolicy(Protocol):
-    """Chooses the next job for a donor with room."""
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """What a source has been given and not yet asked for."""
 
-    def choose(self, source: str, waiting: Sequence[Job], stats: Mapping[str, SourceStats]) -> int | None:
-        """Index into `waiting` (never empty, all of it allowed for this donor), or None to leave the donor idle.
-
-        `stats` has an entry for each living donor. A policy that leaves a donor idle is asked again whenever
-        something changes; should it leave all of them idle, the first waiting job goes to whoever asks.
-        """
-        ...
+    nbytes: int
+    tail_nbytes: int
+    """Size of its last job."""
 
 
-class SharedQueue:
-    """First come, first served, in address order: fast donors simply come more often."""
+@dataclass(frozen=True)
+class Assignment:
+    """Who is to send what, with the reason in words."""
 
-    def choose(self, source: str, waiting: Sequence[Job], stats: Mapping[str, SourceStats]) -> int | None:
+    jobs: Mapping[str, Sequence[Job]] = field(default_factory=dict)
+    reason: str = ""
+
+
+Deliver = Callable[["Donor", "Board", "Sink"], None]
+
+
+class TransferPolicy:
+    """First come, first served, in address order: fast sources simply come more often."""
+
+    name = "shared"
+    patient = False
+    """Whether the plan waits until every donor has answered, or been silent for a while: what it fixes stays so."""
+    recheck_s = 1.0
+    """How long an idle source waits before it is considered again, if nothing changes meanwhile."""
+    barrier = False
+    """Whether everybody is meant to wait for the end of the transfer; recorded."""
+
+    def sources(self, donors: Sequence[Endpoint]) -> list[Endpoint]:
+        """Whom to ask, given the donors that can be dialled."""
+        return list(donors)
+
+    def prior(self, source: str) -> tuple[float, float] | None:
+        """(latency in seconds, rate in bits per second) as estimated before the transfer; None if unknown."""
+        return None
+
+    def grain_nbytes(self, nbytes: int, sources: int, request_nbytes: int) -> int:
+        """Size of a job: a small state is cut so that every donor gets some of it, and the fast ones more."""
+        return min(request_nbytes, max(MIN_REQUEST_NBYTES, nbytes // (REQUESTS_PER_DONOR * max(1, sources))))
+
+    def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Assignment:
+        """Who sends what at first; jobs left out are spare. Sources are in the order of the donors."""
+        return Assignment(reason="whoever has room takes the next bytes")
+
+    def may_take(self, source: str, stats: Mapping[str, SourceStats]) -> bool:
+        """Whether this source may have spare jobs now. If all are kept idle, whoever asks gets one all the same."""
+        return True
+
+    def request_nbytes(self, stats: SourceStats, now: float, limit: int) -> int:
+        """Adjacent jobs are asked for together up to this size; 0: one by one."""
         return 0
 
+    def window_nbytes(self, stats: SourceStats, now: float) -> int:
+        """So many bytes are kept under way, even if that takes more requests than configured."""
+        return 0
 
-@dataclass
-class Board:
-    """Jobs waiting and under way, shared by the donor threads of one round."""
+    def steal(
+        self, thief: str, queues: Mapping[str, Queue], stats: Mapping[str, SourceStats], now: float
+    ) -> tuple[str, int] | None:
+        """From whose tail this source takes work, and how many bytes; no queue is empty, and none is the thief's."""
+        return None
 
-    waiting: list[Job]
-    policy: TransferPolicy
-    max_tries: int = 5
-    on_done: Callable[[str, int], None] = lambda source, nbytes: None
-    stats: dict[str, SourceStats] = field(default_factory=dict)
-    under_way: dict[str, list[Job]] = field(default_factory=dict)
-    error: Exception | None = None
-    stopped: bool = False
-    corrupted: int = 0
-    retried: int = 0
-    _idle: set[str] = field(default_factory=set)
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    def duplicate(
+        self, source: str, flights: Sequence[Flight], stats: Mapping[str, SourceStats], now: float
+    ) -> Flight | None:
+        """Which of the others' requests an idle source is to make as well. `flights` are those that it may."""
+        return None
 
-    def __post_init__(self) -> None:
-        self.left_nbytes = sum(job.nbytes for job in self.waiting)
-
-    def join(self, source: str) -> None:
-        """This donor delivers from now on."""
-        with self._changed:
-            self.stats.setdefault(source, SourceStats())
-            self.under_way.setdefault(source, [])
-            self._changed.notify_all()
-
-    def dismiss(self, source: str) -> None:
-        """This donor is gone; what it had goes back."""
-        with self._changed:
-            jobs = self.under_way.pop(source, [])
-            self.stats.pop(source, None)
-            self.retried += len(jobs)
-            self._return([replace(job, avoid=job.avoid | {source}) for job in jobs])
-
-    def release(self, source: str) -> None:
-        """This donor's connection broke, but it will be dialled again: what was under way goes back."""
-        with self._changed:
-            jobs, self.under_way[source] = self.under_way.get(source, []), []
-            self.retried += len(jobs)
-            if source in self.stats:
-                self.stats[source].under_way = 0
-            self._return([replace(job, avoid=job.avoid | {source}) for job in jobs])
-
-    def take(self, source: str, *, wait: bool, deadline: float) -> Job | None:
-        """A job for this donor; None if there is none now (`wait` False) or none will come any more."""
-        with self._changed:
-            if wait:
-                self._idle.add(source)
-                if self._idle >= self.stats.keys():  # the policy may have left them all idle: see `_choose`
-                    self._changed.notify_all()
-            try:
-                while not self.stopped and self.error is None and self.left_nbytes and source in self.stats:
-                    index = self._choose(source)
-                    if index is not None:
-                        job = self.waiting.pop(index)
-                        self.under_way[source].append(job)
-                        self.stats[source].under_way += job.nbytes
-                        return job
-                    left = deadline - time.monotonic()
-                    if not wait or left <= 0:
-                        break
-                    self._changed.wait(left)
-                return None
-            finally:
-                self._idle.discard(source)
-
-    def done(self, source: str, job: Job, seconds: float) -> None:
-        """All of the job arrived and is verified."""
-        with self._changed:
-            self._forget(source, job)
-            stats = self.stats[source]
-            stats.nbytes += job.nbytes
-            stats.jobs += 1
-            stats.busy_s += seconds
-            self.left_nbytes -= job.nbytes
-            self.on_done(source, job.nbytes)
-            if not self.left_nbytes:
-                self._changed.notify_all()
-
-    def wrong(self, source: str, job: Job, bad: Sequence[Piece]) -> None:
-        """These pieces of the job arrived corrupted; the rest of it is verified."""
-        with self._changed:
-            self._forget(source, job)
-            self.corrupted += max(1, len(bad))
-            again = [job] if not bad else list(_spread(job, bad))
-            good = job.nbytes - sum(j.nbytes for j in again)
-            self.left_nbytes -= good
-            self.stats[source].nbytes += good
-            if good:
-                self.on_done(source, good)
-            if job.tries + 1 >= self.max_tries:
-                self.error = StateError(
-                    f"bytes [{again[0].start}, {again[0].stop}) of the state arrived corrupted {self.max_tries} times, "
-                    f"last from {source}: a donor changes its state while it serves it, or a machine's memory is faulty"
-                )
-            self._return([replace(j, avoid=j.avoid | {source}, tries=j.tries + 1) for j in again])
-
-    def stop(self) -> None:
-        """Nobody gets a job any more."""
-        with self._changed:
-            self.stopped = True
-            self._changed.notify_all()
-
-    def servable(self) -> bool:
-        """Whether each waiting job has a living donor; if not, only another donor's manifest can help."""
-        with self._changed:
-            living = self.stats.keys()
-            return all(bool(living) if job.only is None else bool(job.only & living) for job in self.waiting)
-
-    def missing(self) -> list[Job]:
-        """What has not arrived, in address order."""
-        with self._changed:
-            jobs = [*self.waiting, *(job for jobs in self.under_way.values() for job in jobs)]
-            return sorted(jobs, key=lambda job: job.start)
-
-    def _choose(self, source: str) -> int | None:
-        allowed = [i for i, job in enumerate(self.waiting) if self._allowed(source, job)]
-        if not allowed:
-            return None
-        choice = self.policy.choose(source, [self.waiting[i] for i in allowed], self.stats)
-        if choice is None:
-            stuck = self._idle >= self.stats.keys() and not any(self.under_way.values())
-            return allowed[0] if stuck else None
-        return allowed[choice]
-
-    def _allowed(self, source: str, job: Job) -> bool:
-        if job.only is not None and source not in job.only:
-            return False
-        if source not in job.avoid:
-            return True
-        holders = self.stats.keys() if job.only is None else job.only & self.stats.keys()
-        return not holders - job.avoid  # nobody better is left
-
-    def _forget(self, source: str, job: Job) -> None:
-        self.under_way[source].remove(job)
-        self.stats[source].under_way -= job.nbytes
-
-    def _return(self, jobs: Iterable[Job]) -> None:
-        self.waiting = sorted([*self.waiting, *jobs], key=lambda job: job.start)
-        self._changed.notify_all()
+    def delivery(self) -> Deliver | None:
+        """How a donor's bytes get here, if not by requests on its connection."""
+        return None
 
 
-def _spread(job: Job, bad: Sequence[Piece]) -> Iterable[Job]:
-    """A job for each corrupted piece."""
-    position = job.start
-    for piece in job.pieces:
-        if piece in bad:
-            yield replace(job, start=position, stop=position + piece.nbytes, pieces=(piece,))
-        position += piece.nbytes
+SharedQueue = TransferPolicy
 
 
 def cut_jobs(table: StateTable, pieces: Sequence[Piece], request_nbytes: int, *, attached: frozenset[str]) -> list[Job]:
@@ -232,13 +203,23 @@ def cut_jobs(table: StateTable, pieces: Sequence[Piece], request_nbytes: int, *,
         attached: The donors that hold the attached tensors; replicated ones are held by all.
     """
     jobs: list[Job] = []
+    start = stop = 0
+    run: list[Piece] = []
+    only: frozenset[str] | None = None
+
+    def close() -> None:
+        if run:
+            jobs.append(Job(start, stop, tuple(run), only))
+            run.clear()
+
     for piece in pieces:
         entry = table.entries[piece.entry]
-        start, stop = entry.offset + piece.start, entry.offset + piece.stop
-        only = attached if entry.attached else None
-        last = jobs[-1] if jobs else None
-        if last is not None and last.stop == start and stop - last.start <= request_nbytes and last.only == only:
-            jobs[-1] = replace(last, stop=stop, pieces=(*last.pieces, piece))
-        else:
-            jobs.append(Job(start, stop, (piece,), only))
+        low, high = entry.offset + piece.start, entry.offset + piece.stop
+        holders = attached if entry.attached else None
+        if not run or stop != low or high - start > request_nbytes or only != holders:
+            close()
+            start, only = low, holders
+        run.append(piece)
+        stop = high
+    close()
     return jobs

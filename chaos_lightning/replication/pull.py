@@ -6,9 +6,9 @@ is not used and is named in the report (PROTOCOL.md 24). Who stands on another h
 11, 15). (2) The *lead*, one of those, gives the manifest and the table of piece hashes. (3) `state.prepare` makes the
 tensors, the pieces that are here already are found by hash and skipped (PROTOCOL.md 16). (4) All donors deliver the
 rest, a thread each, pipelined, straight into tensor memory; each piece is verified on arrival. A donor that dies,
-stalls or sends wrong bytes costs time only. If the donors of the attached tensors are gone, a new round starts with
-another lead, and what arrived is skipped. (5) `state.adopt`, and the whole state is hashed again where it now lies
-(PROTOCOL.md 19).
+stalls or sends wrong bytes costs time only; how the work is shared is the transfer policy's (policies.py). If the
+donors of the attached tensors are gone, a new round starts with another lead, and what arrived is skipped. (5)
+`state.adopt`, and the whole state is hashed again where it now lies (PROTOCOL.md 19).
 
 If a pull fails the tensors hold a mixture: the caller must not contribute, and may only pull again.
 
@@ -18,9 +18,11 @@ checksums.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -32,29 +34,29 @@ from chaos_lightning.errors import StateError, WireError
 from chaos_lightning.membership.types import Span
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.replication.board import Board
 from chaos_lightning.replication.bulk import Frame, Type
 from chaos_lightning.replication.client import Dial, Digest, Donor, Endpoint, PullConfig
 from chaos_lightning.replication.manifest import decode_manifest
 from chaos_lightning.replication.memory import Region, region
-from chaos_lightning.replication.policy import Board, Job, TransferPolicy, cut_jobs
+from chaos_lightning.replication.policies import make_policy
+from chaos_lightning.replication.policy import Job, SharedQueue, TransferPolicy, cut_jobs
 from chaos_lightning.replication.server import merge_spans
-from chaos_lightning.replication.session import Progress, PullReport, Session
+from chaos_lightning.replication.session import Meter, Progress, PullReport, Session
 from chaos_lightning.replication.table import (
     DTYPES,
-    PIECE_NBYTES,
     Entry,
     Piece,
     StateTable,
     build_table,
     check_layout,
     decode_table,
-    hash_region,
+    dtype_name,
 )
 
-REQUESTS_PER_DONOR = 4
-"""At least so many requests for each donor, as long as they do not fall below..."""
-MIN_REQUEST_NBYTES = 64 << 10
-"""...this size: below it a request's round trip would cost more than its bytes."""
+_HASHERS = 4
+_HASHED_TOGETHER = 16
+"""Pieces that a thread hashes in one go."""
 
 
 class StateSink:
@@ -70,14 +72,20 @@ class StateSink:
     def land(self, job: Job) -> list[memoryview]:
         return [self._regions[p.entry].land(p.start, p.stop) for p in job.pieces]
 
-    def landed(self, job: Job, buffers: list[memoryview], frame: Frame) -> list[Piece] | None:
+    def landed(self, job: Job, buffers: list[memoryview], frame: Frame, *, in_place: bool) -> list[Piece] | None:
         bad = []
         for piece, buffer in zip(job.pieces, buffers, strict=True):
-            if xxhash.xxh3_128_digest(buffer) == piece.digest:
-                self._regions[piece.entry].landed(piece.start, piece.stop, buffer)
-            else:
+            if xxhash.xxh3_128_digest(buffer) != piece.digest:
                 bad.append(piece)
+            elif in_place:
+                self._regions[piece.entry].landed(piece.start, piece.stop, buffer)
         return bad
+
+    def place(self, job: Job, buffers: list[memoryview]) -> None:
+        for piece, buffer in zip(job.pieces, buffers, strict=True):
+            landing = self._regions[piece.entry].land(piece.start, piece.stop)
+            landing[:] = buffer
+            self._regions[piece.entry].landed(piece.start, piece.stop, landing)
 
 
 class ResultSink:
@@ -92,18 +100,25 @@ class ResultSink:
     def land(self, job: Job) -> list[memoryview]:
         return [self._target.land(job.start, job.stop)]
 
-    def landed(self, job: Job, buffers: list[memoryview], frame: Frame) -> list[Piece] | None:
+    def landed(self, job: Job, buffers: list[memoryview], frame: Frame, *, in_place: bool) -> list[Piece] | None:
         if bulk.checksum_of(buffers) != frame.checksum:
             return None
-        self._target.landed(job.start, job.stop, buffers[0])
+        if in_place:
+            self._target.landed(job.start, job.stop, buffers[0])
         return []
+
+    def place(self, job: Job, buffers: list[memoryview]) -> None:
+        landing = self._target.land(job.start, job.stop)
+        landing[:] = buffers[0]
+        self._target.landed(job.start, job.stop, landing)
 
 
 class _Survey:
     """Who has which state."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, patient: bool) -> None:
         self.session = session
+        self.patient = patient
         self.digests: dict[str, Digest] = {}
         self._first_at = float("inf")
 
@@ -124,7 +139,7 @@ class _Survey:
         if not self.digests:
             return False
         most = Counter(d.state for d in self.digests.values()).most_common(1)[0][1]
-        if 2 * most > len(self.digests) + len(open_):
+        if 2 * most > len(self.digests) + len(open_) and not self.patient:
             return True
         now, grace_s = time.monotonic(), session.config.survey_grace_s
         # Donors that say they are still on their way get longer, but not for ever.
@@ -146,14 +161,12 @@ class _Survey:
 
 
 class _StatePull:
-    def __init__(
-        self, session: Session, state: StateAccess, policy: TransferPolicy | None, progress: Progress | None
-    ) -> None:
+    def __init__(self, session: Session, state: StateAccess, policy: TransferPolicy, progress: Progress | None) -> None:
         self.session = session
         self.state = state
         self.policy = policy
         self.progress = progress
-        self.survey = _Survey(session)
+        self.survey = _Survey(session, policy.patient)
         self.skipped: int | None = None
 
     def run(self, head: str, seq: int) -> PullReport:
@@ -244,32 +257,32 @@ class _StatePull:
         wanted = digests[lead]
         usable = [m for m in self.survey.living() if digests[m].state == wanted.state]
         holders = frozenset(m for m in usable if digests[m].attached == wanted.attached)
-        here = table.nbytes - missing_nbytes
-
-        def on_bytes(nbytes: int) -> None:
-            nonlocal here
-            here += nbytes
-            if self.progress is not None:
-                self.progress(here, table.nbytes)
+        meter = Meter(table.nbytes, table.nbytes - missing_nbytes, self.progress)
 
         def recruit(kind: str, member: str, result: Any) -> bool:
             digests[member] = result
             return bool(result.state == wanted.state)
 
-        on_bytes(0)
-        # A small state is cut so that every donor gets some of it, and the fast ones more.
-        fair = max(MIN_REQUEST_NBYTES, missing_nbytes // (REQUESTS_PER_DONOR * max(1, len(usable))))
-        jobs = cut_jobs(table, missing, min(self.session.config.request_nbytes, fair), attached=holders)
+        meter(0, {})
+        # The lead comes first: it holds what only the manifest refers to.
+        usable.sort(key=lambda m: (m != lead, self.session.order.index(m)))
+        grain = self.policy.grain_nbytes(missing_nbytes, len(usable), self.session.config.request_nbytes)
+        jobs = cut_jobs(table, missing, grain, attached=holders)
         return self.session.deliver(
-            jobs, StateSink(regions), usable, policy=self.policy, on_bytes=on_bytes, recruit=recruit
+            jobs, StateSink(regions), usable, policy=self.policy, on_bytes=meter, recruit=recruit
         )
 
     def _prove(self, table: StateTable) -> None:
         """The state as it now lies in the joiner has the donors' hash (PROTOCOL.md 19)."""
-        mine = build_table(self.state.tensors())
-        if mine.state_hash == table.state_hash:
-            return
+        tensors = self.state.tensors()
         theirs = [e for e in table.entries if not e.attached]
+        same = [(e.name, e.dtype, e.shape) for e in theirs] == [
+            (name, dtype_name(t.dtype), tuple(t.shape)) for name, t in tensors
+        ]
+        # The state hash is one over names, types, shapes and these very piece hashes.
+        if same and not _missing(StateTable(tuple(theirs)), [region(name, t) for name, t in tensors]):
+            return
+        mine = build_table(tensors)
         for a, b in zip(theirs, mine.entries, strict=False):
             if (a.name, a.dtype, a.shape, a.hashes) != (b.name, b.dtype, b.shape, b.hashes):
                 raise StateError(
@@ -316,9 +329,18 @@ def _make_attached(table: StateTable, limit_nbytes: int) -> dict[str, Tensor]:
 
 
 def _missing(table: StateTable, regions: Sequence[Region]) -> list[Piece]:
-    """The pieces that differ here (PROTOCOL.md 16)."""
-    mine = [hash_region(source) for source in regions]
-    return [p for p in table.pieces() if mine[p.entry][p.start // PIECE_NBYTES] != p.digest]
+    """The pieces that differ here (PROTOCOL.md 16); on several cores, since nothing travels meanwhile."""
+
+    def differing(pieces: Sequence[Piece]) -> list[Piece]:
+        digest = xxhash.xxh3_128_digest
+        return [p for p in pieces if digest(regions[p.entry].read(p.start, p.stop)) != p.digest]
+
+    pieces = list(table.pieces())
+    if len(pieces) < 2 * _HASHED_TOGETHER:
+        return differing(pieces)
+    groups = [pieces[at : at + _HASHED_TOGETHER] for at in range(0, len(pieces), _HASHED_TOGETHER)]
+    with ThreadPoolExecutor(min(_HASHERS, os.cpu_count() or 1), "chaos-hash") as pool:
+        return [piece for found in pool.map(differing, groups) for piece in found]
 
 
 def pull_state(
@@ -342,7 +364,7 @@ def pull_state(
         seq: Its slot.
         state: This member's state; `prepare` and `adopt` are called in the calling thread.
         config: Waits and sizes.
-        policy: Which donor sends what; `SharedQueue` if None.
+        policy: Which donor sends what (policies.make_policy), new for each pull; `adaptive` without estimates if None.
         progress: Told of bytes that arrived.
         abandoned: Asked now and then; True ends the pull, for what it was for is superseded.
 
@@ -351,7 +373,8 @@ def pull_state(
             (says which tensor), or the pull was abandoned.
         DeadlineError: The deadline passed.
     """
-    with Session(donors, dial, what="state", head=head, seq=seq, config=config) as session:
+    policy = policy or make_policy("adaptive")
+    with Session(policy.sources(donors), dial, what="state", head=head, seq=seq, config=config) as session:
         session.abandoned = abandoned
         return _StatePull(session, state, policy, progress).run(head, seq)
 
@@ -400,16 +423,10 @@ def pull_result(
         held = {e.member: merge_spans(spans.get(e.member, ())) for e in donors}
         jobs = _result_jobs(needed, held, session.config.request_nbytes)
         total = sum(stop - start for start, stop in needed)
-        here = 0
-
-        def on_bytes(nbytes: int) -> None:
-            nonlocal here
-            here += nbytes
-            if progress is not None:
-                progress(here, total)
-
         target = region("reduced bytes", flat)
-        board = session.deliver(jobs, ResultSink(target), session.order, policy=policy, on_bytes=on_bytes)
+        board = session.deliver(
+            jobs, ResultSink(target), session.order, policy=policy or SharedQueue(), on_bytes=Meter(total, 0, progress)
+        )
         if board.left_nbytes:
             raise session.exhausted(board)
         target.finish()

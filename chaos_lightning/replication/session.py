@@ -4,6 +4,9 @@ Theory of operation. All waiting happens in `collect`, in the calling thread: it
 finished, books a failure against its donor, and hands results to the phase that asked. A phase is therefore a loop
 "look at what is known; enough? else collect". Every wait ends at the pull's deadline with an error that names whom it
 waited for.
+
+When all bytes are there, requests that a faster copy has overtaken may still be under way: their connections are cut,
+and only when those threads have let go of the memory does delivery return.
 """
 
 from __future__ import annotations
@@ -15,14 +18,71 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chaos_lightning.errors import DeadlineError, StateError
+from chaos_lightning.membership.types import SourceProgress
 from chaos_lightning.replication import bulk
+from chaos_lightning.replication.board import Board
 from chaos_lightning.replication.client import Dial, Donor, Endpoint, PullConfig, Sink, reason_of
-from chaos_lightning.replication.policy import Board, Job, SharedQueue, TransferPolicy
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes here, bytes in all) whenever something arrived; one call at a time, from any thread, briefly."""
+from chaos_lightning.replication.policy import Job, SourceStats, TransferPolicy
 
 _PATIENCE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class PullProgress:
+    """How far a pull is."""
+
+    done_nbytes: int
+    """Bytes here, those that were here before included."""
+    total_nbytes: int
+    rate_bps: float
+    """Bits per second of late, all sources together; 0: nothing is known yet."""
+    remaining_s: float
+    """At this rate; infinite if nothing is known yet."""
+    sources: tuple[SourceProgress, ...] = ()
+
+
+Progress = Callable[[PullProgress], None]
+"""Called whenever something was verified; one call at a time, from any thread, briefly."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReport:
+    """What one source did in a pull."""
+
+    nbytes: int = 0
+    """Verified and used."""
+    rate_bps: float = 0.0
+    """Bits per second while something was asked of it; duplicates included."""
+    busy_s: float = 0.0
+    requests: int = 0
+    duplicated: int = 0
+    """Bytes that it sent although another source's copy was used."""
+    stolen: int = 0
+    """Bytes that it took over from the shares of others."""
+    retries: int = 0
+    """Its requests that had to be made again."""
+
+    @classmethod
+    def of(cls, stats: SourceStats) -> SourceReport:
+        moved = stats.nbytes + stats.duplicated
+        rate = 8 * moved / stats.busy_s if stats.busy_s else 0.0
+        return cls(
+            stats.nbytes, rate, stats.busy_s, stats.jobs, stats.duplicated, stats.stolen, stats.retries
+        )  # fmt: skip
+
+    def plus(self, other: SourceReport) -> SourceReport:
+        """Both rounds of a pull together."""
+        busy = self.busy_s + other.busy_s
+        rate = (self.rate_bps * self.busy_s + other.rate_bps * other.busy_s) / busy if busy else 0.0
+        return SourceReport(
+            self.nbytes + other.nbytes,
+            rate,
+            busy,
+            self.requests + other.requests,
+            self.duplicated + other.duplicated,
+            self.stolen + other.stolen,
+            self.retries + other.retries,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +109,18 @@ class PullReport:
     """Donors that fell out, with the reason."""
     rounds: int = 1
     """More than one if the donor that gave the manifest was lost."""
+    policy: str = ""
+    reason: str = ""
+    """Why the policy shared the work as it did at first."""
+    barrier: bool = False
+    """Whether the policy has everybody wait until the pull is over."""
+    moving_s: float = 0.0
+    """Of `seconds`, from the first request for bytes to the last byte verified."""
+    duplicated: int = 0
+    """Bytes that arrived twice, for a copy was asked for elsewhere."""
+    steals: int = 0
+    """How often a source took over work of another one."""
+    sources: Mapping[str, SourceReport] = field(default_factory=dict)
 
 
 class Session:
@@ -79,9 +151,14 @@ class Session:
         self.order = [e.member for e in endpoints]
         self.failed: dict[str, str] = {}
         self.by_source: dict[str, int] = {}
-        self.retries = self.corrupted = 0
+        self.sources: dict[str, SourceReport] = {}
+        self.retries = self.corrupted = self.steals = 0
+        self.moving_s = 0.0
+        self.policy: TransferPolicy | None = None
+        self.reason = ""
         self.abandoned: Callable[[], bool] | None = None
         """Says whether the pull has become pointless."""
+        self._board: Board | None = None
         self._pending: dict[Future[Any], tuple[str, str]] = {}
         self.donors = {
             e.member: Donor(e, dial, head=head, seq=seq, config=self.config, deadline=self.deadline) for e in endpoints
@@ -93,9 +170,8 @@ class Session:
     def __exit__(self, *_: object) -> None:
         for donor in self.donors.values():
             donor.close()
-        for kind, member in self._pending.values():
-            if kind == "deliver":  # it may be receiving into memory that the caller is about to reuse
-                self.donors[member].join(self.config.stall_timeout_s)
+        for member in self._board.busy() if self._board is not None else ():
+            self.donors[member].join(self.config.stall_timeout_s)  # the caller is about to reuse what it writes to
 
     def start(self, kind: str, member: str, work: Callable[[], Any]) -> None:
         """Have a donor's thread do something; `collect` returns it as (kind, member, result)."""
@@ -112,7 +188,10 @@ class Session:
             raise self._overdue()
         if self.abandoned is not None and self.abandoned():
             raise StateError(f"pulling {self.what} was abandoned: something else was decided meanwhile")
-        finished = wait(self._pending, timeout=min(left, patience_s), return_when=FIRST_COMPLETED).done
+        return self._finished(min(left, patience_s))
+
+    def _finished(self, patience_s: float) -> list[tuple[str, str, Any]]:
+        finished = wait(self._pending, timeout=patience_s, return_when=FIRST_COMPLETED).done
         results = []
         for future in finished:
             kind, member = self._pending.pop(future)
@@ -136,6 +215,8 @@ class Session:
         """This donor is out."""
         self.failed.setdefault(member, reason)
         self.donors[member].close()
+        if self._board is not None:
+            self._board.dismiss(member)  # also what was planned for it
 
     def fates(self) -> str:
         """What became of the donors, for messages."""
@@ -147,8 +228,8 @@ class Session:
         sink: Sink,
         donors: Sequence[str],
         *,
-        policy: TransferPolicy | None,
-        on_bytes: Callable[[int], None],
+        policy: TransferPolicy,
+        on_bytes: Callable[[int, Mapping[str, SourceStats]], None],
         recruit: Callable[[str, str, Any], bool] | None = None,
     ) -> Board:
         """Have the donors send these jobs; returns when all arrived or nobody is left who could send the rest.
@@ -158,42 +239,68 @@ class Session:
             sink: Where it goes.
             donors: Who may send.
             policy: Who sends what.
-            on_bytes: Called with the size of whatever is verified.
+            on_bytes: Called with the size of whatever is verified, and what is known of the sources.
             recruit: Given a late answer (kind, member, result), says whether that donor joins in.
         """
 
         def account(source: str, nbytes: int) -> None:
             self.by_source[source] = self.by_source.get(source, 0) + nbytes
-            on_bytes(nbytes)
+            on_bytes(nbytes, board.stats)
 
-        board = Board(list(jobs), policy or SharedQueue(), on_done=account)
+        size = self.config.request_nbytes
+        board = Board(jobs, policy, sink.place, on_done=account, request_nbytes=size)
+        self._board, self.policy = board, policy
+        how = policy.delivery()
 
         def enlist(member: str) -> None:
             donor = self.donors[member]
-            self.start("deliver", member, lambda: donor.deliver(board, sink))
+            self.start("deliver", member, lambda: donor.deliver(board, sink, how))
 
+        began = time.monotonic()
+        late = [m for m in self.pending("digest") if m not in donors] if recruit is not None else []
         try:
             for member in donors:
                 board.join(member)
+            board.assign([*donors, *late])
+            self.reason = self.reason or board.reason
             for member in donors:
                 enlist(member)
             while board.left_nbytes and board.error is None:
-                late = recruit is not None and bool(self.pending("digest"))
-                if not late and not (self.pending("deliver") and board.servable()):
+                waited = recruit is not None and bool(self.pending("digest"))
+                if not waited and not (self.pending("deliver") and board.servable()):
                     break
                 for kind, member, result in self.collect():
-                    if kind != "deliver" and recruit is not None and recruit(kind, member, result):
+                    if kind == "deliver" or recruit is None:
+                        continue
+                    if recruit(kind, member, result):
                         board.join(member)
                         enlist(member)
+                    else:
+                        board.dismiss(member)
         finally:
             board.stop()
-        while self.pending("deliver"):  # nobody may write any more when this returns
-            self.collect()
-        self.retries += board.retried
+        self.moving_s += time.monotonic() - began
+        self._let_go(board)
+        self.retries += sum(stats.retries for stats in board.everybody().values())
         self.corrupted += board.corrupted
+        self.steals += board.steals
+        for member, stats in board.everybody().items():
+            self.sources[member] = self.sources.get(member, SourceReport()).plus(SourceReport.of(stats))
         if board.error is not None:
             raise board.error
         return board
+
+    def _let_go(self, board: Board) -> None:
+        """Nobody writes any more when this returns; donors that only dial, or wait, are not waited for."""
+        if not board.left_nbytes or board.error is not None:
+            for member in board.busy():
+                self.donors[member].close()
+        while board.busy():
+            self.collect(0.01)
+        self._finished(0.0)
+        for member in self.pending("deliver"):
+            if self.donors[member].broken:
+                self.failed.setdefault(member, self.donors[member].broken)
 
     def exhausted(self, board: Board | None, names: Callable[[Job], str] | None = None) -> StateError | DeadlineError:
         """Nobody is left who could send the rest."""
@@ -222,5 +329,30 @@ class Session:
             retries=self.retries,
             corrupted=self.corrupted,
             failed=dict(self.failed),
+            policy=self.policy.name if self.policy is not None else "",
+            reason=self.reason,
+            barrier=self.policy is not None and self.policy.barrier,
+            moving_s=self.moving_s,
+            duplicated=sum(s.duplicated for s in self.sources.values()),
+            steals=self.steals,
+            sources=dict(self.sources),
             **more,
         )
+
+
+class Meter:
+    """Turns verified bytes into `PullProgress`."""
+
+    def __init__(self, total_nbytes: int, here_nbytes: int, tell: Progress | None) -> None:
+        self._total, self._here, self._tell = total_nbytes, here_nbytes, tell
+
+    def __call__(self, nbytes: int, stats: Mapping[str, SourceStats]) -> None:
+        self._here += nbytes
+        if self._tell is None:
+            return
+        now = time.monotonic()
+        sources = tuple(SourceProgress(m, s.nbytes, 8 * s.rate(now)) for m, s in list(stats.items()))
+        rate = sum(s.rate_bps for s in sources)
+        left = self._total - self._here
+        remaining = 8 * left / rate if rate else (float("inf") if left else 0.0)
+        self._tell(PullProgress(self._here, self._total, rate, remaining, sources))

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from chaos_lightning.replication import (
     Endpoint,
-    Job,
     ModuleState,
     PullConfig,
     PullReport,
@@ -233,14 +232,14 @@ QUICK = PullConfig(deadline_s=LIMIT_S, stall_timeout_s=0.5, survey_grace_s=0.2, 
 PATIENT = PullConfig(deadline_s=LIMIT_S, stall_timeout_s=LIMIT_S, request_nbytes=1 << 18)
 
 
-class First:
+class First(TransferPolicy):
     """All work to one donor as long as it lives: whatever is to happen to it does happen."""
 
     def __init__(self, member: str) -> None:
         self.member = member
 
-    def choose(self, source: str, waiting: Sequence[Job], stats: Mapping[str, SourceStats]) -> int | None:
-        return None if source != self.member and self.member in stats else 0
+    def may_take(self, source: str, stats: Mapping[str, SourceStats]) -> bool:
+        return source == self.member or self.member not in stats
 
 
 def pull(

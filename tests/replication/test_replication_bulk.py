@@ -18,6 +18,7 @@ from replication_support import HEAD, LIMIT_S, SEQ, Acceptor, dial, numbered, pu
 
 from chaos_lightning.errors import StateError, WireError
 from chaos_lightning.replication import PullConfig, ServerConfig, StateServer, pull_state, state_hash
+from chaos_lightning.replication.bulk import _LIMITS as LIMITS
 from chaos_lightning.replication.bulk import (
     HEADER_NBYTES,
     MAX_CONTROL_NBYTES,
@@ -40,7 +41,7 @@ FRAMES = st.builds(
     length=st.just(0) | st.integers(0, 100),
     flags=st.just(0),
     checksum=st.integers(0, 2**64 - 1),
-).filter(lambda frame: frame.length == 0 or frame.type not in (*list(Type)[:3], Type.PENDING))
+).filter(lambda frame: frame.length <= LIMITS[frame.type])
 
 
 def forge(

@@ -41,7 +41,7 @@ def test_state_arrives_from_three_donors() -> None:
             seq=SEQ,
             state=mine,
             config=CONFIG,
-            progress=lambda here, total: seen.append((here, total)),
+            progress=lambda p: seen.append((p.done_nbytes, p.total_nbytes)),
         )
     assert state_hash(mine.tensors()) == state_hash(theirs.tensors()) == report.state_hash
     assert report.nbytes == 2_000_000 == sum(report.by_source.values())

@@ -1,0 +1,409 @@
+"""Which donor sends which bytes next: the shared work of one pull.
+
+Theory of operation. The board is the only thing that the donors' threads share. A *task* is a job and what became of
+it; a *flight* is one request for it. A task has at most one flight that receives in place, its owner. A duplicate
+receives into memory of its own; if it is verified first, the task is done, but the copy is *held* until the owner's
+flight has ended in one way or another, and only then written to its place. So nobody writes into verified memory
+again, and nobody has to be stopped for that. What a donor does not deliver (it died, its connection broke, the bytes
+were wrong) goes back and is offered to others first.
+
+When nothing is left the pull cuts the connections on which only overtaken requests are under way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from chaos_lightning.errors import StateError
+from chaos_lightning.replication.policy import Job, Queue, SourceStats, TransferPolicy
+from chaos_lightning.replication.table import Piece
+
+MOST_FLIGHTS = 32
+"""Requests under way with one donor, however small they are."""
+MAX_TRIES = 5
+"""The same bytes may arrive corrupted so often, from whomever."""
+
+Place = Callable[[Job, list[memoryview]], None]
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    """A job and what became of it."""
+
+    job: Job
+    owner: Flight | None = None
+    """The request that receives it in place."""
+    copies: int = 0
+    """Duplicate requests under way."""
+    done: bool = False
+    held: list[memoryview] | None = None
+    """A verified copy that waits until the owner has ended."""
+
+
+@dataclass(eq=False, slots=True)
+class Flight:
+    """One request under way."""
+
+    task: Task
+    source: str
+    copy: bool
+    """It receives into memory of its own."""
+    got: int = 0
+    """Bytes that arrived so far."""
+
+    @property
+    def job(self) -> Job:
+        return self.task.job
+
+
+@dataclass
+class Board:
+    """Tasks waiting and under way, shared by the donor threads of one round."""
+
+    jobs: Sequence[Job]
+    policy: TransferPolicy
+    place: Place = lambda job, buffers: None
+    """Brings verified bytes that were received elsewhere to their place."""
+    on_done: Callable[[str, int], None] = lambda source, nbytes: None
+    request_nbytes: int = 4 << 20
+    stats: dict[str, SourceStats] = field(default_factory=dict)
+    """Of the donors that deliver."""
+    gone: dict[str, SourceStats] = field(default_factory=dict)
+    """Of those that did."""
+    error: Exception | None = None
+    stopped: bool = False
+    corrupted: int = 0
+    steals: int = 0
+    copies: int = 0
+    """Duplicate requests made."""
+
+    def __post_init__(self) -> None:
+        self.left_nbytes = sum(job.nbytes for job in self.jobs)
+        self.flights: dict[str, list[Flight]] = {}
+        self._spare: deque[Task] = deque(Task(job) for job in self.jobs)
+        self._queues: dict[str, deque[Task]] = {}
+        self._queued: dict[str, int] = {}
+        self._idle: set[str] = set()
+        self._changed = threading.Condition()
+        self.reason = ""
+
+    # --- from the pull's own thread -------------------------------------------------------------------------------
+
+    def assign(self, sources: Sequence[str]) -> None:
+        """Have the policy give out what is spare to these sources, which may join later."""
+        with self._changed:
+            tasks = {id(task.job): task for task in self._spare}
+            given = self.policy.assign([task.job for task in self._spare], sources)
+            self.reason = given.reason
+            for source, jobs in given.jobs.items():
+                allowed = [j for j in jobs if source in sources and (j.only is None or source in j.only)]
+                queue = deque(tasks.pop(id(job)) for job in allowed)
+                if queue:
+                    self._queues[source] = queue
+                    self._queued[source] = sum(job.nbytes for job in allowed)
+            self._spare = deque(task for task in self._spare if id(task.job) in tasks)
+            self._changed.notify_all()
+
+    def join(self, source: str) -> None:
+        """This donor delivers from now on."""
+        with self._changed:
+            if source not in self.stats:
+                stats = self.stats[source] = self.gone.pop(source, SourceStats())
+                if (prior := self.policy.prior(source)) is not None:
+                    stats.expect(*prior)
+            self.flights.setdefault(source, [])
+            self._changed.notify_all()
+
+    def dismiss(self, source: str) -> None:
+        """This donor is gone; what it had, or was to have, goes back."""
+        with self._changed:
+            self._return_all(source)
+            self.flights.pop(source, None)
+            if (stats := self.stats.pop(source, None)) is not None:
+                self.gone[source] = stats
+            self._spare.extend(self._queues.pop(source, ()))
+            self._queued.pop(source, None)
+            self._changed.notify_all()
+
+    def release(self, source: str) -> None:
+        """This donor's connection broke, but it will be dialled again: what was under way goes back."""
+        with self._changed:
+            self._return_all(source)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Nobody gets a job any more."""
+        with self._changed:
+            self.stopped = True
+            self._changed.notify_all()
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing to do any more."""
+        return self.stopped or self.error is not None or not self.left_nbytes
+
+    def busy(self) -> list[str]:
+        """Donors that may still be receiving."""
+        with self._changed:
+            return [source for source, flights in self.flights.items() if flights]
+
+    def pause(self, seconds: float, deadline: float) -> bool:
+        """Wait; False if it became pointless."""
+        until = min(time.monotonic() + seconds, deadline)
+        with self._changed:
+            while not self.over and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+            return not self.over and time.monotonic() < deadline
+
+    def servable(self) -> bool:
+        """Whether each waiting job has a living donor; if not, only another donor's manifest can help."""
+        with self._changed:
+            living = self.stats.keys()
+            tasks = [*self._spare, *(task for queue in self._queues.values() for task in queue)]
+            return all(bool(living) if t.job.only is None else bool(t.job.only & living) for t in tasks)
+
+    def missing(self) -> list[Job]:
+        """What has not arrived, in address order."""
+        with self._changed:
+            waiting = [*self._spare, *(task for queue in self._queues.values() for task in queue)]
+            flying = [f.task for flights in self.flights.values() for f in flights if not f.copy and not f.task.done]
+            return sorted((task.job for task in [*waiting, *flying]), key=lambda job: job.start)
+
+    def everybody(self) -> dict[str, SourceStats]:
+        """All donors that delivered, or were about to."""
+        with self._changed:
+            return {**self.gone, **self.stats}
+
+    # --- from the donors' threads ---------------------------------------------------------------------------------
+
+    def take(self, source: str, *, depth: int, wait: bool, deadline: float) -> Flight | None:
+        """The next request for this donor; None if there is none now (`wait` False), or none will come any more.
+
+        Args:
+            source: Who has room.
+            depth: Requests that it should have under way.
+            wait: Whether it has nothing under way, so that it can only wait.
+            deadline: A `time.monotonic()` value that no wait passes.
+        """
+        with self._changed:
+            if wait:
+                self._idle.add(source)
+                if self._idle >= self.stats.keys():  # the policy may have left them all idle: see `_may_take`
+                    self._changed.notify_all()
+            try:
+                while not self.over and source in self.stats:
+                    now = time.monotonic()
+                    if not self._has_room(source, depth, now):
+                        return None
+                    flight = self._next(source, wait, now)
+                    if flight is not None:
+                        self.flights[source].append(flight)
+                        self.stats[source].asked(flight.job.nbytes, now)
+                        return flight
+                    left = deadline - now
+                    if not wait or left <= 0:
+                        return None
+                    self._changed.wait(min(left, self.policy.recheck_s))
+                return None
+            finally:
+                self._idle.discard(source)
+
+    def arrived(self, flight: Flight, nbytes: int) -> None:
+        """So many of its bytes have come; called often by the thread that receives them, so without a lock."""
+        flight.got += nbytes
+        self.stats[flight.source].arrived(nbytes, time.monotonic())
+
+    def done(self, flight: Flight, buffers: list[memoryview]) -> None:
+        """All of it arrived and is verified; an owner's bytes are in place."""
+        with self._changed:
+            self._forget(flight)
+            task, stats = flight.task, self.stats[flight.source]
+            stats.jobs += 1
+            if task.done:  # another copy was verified before
+                stats.duplicated += flight.job.nbytes
+                if not flight.copy:
+                    task.held = None
+                return
+            task.done = True
+            if flight.copy:
+                if task.owner is not None:
+                    task.held = buffers
+                else:  # the owner failed meanwhile, and nobody else has begun
+                    self._spare = deque(t for t in self._spare if t is not task)
+                    self.place(task.job, buffers)
+            self._account(flight.source, flight.job.nbytes)
+
+    def wrong(self, flight: Flight, bad: Sequence[Piece]) -> None:
+        """These pieces arrived corrupted (none named: all); the rest is verified, and in place if it is an owner's."""
+        with self._changed:
+            self._forget(flight)
+            task, source = flight.task, flight.source
+            self.corrupted += max(1, len(bad))
+            self.stats[source].retries += 1
+            if flight.copy:
+                return
+            if task.done:
+                self._place_held(task)
+                return
+            job = task.job
+            again = [job] if not bad else list(_spread(job, bad))
+            good = job.nbytes - sum(j.nbytes for j in again)
+            if job.tries + 1 >= MAX_TRIES:
+                self.error = StateError(
+                    f"bytes [{again[0].start}, {again[0].stop}) of the state arrived corrupted {MAX_TRIES} times, "
+                    f"last from {source}: a donor changes its state while it serves it, or a machine's memory is faulty"
+                )
+            task.done = True  # its copies come too late: what is wrong of it is a task of its own
+            self._spare.extendleft(
+                Task(replace(j, avoid=j.avoid | {source}, tries=j.tries + 1)) for j in reversed(again)
+            )
+            self._account(source, good)
+            self._changed.notify_all()
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _account(self, source: str, nbytes: int) -> None:
+        if nbytes:
+            self.stats[source].nbytes += nbytes
+            self.left_nbytes -= nbytes
+            self.on_done(source, nbytes)
+        if not self.left_nbytes:
+            self._changed.notify_all()
+
+    def _forget(self, flight: Flight) -> None:
+        self.flights[flight.source].remove(flight)
+        self.stats[flight.source].under_way -= flight.job.nbytes - flight.got
+        if flight.copy:
+            flight.task.copies -= 1
+        else:
+            flight.task.owner = None
+
+    def _place_held(self, task: Task) -> None:
+        """Its owner has ended without it: now nobody else writes there."""
+        if task.held is not None:
+            self.place(task.job, task.held)
+            task.held = None
+
+    def _return_all(self, source: str) -> None:
+        for flight in reversed(self.flights.get(source, [])[:]):
+            self._forget(flight)
+            task, stats = flight.task, self.stats[source]
+            if task.done:
+                stats.duplicated += flight.got
+                if not flight.copy:
+                    self._place_held(task)
+                continue
+            stats.retries += 1
+            if not flight.copy:
+                task.job = replace(task.job, avoid=task.job.avoid | {source})
+                self._spare.appendleft(task)
+
+    def _has_room(self, source: str, depth: int, now: float) -> bool:
+        count, stats = len(self.flights[source]), self.stats[source]
+        return count < depth or (count < MOST_FLIGHTS and stats.under_way < self.policy.window_nbytes(stats, now))
+
+    def _next(self, source: str, idle: bool, now: float) -> Flight | None:
+        size = self.policy.request_nbytes(self.stats[source], now, self.request_nbytes)
+        task = self._own(source, size) or self._spared(source, size)
+        if task is None and self._queues:
+            task = self._stolen(source, size, now)
+        if task is not None:
+            flight = task.owner = Flight(task, source, copy=False)
+            return flight
+        return self._copied(source, now) if idle else None
+
+    def _own(self, source: str, size: int) -> Task | None:
+        queue = self._queues.get(source)
+        if not queue:
+            return None
+        task = queue.popleft()
+        while queue and _joins(task.job, queue[0].job, size):
+            task = Task(task.job.with_next(queue.popleft().job))
+        self._queued[source] -= task.job.nbytes
+        return task
+
+    def _spared(self, source: str, size: int) -> Task | None:
+        if not self._spare or not self._may_take(source):
+            return None
+        for index, task in enumerate(self._spare):
+            if not self._allowed(source, task.job):
+                continue
+            del self._spare[index]
+            while index < len(self._spare) and _joins(task.job, self._spare[index].job, size):
+                task = Task(task.job.with_next(self._spare[index].job))
+                del self._spare[index]
+            return task
+        return None
+
+    def _may_take(self, source: str) -> bool:
+        return self.policy.may_take(source, self.stats) or (
+            self._idle >= self.stats.keys() and not any(self.flights.values())
+        )
+
+    def _stolen(self, thief: str, size: int, now: float) -> Task | None:
+        queues = {
+            source: Queue(self._queued[source], queue[-1].job.nbytes)
+            for source, queue in self._queues.items()
+            if queue and source != thief and self._allowed(thief, queue[-1].job)
+        }
+        grab = self.policy.steal(thief, queues, self.stats, now) if queues else None
+        if grab is None:
+            return None
+        victim, nbytes = grab
+        loot: deque[Task] = deque()
+        queue, moved = self._queues[victim], 0
+        while queue and self._allowed(thief, queue[-1].job) and (not loot or moved + queue[-1].job.nbytes <= nbytes):
+            moved += queue[-1].job.nbytes
+            loot.appendleft(queue.pop())
+        self._queued[victim] -= moved
+        self._queues.setdefault(thief, deque()).extend(loot)
+        self._queued[thief] = self._queued.get(thief, 0) + moved
+        self.steals += 1
+        self.stats[thief].stolen += moved
+        return self._own(thief, size)
+
+    def _copied(self, source: str, now: float) -> Flight | None:
+        mine = {id(f.task) for f in self.flights[source]}
+        flights = [
+            f
+            for flights in self.flights.values()
+            for f in flights
+            if not f.copy and not f.task.done and id(f.task) not in mine and self._allowed(source, f.job)
+        ]
+        chosen = self.policy.duplicate(source, flights, self.stats, now) if flights else None
+        if chosen is None:
+            return None
+        chosen.task.copies += 1
+        self.copies += 1
+        return Flight(chosen.task, source, copy=True)
+
+    def _allowed(self, source: str, job: Job) -> bool:
+        if job.only is not None and source not in job.only:
+            return False
+        if source not in job.avoid:
+            return True
+        holders = self.stats.keys() if job.only is None else job.only & self.stats.keys()
+        return not holders - job.avoid  # nobody better is left
+
+
+def _joins(job: Job, following: Job, size: int) -> bool:
+    """Whether both can be asked for at once."""
+    return (
+        following.start == job.stop
+        and following.stop - job.start <= size
+        and following.only == job.only
+        and not (job.avoid or following.avoid)
+    )
+
+
+def _spread(job: Job, bad: Sequence[Piece]) -> Iterable[Job]:
+    """A job for each corrupted piece."""
+    position = job.start
+    for piece in job.pieces:
+        if piece in bad:
+            yield replace(job, start=position, stop=position + piece.nbytes, pieces=(piece,))
+        position += piece.nbytes

@@ -1,0 +1,177 @@
+"""A member in the middle: requests for state that go on to somebody else, hop by hop.
+
+Theory of operation. A joiner may want bytes from a member that it has no link to. It connects to a neighbour and
+begins with a ROUTE request that names the hops still to go. The neighbour dials the first of them, hands on the rest
+of the route, and answers ROUTED when the whole path stands. From then on the connection belongs to the member at its
+far end: requests go there, replies come back, each header checked and each payload passed on in small parts, so a
+relay holds a fixed amount of memory however large the range is. Checksums and piece hashes hold from end to end; a
+relay cannot change a byte unnoticed.
+
+A route is a list of names, nothing else. It has few hops, no member twice, and each member dials only whom it could
+dial itself. A member relays for a few at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from chaos_lightning.errors import ChaosError, RefusedError, WireError
+from chaos_lightning.replication import bulk
+from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
+
+MAX_HOPS = 8
+MAX_NAME = 256
+PART_NBYTES = 256 << 10
+"""What a relay holds of a payload, in each direction."""
+
+
+def encode_route(route: Sequence[str]) -> bytes:
+    """The hops still to go, as a ROUTE request carries them."""
+    return json.dumps(list(route), separators=(",", ":")).encode()
+
+
+def decode_route(data: bytes) -> tuple[str, ...]:
+    """WireError for anything that is no short list of distinct names."""
+    try:
+        hops = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"malformed route: {error!r}") from error
+    if type(hops) is not list or not 1 <= len(hops) <= MAX_HOPS:
+        raise WireError(f"a route is a list of 1 to {MAX_HOPS} members")
+    if any(type(hop) is not str or not 0 < len(hop) <= MAX_NAME for hop in hops) or len(set(hops)) != len(hops):
+        raise WireError("a route names each member once, in at most 256 characters")
+    return tuple(hops)
+
+
+def send_route(channel: BulkSocket, head: str, seq: int, route: Sequence[str]) -> None:
+    """Have the other end of this connection pass everything on along the route; returns when the path stands.
+
+    Raises:
+        RefusedError: Somebody on the way does not, and says why.
+        WireError: It answered something else.
+    """
+    channel.send(*bulk.reply(Type.ROUTE, head, seq, encode_route(route)))
+    while True:
+        frame = channel.receive_header()
+        if frame is None:
+            raise ConnectionError(f"the connection ended while the way to {route[-1]} was being made")
+        if frame.type is Type.REFUSED:
+            raise RefusedError(channel.receive_payload(frame).decode(errors="replace"))
+        if frame.type is Type.ROUTED:
+            return
+        if frame.type is not Type.PENDING:
+            raise WireError(f"{frame.type.name} came where ROUTED was expected")
+
+
+@dataclass
+class Forwarder:
+    """Lets this member's server relay for others."""
+
+    me: str
+    dial: Callable[[str], socket.socket]
+    """Opens an authenticated bulk socket to a member, by id; bounded in time by itself. Raises ChaosError or
+    OSError, also for a member that it does not know."""
+    stall_timeout_s: float = 10.0
+    idle_timeout_s: float = 120.0
+    most: int = 16
+    """Connections that are relayed at the same time."""
+    relayed_nbytes: int = 0
+    """Payload bytes passed on so far."""
+    _open: set[socket.socket] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def relay(self, near: BulkSocket, request: Frame) -> str:
+        """Carry out a ROUTE request and pass on what follows, until one side ends.
+
+        Returns:
+            Why it ended, in words.
+        """
+        route = decode_route(near.receive_payload(request))
+        try:
+            far = self._extend(request, route)
+        except (ChaosError, OSError) as error:
+            words = f"{self.me} cannot pass requests on to {route[0]}: {error}"
+            note = words.encode()[: bulk.MAX_NOTE_NBYTES]
+            near.send(*bulk.reply(Type.REFUSED, request.head, request.seq, note))
+            return words
+        back = threading.Thread(target=self._replies, args=(far, near), name=f"chaos-relay-{route[-1]}", daemon=True)
+        try:
+            near.send(Frame(Type.ROUTED, request.head, request.seq))
+            back.start()
+            self._requests(near, far)
+            return f"the relay to {route[-1]} ended"
+        finally:
+            for channel in (far, near):
+                with contextlib.suppress(OSError):
+                    channel.sock.shutdown(socket.SHUT_RDWR)
+            if back.ident is not None:
+                back.join(self.stall_timeout_s)
+            with self._lock:
+                self._open.discard(far.sock)
+            far.sock.close()
+
+    def close(self) -> None:
+        """End all relays; their threads return soon."""
+        with self._lock:
+            sockets = list(self._open)
+        for sock in sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _extend(self, request: Frame, route: Sequence[str]) -> BulkSocket:
+        if self.me in route:
+            raise RefusedError(f"the route {' - '.join(route)} leads back to {self.me}")
+        with self._lock:
+            if len(self._open) >= self.most:
+                raise RefusedError(f"{self.me} relays {self.most} connections already")
+        sock = self.dial(route[0])
+        try:
+            far = BulkSocket(sock, stall_timeout_s=self.stall_timeout_s)
+            if len(route) > 1:
+                send_route(far, request.head, request.seq, route[1:])
+        except BaseException:
+            sock.close()
+            raise
+        with self._lock:
+            self._open.add(sock)
+        return far
+
+    def _requests(self, near: BulkSocket, far: BulkSocket) -> None:
+        """Near to far, in the serving thread."""
+        onwards = self._sender(far)
+        try:
+            while (frame := near.receive_header(patience_s=self.idle_timeout_s)) is not None:
+                if frame.type not in bulk.REQUESTS:
+                    raise WireError(f"{frame.type.name} cannot be passed on")
+                onwards.send(frame)
+        finally:
+            onwards.sock.close()
+
+    def _replies(self, far: BulkSocket, near: BulkSocket) -> None:
+        """Far to near, in a thread of its own. Its end is the connection's: the joiner sees that and asks elsewhere."""
+        part = memoryview(bytearray(PART_NBYTES))
+        back = self._sender(near)
+        with contextlib.suppress(OSError, WireError), back.sock:
+            while (frame := far.receive_header(patience_s=self.idle_timeout_s)) is not None:
+                if frame.type < bulk.FIRST_REPLY:
+                    raise WireError(f"{frame.type.name} came where a reply was expected")
+                back.send(frame)
+                left = frame.length
+                while left:
+                    piece = part[: min(left, PART_NBYTES)]
+                    far.receive_into([piece])
+                    back.send_bytes(piece)
+                    left -= len(piece)
+                    self.relayed_nbytes += len(piece)
+        for channel in (far, near):
+            with contextlib.suppress(OSError):
+                channel.sock.shutdown(socket.SHUT_RDWR)
+
+    def _sender(self, channel: BulkSocket) -> BulkSocket:
+        """The same connection with timeouts of its own: another thread receives on it meanwhile."""
+        return BulkSocket(channel.sock.dup(), stall_timeout_s=self.stall_timeout_s)

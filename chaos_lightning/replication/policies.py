@@ -1,0 +1,350 @@
+"""Transfer policies by name: how a newcomer shares the work among its sources, all really executed.
+
+    adaptive      closed-form shares from estimates, then corrected by what is measured: who is idle takes from the
+                  tail of whoever would end last, in proportion to both rates, and asks again for what is under way
+                  elsewhere and would take longer there. Without estimates, whoever has room takes the next bytes.
+    greedy        Chaos, Algorithms 1 and 2; shares are fixed.
+    optimal       the exact assignment of equal shards; fixed.
+    even          the same from each neighbour; fixed.
+    single        all from the fastest neighbour (EDL+); fixed.
+    multi_source  the same from every node, relayed over shortest paths (Autoscaling); fixed.
+    stop_resume   through a checkpoint file that the oldest donor writes (Pollux).
+    shared        a shared queue without estimates, stealing or duplicates.
+
+Where shares are fixed only a failure moves work: what a lost source was to send is taken by whoever has room.
+
+Theory of operation. A fixed share is a run of jobs in address order. The slower a source, the less may its share be
+rounded up: shares are cut from the slowest to the fastest source, each rounded down to whole jobs, and the fastest
+takes the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.planning import shards
+from chaos_lightning.planning.shards import Links, Neighbour, SharePlan
+from chaos_lightning.replication.checkpoint import reader
+from chaos_lightning.replication.policy import (
+    MIN_REQUEST_NBYTES,
+    Assignment,
+    Deliver,
+    Job,
+    Queue,
+    SharedQueue,
+    SourceStats,
+    TransferPolicy,
+)
+from chaos_lightning.replication.table import PIECE_NBYTES
+
+if TYPE_CHECKING:
+    from chaos_lightning.replication.board import Flight
+    from chaos_lightning.replication.client import Endpoint
+
+Estimates = Mapping[str, tuple[float, float]]
+"""(latency in seconds, rate in bits per second) of the link to each member; at a rate of 0 it carries nothing."""
+
+_QUANTUM_S = 0.02
+"""A request is as large as a source sends in this time: what is under way cannot be taken from it any more."""
+_WINDOW_S = 0.01
+"""So much work, beyond a round trip, is kept under way at least: a late wake-up leaves no gap."""
+_WORTH = 1.25
+"""A request is duplicated if the other source would take so many times longer."""
+_WORTH_S = 0.01
+_SILENT_S = 0.25
+"""Where a rate is not known, so long a silence says that the other source had better do it."""
+_MOST_COPIES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """What some policies want to know."""
+
+    ingress_bps: float = 0.0
+    """The newcomer's own access link, in bits per second; 0: no limit of its own."""
+    layer_nbytes: tuple[int, ...] = ()
+    """greedy: sizes of the layers, between whose extremes Algorithm 1 searches the shard size."""
+    shard_nbytes: int = 0
+    """greedy, optimal: a fixed shard size; 0: searched, or 1 MiB."""
+    links: Links = field(default_factory=dict)
+    """multi_source: the overlay, as {(a, b): (latency in seconds, seconds per byte)}."""
+    newcomer: str = ""
+    """multi_source: this member's name in `links`."""
+    barrier: bool = False
+    """single: EDL+ makes everybody wait; recorded in the reason."""
+    folder: str = ""
+    """stop_resume: where the donor's checkpoints can be read."""
+    disk_bps: float = 0.0
+    """stop_resume: reading is held to this rate in bits per second; 0: as fast as the disk is."""
+
+    def __post_init__(self) -> None:
+        for name in ("ingress_bps", "disk_bps"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigurationError(f"{name} must be finite and not negative, got {value}")
+        if self.shard_nbytes < 0:
+            raise ConfigurationError(f"shard_nbytes must not be negative, got {self.shard_nbytes}")
+
+    @property
+    def ingress_s_per_byte(self) -> float:
+        return 8 / self.ingress_bps if self.ingress_bps else 0.0
+
+
+class _Estimated(TransferPolicy):
+    """What the policies that plan from estimates share."""
+
+    def __init__(self, estimates: Estimates | None, options: PolicyOptions) -> None:
+        self.options = options
+        self.estimates = dict(estimates or {})
+        for member, (latency_s, rate_bps) in self.estimates.items():
+            if not (math.isfinite(latency_s) and latency_s >= 0 and math.isfinite(rate_bps) and rate_bps >= 0):
+                raise ConfigurationError(
+                    f"the link to {member} is estimated at {latency_s} s and {rate_bps} bps: expected finite numbers "
+                    "that are not negative"
+                )
+        self.plan: SharePlan | None = None
+        """The last plan that was made."""
+
+    def prior(self, source: str) -> tuple[float, float] | None:
+        known = self.estimates.get(source)
+        return known if known is not None and known[1] else None
+
+    def grain_nbytes(self, nbytes: int, sources: int, request_nbytes: int) -> int:
+        return min(PIECE_NBYTES, max(MIN_REQUEST_NBYTES, nbytes // (16 * max(1, sources))), request_nbytes)
+
+    def neighbours(self, sources: Sequence[str]) -> tuple[list[Neighbour], str]:
+        """The sources as the planner wants them; who is not estimated is taken for an average one."""
+        known = {m: e for m, e in self.estimates.items() if e[1]}
+        rates = [known[m][1] for m in sources if m in known]
+        latencies = [known[m][0] for m in sources if m in known]
+        usual = (statistics.median(latencies), statistics.median(rates)) if rates else (0.0, 1e9)
+        usable = [m for m in sources if m not in self.estimates or self.estimates[m][1]] or list(sources)
+        # A request has to go there before its bytes can come: two latencies.
+        found = [Neighbour(m, 2 * known.get(m, usual)[0], 8 / known.get(m, usual)[1]) for m in usable]
+        guessed = [m for m in usable if m not in known]
+        return found, f"; no estimate of {', '.join(guessed)}, taken as usual" if guessed else ""
+
+    def cut(self, jobs: Sequence[Job], shares: Mapping[str, int], speeds: Mapping[str, float]) -> dict[str, list[Job]]:
+        """Runs of jobs of about these sizes; `speeds` says who may better take what rounding leaves."""
+        order = sorted(shares, key=lambda m: speeds.get(m, 0.0))
+        scale = sum(job.nbytes for job in jobs) / max(1, sum(shares.values()))
+        given: dict[str, list[Job]] = {m: [] for m in order}
+        at = 0
+        for member in order:
+            left = shares[member] * scale if member != order[-1] else math.inf
+            while at < len(jobs) and jobs[at].nbytes <= left + 0.5:
+                given[member].append(jobs[at])
+                left -= jobs[at].nbytes
+                at += 1
+        return {m: run for m, run in given.items() if run}
+
+
+class Adaptive(_Estimated):
+    """Planned first, corrected by what is measured."""
+
+    name = "adaptive"
+    recheck_s = 0.02
+
+    def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Assignment:
+        nbytes = sum(job.nbytes for job in jobs)
+        if not any(self.estimates.get(m, (0.0, 0.0))[1] for m in sources):
+            return Assignment(reason="no estimates: whoever has room takes the next bytes")
+        found, note = self.neighbours(sources)
+        self.plan = shards.closed_form(nbytes, found, ingress_s_per_byte=self.options.ingress_s_per_byte)
+        speeds = {n.member: 1 / n.s_per_byte for n in found}
+        return Assignment(self.cut(jobs, self.plan.shares, speeds), self.plan.reason + note)
+
+    def request_nbytes(self, stats: SourceStats, now: float, limit: int) -> int:
+        return min(limit, int(stats.rate(now) * _QUANTUM_S))
+
+    def window_nbytes(self, stats: SourceStats, now: float) -> int:
+        return int(stats.rate(now) * (2 * stats.latency_s + _WINDOW_S))
+
+    def steal(
+        self, thief: str, queues: Mapping[str, Queue], stats: Mapping[str, SourceStats], now: float
+    ) -> tuple[str, int] | None:
+        def ends(source: str) -> float:
+            return stats[source].ends_in(queues[source].nbytes, now) if source in stats else math.inf
+
+        victim = max(queues, key=lambda source: (ends(source), queues[source].nbytes))
+        queue, mine = queues[victim], stats[thief]
+        theirs = stats.get(victim)
+        rate, other = mine.rate(now), theirs.rate(now) if theirs is not None else 0.0
+        if not rate or not other:
+            return victim, max(1, queue.nbytes // 2)  # nothing is known yet: halves, until something is
+        ahead = queue.nbytes + (theirs.under_way if theirs is not None else 0)
+        # Both end at once: (ahead - x) / other == (mine.under_way + x) / rate
+        share = (rate * ahead - other * mine.under_way) / (rate + other)
+        if share < queue.tail_nbytes:
+            sooner = (mine.under_way + queue.tail_nbytes) / rate + 2 * mine.latency_s < ends(victim)
+            return (victim, queue.tail_nbytes) if sooner else None
+        return victim, int(min(share, queue.nbytes))
+
+    def duplicate(
+        self, source: str, flights: Sequence[Flight], stats: Mapping[str, SourceStats], now: float
+    ) -> Flight | None:
+        mine = stats[source]
+        rate = mine.rate(now)
+        ahead: dict[str, int] = {}
+        best: tuple[float, Flight | None] = (0.0, None)
+        for flight in flights:  # in the order in which each source was asked
+            before = ahead.get(flight.source, 0)
+            ahead[flight.source] = before + flight.job.nbytes - flight.got
+            if flight.task.copies >= _MOST_COPIES:
+                continue
+            theirs = stats[flight.source]
+            known = theirs.rate(now)
+            if (not known or not rate) and theirs.silent_s(now) < _SILENT_S:
+                continue
+            needs_s = ahead[flight.source] / known if known else math.inf
+            here_s = 2 * mine.latency_s + (flight.job.nbytes / rate if rate else 0.0)
+            if needs_s > _WORTH * here_s + _WORTH_S and needs_s > best[0]:
+                best = (needs_s, flight)
+        return best[1]
+
+
+Planner = Callable[[int, Sequence[Neighbour], PolicyOptions], SharePlan]
+
+
+class Fixed(_Estimated):
+    """A plan that is carried out as it is."""
+
+    patient = True
+
+    def __init__(self, name: str, planner: Planner, estimates: Estimates | None, options: PolicyOptions) -> None:
+        super().__init__(estimates, options)
+        self.name = name
+        self.barrier = options.barrier and name == "single"
+        self._planner = planner
+
+    def request_nbytes(self, stats: SourceStats, now: float, limit: int) -> int:
+        return limit
+
+    def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Assignment:
+        found, note = self.neighbours(sources)
+        self.plan = self._planner(sum(job.nbytes for job in jobs), found, self.options)
+        speeds = {n.member: 1 / n.s_per_byte for n in found}
+        return Assignment(self.cut(jobs, self.plan.shares, speeds), self.plan.reason + note)
+
+
+class MultiSource(_Estimated):
+    """The same from all nodes of the overlay; those that are no neighbours are reached through neighbours' servers."""
+
+    name = "multi_source"
+    patient = True
+
+    def __init__(self, estimates: Estimates | None, options: PolicyOptions) -> None:
+        super().__init__(estimates, options)
+        if not options.links or not options.newcomer:
+            raise ConfigurationError("multi_source needs the overlay: give `links` and `newcomer`")
+        self._routes = shards.shortest_routes(options.links, options.newcomer, PIECE_NBYTES)
+
+    def prior(self, source: str) -> tuple[float, float] | None:
+        return None
+
+    def request_nbytes(self, stats: SourceStats, now: float, limit: int) -> int:
+        return limit
+
+    def sources(self, donors: Sequence[Endpoint]) -> list[Endpoint]:
+        """The donors given are the neighbours; everybody else is asked through them."""
+        near = {e.member: e for e in donors}
+        unreachable = sorted(m for m, route in self._routes.items() if route[0] not in near)
+        if unreachable:
+            raise ConfigurationError(
+                f"multi_source: {', '.join(unreachable)} lie behind members that are no donors; donors are "
+                f"{', '.join(near)}"
+            )
+        order = [*(m for m in near if m in self._routes), *sorted(set(self._routes) - set(near))]
+        routes = [self._routes[m] for m in order]
+        return [near[r[-1]] if len(r) == 1 else replace(near[r[0]], member=r[-1], route=r) for r in routes]
+
+    def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Assignment:
+        nbytes = sum(job.nbytes for job in jobs)
+        options = self.options
+        self.plan = shards.multi_source(
+            nbytes, options.links, options.newcomer, ingress_s_per_byte=options.ingress_s_per_byte
+        )
+        shares = {m: share for m, share in self.plan.shares.items() if m in sources}
+        return Assignment(self.cut(jobs, shares, {}), self.plan.reason)
+
+
+class StopResume(TransferPolicy):
+    """The oldest donor writes a checkpoint, the newcomer reads it."""
+
+    name = "stop_resume"
+    patient = True
+    barrier = True
+
+    def __init__(self, options: PolicyOptions) -> None:
+        if not options.folder:
+            raise ConfigurationError("stop_resume needs `folder`: where the donors' checkpoints can be read")
+        self.options = options
+
+    def may_take(self, source: str, stats: Mapping[str, SourceStats]) -> bool:
+        return source == next(iter(stats))
+
+    def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Assignment:
+        writer = sources[0]
+        folder = self.options.folder
+        return Assignment({writer: list(jobs)}, f"{writer} writes a checkpoint to {folder}, this member reads it there")
+
+    def delivery(self) -> Deliver | None:
+        return reader(Path(self.options.folder), self.options.disk_bps)
+
+
+_PLANNERS: dict[str, Planner] = {
+    "greedy": lambda nbytes, found, o: shards.greedy(
+        nbytes,
+        found,
+        layer_nbytes=o.layer_nbytes,
+        shard_nbytes=o.shard_nbytes,
+        ingress_s_per_byte=o.ingress_s_per_byte,
+    ),
+    "optimal": lambda nbytes, found, o: shards.optimal(
+        nbytes, found, shard_nbytes=o.shard_nbytes or shards.SHARD_NBYTES, ingress_s_per_byte=o.ingress_s_per_byte
+    ),
+    "even": lambda nbytes, found, o: shards.even(nbytes, found, ingress_s_per_byte=o.ingress_s_per_byte),
+    "single": lambda nbytes, found, o: shards.single(
+        nbytes, found, barrier=o.barrier, ingress_s_per_byte=o.ingress_s_per_byte
+    ),
+}
+
+POLICIES = ("adaptive", *_PLANNERS, "multi_source", "stop_resume", "shared")
+"""Names that `make_policy` knows."""
+
+
+def make_policy(
+    name: str = "adaptive", estimates: Estimates | None = None, options: PolicyOptions | None = None
+) -> TransferPolicy:
+    """A transfer policy by name; make a new one for each pull.
+
+    Args:
+        name: One of `POLICIES`.
+        estimates: {member: (latency in seconds, rate in bits per second)} of the newcomer's links. Members without an
+            estimate are taken for average ones; without any, `adaptive` works by what it measures alone.
+        options: What some policies want to know beside.
+
+    Raises:
+        ConfigurationError: An unknown name, estimates that are no rates, or something missing that this policy needs.
+    """
+    options = options or PolicyOptions()
+    if name == "adaptive":
+        return Adaptive(estimates, options)
+    if name in _PLANNERS:
+        return Fixed(name, _PLANNERS[name], estimates, options)
+    if name == "multi_source":
+        return MultiSource(estimates, options)
+    if name == "stop_resume":
+        return StopResume(options)
+    if name == "shared":
+        return SharedQueue()
+    raise ConfigurationError(f"unknown transfer policy {name!r}: expected one of {', '.join(POLICIES)}")
+
+
+__all__ = ["POLICIES", "Adaptive", "Estimates", "Fixed", "MultiSource", "PolicyOptions", "StopResume", "make_policy"]
