@@ -422,7 +422,7 @@ def report(result: Result, crew: Crew, driver: Driver, run: Run, seconds: float,
 
 def main() -> int:
     p = parser(__doc__ or "")
-    p.add_argument("--minutes", type=float, default=0.0, help="of events; 0: 10, or 1 with --quick")
+    p.add_argument("--minutes", type=float, default=0.0, help="of events; 0: 10, or 0.7 with --quick")
     p.add_argument("--seed", type=int, default=1, help="of model, data order and events")
     p.add_argument("--every-s", type=float, default=3.0, help="mean time between events")
     p.add_argument("--pace-s", type=float, default=0.1, help="pause in each step")
@@ -430,7 +430,7 @@ def main() -> int:
     p.add_argument("--plot", default="", help="draw members over time and loss curves into this file")
     p.add_argument("--keep", default="", help="folder that keeps event logs, journals and checkpoints")
     args = p.parse_args()
-    minutes = args.minutes or (1.0 if args.quick else 10.0)
+    minutes = args.minutes or (0.7 if args.quick else 10.0)
     length = training_length()
     # As measured: 4.4 members on average, each QUOTA samples a step; beyond its pause a step takes some 15 ms.
     epochs = max(2, round(minutes * 60 / (args.pace_s + 0.015) * 4.4 * QUOTA / length))

@@ -35,6 +35,7 @@ from chaos_lightning.hyper import default_words, hyper_words
 from chaos_lightning.observe.events import Event
 from chaos_lightning.planning.ledger import epoch_of
 from chaos_lightning.replication.access import ModuleState, Stateful
+from chaos_lightning.replication.replay import ModuleReplay
 from chaos_lightning.replication.table import state_hash
 from chaos_lightning.runtime.config import EngineConfig
 from chaos_lightning.runtime.engine import Engine
@@ -181,6 +182,7 @@ class Trainer:
                     quota=elastic.quota,
                     accumulate=1,
                     state=self._state,
+                    replay=ModuleReplay(self._state),
                 )
         except DepartedError:
             if not engine.leaving:
@@ -258,6 +260,8 @@ class Trainer:
 
     def check_state_replication(self) -> None:
         """If somebody waits to join, lets them in and makes the state available to them (Listing 1)."""
+        if self._state is not None and not self._fenced:
+            self.engine.serve(self._state)
         if self._state is not None and self.engine.header.boundary and not self.engine.out and not self._fenced:
             try:
                 self.engine.boundary(self._state)

@@ -33,6 +33,8 @@ class OptionsConfig:
     overlap: bool | None = None
     by_reference: bool | None = None
     state_hash_every: int | None = None
+    join_by: str | None = None
+    neighbours: str | None = None
     seed: int | None = None
     leave_on_signals: bool = True
 

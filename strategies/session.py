@@ -46,6 +46,7 @@ from chaos_lightning.strategies.loops import (
     skip_validation,
 )
 from chaos_lightning.strategies.options import ChaosOptions
+from chaos_lightning.strategies.replay import LightningReplay
 from chaos_lightning.strategies.signals import Signals
 from chaos_lightning.strategies.state import LightningState
 from chaos_lightning.strategies.stepping import Stepper
@@ -190,6 +191,7 @@ class Session:
             quota=self.elastic.quota,
             accumulate=trainer.accumulate_grad_batches,
             state=self._state,
+            replay=LightningReplay(trainer),
         )
         self._logs.hold(trainer.loggers)
         self._entered(epoch)
@@ -259,6 +261,7 @@ class Session:
             self._check_stepped()
             return
         try:
+            self.engine.serve(self.state)
             while self._boundary_asked and not self.engine.out:
                 self._boundary_asked = False
                 self.engine.boundary(self.state)

@@ -121,10 +121,10 @@ class Reducer:
         send: SendChunk,
         on_done: Callable[[ViewId, int], None],
     ) -> None:
-        self._memory = memory
+        self.memory = memory
         self._grid = grid
         self._grid_starts = [start for start, _ in grid]
-        self._me = me
+        self.me = me
         self._send = send
         self._on_done = on_done
         self._attempt: _Attempt | None = None
@@ -145,7 +145,7 @@ class Reducer:
         attempt = _Attempt(
             route,
             seq,
-            self._memory.result_bytes[seq % 2],
+            self.memory.result_bytes[seq % 2],
             [{} for _ in range(count)],
             bytearray(count),
             bytearray(count),
@@ -234,7 +234,7 @@ class Reducer:
             return
         attempt.sent[index] = 1
         result = attempt.result[chunk.start : chunk.stop]
-        own = [] if self._own.empty else self._memory.pieces(chunk.start, chunk.stop)
+        own = [] if self._own.empty else self.memory.pieces(chunk.start, chunk.stop)
         partials = [p for child in chunk.children if (p := inputs[child]) is not None]
         try:
             total = self._sum(chunk, own, partials, result)
@@ -333,7 +333,7 @@ class Reducer:
             return self._block[:0]  # it stays where it is until it is added
         if not current:
             self._early_nbytes += frame.length
-            if self._early_nbytes > 64 * max(self._memory.layout.nbytes, 1 << 20):
+            if self._early_nbytes > 64 * max(self.memory.layout.nbytes, 1 << 20):
                 raise WireError("peers sent more early gradients than the job can have: limit 64 layouts")
         return self._take(frame.length)
 
@@ -359,7 +359,7 @@ class Reducer:
         index = attempt.route.by_start.get(start)
         chunk = None if index is None else attempt.route.chunks[index]
         if chunk is None or peer not in chunk.children:
-            raise WireError(f"{peer} sends a partial sum at byte {start}, where it is no child of {self._me}")
+            raise WireError(f"{peer} sends a partial sum at byte {start}, where it is no child of {self.me}")
         inputs = attempt.inputs[chunk.index]
         if peer in inputs or attempt.finished:
             self._give_back(payload)
@@ -393,7 +393,7 @@ class Reducer:
     def _route(self, view: View) -> _Route:
         route = self._routes.get(view.id)
         if route is None:
-            layout = self._memory.layout
+            layout = self.memory.layout
             members = [m.id for m in view.members]
             chunks = []
             shared: dict[int, Adder] = {}
@@ -408,10 +408,10 @@ class Reducer:
         return route
 
     def _place(self, index: int, tree: Tree, shared: dict[int, Adder]) -> _Chunk:
-        dtype = self._memory.layout.dtype_at(tree.start)
+        dtype = self.memory.layout.dtype_at(tree.start)
         add = shared.setdefault(id(dtype), Adder(dtype))
-        children = tuple(tree.children(self._me))
-        parent = tree.parent_of(self._me) or ""
+        children = tuple(tree.children(self.me))
+        parent = tree.parent_of(self.me) or ""
         first = bisect.bisect_right(self._grid_starts, tree.start) - 1
         last = bisect.bisect_left(self._grid_starts, tree.stop)
         return _Chunk(index, tree.start, tree.stop, parent, children, add, tuple(self._grid_starts[first:last]))

@@ -1,13 +1,13 @@
-"""Streams, hellos, leaves and links: what members say, turned into facts about them.
+"""Streams, hellos and leaves: what members say, turned into facts about them.
 
 Theory of operation. A hello is refused in words, resumed (the stream of a known process was replaced: whatever may have
-been lost on the old stream is said again, which every message bears) or welcomed as a newcomer. Newcomers and members
-are told of each other by OpenLinks, whose list replaces the one before.
+been lost on the old stream is said again, which every message bears) or welcomed as a newcomer. Links are in linking.py.
 """
 
 from __future__ import annotations
 
 from chaos_lightning.membership.effects import Close, Send
+from chaos_lightning.membership.linking import Linking
 from chaos_lightning.membership.roster import (
     NEWCOMER,
     Peer,
@@ -17,9 +17,10 @@ from chaos_lightning.membership.roster import (
     refusal,
     same_process,
 )
-from chaos_lightning.membership.scheduler_state import Phase, SchedulerState
+from chaos_lightning.membership.scheduler_state import Phase
 from chaos_lightning.membership.types import (
     NO_VIEW,
+    CatchUp,
     Entered,
     Fence,
     Finished,
@@ -28,9 +29,10 @@ from chaos_lightning.membership.types import (
     Hello,
     Leave,
     LinkEvent,
+    LinkReport,
+    LinkRequest,
     Member,
     Notice,
-    OpenLinks,
     Prepare,
     Ready,
     Refused,
@@ -41,7 +43,7 @@ from chaos_lightning.membership.types import (
 )
 
 
-class Admission(SchedulerState):
+class Admission(Linking):
     """See the module."""
 
     # ------------------------------------------------------------------ streams and admission
@@ -64,8 +66,13 @@ class Admission(SchedulerState):
                 peer.seq, peer.step = seq, step
             case LinkEvent(other, up, evidence):
                 self._on_link(peer, other, up, evidence)
-            case Verdict():
-                self.detector.verdict(peer.id, message)
+            case LinkReport():
+                self._on_link_report(peer, message)
+            case LinkRequest():
+                self._on_link_request(peer, message)
+            case Verdict(suspect, alive, _, certain):
+                if alive or certain or self._may_witness(peer, suspect):
+                    self.detector.verdict(peer.id, message)
             case Report(number):
                 if self.phase is Phase.PREPARING and number == self._number:
                     peer.report = message
@@ -74,10 +81,15 @@ class Admission(SchedulerState):
                 peer.stands(message)
                 if self.latest is not None and message.view == self.latest.id and self._admitted_at is None:
                     self._admitted_at = self.now
+            case CatchUp():
+                self._on_catch_up(peer, message)
             case Leave(reason):
                 self._on_leave(peer, reason)
             case Finished(seq, step):
                 peer.finished, peer.seq, peer.step = True, seq, step
+
+    def _on_catch_up(self, peer: Peer, message: CatchUp) -> None:
+        raise NotImplementedError  # membership/serving.py
 
     def _revive(self, peer: Peer) -> None:
         """Who speaks lives: until a view is decided without it, its death is taken back."""
@@ -121,6 +133,7 @@ class Admission(SchedulerState):
         self.reference = self.reference or Reference.of(hello)
         self._conns[conn] = peer.id
         peer.conn, peer.heard, peer.linked = conn, self.now, None
+        peer.neighbours, self._relinked = hello.neighbours, True
         self._revive(peer)
         self._greet(peer, "joiner" if peer.standing is not Standing.STANDBY else "standby", "welcome back")
         if self.phase is Phase.PREPARING or self.phase is Phase.HOLDING:
@@ -162,7 +175,7 @@ class Admission(SchedulerState):
         self._incarnation += 1
         standby = bool(namesake) or places_left(self.peers, self.settings) <= 0
         peer = Peer(member, Standing.STANDBY if standby else Standing.LINKING, conn=conn, heard=self.now, known=True)
-        peer.neighbours = hello.neighbours
+        peer.neighbours, peer.no_replay = hello.neighbours, hello.replay
         self.peers[peer.id] = peer
         self._conns[conn] = peer.id
         if namesake:
@@ -206,29 +219,6 @@ class Admission(SchedulerState):
         elif not abrupt:
             self._die(peer, "it closed its control stream in good order", proven=True)
 
-    def _on_link(self, peer: Peer, other: str, up: bool, evidence: str) -> None:
-        if up:
-            silent, before = peer.silent.pop(other, None), peer.down.pop(other, None)
-            before = before or silent
-            subject = self.peers.get(other)
-            together = subject is not None and peer.entered == subject.entered != NO_VIEW
-            if before is None and together and other not in peer.up:
-                before = "it was not there when the view began"
-            peer.up.add(other)
-            # Whatever was sent on the link before is lost; a new attempt makes up for it.
-            if before is not None and not self._reserving and self._inside(peer.id) and self._inside(other):
-                self._again = f"the link between {peer.id} and {other} was made anew ({before})"
-            return
-        peer.up.discard(other)
-        if evidence.startswith("silent"):
-            peer.silent[other] = evidence
-        if not evidence.startswith("closed"):
-            return
-        peer.down[other] = evidence
-        subject = self.peers.get(other)
-        if subject is not None and subject.alive and subject.standing in (Standing.MEMBER, Standing.LEAVER):
-            self.detector.suspect(self.now, other, f"{peer.id} says that its link is {evidence}")
-
     def _on_leave(self, peer: Peer, reason: str) -> None:
         if not peer.leaving:
             self._note("leave", member=peer.id, reason=reason)
@@ -241,30 +231,3 @@ class Admission(SchedulerState):
         self._note("notice", text=f"drain of {name}: {', '.join(p.id for p in matching) or 'nobody by that name'}")
         for peer in matching:
             self._on_leave(peer, "drained by the operator")
-
-    # ------------------------------------------------------------------ links
-
-    def _links(self) -> None:
-        """Tells newcomers and members of each other; the list replaces the one before."""
-        if self.phase in (Phase.FINISHED, Phase.DEPOSED):
-            return
-        newcomers = [p for p in self.peers.values() if p.standing in NEWCOMER]
-        members = self._living()
-        latest = self.latest
-        joining = [p for p in members if latest is not None and p.entered != latest.id and p.id in latest.joiners]
-        for peer in newcomers:
-            others = [p for p in (*members, *newcomers) if p is not peer]
-            others.sort(key=lambda p: p.member.name not in peer.neighbours)
-            self._open_links(peer, others)
-        for peer in members:
-            # Until it has entered the last view, a member knows the newer ones by this list only; a link that it
-            # gave up in between would be missed when it enters.
-            known = joining if latest is not None and peer.entered == latest.id else members
-            self._open_links(peer, [p for p in (*known, *newcomers) if p is not peer])
-
-    def _open_links(self, peer: Peer, others: list[Peer]) -> None:
-        ids = tuple(p.id for p in others)
-        linked = peer.linked if peer.linked is not None or peer.standing is Standing.LINKING else ()
-        if peer.conn is not None and ids != linked:
-            self._send(peer, OpenLinks(tuple(p.member for p in others)))
-            peer.linked = ids

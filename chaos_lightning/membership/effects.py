@@ -145,6 +145,14 @@ class PullState:
 
 
 @dataclass(frozen=True, slots=True)
+class Observe:
+    """Newcomer: fetch the state at `header` from the members of `view` while they train on, and replay their log."""
+
+    header: Header
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
 class Viewed:
     """Training may be inside a wait: the view changed without a commit (rank and world size may differ)."""
 
@@ -183,6 +191,7 @@ MemberEffect = (
     | Committed
     | PullResult
     | PullState
+    | Observe
     | Viewed
     | Ejected
     | Left
@@ -230,6 +239,16 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeLink:
+    """An operator asks for a link between two members (by name or id), or that it goes; `Answer` says what comes of it."""
+
+    token: int
+    a: str
+    b: str
+    add: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Gone:
     """Answer to `Look`: the process of this member is gone or has died."""
 
@@ -242,7 +261,7 @@ class SchedulerTick:
     pass
 
 
-SchedulerEvent = Opened | MessageIn | Closed | Stored | Drain | Gone | SchedulerTick
+SchedulerEvent = Opened | MessageIn | Closed | Stored | Drain | ChangeLink | Gone | SchedulerTick
 
 # ================================================ scheduler machine: effects
 
@@ -283,13 +302,22 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """To the ChangeLink with this token: whether it will be so, and what happens, or why not."""
+
+    token: int
+    accepted: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerDone:
     """The job is finished and everybody was released; the shell may end after its linger."""
 
     reason: str
 
 
-SchedulerEffect = Send | Close | Persist | Look | SchedulerDone | Note
+SchedulerEffect = Send | Close | Persist | Look | Answer | SchedulerDone | Note
 
 
 @dataclass(frozen=True, slots=True)

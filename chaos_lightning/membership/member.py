@@ -51,8 +51,9 @@ from chaos_lightning.membership.effects import (
     ToScheduler,
     Viewed,
 )
-from chaos_lightning.membership.member_state import MAX_EARLY, MemberState
+from chaos_lightning.membership.member_state import MAX_EARLY
 from chaos_lightning.membership.member_state import Phase as Phase
+from chaos_lightning.membership.observing import Observing
 from chaos_lightning.membership.recovery import needs_bytes
 from chaos_lightning.membership.slots import close_slot
 from chaos_lightning.membership.types import (
@@ -67,6 +68,7 @@ from chaos_lightning.membership.types import (
     LinkEvent,
     NextView,
     Notice,
+    Observers,
     OpenLinks,
     Prepare,
     Probe,
@@ -83,7 +85,7 @@ from chaos_lightning.membership.types import (
 )
 
 
-class MemberMachine(MemberState):
+class MemberMachine(Observing):
     """See the module; arguments and attributes are those of `MemberState`."""
 
     # ------------------------------------------------------------------ entrance
@@ -144,6 +146,8 @@ class MemberMachine(MemberState):
                 up = self.links.get(suspect, False)
                 evidence = "its link stands" if up else "its link is closed"
                 self._emit(ToScheduler(Verdict(suspect, up, evidence)))
+            case Observers():
+                self._on_observers(message)
             case Fence(reason, rejoin):
                 self._eject(reason, rejoin=rejoin)
             case Notice(text):
@@ -159,6 +163,8 @@ class MemberMachine(MemberState):
             assert self.view is None, f"{self.member_id} is in {self.view} and is welcomed as {message.member.id}"
             self.member_id = message.member.id
             self.phase = Phase.WAITING
+            self._ready_sent = False
+            self._observe_anew()
             return
         # The control stream was replaced: whatever was under way on the old one is said again. Links go first: a link
         # that comes up after this member stood in its view would mean that bytes were lost on it.
@@ -179,19 +185,6 @@ class MemberMachine(MemberState):
             return
         if self.waiting_view is None or view.id > self.waiting_view.id:
             self.waiting_view = view
-
-    # ------------------------------------------------------------------ links
-
-    def _on_link(self, peer: str, up: bool, evidence: str) -> None:
-        before = self.links.get(peer)
-        if before is up:
-            return
-        self.links[peer] = up
-        self._silent[peer] = evidence if evidence.startswith("silent") else ""
-        if up and before is False:
-            self._remade.add(peer)
-        self._emit(ToScheduler(LinkEvent(peer, up, evidence)))
-        self._check_ready()
 
     # ------------------------------------------------------------------ the open slot
 
@@ -251,7 +244,14 @@ class MemberMachine(MemberState):
         return all(m in box for m in view.ids())
 
     def _make_header(self, view: View, box: Mapping[str, Contribution]) -> Header:
-        return close_slot(view=view, prev=self.header, contributions=box, waiting=self._carriable())
+        kind = box[view.root].kind
+        return close_slot(
+            view=view,
+            prev=self.header,
+            contributions=box,
+            waiting=self._carriable(),
+            observers=self._observers_for(kind),
+        )
 
     def _on_ranges_done(self, view: ViewId, seq: int) -> None:
         if self.prepared or view != self._entered_id or seq != self.seq + 1:
@@ -265,6 +265,7 @@ class MemberMachine(MemberState):
             self._note("dropped", what="header", seq=header.seq, view=str(header.view), promised=str(self.promised))
             return
         if self.phase in (Phase.WAITING, Phase.LOADING):
+            self._consider_observing(header)
             self._consider_admission(header)
             return
         if self.phase is not Phase.ACTIVE or header.view != self._entered_id or header.seq <= self.seq:
@@ -303,7 +304,9 @@ class MemberMachine(MemberState):
         assert header.prev_hash == self.header.hash
         change = header.view_change
         entering, self._entering = self._entering, None
-        self.header = header
+        observed, self.header = self.header.observers, header
+        self._greet_observers(observed)
+        self._forget_former()
         self._raw = True
         self.dealing = change or self.view
         self._close_open_slot()
@@ -337,6 +340,7 @@ class MemberMachine(MemberState):
     def _enter(self, view: View, reason: str, committed: Header | None = None) -> None:
         """This member stands in `view` from now on."""
         older = self._entered_id
+        self._former = self.view if committed is not None else None
         self.view = view
         self.promised = max(self.promised, view.id)
         if self.waiting_view is not None and self.waiting_view.id <= view.id:
@@ -380,6 +384,7 @@ class MemberMachine(MemberState):
     def _load(self, header: Header, view: View) -> None:
         self.phase = Phase.LOADING
         self.view, self.header, self.dealing = view, header, header.view_change or view
+        self._former = None
         self.promised = max(self.promised, view.id)
         self.waiting_view = None
         self._raw = False

@@ -12,6 +12,7 @@ from chaos_lightning.membership.effects import (
     Note,
     ToScheduler,
 )
+from chaos_lightning.membership.topology import neighbours
 from chaos_lightning.membership.types import (
     GENESIS,
     NO_VIEW,
@@ -19,6 +20,7 @@ from chaos_lightning.membership.types import (
     Decide,
     Entered,
     Header,
+    LinkEvent,
     Member,
     Ready,
     View,
@@ -56,6 +58,7 @@ class MemberState:
         promised: Nothing older than this is looked at.
         pending_leave: Why this member asked to leave; "" if it did not.
         notice: Last words of the scheduler.
+        observers: Newcomers that are to be served, as the scheduler said last.
         closing_is_stable: All members have the closing header, so the last slot may leave the job, too (4).
         stimulus_log: The last (now, event) pairs.
     """
@@ -71,6 +74,7 @@ class MemberState:
         self.promised: ViewId = NO_VIEW
         self.waiting_view: View | None = None
         self.contribution: Contribution | None = None
+        self.observers: tuple[str, ...] = ()
         self.pending_leave = ""
         self.notice = ""
         self.closing_is_stable = False
@@ -78,12 +82,16 @@ class MemberState:
         self.stimulus_log: deque[tuple[float, MemberEvent]] = deque(maxlen=log_length)
         self._linger_timeout_s = linger_timeout_s
         self._lingers_since = 0.0
+        self._observed: Header | None = None
+        self._observed_view: View | None = None
+        self._observes = False
         self._raw = False
         self._entering: Decide | None = None
         self._complete: tuple[ViewId, int] | None = None
         self._pulled = ""
         self._inbox: dict[tuple[ViewId, int], dict[str, Contribution]] = {}
         self._wanted: tuple[Member, ...] | None = None
+        self._former: View | None = None
         self._ready_sent = False
         self._remade: set[str] = set()
         self._silent: dict[str, str] = {}
@@ -136,12 +144,49 @@ class MemberState:
         return self.seq if self.loaded else -1
 
     def _connect(self) -> None:
-        """Links to the view's members and to the newcomers that the scheduler named."""
-        wanted = {m.id: m for m in (self.view.members if self.view is not None else ())}
+        """Links to neighbours in the view, and to whom the scheduler named: newcomers, and links that may come back.
+
+        Those of the view before stay until the first slot of this one commits, since then every member has all that
+        came over them (PROTOCOL.md 1).
+        """
+        wanted: dict[str, Member] = {}
+        if self.view is not None:
+            near = {m for v in (self.view, self._former) if v is not None for m in neighbours(v, self.member_id)}
+            wanted = {m.id: m for m in self.view.members if m.id in near}
         for member in self._wanted or ():
             wanted.setdefault(member.id, member)
         wanted.pop(self.member_id, None)
+        for peer in [p for p, up in self.links.items() if up and p not in wanted]:
+            self._let_go_of(peer)
         self._emit(Connect(tuple(wanted.values())))
+
+    def _forget_former(self) -> None:
+        """All members stand in this view: links of the one before that it does not have go."""
+        former, self._former = self._former, None
+        if former is None or self.view is None:
+            return
+        gone = set(neighbours(former, self.member_id)) - set(neighbours(self.view, self.member_id))
+        if any(self.view.find(m) is not None for m in gone):
+            self._connect()
+
+    def _on_link(self, peer: str, up: bool, evidence: str) -> None:
+        before = self.links.get(peer)
+        if before is up:
+            return
+        self.links[peer] = up
+        self._silent[peer] = evidence if evidence.startswith("silent") else ""
+        if up and before is False:
+            self._remade.add(peer)
+        self._emit(ToScheduler(LinkEvent(peer, up, evidence)))
+        self._check_ready()
+
+    def _let_go_of(self, peer: str) -> None:
+        """This link is not wanted any more; of one between two members of the view the scheduler is told."""
+        if self.view is None or self.view.find(peer) is None:
+            del self.links[peer]
+            return
+        self.links[peer], self._silent[peer] = False, "removed"
+        self._emit(ToScheduler(LinkEvent(peer, False, "removed")))
 
     def _carriable(self) -> View | None:
         waiting = self.waiting_view

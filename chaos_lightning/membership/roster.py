@@ -1,7 +1,7 @@
 """Everybody the scheduler knows, and who may come in.
 
 Theory of operation. A `Peer` is one incarnation of a training process, from its welcome until a decided view excluded
-it or it was released. Newcomers are STANDBY (beyond max_nodes), LINKING or READY; a MEMBER is in the latest decided
+it or it was released. Newcomers are STANDBY (beyond max_nodes), LINKING, READY, or OBSERVING (membership/serving.py); a MEMBER is in the latest decided
 view; a LEAVER was let go by a decided view and waits until all others have entered it. Ids are `name~number` and never
 reused: the numbers of a term start at (term - 1) * 1,000,000, so that a restarted scheduler, whose term is higher,
 reissues none of those that its predecessor gave to newcomers in no stored view.
@@ -22,16 +22,20 @@ NAMED_DIFFERENCES = 3
 _MISSING = "(missing)"
 _HASH = re.compile("[0-9a-f]{16,}")
 
+UNKNOWN_OBSERVERS = (-1, ("?",))
+"""What a member was told by a scheduler that is gone."""
+
 
 class Standing(enum.StrEnum):
     STANDBY = "standby"
     LINKING = "linking"
     READY = "ready"
+    OBSERVING = "observing"
     MEMBER = "member"
     LEAVER = "leaver"
 
 
-NEWCOMER = (Standing.LINKING, Standing.READY)
+NEWCOMER = (Standing.LINKING, Standing.READY, Standing.OBSERVING)
 
 
 @dataclass(slots=True)
@@ -68,6 +72,16 @@ class Peer:
     linked: tuple[str, ...] | None = None
     """Ids in the OpenLinks last sent on this stream; None: none was sent."""
     neighbours: tuple[str, ...] = ()
+    asked: dict[str, float] = field(default_factory=dict)
+    """Since when (s) this newcomer has been asked for a link to each of these."""
+    no_replay: str = ""
+    """Why it cannot come in by replay."""
+    way: str = ""
+    """"replay" or "pause", once chosen."""
+    caught_up: bool = False
+    observes_since: float = 0.0
+    observers: tuple[int, tuple[str, ...]] = (-1, ())
+    """The list of observers that it was told last, and on which stream."""
     told: tuple[int, str] = (-1, "")
     """What it was told last that it waits for, and on which stream."""
 

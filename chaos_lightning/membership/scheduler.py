@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from chaos_lightning.membership.effects import (
+    ChangeLink,
     Close,
     Closed,
     Drain,
@@ -35,8 +36,8 @@ from chaos_lightning.membership.effects import (
     SchedulerTick,
     Stored,
 )
-from chaos_lightning.membership.judging import Judging
 from chaos_lightning.membership.recovery import Ruling, rule
+from chaos_lightning.membership.rewiring import Rewiring
 from chaos_lightning.membership.roster import (
     NEWCOMER,
     Peer,
@@ -44,6 +45,7 @@ from chaos_lightning.membership.roster import (
     places_left,
 )
 from chaos_lightning.membership.scheduler_state import Phase as Phase
+from chaos_lightning.membership.topology import connected, in_words, parts
 from chaos_lightning.membership.types import (
     GENESIS,
     NO_VIEW,
@@ -61,7 +63,7 @@ from chaos_lightning.membership.types import (
 from chaos_lightning.membership.views import changed_view, founding_view, intended_change, recovered_view
 
 
-class SchedulerMachine(Judging):
+class SchedulerMachine(Rewiring):
     """See the module. The shell feeds a SchedulerTick every `tick_interval_s` (or more often).
 
     Args:
@@ -89,6 +91,8 @@ class SchedulerMachine(Judging):
                 self._on_stored(token, ok, detail)
             case Drain(name):
                 self._on_drain(name)
+            case ChangeLink(token, a, b, add):
+                self._on_change_link(token, (a, b), add)
             case Gone(member, evidence):
                 self._on_gone(member, evidence)
             case SchedulerTick():
@@ -100,6 +104,8 @@ class SchedulerMachine(Judging):
         else:
             raise AssertionError(f"the scheduler turns without end in {self.phase}: {self.snapshot()}")
         self._links()
+        self._seen()
+        self._tell_observers()
         return self._out
 
     def _forgive(self, now: float) -> None:
@@ -115,12 +121,14 @@ class SchedulerMachine(Judging):
         elif gap > 3 * self.settings.heartbeat_interval_s:
             self._note("notice", text=f"this scheduler was frozen for {gap:.2f} s; nobody is judged by that time")
             self.detector.shift(gap)
+            self._shift_links(gap)
             self._prepared_at += gap
             if self._admitted_at is not None:
                 self._admitted_at += gap
             for peer in self.peers.values():
                 peer.heard += gap
                 peer.closed_at += gap
+                peer.observes_since += gap
 
     # ------------------------------------------------------------------ turns
 
@@ -158,7 +166,7 @@ class SchedulerMachine(Judging):
         if self._living():
             self.phase = Phase.RUNNING
             return True
-        ready = self._ready()[: self.settings.max_nodes]
+        ready = self._together(self._ready()[: self.settings.max_nodes])
         if len(ready) < max(1, self.settings.min_nodes):
             here = [p for p in self.peers.values() if p.standing in NEWCOMER and p.conn is not None and not p.leaving]
             if len(here) < self.settings.min_nodes:
@@ -172,6 +180,7 @@ class SchedulerMachine(Judging):
             plan=self.settings.plan,
             accumulate=self.reference.accumulate,
             chain=self.chain,
+            net=self._net([p.id for p in ready]),
         )
         ruling = Ruling(base=GENESIS, members=view.ids(), joiners=view.joiners, reason=view.reason)
         self._persist("view", view.id, lambda: self._decided(view, ruling), view=view, base=GENESIS)
@@ -203,13 +212,17 @@ class SchedulerMachine(Judging):
             return self._recover(self._again)
         if self._returning:
             return self._turn_returning(latest)
+        if self._turn_failed():
+            return True
         self._time_joiners(latest)
         if not settled or any(p.finished for p in self._members()):
             return False
         ready = self._ready()
         if len(latest.members) < self.settings.min_nodes and len(latest.members) + len(ready) < self.settings.min_nodes:
             return self._recover(f"{len(latest.members)} members are fewer than min_nodes={self.settings.min_nodes}")
-        return self._turn_change(latest, ready)
+        if self._turn_observe(latest, ready) or self._turn_change(latest, self._admissible(ready)):
+            return True
+        return self._turn_links(latest)
 
     def _turn_returning(self, latest: View) -> bool:
         members = self._living()
@@ -235,7 +248,8 @@ class SchedulerMachine(Judging):
 
     def _turn_change(self, latest: View, ready: list[Peer]) -> bool:
         leaving = [p.id for p in self._members() if p.leaving]
-        fitting = ready[: max(0, self.settings.max_nodes - len(latest.members) + len(leaving))]
+        fitting = self._near(ready, latest, leaving)
+        fitting = fitting[: max(0, self.settings.max_nodes - len(latest.members) + len(leaving))]
         change = intended_change(
             latest,
             leavers=leaving,
@@ -247,9 +261,29 @@ class SchedulerMachine(Judging):
                 peer.condemned = peer.leaving
                 self._release(peer, "all members leave; the training state goes with the last one")
             return bool(leaving)
-        view = changed_view(latest, self._next_number(), change, self.settings.plan)
+        net = self._net([m.id for m in change.members])
+        if not connected([m.id for m in change.members], net.pairs):
+            return self._let_go(latest, leaving)
+        view = changed_view(latest, self._next_number(), change, self.settings.plan, net)
         self._persist("view", view.id, lambda: self._announce(view), view=view)
         return True
+
+    def _near(self, ready: list[Peer], latest: View, leaving: list[str]) -> list[Peer]:
+        """Newcomers with a link to a member that stays, if any stays."""
+        staying = [self.peers[m] for m in latest.ids() if m not in leaving]
+        return [p for p in ready if not staying or any(self._usable(p, m) for m in staying)]
+
+    def _let_go(self, latest: View, leaving: list[str]) -> bool:
+        """Who leaves was the only way between others: it goes at once, and one side goes on."""
+        ids = [m for m in latest.ids() if m not in leaving]
+        if not leaving or not connected(latest.ids(), self._graph(latest.ids())):
+            return False  # a link is down at the moment
+        why = f"{', '.join(leaving)} leave, and without them no link leads between {in_words(parts(ids, self._graph(ids)))}"
+        for member in leaving:
+            peer = self.peers[member]
+            peer.condemned = peer.leaving
+            self._release(peer, why)
+        return self._recover(why)
 
     def _turn_recovering(self) -> bool:
         if self.phase is Phase.HOLDING:
@@ -263,7 +297,10 @@ class SchedulerMachine(Judging):
         reports = {p.id: p.report for p in self._living() if p.report is not None}
         if len(reports) < len(living):
             return False
-        ruling = self._rule(reports)
+        side = self._side(reports)
+        if side is None:
+            return False
+        ruling = self._rule(side)
         if ruling.base is None:
             if not self._take_back():
                 self._lose(ruling.reason, ruling)
@@ -285,6 +322,7 @@ class SchedulerMachine(Judging):
             if ruling.rejoin:
                 return True
             text = f"training waits: {able} of min_nodes={self.settings.min_nodes} members are here"
+            text += "".join(f"; {m}: {words}" for m, words in self._cut.items())
             self._tell(text, [*self._living(), *self._ready()])
             if self.phase is not Phase.HOLDING:
                 self.phase = Phase.HOLDING
@@ -293,7 +331,8 @@ class SchedulerMachine(Judging):
             return False
         latest = self.latest
         assert latest is not None
-        view = recovered_view(latest, self._number, ruling, self.settings.plan, self._why)
+        why = "; ".join([self._why, *(f"{m} is put out: {words}, who go on" for m, words in self._cut.items())])
+        view = recovered_view(latest, self._number, ruling, self.settings.plan, why, self._net(ruling.members))
         self._persist(
             "view", view.id, lambda: self._decided(view, ruling), view=view, base=base, hand_on=ruling.hand_on
         )
@@ -333,6 +372,7 @@ class SchedulerMachine(Judging):
             self._send(peer, Prepare(number, self._why))
 
     def _append(self, view: View) -> None:
+        self._rewired(self.latest, view)
         self.chain.append(view)
         self._admitted_at = None
         self._note("view", id=str(view.id), members=view.ids(), joiners=view.joiners, reason=view.reason)
@@ -361,12 +401,15 @@ class SchedulerMachine(Judging):
                 continue
             if peer.id in ruling.waiting and peer.alive and peer.conn is not None:
                 peer.standing, peer.report, peer.entered = Standing.READY, None, NO_VIEW
+                if peer.caught_up:
+                    peer.standing, peer.observes_since = Standing.OBSERVING, self.now
             elif peer.standing is Standing.LEAVER:
                 self._release(peer, "nobody is left who needs it")
             elif view is None and not peer.condemned and peer.id not in reasons:
                 continue  # dead without proof beyond time: if it comes back before others found the job, it goes on
             else:
-                self._fence(peer, reasons.get(peer.id) or peer.condemned or peer.dead or "a view excluded it")
+                cut = f"{self._cut[peer.id]}, who go on" if peer.id in self._cut else ""
+                self._fence(peer, reasons.get(peer.id) or peer.condemned or cut or peer.dead or "a view excluded it")
 
     def _announce(self, view: View) -> None:
         """A view that a header will carry."""
@@ -398,4 +441,8 @@ class SchedulerMachine(Judging):
         self.phase, self._decision, self._announced, self._returning = Phase.FOUNDING, None, None, False
         self._again = ""
         self._expected = frozenset()
+        for peer in self.peers.values():
+            if peer.standing is Standing.OBSERVING:
+                peer.standing = Standing.READY
+            peer.way, peer.caught_up = "", False
         self._sort_out([*self._members(), *self._leavers()], None, ruling)

@@ -21,6 +21,7 @@ from chaos_lightning.membership.effects import (
     Send,
 )
 from chaos_lightning.membership.roster import (
+    UNKNOWN_OBSERVERS,
     Peer,
     Reference,
     Standing,
@@ -91,7 +92,7 @@ class SchedulerState:
         self._now: float | None = None
         self._out: list[SchedulerEffect] = []
         for member in chain.views[-1].members if chain.views and not chain.finished else ():
-            self.peers[member.id] = Peer(member, Standing.MEMBER)
+            self.peers[member.id] = Peer(member, Standing.MEMBER, observers=UNKNOWN_OBSERVERS)
 
     @property
     def now(self) -> float:
@@ -150,7 +151,10 @@ class SchedulerState:
         return [
             p
             for p in self.peers.values()
-            if p.standing is Standing.READY and p.conn is not None and p.heard >= limit and not p.leaving
+            if p.standing in (Standing.READY, Standing.OBSERVING)
+            and p.conn is not None
+            and p.heard >= limit
+            and not p.leaving
         ]
 
     def _leavers(self) -> list[Peer]:
@@ -230,6 +234,7 @@ class SchedulerState:
             "seq": peer.seq,
             "step": peer.step,
             "loaded": peer.loaded,
+            "way": peer.way,
             "leaving": peer.leaving,
             "dead": peer.condemned or peer.dead,
             "silent_s": round(self.now - peer.heard, 3) if self._now is not None else 0.0,

@@ -82,7 +82,12 @@ def carried(kind: Kind, waiting: View | None) -> tuple[View | None, bool]:
 
 
 def close_slot(
-    *, view: View, prev: Header, contributions: Mapping[str, Contribution], waiting: View | None = None
+    *,
+    view: View,
+    prev: Header,
+    contributions: Mapping[str, Contribution],
+    waiting: View | None = None,
+    observers: tuple[str, ...] = (),
 ) -> Header:
     """The header that commits the slot after `prev` for all members of `view`.
 
@@ -91,6 +96,7 @@ def close_slot(
         prev: The header that the root stands on.
         contributions: By member id.
         waiting: A decided view whose predecessor is `view`, not carried yet.
+        observers: Newcomers that are served from this slot on.
     """
     ordered = [contributions[m] for m in view.ids()]
     first = contributions.get(view.root, ordered[0])
@@ -116,6 +122,7 @@ def close_slot(
             layout_hash=prev.layout_hash,
             hyper=prev.hyper,
             error=error,
+            observers=prev.observers,
         )
     change, boundary = carried(first.kind, waiting)
     return Header(
@@ -135,4 +142,5 @@ def close_slot(
         view_change=change,
         boundary=boundary,
         drifted=drifted(ordered),
+        observers=observers,
     )

@@ -57,6 +57,16 @@ class TreeSpec:
     stop: int
     members: tuple[str, ...]
     parents: tuple[str, ...]
+    weight: float = 0.0
+    """Where start == stop == 0: this tree's part of the buffer, relative to the other trees' weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """A link between two members that the view may use; `a` is the older one."""
+
+    a: str
+    b: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +91,8 @@ class View:
     accumulate: int = 1
     """Micro-batches per optimizer step and member; equal for all members, part of the fingerprint."""
     reason: str = ""
+    links: tuple[LinkSpec, ...] = ()
+    """The links among the members; empty: every pair has one."""
 
     def ids(self) -> tuple[str, ...]:
         return tuple(m.id for m in self.members)
@@ -181,6 +193,9 @@ class Header:
     """Members whose state hash differed from the majority; they pull the state again (PROTOCOL.md 24)."""
     error: str = ""
     """Set when members disagree: everybody raises DisagreementError with this text, nobody applies anything."""
+    observers: tuple[str, ...] = ()
+    """Newcomers that replay: members keep the state at the first header that names one of them, and a log from there
+    on, until a header names it no more (PROTOCOL.md 15, 18)."""
 
     @cached_property
     def hash(self) -> str:
@@ -223,6 +238,8 @@ class Hello:
     neighbours: tuple[str, ...] = ()
     resume: str = ""
     """Member id of an earlier connection of this very process (the stream broke, the process lives)."""
+    replay: str = "it did not offer to replay"
+    """Why this newcomer cannot come in by replay (PROTOCOL.md 17); "" if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +306,60 @@ class Entered:
 
 
 @dataclass(frozen=True, slots=True)
+class CatchUp:
+    """An observer tells how far it is (PROTOCOL.md 17, 18)."""
+
+    seq: int
+    """Last slot that is applied to its state."""
+    able: bool = True
+    """False: it cannot catch up, or lost the log, and asks to be let in by a pause."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceProgress:
+    member: str
+    nbytes: int
+    rate_bps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A newcomer's transfer, told about once a second."""
+
+    phase: str
+    """"pull", "replay" or "prove"."""
+    done_nbytes: int
+    total_nbytes: int
+    rate_bps: float
+    lag: int = 0
+    """Steps of the log that are not applied yet."""
+    sources: tuple[SourceProgress, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """What a member measured on its link to `peer`, or that the link carries nothing (rate 0)."""
+
+    peer: str
+    latency_s: float
+    """Half a round trip."""
+    rate_bps: float
+    """Bits per second that this member can send to the peer."""
+    evidence: str
+    """"probe" or "transfer", and why it was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRequest:
+    """The primitives connect-link and disconnect-link (Chaos, Fig. 4c and 4d), asked for by a member."""
+
+    peer: str
+    add: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     reason: str
 
@@ -336,6 +407,15 @@ class OpenLinks:
 class NextView:
     """Decided and stored; the commit root carries it in a header (joiners: in a BOUNDARY header)."""
 
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Observers:
+    """These newcomers are to be served from the next STEP header on; replaces the list before. Told to members, whose
+    commit root writes it into headers, and to the newcomers themselves, who learn from `view` whom to ask."""
+
+    ids: tuple[str, ...]
     view: View
 
 
@@ -400,8 +480,22 @@ class Released:
 
 # --- between members, beside the reduced bytes -------------------------------------------------------------------
 
-FromMember = Hello | Ready | Heartbeat | LinkEvent | Verdict | Report | Entered | Leave | Finished
-ToMember = Welcome | Refused | OpenLinks | NextView | Prepare | Decide | Probe | Fence | Notice | Released
+FromMember = (
+    Hello
+    | Ready
+    | Heartbeat
+    | LinkEvent
+    | Verdict
+    | Report
+    | Entered
+    | Leave
+    | Finished
+    | CatchUp
+    | Progress
+    | LinkReport
+    | LinkRequest
+)
+ToMember = Welcome | Refused | OpenLinks | NextView | Prepare | Decide | Probe | Fence | Notice | Released | Observers
 PeerMessage = Contribution | Header
 
 
@@ -422,6 +516,8 @@ class Settings:
     report_timeout_s: float = 2.0
     join_timeout_s: float = 60.0
     """A joiner that has not loaded the state this long after its admission is put out again."""
+    observe_timeout_s: float = 300.0
+    """An observer that has not caught up with the log for so long is let in by a pause."""
     linger_timeout_s: float = 5.0
     reconnect_grace_s: float = 15.0
     """How long a scheduler restarted on its file waits for the last view's members."""

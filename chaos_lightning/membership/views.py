@@ -1,7 +1,8 @@
 """Making views: who is in the next one, in which order, by which plan, and why (pure functions; reasons in words).
 
-A plan that the user drew for certain members may not fit those of a view: then `plan_for` gives another one, and the
-view's reason says so, as it does when the user's plan fits again.
+A plan that the user drew for certain members may not fit those of a view, and one that needs a link between every pair may
+not fit its links: then `plan_for` or the generator (planning/overlay.py) gives another one, and the view's reason says
+so, as it does when the configured plan fits again. Where a planner is configured ("auto", ...) it draws every plan.
 """
 
 from __future__ import annotations
@@ -10,19 +11,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from chaos_lightning.membership.recovery import Ruling
+from chaos_lightning.membership.topology import Measured, Net, every_pair
 from chaos_lightning.membership.types import NO_VIEW, Member, PlanSpec, View, ViewId
-from chaos_lightning.planning.trees import plan_for
+from chaos_lightning.planning import overlay
+from chaos_lightning.planning.trees import KINDS, misfit, plan_for
 
 
 def founding_view(
-    number: ViewId, members: Sequence[Member], *, plan: PlanSpec, accumulate: int, chain: Sequence[View]
+    number: ViewId,
+    members: Sequence[Member],
+    *,
+    plan: PlanSpec,
+    accumulate: int,
+    chain: Sequence[View],
+    net: Net | None = None,
 ) -> View:
     """The first view: the first member's state is the job's, the others receive what differs (PROTOCOL.md 14)."""
     names = ", ".join(m.id for m in members)
     reason = f"founded by {names}"
     if chain:
         reason = f"founded again by {names}: nobody of view {chain[-1].id} is left"
-    plan, reason = _planned(plan, members, plan, reason)
+    net = net or _complete(members)
+    plan, reason = _planned(plan, members, plan, reason, net)
     return View(
         id=number,
         predecessor=chain[-1].id if chain else NO_VIEW,
@@ -31,6 +41,7 @@ def founding_view(
         plan=plan,
         accumulate=accumulate,
         reason=reason,
+        links=net.specs([m.id for m in members]),
     )
 
 
@@ -41,6 +52,8 @@ class Change:
     members: tuple[Member, ...]
     joiners: tuple[str, ...]
     reason: str
+    plan: PlanSpec | None = None
+    """Given: this one, whatever is configured."""
 
 
 def intended_change(
@@ -67,15 +80,66 @@ def intended_change(
     return None
 
 
-def _planned(spec: PlanSpec, members: Sequence[Member], before: PlanSpec, reason: str) -> tuple[PlanSpec, str]:
+def _complete(members: Sequence[Member]) -> Net:
+    return Net(every_pair([m.id for m in members]))
+
+
+def plan_within(spec: PlanSpec, members: Sequence[Member], net: Net) -> tuple[PlanSpec, str]:
+    """The plan for these members over these links, and the reason in words: as configured, or else drawn."""
+    ids = [m.id for m in members]
+    links = net.known(ids)
+    wrong = misfit(spec, ids, list(links))
+    if not wrong:
+        return spec, f"{spec.kind} as configured"
+    if not _drawn(spec) and not net.specs(ids):
+        return plan_for(spec, ids)
+    plan, reason = _draw(spec, members, links)
+    plan = replace(plan, chunk_nbytes=spec.chunk_nbytes or plan.chunk_nbytes)
+    return plan, reason if _drawn(spec) else f"{reason}, as {wrong}"
+
+
+def _drawn(spec: PlanSpec) -> bool:
+    """Whether the configuration names a planner instead of a plan."""
+    return spec.kind not in KINDS and not spec.kind.startswith("tree")
+
+
+def _draw(spec: PlanSpec, members: Sequence[Member], links: Measured) -> tuple[PlanSpec, str]:
+    if not _drawn(spec):
+        return overlay.plan(members, links)[:2]
+    try:
+        return overlay.plan(members, links, policy=spec.kind)[:2]
+    except Exception as error:  # a planner of the user's may raise anything, and the job must go on
+        plan, reason, _ = overlay.plan(members, links)
+        return plan, f"{reason}, since planner {spec.kind!r} failed: {type(error).__name__}: {error}"
+
+
+def replanned(spec: PlanSpec, view: View, net: Net) -> tuple[PlanSpec | None, str]:
+    """A better plan for a view whose plan was drawn, if what was measured since says that it pays."""
+    links = net.known(view.ids())
+    if not _drawn(spec) and not misfit(spec, view.ids(), list(links)):
+        return None, f"the plan is {spec.kind}, as configured"
+    try:
+        return overlay.replan(view.plan, view.members, links, policy=spec.kind if _drawn(spec) else "auto")
+    except Exception as error:  # as in `_draw`
+        return None, f"planner {spec.kind!r} failed: {type(error).__name__}: {error}"
+
+
+def _planned(
+    spec: PlanSpec, members: Sequence[Member], before: PlanSpec, reason: str, net: Net
+) -> tuple[PlanSpec, str]:
     """The plan for these members; where it is not the one before, the reason tells why."""
-    plan, why = plan_for(spec, [m.id for m in members])
+    plan, why = plan_within(spec, members, net)
     return plan, reason if plan == before else f"{reason}; plan: {why}"
 
 
-def changed_view(view: View, number: ViewId, change: Change, plan: PlanSpec) -> View:
+def changed_view(view: View, number: ViewId, change: Change, plan: PlanSpec, net: Net | None = None) -> View:
     """The view of an intended change."""
-    plan, reason = _planned(plan, change.members, view.plan, change.reason)
+    net = net or _complete(change.members)
+    plan, reason = (
+        (change.plan, change.reason)
+        if change.plan is not None
+        else _planned(plan, change.members, view.plan, change.reason, net)
+    )
     return replace(
         view,
         id=number,
@@ -84,13 +148,17 @@ def changed_view(view: View, number: ViewId, change: Change, plan: PlanSpec) -> 
         joiners=change.joiners,
         plan=plan,
         reason=reason,
+        links=net.specs([m.id for m in change.members]),
     )
 
 
-def recovered_view(view: View, number: ViewId, ruling: Ruling, plan: PlanSpec, why: str) -> View:
+def recovered_view(
+    view: View, number: ViewId, ruling: Ruling, plan: PlanSpec, why: str, net: Net | None = None
+) -> View:
     """The view after a failure: the ruling's members in the old rank order."""
     members = tuple(m for m in view.members if m.id in ruling.members)
-    plan, reason = _planned(plan, members, view.plan, f"{why}; {ruling.reason}")
+    net = net or _complete(members)
+    plan, reason = _planned(plan, members, view.plan, f"{why}; {ruling.reason}", net)
     return replace(
         view,
         id=number,
@@ -99,4 +167,5 @@ def recovered_view(view: View, number: ViewId, ruling: Ruling, plan: PlanSpec, w
         joiners=ruling.joiners,
         plan=plan,
         reason=reason,
+        links=net.specs([m.id for m in members]),
     )

@@ -61,6 +61,8 @@ class Event(enum.StrEnum):
     VIEW = "view"
     PREPARE = "prepare"
     DECIDE = "decide"
+    WAY_IN = "way_in"
+    CAUGHT_UP = "caught_up"
     ATTEMPT = "attempt"
     DROPPED = "dropped"
     COMMITTED = "committed"
@@ -72,6 +74,9 @@ class Event(enum.StrEnum):
     CHECKPOINT = "checkpoint"
     RESUMED = "resumed"
     # --- state transfer
+    SNAPSHOT = "snapshot"
+    OBSERVING = "observing"
+    REPLAYED = "replayed"
     PUBLISHED = "published"
     PULL_STARTED = "pull_started"
     PULL_SOURCE = "pull_source"
@@ -109,6 +114,9 @@ FIELDS: Mapping[Event, tuple[str, ...]] = {
     # Scheduler: a view is being prepared after a failure; decided: base is a header hash, hand_on a bool.
     Event.PREPARE: ("number", "reason"),
     Event.DECIDE: ("id", "members", "base", "hand_on", "reason"),
+    # Scheduler: how a newcomer comes in ("replay" or "pause"), and that it has caught up with the log.
+    Event.WAY_IN: ("way", "reason"),
+    Event.CAUGHT_UP: ("seq",),
     Event.ATTEMPT: ("view", "seq"),
     Event.DROPPED: ("view",),
     # See committed_fields(). step: optimizer steps including this slot; header, prev: hashes; contributors:
@@ -126,6 +134,10 @@ FIELDS: Mapping[Event, tuple[str, ...]] = {
     Event.CHECKPOINT: ("path", "step", "head"),
     # The whole job went on from a checkpoint: seq restarts, ledger is the checkpoint's.
     Event.RESUMED: ("step", "ledger"),
+    # Member: the state at a header is kept for observers. Newcomer: it observes; it has applied the log up to seq.
+    Event.SNAPSHOT: ("seq", "head"),
+    Event.OBSERVING: ("seq", "head", "sources"),
+    Event.REPLAYED: ("seq", "step", "steps"),
     Event.PUBLISHED: ("seq", "head"),
     Event.PULL_STARTED: ("seq", "head", "sources"),
     # One donor's part: nbytes, seconds; skipped: bytes not sent because the joiner held them already.

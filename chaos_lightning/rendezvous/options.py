@@ -39,6 +39,8 @@ MEMBER_OPTIONS = {
     "overlap": "0: send gradients only after backward",
     "by_reference": "0: workers of one machine do not read gradients out of each other's memory",
     "state_hash_every": "compare state hashes every so many steps; 0 never",
+    "join_by": "how a worker comes into a running job: auto, replay (the others train on) or pause (they wait)",
+    "neighbours": "nodes to have links with, such as a+b (default: all that can be reached)",
 }
 """EngineConfig fields that can be given."""
 

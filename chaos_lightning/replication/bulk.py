@@ -1,7 +1,7 @@
 """Frames on a bulk socket: how state ranges and reduced bytes are asked for and answered.
 
 Theory of operation. A bulk socket is a connected, already authenticated, blocking TCP socket. The asking side sends
-requests, which are headers without payload; the serving side answers each in order, so requests can be pipelined and
+requests, headers without payload (but for ROUTE); the serving side answers each in order, so they can be pipelined and
 need no number of their own. A header has a fixed size of `HEADER_NBYTES` bytes: magic, version, type, flags, slot,
 head (the 8 bytes of a header's hash, PROTOCOL.md 4a), offset and length in bytes, an xxh3-64 checksum of the payload
 and one of the header itself. `length` is the range's length in a request and the payload's in a reply.
@@ -35,6 +35,7 @@ MAX_RANGE_NBYTES = 64 << 20
 MAX_CONTROL_NBYTES = 128 << 20
 """Manifest and table; whoever has more state than this describes has to raise it here."""
 MAX_NOTE_NBYTES = 1 << 14
+MAX_ROUTE_NBYTES = 1 << 12
 MAX_STATE_NBYTES = 1 << 50
 _GROW_NBYTES = 1 << 20
 _IOV = min(512, os.sysconf("SC_IOV_MAX"))
@@ -48,16 +49,29 @@ class Type(enum.IntEnum):
     GET_MANIFEST = 3
     GET_STATE = 4
     GET_RESULT = 5
+    GET_ENTRY = 6
+    """The header of slot `seq`, which stands on `head`, from the log."""
+    ROUTE = 12
+    """Everything that follows on this connection is for another member; the payload says the way (forward.py)."""
+    SAVE = 13
+    """Write the state to the checkpoint folder (checkpoint.py)."""
     DIGEST = 17
     TABLE = 18
     MANIFEST = 19
     DATA = 20
     REFUSED = 21
+    ENTRY = 23
+    """An encoded header; `offset` is the last slot in the donor's log."""
     PENDING = 22
     """The donor is alive but has not published this head yet, or is still hashing; the answer follows."""
+    ROUTED = 28
+    SAVED = 29
 
 
-REQUESTS = frozenset((Type.GET_DIGEST, Type.GET_TABLE, Type.GET_MANIFEST, Type.GET_STATE, Type.GET_RESULT))
+REQUESTS = frozenset(  # that ask for something of this header; such may be forwarded
+    (Type.GET_DIGEST, Type.GET_TABLE, Type.GET_MANIFEST, Type.GET_STATE, Type.GET_RESULT, Type.GET_ENTRY)
+)
+FIRST_REPLY = 16
 RANGES = frozenset((Type.GET_STATE, Type.GET_RESULT))
 UNSUMMED = 1
 """Flag of DATA: the payload's checksum is left out since the table's piece hashes cover it."""
@@ -68,12 +82,18 @@ _LIMITS = {
     Type.GET_MANIFEST: 0,
     Type.GET_STATE: MAX_RANGE_NBYTES,
     Type.GET_RESULT: MAX_RANGE_NBYTES,
+    Type.GET_ENTRY: 0,
+    Type.ENTRY: MAX_CONTROL_NBYTES,
     Type.DIGEST: MAX_NOTE_NBYTES,
     Type.TABLE: MAX_CONTROL_NBYTES,
     Type.MANIFEST: MAX_CONTROL_NBYTES,
     Type.DATA: MAX_RANGE_NBYTES,
     Type.REFUSED: MAX_NOTE_NBYTES,
     Type.PENDING: 0,
+    Type.ROUTE: MAX_ROUTE_NBYTES,
+    Type.ROUTED: 0,
+    Type.SAVE: 0,
+    Type.SAVED: MAX_NOTE_NBYTES,
 }
 
 
@@ -165,7 +185,13 @@ class BulkSocket:
 
     def send(self, frame: Frame, payload: Sequence[memoryview | bytes] = ()) -> None:
         """Send header and payload straight from the memory given, without joining or copying it."""
-        parts = [memoryview(frame.encode()), *(memoryview(p) for p in payload if len(p))]
+        self._send([memoryview(frame.encode()), *(memoryview(p) for p in payload if len(p))])
+
+    def send_bytes(self, part: memoryview) -> None:
+        """A part of a payload whose header has gone ahead."""
+        self._send([part])
+
+    def _send(self, parts: list[memoryview]) -> None:
         index = 0
         while index < len(parts):
             self._arm(self.stall_timeout_s)
@@ -237,6 +263,6 @@ def check_payload(frame: Frame, parts: Sequence[memoryview]) -> None:
         raise WireError(f"payload of bulk frame {frame.type.name} arrived corrupted: its checksum does not match")
 
 
-def reply(type_: Type, head: str, seq: int, payload: bytes) -> tuple[Frame, tuple[bytes, ...]]:
+def reply(type_: Type, head: str, seq: int, payload: bytes, offset: int = 0) -> tuple[Frame, tuple[bytes, ...]]:
     """A control reply with its checksum."""
-    return Frame(type_, head, seq, 0, len(payload), 0, checksum_of([payload])), (payload,)
+    return Frame(type_, head, seq, offset, len(payload), 0, checksum_of([payload])), (payload,)

@@ -1,10 +1,13 @@
-"""The donor's side: serves the state of one committed header, and the raw reduced bytes of the last slots.
+"""The donor's side: serves the state of committed headers, the raw reduced bytes of the last slots, and the log.
 
 Theory of operation. The training thread *publishes*: it hands over live references to the tensors of the state after
 header h and promises not to change them until it withdraws them. (Donors rest at h until the joiner contributes to
 the next slot, so nothing is copied, except tensors that the next forward pass writes: those are named in `copies`.)
 Threads that serve a bulk socket read that memory directly into the socket. The table of hashes is built once, by the
 first thread that needs it.
+
+For observers the state at a header is kept as a copy (`snapshot`), beside what is published live, and slots from there
+on are kept in `log`, until `release` or the end of a lease: a scheduler that died cannot pin them.
 
 A request names header and slot. What this member does not hold for exactly that header is refused by name
 (PROTOCOL.md 11, 15): another header of the same slot is a fork, an older slot is gone. Only a slot that is still
@@ -31,8 +34,12 @@ from chaos_lightning.errors import StateError, WireError
 from chaos_lightning.membership.types import Span
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
+from chaos_lightning.replication.checkpoint import CheckpointWriter
+from chaos_lightning.replication.forward import Forwarder
+from chaos_lightning.replication.log import DEFAULT_CAP_NBYTES, SlotLog
 from chaos_lightning.replication.manifest import encode_manifest
 from chaos_lightning.replication.memory import Region, region, synchronize
+from chaos_lightning.replication.snapshot import Snapshot
 from chaos_lightning.replication.table import StateTable, build_table
 
 
@@ -48,11 +55,16 @@ class ServerConfig:
     """A peer that neither sends nor takes a byte for so long in mid-frame is given up."""
     pending_interval_s: float = 0.25
     """How often a waiting peer is told that this donor lives."""
+    snapshot_cap_nbytes: int = 0
+    """A larger state is not copied for observers; 0: half of the memory that is available then."""
+    log_cap_nbytes: int = DEFAULT_CAP_NBYTES
+    lease_s: float = 600.0
+    """A snapshot nobody asked anything of for so long is given up."""
     results_kept: int = 2
     """Reduced slots kept servable: the last one, and the one before until everybody is known to hold the last."""
 
     def __post_init__(self) -> None:
-        for name in ("publish_timeout_s", "idle_timeout_s", "stall_timeout_s", "pending_interval_s"):
+        for name in ("publish_timeout_s", "idle_timeout_s", "stall_timeout_s", "pending_interval_s", "lease_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.results_kept < 1:
@@ -128,12 +140,22 @@ class StateServer:
         self._changed = threading.Condition()
         self._state: _Published | None = None
         self._results: list[_Published] = []
+        self._snapshot: _Published | None = None
+        self._copying: Snapshot | None = None
+        self._leased_at = 0.0
+        self._refused: tuple[int, str] = (-1, "")
+        """A slot whose snapshot was not made, and why."""
+        self.log = SlotLog(self._changed, self.config.log_cap_nbytes)
         self._gone = {"state": -1, "result": -1}
         """Highest slot that was published and withdrawn, for the words of a refusal."""
         self._closed = False
         self._sockets: set[socket.socket] = set()
         self.served_nbytes: dict[str, int] = {}
         """Payload bytes sent so far, by peer."""
+        self.forwarder: Forwarder | None = None
+        """Set it to let others reach members through this one."""
+        self.checkpoints: CheckpointWriter | None = None
+        """Set it to let others have checkpoints written here."""
 
     # --- the training thread's side -------------------------------------------------------------------------------
 
@@ -176,6 +198,69 @@ class StateServer:
             self._state = item
             self._changed.notify_all()
 
+    def snapshot(
+        self,
+        head: str,
+        seq: int,
+        tensors: Sequence[tuple[str, Tensor]],
+        manifest: Mapping[str, object],
+        *,
+        volatile: Collection[str] = (),
+    ) -> Snapshot:
+        """Keep a copy of the state after this header servable until `release`; replaces the one before.
+
+        Args:
+            head: Hash of the committed header.
+            seq: Its slot.
+            tensors: Replicated tensors in their fixed order. They must be still until the snapshot is settled.
+            manifest: Everything else; encoded here and now.
+            volatile: Names of tensors that change before that: they are copied now.
+
+        Raises:
+            StateError: It is too large, or the manifest cannot travel; who asks for it hears the reason.
+        """
+        try:
+            synchronize(t for _, t in tensors)
+            encoded = encode_manifest(manifest, tensors)
+            copy = Snapshot(tensors, volatile=volatile, cap_nbytes=self.config.snapshot_cap_nbytes)
+            with torch.no_grad():
+                attached = [(name, t.detach().clone()) for name, t in encoded.tensors]
+        except StateError as error:
+            with self._changed:
+                self._refused = (seq, str(error))
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            self._copying = copy
+
+        def offer() -> None:
+            copy.settle()
+            item = _lay_out(head, seq, [region(name, t) for name, t in (*copy.tensors, *attached)])
+            item.named, item.attached, item.manifest = copy.tensors, attached, encoded.data
+            with self._changed:
+                if self._copying is copy:
+                    self._snapshot, self._leased_at = item, time.monotonic()
+                    self._changed.notify_all()
+
+        threading.Thread(target=offer, name="chaos-offer", daemon=True).start()
+        return copy
+
+    def release(self) -> None:
+        """Nobody observes any more: snapshot and log are forgotten."""
+        with self._changed:
+            if self._snapshot is not None:
+                self._gone["state"] = max(self._gone["state"], self._snapshot.seq)
+            self._snapshot = self._copying = None
+        self.log.end()
+
+    def expire(self, now: float) -> bool:
+        """Releases a snapshot whose lease is over; whether it was."""
+        with self._changed:
+            over = self._snapshot is not None and now - self._leased_at > self.config.lease_s
+        if over:
+            self.release()
+        return over
+
     def publish_result(self, seq: int, head: str, memory: Tensor | memoryview, spans: Sequence[Span]) -> None:
         """Make raw reduced bytes of a slot servable for a hand-on (PROTOCOL.md 9).
 
@@ -213,10 +298,13 @@ class StateServer:
         """Refuse everything from now on; threads in `serve` return soon."""
         with self._changed:
             self._closed = True
-            self._state = None
+            self._state = self._snapshot = self._copying = None
             self._results = []
             sockets = list(self._sockets)
             self._changed.notify_all()
+        if self.forwarder is not None:
+            self.forwarder.close()
+        self.log.close()
         for sock in sockets:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -244,7 +332,9 @@ class StateServer:
                 request = channel.receive_header(patience_s=self.config.idle_timeout_s)
                 if request is None:
                     return f"{peer} closed the connection"
-                if request.type not in bulk.REQUESTS:
+                if request.type is Type.ROUTE and self.forwarder is not None:
+                    return self.forwarder.relay(channel, request)
+                if request.type not in (*bulk.REQUESTS, Type.ROUTE, Type.SAVE):
                     raise WireError(f"{peer} sent {request.type.name} where a request was expected")
                 try:
                     self._answer(channel, request, peer)
@@ -263,6 +353,11 @@ class StateServer:
             sock.close()
 
     def _answer(self, channel: BulkSocket, request: Frame, peer: str) -> None:
+        if request.type is Type.ROUTE:
+            channel.receive_payload(request)
+            raise _RefusalError("this member passes no requests on to others")
+        if request.type is Type.SAVE and self.checkpoints is None:
+            raise _RefusalError("this member has no checkpoint folder")
         last = time.monotonic()
 
         def tick() -> None:
@@ -271,9 +366,15 @@ class StateServer:
                 last = time.monotonic()
                 channel.send(Frame(Type.PENDING, request.head, request.seq))
 
-        item = self._find(request, tick)
         head, seq = request.head, request.seq
-        if request.type is Type.GET_MANIFEST:
+        if request.type is Type.GET_ENTRY:
+            encoded, newest = self._entry(request, tick)
+            channel.send(*bulk.reply(Type.ENTRY, head, seq, encoded, newest))
+            return
+        item = self._find(request, tick)
+        if request.type is Type.SAVE and self.checkpoints is not None:
+            channel.send(*bulk.reply(Type.SAVED, head, seq, self.checkpoints.save(item, tick)))
+        elif request.type is Type.GET_MANIFEST:
             channel.send(*bulk.reply(Type.MANIFEST, head, seq, item.manifest))
         elif request.type is Type.GET_TABLE:
             item.build(tick)
@@ -306,9 +407,10 @@ class StateServer:
         give_up = time.monotonic() + self.config.publish_timeout_s
         while True:
             with self._changed:
-                held = self._results if what == "result" else [self._state] if self._state is not None else []
+                held = self._held(what, request)
                 for item in held:
                     if item.head == request.head and item.seq == request.seq:
+                        self._leased_at = time.monotonic()
                         return item
                 self._refuse_if_hopeless(request, what, held)
                 left = give_up - time.monotonic()
@@ -320,10 +422,44 @@ class StateServer:
                 self._changed.wait(min(left, self.config.pending_interval_s))
             tick()
 
+    def _held(self, what: str, request: Frame) -> list[_Published]:
+        if what == "state":
+            return [item for item in (self._state, self._snapshot) if item is not None]
+        entry = self.log.at(request.head, request.seq)
+        if entry is None or entry.raw is None:
+            return self._results
+        item = _lay_out(entry.head, entry.seq, [region("logged bytes", torch.frombuffer(entry.raw, dtype=torch.uint8))])
+        item.spans = entry.spans
+        return [item]
+
+    def _entry(self, request: Frame, tick: Callable[[], None]) -> tuple[bytes, int]:
+        """The logged header that stands on the request's, and the last slot in the log."""
+        give_up = time.monotonic() + self.config.publish_timeout_s
+        while True:
+            with self._changed:
+                entry = self.log.after(request.head, request.seq)
+                if entry is not None:
+                    self._leased_at = time.monotonic()
+                    return entry.encoded, self.log.newest
+                asked = f"slot {request.seq} after header {request.head} is not in the log"
+                if self._closed:
+                    raise _RefusalError(f"{asked}: this member is leaving or was excluded")
+                if request.seq <= max(self.log.newest, self.log.gone):
+                    raise _RefusalError(f"{asked}: it reaches to slot {self.log.newest} and was cut before")
+                left = give_up - time.monotonic()
+                if left <= 0:
+                    raise _RefusalError(f"{asked}: nothing was committed for {self.config.publish_timeout_s:g} s")
+                self._changed.wait(min(left, self.config.pending_interval_s))
+            tick()
+
     def _refuse_if_hopeless(self, request: Frame, what: str, held: Sequence[_Published]) -> None:
         asked = f"the {what} at header {request.head} (slot {request.seq}) is not served here"
         if self._closed:
             raise _RefusalError(f"{asked}: this member is leaving or was excluded")
+        if what == "state" and request.seq == self._refused[0]:
+            raise _RefusalError(f"{asked}: {self._refused[1]}")
+        if what == "state" and self._copying is not None and self._snapshot is None:
+            return
         newest = max((item.seq for item in held), default=-1)
         if request.seq <= max(newest, self._gone[what]):
             raise _RefusalError(f"{asked}: {self._standing(what, held)}")

@@ -49,6 +49,11 @@ class SchedulerStub(object):
                 request_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.DrainRequest.SerializeToString,
                 response_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.ChangeLink = channel.unary_unary(
+                '/chaos_lightning.v1.Scheduler/ChangeLink',
+                request_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.LinkChangeRequest.SerializeToString,
+                response_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.LinkChangeReply.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer(object):
@@ -73,6 +78,12 @@ class SchedulerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ChangeLink(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -90,6 +101,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.DrainRequest.FromString,
                     response_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.DrainReply.SerializeToString,
+            ),
+            'ChangeLink': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeLink,
+                    request_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.LinkChangeRequest.FromString,
+                    response_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.LinkChangeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -173,6 +189,33 @@ class Scheduler(object):
             '/chaos_lightning.v1.Scheduler/Drain',
             chaos__lightning_dot_runtime_dot_chaos__pb2.DrainRequest.SerializeToString,
             chaos__lightning_dot_runtime_dot_chaos__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeLink(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/chaos_lightning.v1.Scheduler/ChangeLink',
+            chaos__lightning_dot_runtime_dot_chaos__pb2.LinkChangeRequest.SerializeToString,
+            chaos__lightning_dot_runtime_dot_chaos__pb2.LinkChangeReply.FromString,
             options,
             channel_credentials,
             insecure,

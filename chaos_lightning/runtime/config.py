@@ -46,6 +46,10 @@ class EngineConfig:
         by_reference: Between members of one machine, let neighbours read chunks out of this process's memory where the
             kernel permits it (see transport/reference.py). Off: everything passes through sockets.
         state_hash_every: Compare state hashes of all members every so many steps; 0 never.
+        join_by: How this member comes into a running job: "replay" (it replays what the others commit, and nobody waits),
+            "pause" (all wait while it gets the state), "auto" (by replay if its steps are a pure function of state and
+            gradients, else by pause; the event log gives the reason).
+        neighbours: Nodes or members to have links with, separated by commas or +; empty: all that can be reached.
     """
 
     endpoint: str = DEFAULT_ENDPOINT
@@ -65,6 +69,8 @@ class EngineConfig:
     overlap: bool = True
     by_reference: bool = True
     state_hash_every: int = 100
+    join_by: str = "auto"
+    neighbours: str = ""
 
     def __post_init__(self) -> None:
         host, _, port = self.endpoint.rpartition(":")
@@ -89,7 +95,19 @@ class EngineConfig:
             raise ConfigurationError(
                 f"state_hash_every {self.state_hash_every}: expected a number of steps, or 0 for never"
             )
+        if self.join_by not in ("auto", "replay", "pause"):
+            raise ConfigurationError(f"join_by {self.join_by!r}: expected 'auto', 'replay' or 'pause'")
+        for name in self.neighbour_names:
+            if not NAME.fullmatch(name):
+                raise ConfigurationError(f"neighbours {self.neighbours!r}: {name!r} is no node's or member's name")
+            if name == self.name:
+                raise ConfigurationError(f"neighbours {self.neighbours!r}: {name!r} is this member itself")
         _ = self.plan_spec
+
+    @property
+    def neighbour_names(self) -> tuple[str, ...]:
+        """What `neighbours` names."""
+        return tuple(name for name in re.split(r"[\s,+]+", self.neighbours) if name)
 
     @cached_property
     def plan_spec(self) -> PlanSpec:

@@ -62,7 +62,14 @@ def _default(setting: str) -> object:
 
 
 def hello(
-    config: EngineConfig, *, port: int, quota: int, accumulate: int, fingerprint: Mapping[str, str], layout: Layout
+    config: EngineConfig,
+    *,
+    port: int,
+    quota: int,
+    accumulate: int,
+    fingerprint: Mapping[str, str],
+    layout: Layout,
+    no_replay: str = "",
 ) -> Hello:
     """A first Hello. Each parameter's type and shape is part of the fingerprint, so that a refusal can name it."""
     shapes = {f"parameter {s.name}": f"{s.tensor.dtype} {tuple(s.tensor.shape)}" for s in layout.slots}
@@ -78,4 +85,6 @@ def hello(
         accumulate=accumulate,
         package=package_version(),
         fingerprint=tuple(sorted({**shapes, **fingerprint, "gradient layout": layout.hash}.items())),
+        neighbours=config.neighbour_names,
+        replay=no_replay,
     )

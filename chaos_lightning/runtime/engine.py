@@ -43,10 +43,12 @@ from chaos_lightning.membership.types import (
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.planning.deal import ruling_view
 from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.replication.replay import Replay
 from chaos_lightning.runtime.access import check_bind, load_token
 from chaos_lightning.runtime.agent import Agent
 from chaos_lightning.runtime.config import EngineConfig
 from chaos_lightning.runtime.doorway import hello, warn_of_rules
+from chaos_lightning.runtime.entrance import Entrance, no_replay
 from chaos_lightning.runtime.hosting import host_for_engine
 from chaos_lightning.runtime.links import Links
 from chaos_lightning.runtime.mailbox import Mailbox
@@ -54,7 +56,7 @@ from chaos_lightning.runtime.orphan import watch_parent
 from chaos_lightning.runtime.plans import check_bytes
 from chaos_lightning.runtime.shell import Shell
 from chaos_lightning.runtime.transfer import Transfer
-from chaos_lightning.runtime.waiting import ADVICE, Waiting
+from chaos_lightning.runtime.waiting import Waiting
 from chaos_lightning.runtime.window import Window
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.reference import Stamp
@@ -93,6 +95,9 @@ class Engine:
         self._agent: Agent | None = None
         self._window: Window | None = None
         self._hello: Hello | None = None
+        self._replay: Replay | None = None
+        self._entrance = Entrance(self._shell, self._mail, self._transfer)
+        self._unserved: Header | None = None
         self._closed = False
 
     # ------------------------------------------------------------------ facts
@@ -132,7 +137,15 @@ class Engine:
     def layout_hash(self) -> str:
         return self._window.layout.hash if self._window is not None else ""
 
-    def join(self, *, fingerprint: Mapping[str, str], quota: int, accumulate: int, state: StateAccess) -> Header:
+    def join(
+        self,
+        *,
+        fingerprint: Mapping[str, str],
+        quota: int,
+        accumulate: int,
+        state: StateAccess,
+        replay: Replay | None = None,
+    ) -> Header:
         """Enters the job: hello, links, view, and the state if others already have it.
 
         Args:
@@ -140,6 +153,7 @@ class Engine:
             quota: Samples per micro-batch of this member.
             accumulate: Micro-batches per optimizer step; must equal the job's.
             state: The training state that a newcomer receives, a founder publishes.
+            replay: How this member's steps are replayed; without it, it comes in by a pause.
 
         Returns:
             The header that this member's state stands on (GENESIS for a new job).
@@ -162,7 +176,9 @@ class Engine:
             accumulate=accumulate,
             fingerprint=fingerprint,
             layout=window.layout,
+            no_replay=no_replay(self.config.join_by, replay, self.name),
         )
+        self._replay = replay
         while True:
             self._call_on()
             try:
@@ -239,32 +255,11 @@ class Engine:
         return replace(self._hello, resume=self.member_id if self._shell.machine.view is not None else "")
 
     def _admission(self, state: StateAccess, deadline: float) -> Header:
-        """Waits until this member stands in a view; a joiner pulls the state on the way."""
-        mail = self._mail
-        while True:
-            with mail.changed:
-                come = lambda: self.leaving or mail.pull is not None or mail.view is not None  # noqa: E731
-                mail.wait(come, "admission to the job", deadline, ADVICE)
-                if not self.leaving:
-                    pull, mail.pull = mail.pull, None
-                view = mail.view
-            if self.leaving:
-                raise self._waiting.give_up(self._agent)
-            if pull is not None:
-                if self._transfer.fetch(*pull, state, deadline):
-                    loaded = fx.StateLoaded(pull[0].hash)
-                    self._loop.call(partial(self._shell.feed, loaded))
-                    self.role, self.header, self.view = "joiner", pull[0], pull[1]
-                    break
-                continue
-            assert view is not None
-            if self.member_id in view.joiners:
-                with mail.changed:
-                    mail.wait(lambda: self.leaving or mail.pull is not None, "the state's header", deadline)
-                continue
-            self.role, self.view, self.header = "founder", view, GENESIS
-            self.publish(GENESIS, state)
-            break
+        """Waits until this member stands in a view; a joiner gets the state on the way."""
+        place = self._entrance.enter(state, self._need_window(), self._replay, deadline)
+        if place is None:
+            raise self._waiting.give_up(self._agent)
+        self.role, self.header, self.view = place.role, place.header, place.view
         # A recovery may have put a newer view in force; the deal follows the one that the header named (10), and before
         # slot 1, which cannot commit without this thread, the founding one, which the machine remembers.
         known = (self.header.view_change, self._shell.machine.dealing if self.header == GENESIS else self.view)
@@ -333,6 +328,7 @@ class Engine:
             state_hash=state_hash,
         )
         window.apply(header)
+        self._transfer.settle()
         return header
 
     def gather(self, name: str, payload: bytes) -> list[tuple[str, bytes]]:
@@ -353,6 +349,13 @@ class Engine:
             self.publish(header, state)
         self.events.emit("boundary", seq=header.seq)
         return header
+
+    def serve(self, state: StateAccess) -> None:
+        """Between two windows, when the optimizer has stepped: keeps the state for newcomers that replay, if the last
+        headers name any. Costs nothing otherwise."""
+        header, self._unserved = self._unserved, None
+        if header is not None and not self.out:
+            self._transfer.snapshot(header, state, self._need_window().layout)
 
     def _slot(self, kind: Kind, **fields: object) -> Header:
         """Contributes to the next slot and waits until it is committed."""
@@ -378,6 +381,8 @@ class Engine:
         if header.error:
             self.events.emit("error", what="disagreement", reason=header.error)
             raise DisagreementError(header.error)
+        if set(header.observers) - set(self.header.observers):
+            self._unserved = header
         self.header, self.ruling_view = header, view
         if self.member_id not in view.ids():
             self.out = True
@@ -418,7 +423,13 @@ class Engine:
         said = self._hello
         self.events.emit("rejoin", old_id=self.member_id)
         self._forget()
-        return self.join(fingerprint=dict(said.fingerprint), quota=said.quota, accumulate=said.accumulate, state=state)
+        return self.join(
+            fingerprint=dict(said.fingerprint),
+            quota=said.quota,
+            accumulate=said.accumulate,
+            state=state,
+            replay=self._replay,
+        )
 
     def _forget(self) -> None:
         """Back to before the hello: a fresh machine, no view, no published state (PROTOCOL.md 11)."""

@@ -22,6 +22,7 @@ class Mailbox:
     view: View | None = None
     member: Member | None = None
     pull: tuple[Header, View] | None = None
+    observe: tuple[Header, View] | None = None
     ejected: tuple[str, bool] | None = None
     left: str = ""
     crash: BaseException | None = None
@@ -50,7 +51,7 @@ class Mailbox:
         """Forgets everything, for a member that joins again."""
         with self.changed:
             self.commits.clear()
-            self.view = self.member = self.pull = self.ejected = self.crash = None
+            self.view = self.member = self.pull = self.observe = self.ejected = self.crash = None
             self.left = self.notice = self.greeting = ""
             self.giving_up = False
 

@@ -24,6 +24,8 @@ from chaos_lightning.membership.types import (
     Header,
     Heartbeat,
     Kind,
+    LinkReport,
+    NextView,
     Prepare,
     Probe,
     Source,
@@ -36,7 +38,7 @@ from chaos_lightning.membership.types import (
 )
 from chaos_lightning.observe.events import Event, EventLog, committed_fields
 from chaos_lightning.planning.ledger import subtract
-from chaos_lightning.runtime.codec import decode_peer, encode_peer
+from chaos_lightning.runtime.codec import decode_peer, encode, encode_peer
 from chaos_lightning.runtime.links import PING_INTERVAL_S, Links
 from chaos_lightning.runtime.mailbox import Mailbox
 from chaos_lightning.runtime.process_table import same_machine_verdict
@@ -76,7 +78,8 @@ class Shell:
         self.reducer: Reducer | None = None
         self.memory: Memory | None = None
         self.welcome: Welcome | None = None
-        self._to_scheduler = to_scheduler
+        self.to_scheduler = to_scheduler
+        self._observed = False
         self._contribution: Contribution | None = None
         self._beat_at = 0.0
         self._contributed_at = self._committed_at = time.monotonic()
@@ -93,7 +96,7 @@ class Shell:
         self.machine = MemberMachine()
         self.reducer = None
         if self.links is not None:
-            self.links.want(())
+            self.links.abandon()
 
     def beat(self) -> None:
         """Pings idle links and ticks the machine; re-arms itself."""
@@ -126,12 +129,17 @@ class Shell:
         elif isinstance(message, Prepare) and self.reducer is not None:
             ranges = self.reducer.held()
             held = with_scope(ranges, self.reducer.scope_spans()) if ranges is not None else ()
+        elif isinstance(message, NextView) and self.links is not None:
+            self.links.foresee(message.view)
         elif isinstance(message, Decide):
             name = "hand_on" if message.hand_on else "redo"
             self.events.emit(name, view=str(message.view.id), base=message.base.seq, reason=message.reason)
             if message.hand_on:
                 self._offer_partial(message.base)
         self.feed(fx.ControlIn(message, held))
+        if isinstance(message, Welcome) and self.links is not None:
+            for report in self.links.reports():  # a scheduler that was restarted does not know them
+                self.to_scheduler(report)
 
     def _welcome(self, message: Welcome) -> None:
         self.welcome = message
@@ -139,7 +147,7 @@ class Shell:
             return
         me = message.member.id
         self.links.me = me
-        if self.reducer is None:
+        if self.reducer is None or self.reducer.me != me:  # a scheduler that was restarted gives newcomers new ids
             self.reducer = Reducer(self.memory, self._grid, me, self.links.chunk, self._ranges_done)
         self.mailbox.post(member=message.member)
         self.events.identify(me)
@@ -163,7 +171,7 @@ class Shell:
             # Who was frozen itself has heard nobody; that is nobody's silence (PROTOCOL.md 12).
             alive = silence < 2.5 * PING_INTERVAL_S or (self.links.up(suspect) and now - self._beat_at > silence / 2)
             evidence = "no link" if silence == float("inf") else f"last heard {silence * 1000:.0f} ms ago"
-        self._to_scheduler(Verdict(suspect, alive, evidence, certain))
+        self.to_scheduler(Verdict(suspect, alive, evidence, certain))
 
     def _ranges_done(self, view: ViewId, seq: int) -> None:
         self.feed(fx.RangesDone(view, seq))
@@ -171,6 +179,19 @@ class Shell:
     def link_changed(self, peer: str, up: bool, evidence: str) -> None:
         self.events.emit("link_up" if up else "link_down", peer=peer, evidence=evidence)
         self.feed(fx.LinkChanged(peer, up, evidence))
+
+    def measured(self, report: LinkReport) -> None:
+        self.events.emit(
+            "link_measured",
+            peer=report.peer,
+            latency_s=report.latency_s,
+            rate_bps=report.rate_bps,
+            evidence=report.evidence,
+        )
+        self.to_scheduler(report)
+
+    def undelivered(self, to: str, source: str, reason: str) -> None:
+        self.events.emit("dropped", what="message", to=to, source=source, reason=reason)
 
     # Owner of links ----------------------------------------------------------
 
@@ -200,14 +221,19 @@ class Shell:
     def _apply(self, effect: fx.MemberEffect) -> None:
         match effect:
             case fx.ToScheduler(message):
-                self._to_scheduler(message)
+                self.to_scheduler(message)
             case fx.ToPeer(peer, message):
                 if self.links is not None:
+                    if isinstance(message, Header) and message.view_change is not None:
+                        self.links.foresee(message.view_change)
                     self.links.message(peer, encode_peer(message))
             case fx.Connect(peers):
                 if self.links is not None:
+                    self.links.rule(self.machine.view)
                     self.links.want(peers)
             case fx.OpenAttempt(view, seq):
+                if self.links is not None:
+                    self.links.opened(seq)
                 if self.links is not None and self.links.stamp is not None:
                     self.links.stamp.set(view.id, seq)
                 if self.reducer is not None:
@@ -224,6 +250,8 @@ class Shell:
                 self._hand_on(header, sources)
             case fx.PullState(header, view):
                 self.mailbox.post(pull=(header, view))
+            case fx.Observe(header, view):
+                self.mailbox.post(observe=(header, view))
             case fx.Viewed(view):
                 self._viewed(view)
             case fx.Ejected(reason, rejoin):
@@ -237,7 +265,14 @@ class Shell:
 
     def _viewed(self, view: View) -> None:
         self.events.emit(
-            "view", id=str(view.id), members=list(view.ids()), joiners=list(view.joiners), reason=view.reason
+            "view",
+            id=str(view.id),
+            members=list(view.ids()),
+            joiners=list(view.joiners),
+            reason=view.reason,
+            links=[(link.a, link.b) for link in view.links],
+            plan=view.plan.kind,
+            trees=[(tree.weight, tree.members, tree.parents) for tree in view.plan.trees],
         )
         self.mailbox.post(view=view)
 
@@ -247,6 +282,7 @@ class Shell:
             scope = self.reducer.scope_spans() if self.reducer is not None else ()
             self.server.publish_result(header.seq, header.hash, self.memory.result_bytes[header.seq % 2], scope)
         now = time.monotonic()
+        self._log(header)
         self.mailbox.commit(header, view)
         mine = self._contribution
         self.events.emit(
@@ -261,6 +297,21 @@ class Shell:
         self._committed_at = now
         if header.view_change is not None:
             self._viewed(view)
+
+    def _log(self, header: Header) -> None:
+        """Slots after the first header that names an observer are kept for it (PROTOCOL.md 18)."""
+        if self._observed and self.memory is not None and self.reducer is not None:
+            machine, reduced = self.machine, needs_bytes(header)
+            self.server.log.keep(
+                header,
+                encode(header),
+                self.memory.result_bytes[header.seq % 2] if reduced else None,
+                self.reducer.scope_spans() if reduced else (),
+                lambda: machine.seq <= header.seq,
+            )
+        if self._observed and (not header.observers or self.server.expire(time.monotonic())):
+            self.server.release()
+        self._observed = bool(header.observers)
 
     def _hand_on(self, header: Header, sources: tuple[Source, ...]) -> None:
         view = self.machine.view

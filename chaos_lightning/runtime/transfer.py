@@ -16,6 +16,7 @@ from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.client import Endpoint, PullConfig
 from chaos_lightning.replication.pull import PullReport, pull_result, pull_state
 from chaos_lightning.replication.server import StateServer
+from chaos_lightning.replication.snapshot import Snapshot
 from chaos_lightning.runtime.mailbox import Mailbox
 from chaos_lightning.transport.handshake import Greeting, dial
 
@@ -29,6 +30,7 @@ class Transfer:
     def __init__(self, job: str, token: bytes, mail: Mailbox, events: EventLog) -> None:
         self.server = StateServer()
         self.report: PullReport | None = None
+        self._copying: Snapshot | None = None
         self._job = job
         self._token = token
         self._mail = mail
@@ -50,8 +52,40 @@ class Transfer:
         self.server.publish(header.hash, header.seq, tensors, state.manifest(), copies=copies)
         self._events.emit("published", seq=header.seq, head=header.hash)
 
-    def fetch(self, header: Header, view: View, state: StateAccess, deadline: float) -> bool:
+    def snapshot(self, header: Header, state: StateAccess, layout: Layout) -> None:
+        """Keeps a copy of the state at `header` for observers, made while training goes on (PROTOCOL.md 15)."""
+        tensors = state.tensors()
+        changing = {id(layout.slots[i].tensor) for i in layout.buffer_slots}
+        volatile = {name for name, tensor in tensors if id(tensor) in changing}
+        try:
+            self._copying = self.server.snapshot(header.hash, header.seq, tensors, state.manifest(), volatile=volatile)
+        except StateError as error:  # others may have more memory; if nobody has, the newcomer comes in by a pause
+            self._events.emit("error", what="snapshot", reason=str(error))
+            return
+        self._events.emit("snapshot", seq=header.seq, head=header.hash, nbytes=self._copying.nbytes)
+
+    def settle(self) -> None:
+        """The optimizer is about to write: waits for the rest of a snapshot that is being copied."""
+        if self._copying is not None:
+            self._copying.settle()
+            self._copying = None
+
+    def fetch(
+        self,
+        header: Header,
+        view: View,
+        state: StateAccess,
+        deadline: float,
+        superseded: Callable[[], bool] | None = None,
+    ) -> bool:
         """Pulls the state at `header`; False if the scheduler has meanwhile told us to do something else.
+
+        Args:
+            header: A committed one.
+            view: Names the donors: its members that are no joiners.
+            state: Where it goes.
+            deadline: By `time.monotonic()`.
+            superseded: Whether the pull has become pointless; by default, a newer pull, or this member's end.
 
         Raises:
             StateError: No donor is left, or the state does not fit.
@@ -66,11 +100,11 @@ class Transfer:
                 seq=header.seq,
                 state=state,
                 config=PullConfig(deadline_s=max(0.1, deadline - time.monotonic())),
-                abandoned=self._superseded,
+                abandoned=superseded or self._superseded,
             )
         except (StateError, DeadlineError) as error:
             self._events.emit("error", what="pull", reason=str(error))
-            if self._superseded():
+            if (superseded or self._superseded)():
                 return False
             raise
         self.report = report

@@ -11,12 +11,16 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
 from chaos_lightning.collectives.gradients import Gradients, cells_of
 from chaos_lightning.collectives.layout import Layout
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.collectives.reducer import Reducer
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.membership.types import Header
+from chaos_lightning.membership.recovery import needs_bytes
+from chaos_lightning.membership.types import Header, Span
+from chaos_lightning.replication.replay import section_of
 from chaos_lightning.transport.loop import IoLoop
 
 
@@ -87,6 +91,19 @@ class Window:
         self.seq = -1
         self._gradients.apply(header)
 
+    def scope_of(self, header: Header) -> Sequence[Span]:
+        """What a committed slot reduced; nothing unless it was a step."""
+        return self.layout.scope(section_of(header)) if needs_bytes(header) else ()
+
+    def replay(self, header: Header, raw: memoryview) -> None:
+        """Writes the average of a step that others took into `.grad`, as `apply` does for one's own (PROTOCOL.md 17)."""
+        self._gradients.arm(section_of(header), 0.0)
+        self._gradients.disarm()
+        target = np.frombuffer(self.memory.result_bytes[header.seq % 2], np.uint8)
+        for start, stop in self.layout.scope(section_of(header)):
+            np.copyto(target[start:stop], np.frombuffer(raw[start:stop], np.uint8))
+        self._gradients.apply(header)
+
     def settle(self) -> None:
         """The member holds the job's state now: what steps without any samples leave as it is."""
         self._gradients.settle()
@@ -119,3 +136,4 @@ class Window:
                 reducer.ready(seq, cells)
 
         self._loop.call(ready)
+

@@ -189,7 +189,7 @@ def job_member(name: str, port: int, root: str, plan: str, gate: str = "", epoch
         endpoint=f"127.0.0.1:{port}",
         name=name,
         log_dir=os.environ["CHAOS_LOG_DIR"],
-        options={"join_timeout_s": 60.0, "step_timeout_s": 60.0, "state_hash_every": 4},
+        options={"join_timeout_s": 60.0, "step_timeout_s": 60.0, "state_hash_every": 4, "join_by": "pause"},
     )
     made = Trainer(
         strategy=strategy,

@@ -32,7 +32,8 @@ def train(spec: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(1)
     samples, width = spec.get("samples", 240), spec.get("width", 32)
     data = TensorDataset(torch.randn(samples, 8, generator=generator), torch.randn(samples, 4, generator=generator))
-    settings = {"step_timeout_s": 60.0, "join_timeout_s": 60.0, **spec.get("settings", {})}
+    # Tests that hold members at gates need joins that wait for them; replay has tests of its own.
+    settings = {"step_timeout_s": 60.0, "join_timeout_s": 60.0, "join_by": "pause", **spec.get("settings", {})}
     trainer = Trainer(name=spec["name"], endpoint=spec["endpoint"], **settings)
     gates = dict(spec.get("gates", {}))
     die_at = spec.get("die_at", {})

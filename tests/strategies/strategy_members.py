@@ -127,7 +127,13 @@ def member(spec: dict[str, Any]) -> None:
         min_nodes=spec.get("min_nodes"),
         data=spec.get("data", "shared"),
         log_dir=os.environ["CHAOS_LOG_DIR"],
-        options={"join_timeout_s": 40.0, "step_timeout_s": 40.0, "state_hash_every": 4, **spec.get("options", {})},
+        options={
+            "join_timeout_s": 40.0,
+            "step_timeout_s": 40.0,
+            "state_hash_every": 4,
+            "join_by": "pause",  # members are held at gates until somebody is admitted; replay has tests of its own
+            **spec.get("options", {}),
+        },
     )
     settings: dict[str, Any] = {"max_epochs": spec.get("epochs", 3), "callbacks": callbacks, "log_every_n_steps": 1}
     if {"checkpoint", "steps"} & set(wanted):

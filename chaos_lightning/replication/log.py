@@ -1,0 +1,155 @@
+"""The log: headers and raw reduced bytes of the last slots, kept by members for newcomers that replay (PROTOCOL.md 18).
+
+Theory of operation. From the header that first names an observer on, the I/O thread hands every committed slot to
+`SlotLog.keep`. Reduced bytes lie in a buffer that the slot after next will use again, so they are copied at once, by a
+thread of the log's own; an entry whose copy came too late is left out, and other members have it. The log holds at most
+`cap_nbytes`; the oldest entries go first, and an observer that still needed them is let in by a pause.
+
+Observers ask for entries (bulk requests), nobody sends them unasked: a slow observer holds up nobody, any member can give
+any entry, and who asks for the next one names the header that it must stand on (4a).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from chaos_lightning.membership.types import Header, Span
+
+DEFAULT_CAP_NBYTES = 2 << 30
+_KEPT_AT_LEAST = 4
+"""Entries that are kept whatever the cap says, or a single large model would have no log at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One committed slot."""
+
+    seq: int
+    prev: str
+    """Hash of the header before."""
+    head: str
+    encoded: bytes
+    """The header as it travels."""
+    raw: memoryview | None
+    """The result buffer's size; only `spans` of it are meaningful. None: this slot reduced nothing."""
+    spans: tuple[Span, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.encoded) + (self.raw.nbytes if self.raw is not None else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    entry: Entry
+    source: memoryview | None
+    still: Callable[[], bool]
+    generation: int
+
+
+class SlotLog:
+    """See the module. `changed` guards everything and is notified about every entry.
+
+    Args:
+        changed: A condition that readers wait on.
+        cap_nbytes: Limit of all entries together.
+    """
+
+    def __init__(self, changed: threading.Condition, cap_nbytes: int = DEFAULT_CAP_NBYTES) -> None:
+        self.cap_nbytes = cap_nbytes
+        self.late = 0
+        """Entries that were left out because their bytes were about to be overwritten."""
+        self._changed = changed
+        self._entries: dict[int, Entry] = {}
+        self._newest = -1
+        self.gone = -1
+        """The last slot of a log that was ended."""
+        self._generation = 0
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    # ------------------------------------------------------------------ the I/O thread's side
+
+    def keep(
+        self, header: Header, encoded: bytes, raw: memoryview | None, spans: Sequence[Span], still: Callable[[], bool]
+    ) -> None:
+        """Takes a committed slot into the log; returns at once.
+
+        Args:
+            header: The slot's.
+            encoded: The same as bytes.
+            raw: The result buffer, if the slot reduced anything.
+            spans: What of it was reduced.
+            still: Whether `raw` has not been overwritten yet; asked after the copy.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._copy_all, name="chaos-log", daemon=True)
+            self._thread.start()
+        entry = Entry(header.seq, header.prev_hash, header.hash, encoded, None, tuple(spans) if raw is not None else ())
+        self._orders.put(_Order(entry, raw, still, self._generation))
+
+    def end(self) -> None:
+        """Nobody observes any more: everything is forgotten."""
+        with self._changed:
+            self._generation += 1
+            self.gone = max(self.gone, self.newest)
+            self._entries.clear()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the copying thread."""
+        self.end()
+        self._orders.put(None)
+
+    # ------------------------------------------------------------------ the serving threads' side (holding `changed`)
+
+    def after(self, head: str, seq: int) -> Entry | None:
+        """The entry of slot `seq`, if it stands on `head`."""
+        entry = self._entries.get(seq)
+        return entry if entry is not None and entry.prev == head else None
+
+    def at(self, head: str, seq: int) -> Entry | None:
+        """The entry of slot `seq` with the header `head`."""
+        entry = self._entries.get(seq)
+        return entry if entry is not None and entry.head == head else None
+
+    @property
+    def newest(self) -> int:
+        """The last slot that was kept; -1 if none is."""
+        return self._newest if self._entries else -1
+
+    # ------------------------------------------------------------------ the log's own thread
+
+    def _copy_all(self) -> None:
+        while (order := self._orders.get()) is not None:
+            entry, source = order.entry, order.source
+            copy: memoryview | None = None
+            if source is not None:
+                copy = self._take(source.nbytes)
+                for start, stop in entry.spans:
+                    np.copyto(np.frombuffer(copy[start:stop], np.uint8), np.frombuffer(source[start:stop], np.uint8))
+                if not order.still():
+                    self.late += 1
+                    continue
+            with self._changed:
+                if order.generation != self._generation:
+                    continue
+                kept = Entry(entry.seq, entry.prev, entry.head, entry.encoded, copy, entry.spans)
+                self._entries[entry.seq] = kept
+                self._newest = max(self._newest, entry.seq) if len(self._entries) > 1 else entry.seq
+                self._evict()
+                self._changed.notify_all()
+
+    def _evict(self) -> None:
+        total = sum(e.nbytes for e in self._entries.values())
+        while total > self.cap_nbytes and len(self._entries) > _KEPT_AT_LEAST:
+            oldest = self._entries.pop(min(self._entries))
+            total -= oldest.nbytes
+
+    def _take(self, nbytes: int) -> memoryview:
+        return np.empty(nbytes, np.uint8).data

@@ -1,0 +1,280 @@
+"""The observer's side of the log: entries in order, their bytes from all members at once.
+
+Theory of operation. One thread walks the chain: it asks a member for the header that stands on the last one, checks that
+it does, and has the slot's reduced bytes fetched, in stripes: each source a part that is as large as the source was
+quick, over a connection and a thread of its own. A source that dies, refuses or stalls costs time only: its stripe goes
+to the others. Entries wait in a queue whose buffers are few, so an observer that is slow stops asking, and the members'
+bounded log decides how long it may be so. When no source can give the next entry, `error` says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from chaos_lightning.errors import ChaosError, RefusedError, StateError, WireError
+from chaos_lightning.membership.types import Header, Span
+from chaos_lightning.replication import bulk
+from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
+from chaos_lightning.replication.client import Dial, Endpoint, reason_of
+
+REQUEST_NBYTES = 4 << 20
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """A committed slot and, if it reduced anything, its raw bytes."""
+
+    header: Header
+    raw: memoryview | None
+    newest: int
+    """The last slot in the log of whoever gave this one, then."""
+
+
+@dataclass
+class _Source:
+    endpoint: Endpoint
+    channel: BulkSocket | None = None
+    failed: str = ""
+    nbytes: int = 0
+    busy_s: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second so far; 0: not known."""
+        return self.nbytes / self.busy_s if self.busy_s else 0.0
+
+
+class LogReader:
+    """See the module.
+
+    Args:
+        sources: Members that keep the log.
+        dial: Opens an authenticated bulk socket.
+        header: The first entry stands on this one.
+        decode: Encoded header to header; raises WireError.
+        scope: What a step's header reduced, as byte ranges; empty for other slots.
+        nbytes: Size of the result buffer.
+        buffers: Entries with bytes that may wait to be applied.
+        stall_timeout_s: A source that sends nothing for so long is given up.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Endpoint],
+        dial: Dial,
+        header: Header,
+        *,
+        decode: Callable[[bytes], Header],
+        scope: Callable[[Header], Sequence[Span]],
+        nbytes: int,
+        buffers: int = 3,
+        stall_timeout_s: float = 10.0,
+    ) -> None:
+        self.error = ""
+        """Why no further entry will come."""
+        self.newest = header.seq
+        self.received_nbytes = 0
+        self._sources = [_Source(s) for s in sources]
+        self._dial = dial
+        self._decode = decode
+        self._scope = scope
+        self._stall_timeout_s = stall_timeout_s
+        self._ready: queue.SimpleQueue[LogEntry | None] = queue.SimpleQueue()
+        self._spare: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        for _ in range(buffers):
+            self._spare.put(np.empty(nbytes, np.uint8).data)
+        self._closed = False
+        self._pool = ThreadPoolExecutor(max(1, len(sources)), "chaos-log-pull")
+        self._thread = threading.Thread(target=self._run, args=(header,), name="chaos-log-reader", daemon=True)
+
+    # ------------------------------------------------------------------ the observer's side
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def take(self, timeout_s: float) -> LogEntry | None:
+        """The next entry, or None if there is none within the timeout."""
+        try:
+            return self._ready.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def give_back(self, entry: LogEntry) -> None:
+        """The entry's bytes are not needed any more."""
+        if entry.raw is not None:
+            self._spare.put(entry.raw)
+
+    @property
+    def waiting(self) -> bool:
+        """Nothing that was fetched waits to be applied."""
+        return self._ready.empty()
+
+    def close(self) -> None:
+        """Ends all threads and connections; nobody writes into buffers any more when this returns."""
+        self._closed = True
+        self._spare.put(None)
+        for source in self._sources:
+            self._cut(source)
+        if self._thread.is_alive():
+            self._thread.join(self._stall_timeout_s)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    # ------------------------------------------------------------------ the chain
+
+    def _run(self, at: Header) -> None:
+        try:
+            while not self._closed:
+                header, newest = self._next(at)
+                raw: memoryview | None = None
+                spans = self._scope(header)
+                if spans:
+                    raw = self._spare.get()
+                    if raw is None:
+                        return
+                    self._fetch(header, raw, spans)
+                self.newest = max(self.newest, newest)
+                self._ready.put(LogEntry(header, raw, newest))
+                at = header
+        except (ChaosError, OSError) as error:
+            if not self._closed:
+                self.error = reason_of(error)
+                self._ready.put(None)
+
+    def _next(self, at: Header) -> tuple[Header, int]:
+        """The header that stands on `at`, from the first source that can tell."""
+        while living := [s for s in self._sources if not s.failed]:
+            source = living[0]
+            try:
+                frame, payload = self._ask(source, Frame(Type.GET_ENTRY, at.hash, at.seq + 1), Type.ENTRY)
+                header = self._decode(payload)
+                if (header.seq, header.prev_hash) != (at.seq + 1, at.hash):
+                    raise WireError(f"it sent slot {header.seq} on {header.prev_hash} for {at.seq + 1} on {at.hash}")
+                return header, frame.offset
+            except (ChaosError, OSError) as error:
+                self._fail(source, error)
+        raise StateError(f"nobody can give slot {at.seq + 1} of the log: {self._fates()}")
+
+    def _ask(self, source: _Source, request: Frame, answer: Type) -> tuple[Frame, bytes]:
+        channel = self._connect(source)
+        channel.send(request)
+        frame = self._reply(channel, request, answer)
+        return frame, channel.receive_payload(frame)
+
+    def _reply(self, channel: BulkSocket, request: Frame, answer: Type) -> Frame:
+        while True:
+            frame = channel.receive_header()
+            if frame is None:
+                raise ConnectionError("it closed the connection")
+            if (frame.head, frame.seq) != (request.head, request.seq):
+                raise WireError(f"it answered for slot {frame.seq}, asked was {request.seq}")
+            if frame.type is Type.REFUSED:
+                raise RefusedError(channel.receive_payload(frame).decode(errors="replace"))
+            if frame.type is answer:
+                return frame
+            if frame.type is not Type.PENDING or self._closed:
+                raise WireError(f"it answered {frame.type.name} where {answer.name} was expected")
+
+    # ------------------------------------------------------------------ bytes
+
+    def _fetch(self, header: Header, raw: memoryview, spans: Sequence[Span]) -> None:
+        missing = [span for span in spans if span[1] > span[0]]
+        while missing:
+            living = [s for s in self._sources if not s.failed]
+            if not living:
+                raise StateError(f"nobody is left for the bytes of slot {header.seq}: {self._fates()}")
+            parts = _shares(missing, [s.rate for s in living])
+            orders = {
+                self._pool.submit(self._stripe, source, header, raw, part): (source, part)
+                for source, part in zip(living, parts, strict=True)
+                if part
+            }
+            missing = []
+            for future in as_completed(orders):
+                source, part = orders[future]
+                error = future.exception()
+                if error is None:
+                    self.received_nbytes += sum(stop - start for start, stop in part)
+                elif isinstance(error, ChaosError | OSError):
+                    self._fail(source, error)
+                    missing += part
+                else:
+                    raise error
+
+    def _stripe(self, source: _Source, header: Header, raw: memoryview, part: Sequence[Span]) -> None:
+        channel = self._connect(source)
+        began = time.monotonic()
+        requests = [
+            Frame(Type.GET_RESULT, header.hash, header.seq, at, min(REQUEST_NBYTES, stop - at))
+            for start, stop in part
+            for at in range(start, stop, REQUEST_NBYTES)
+        ]
+        for request in requests:
+            channel.send(request)
+        for request in requests:
+            frame = self._reply(channel, request, Type.DATA)
+            if (frame.offset, frame.length, frame.flags) != (request.offset, request.length, 0):
+                raise WireError(f"it sent {frame.length} bytes at {frame.offset}, asked was {request}")
+            into = raw[frame.offset : frame.offset + frame.length]
+            channel.receive_into([into])
+            bulk.check_payload(frame, [into])
+        source.nbytes += sum(r.length for r in requests)
+        source.busy_s += time.monotonic() - began
+
+    # ------------------------------------------------------------------ connections
+
+    def _connect(self, source: _Source) -> BulkSocket:
+        with source.lock:
+            if source.channel is None:
+                sock = self._dial(source.endpoint)
+                source.channel = BulkSocket(sock, stall_timeout_s=self._stall_timeout_s)
+                if self._closed:
+                    sock.close()
+                    raise ConnectionError("the log is not read any more")
+            return source.channel
+
+    def _fail(self, source: _Source, error: BaseException) -> None:
+        source.failed = reason_of(error)
+        self._cut(source)
+
+    def _cut(self, source: _Source) -> None:
+        channel = source.channel
+        if channel is not None:
+            with contextlib.suppress(OSError):
+                channel.sock.shutdown(socket.SHUT_RDWR)
+            channel.sock.close()
+
+    def _fates(self) -> str:
+        return "; ".join(f"{s.endpoint.member}: {s.failed}" for s in self._sources if s.failed) or "no source failed"
+
+
+def _shares(spans: Sequence[Span], rates: Sequence[float]) -> list[list[Span]]:
+    """The ranges dealt to sources in proportion to their rates (equal shares while none is known)."""
+    known = [r for r in rates if r > 0]
+    usual = sum(known) / len(known) if known else 1.0
+    weights = [r or usual for r in rates]
+    total = sum(stop - start for start, stop in spans)
+    borders, so_far = [], 0.0
+    for weight in weights:
+        so_far += weight
+        borders.append(int(total * so_far / sum(weights)) // _ALIGNMENT * _ALIGNMENT)
+    borders[-1] = total
+    parts: list[list[Span]] = [[] for _ in weights]
+    at = 0
+    for start, stop in spans:
+        for part, (low, high) in zip(parts, zip([0, *borders[:-1]], borders, strict=True), strict=True):
+            a, b = max(start, start + low - at), min(stop, start + high - at)
+            if a < b:
+                part.append((a, b))
+        at += stop - start
+    return parts

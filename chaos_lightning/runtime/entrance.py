@@ -1,0 +1,95 @@
+"""How a member gets from its hello into a view: waiting, observing, pulling; always in the training thread.
+
+Theory of operation. The I/O thread leaves in the mailbox what was decided about this newcomer: a view it founds, a header
+to observe from, or a header at which it is let in and pulls the state. These come in any order and any number (the
+job may lose members meanwhile), so `enter` is a loop over the mailbox that ends with a state or with an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.types import GENESIS, Header, View
+from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.replication.replay import Replay
+from chaos_lightning.runtime.mailbox import Mailbox
+from chaos_lightning.runtime.observing import Observation
+from chaos_lightning.runtime.shell import Shell
+from chaos_lightning.runtime.transfer import Transfer
+from chaos_lightning.runtime.waiting import ADVICE
+from chaos_lightning.runtime.window import Window
+
+
+def no_replay(join_by: str, replay: Replay | None, name: str) -> str:
+    """Why this member cannot come in by replay; "" if it can.
+
+    Raises:
+        ConfigurationError: It was told to, and cannot.
+    """
+    if join_by == "pause":
+        return f"{name} was told to join by pause"
+    reason = "it was not told how its steps are replayed" if replay is None else replay.replayable()
+    if reason and join_by == "replay":
+        raise ConfigurationError(f"join_by='replay' is not possible for {name}: {reason}; use join_by='auto' or 'pause'")
+    return reason
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a member came in."""
+
+    role: str
+    header: Header
+    view: View
+
+
+class Entrance:
+    """See the module."""
+
+    def __init__(self, shell: Shell, mail: Mailbox, transfer: Transfer) -> None:
+        self._shell = shell
+        self._mail = mail
+        self._transfer = transfer
+
+    def enter(self, state: StateAccess, window: Window, replay: Replay | None, deadline: float) -> Place | None:
+        """Waits until this member stands in a view; None if it is to give up (it was told to leave).
+
+        Raises:
+            FencedError, RefusedError, DepartedError, DeadlineError, StateError: See errors.py.
+        """
+        mail = self._mail
+        while True:
+            with mail.changed:
+                mail.wait(
+                    lambda: (
+                        mail.giving_up or mail.pull is not None or mail.view is not None or mail.observe is not None
+                    ),
+                    "admission to the job",
+                    deadline,
+                    ADVICE,
+                )
+                if mail.giving_up:
+                    return None
+                pull, mail.pull = mail.pull, None
+                observe, mail.observe = mail.observe, None
+                view = mail.view
+            if pull is not None:
+                if self._transfer.fetch(*pull, state, deadline):
+                    loaded = fx.StateLoaded(pull[0].hash)
+                    self._shell.loop.call(partial(self._shell.feed, loaded))
+                    return Place("joiner", *pull)
+            elif view is None:
+                assert observe is not None
+                if replay is not None:
+                    Observation(
+                        self._transfer, mail, self._shell.events, window, replay, self._shell.to_scheduler
+                    ).run(*observe, state, deadline)
+            elif mail.who() in view.joiners:
+                with mail.changed:
+                    mail.wait(lambda: mail.giving_up or mail.pull is not None, "the state's header", deadline)
+            else:
+                self._transfer.publish(GENESIS, state, window.layout)
+                return Place("founder", GENESIS, view)

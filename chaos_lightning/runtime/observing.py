@@ -1,0 +1,164 @@
+"""A newcomer observes: it pulls a state that stands still while others train on, and replays what they committed since.
+
+Theory of operation (PROTOCOL.md 15-19). In the training thread, before the first view: (1) the snapshot at the first
+header that names this newcomer is pulled from all members at once, while a reader already collects their log. (2) Each
+logged step is applied: the raw sums become averages in `.grad`, as at any member, and `Replay` does what training did
+with them. (3) With nothing left to apply the newcomer says that it has caught up, and goes on applying until the header
+arrives that lets it in. What then still differs is pulled at that header, whose hash check is the proof (19).
+
+Whatever goes wrong here costs time only: the newcomer says why it cannot catch up and is let in by a pause.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from chaos_lightning.errors import ChaosError
+from chaos_lightning.membership.types import CatchUp, Header, Progress, View
+from chaos_lightning.observe.events import EventLog
+from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.replication.client import Endpoint
+from chaos_lightning.replication.log_reader import LogEntry, LogReader
+from chaos_lightning.replication.replay import Replay
+from chaos_lightning.runtime.codec import decode
+from chaos_lightning.runtime.mailbox import Mailbox
+from chaos_lightning.runtime.transfer import Transfer
+from chaos_lightning.runtime.window import Window
+
+JUDGED_AFTER, JUDGED_OVER_S = 16, 3.0
+"""Entries applied, and time passed, before it is judged whether catching up will end."""
+FINAL_WAIT_S = 2.0
+"""How long the last entries are waited for once this newcomer is let in; what lacks then is pulled."""
+
+
+class Observation:
+    """One attempt to come in by replay.
+
+    Args:
+        transfer: Pulls.
+        mail: Says when this newcomer is let in, or out.
+        events: This member's log.
+        window: Turns raw sums into gradients.
+        replay: Applies them.
+        send: Sends a message to the scheduler.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        mail: Mailbox,
+        events: EventLog,
+        window: Window,
+        replay: Replay,
+        send: Callable[[CatchUp | Progress], None],
+    ) -> None:
+        self._transfer = transfer
+        self._mail = mail
+        self._events = events
+        self._window = window
+        self._replay = replay
+        self._send = send
+        self._applied = 0
+        self._nbytes = 0
+        self._lags: deque[tuple[float, int]] = deque()
+
+    def run(self, header: Header, view: View, state: StateAccess, deadline: float) -> None:
+        """Observes from `header` on; returns when something else was decided, or when observing came to nothing."""
+        sources = [m for m in view.members if m.id not in view.joiners]
+        self._events.emit("observing", seq=header.seq, head=header.hash, sources=[m.id for m in sources])
+        reader = LogReader(
+            [Endpoint(m.id, m.address, m.port) for m in sources],
+            self._transfer.dial,
+            header,
+            decode=lambda data: decode(Header, data),
+            scope=self._window.scope_of,
+            nbytes=self._window.layout.nbytes,
+        )
+        reader.start()
+        at = header
+        try:
+            if not self._transfer.fetch(header, view, state, deadline, superseded=self._called):
+                return
+            self._window.settle()
+            at = self._follow(reader, header)
+        except ChaosError as error:
+            self._give_up(at, str(error))
+        finally:
+            reader.close()
+            self._events.emit(
+                "replayed", seq=at.seq, step=at.step, steps=self._applied, nbytes=reader.received_nbytes
+            )
+
+    # ------------------------------------------------------------------ the log
+
+    def _follow(self, reader: LogReader, at: Header) -> Header:
+        caught_up, told = False, time.monotonic()
+        while not self._called():
+            entry = reader.take(0.1)
+            if entry is not None:
+                at = self._apply(reader, entry, at)
+            elif reader.error:
+                self._give_up(at, reader.error)
+                return at
+            lag = reader.newest - at.seq
+            if not caught_up and reader.waiting and lag <= 1 and self._applied:
+                caught_up = True
+                self._send(CatchUp(at.seq))
+            if entry is not None and not caught_up and self._hopeless(lag, time.monotonic()):
+                reason = f"after {self._applied} steps of the log it is {lag} behind: it applies no faster than they come"
+                self._give_up(at, reason)
+                return at
+            if time.monotonic() - told > 1.0:
+                told = time.monotonic()
+                self._send(Progress("replay", reader.received_nbytes, reader.received_nbytes, 0.0, lag))
+        return self._finish(reader, at)
+
+    def _hopeless(self, lag: int, now: float) -> bool:
+        """Whether this newcomer was as far behind some time and some steps ago as it is now."""
+        self._lags.append((now, lag))
+        while len(self._lags) > JUDGED_AFTER and self._lags[1][0] < now - JUDGED_OVER_S:
+            self._lags.popleft()
+        began, before = self._lags[0]
+        return len(self._lags) >= JUDGED_AFTER and now - began > JUDGED_OVER_S and lag > JUDGED_AFTER and lag >= before
+
+    def _finish(self, reader: LogReader, at: Header) -> Header:
+        """Let in at a header: apply up to it. What cannot be had in time is pulled with that header."""
+        mail = self._mail
+        with mail.changed:
+            target = mail.pull[0] if mail.pull is not None else None
+        give_up = time.monotonic() + FINAL_WAIT_S
+        while target is not None and at.seq < target.seq and time.monotonic() < give_up and not reader.error:
+            entry = reader.take(0.05)
+            if entry is not None and entry.header.seq <= target.seq:
+                at = self._apply(reader, entry, at)
+        return at
+
+    def _apply(self, reader: LogReader, entry: LogEntry, at: Header) -> Header:
+        header = entry.header
+        if entry.raw is not None:
+            self._window.replay(header, entry.raw)
+            self._replay.replay(header)
+            self._applied += 1
+        reader.give_back(entry)
+        return header
+
+    # ------------------------------------------------------------------ ends
+
+    def _called(self) -> bool:
+        """Something was decided about this newcomer."""
+        mail = self._mail
+        return (
+            mail.pull is not None
+            or mail.view is not None
+            or mail.ejected is not None
+            or mail.crash is not None
+            or mail.giving_up
+            or bool(mail.left)
+        )
+
+    def _give_up(self, at: Header, reason: str) -> None:
+        if not self._called():
+            self._events.emit("notice", text=f"no replay: {reason}")
+            self._send(CatchUp(at.seq, able=False, reason=reason[:2000]))

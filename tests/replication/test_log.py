@@ -1,0 +1,216 @@
+"""The log of committed slots: kept by members, read by observers, and what happens when either cannot keep up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from replication_support import LIMIT_S, ThreadDonor, dial, donors
+
+from chaos_lightning.membership.types import GENESIS, NO_VIEW, Header, Kind, Span
+from chaos_lightning.replication.log import SlotLog
+from chaos_lightning.replication.log_reader import LogReader, _shares
+from chaos_lightning.replication.server import ServerConfig
+from chaos_lightning.runtime.codec import decode, encode
+
+NBYTES = 4096
+WHOLE: tuple[Span, ...] = ((0, NBYTES),)
+
+
+def chain(length: int) -> list[Header]:
+    """A step, another step, a gather, and so on."""
+    headers, prev = [], GENESIS
+    for number in range(1, length + 1):
+        kind = Kind.GATHER if number % 3 == 0 else Kind.STEP
+        prev = Header(number, kind, number, NO_VIEW, prev.hash, NO_VIEW, "section 0")
+        headers.append(prev)
+    return headers
+
+
+def reduced(header: Header) -> memoryview:
+    return memoryview(np.random.default_rng(header.seq).bytes(NBYTES))
+
+
+def scope(header: Header) -> Sequence[Span]:
+    return WHOLE if header.kind is Kind.STEP else ()
+
+
+def keep(log: SlotLog, header: Header, still: bool = True) -> None:
+    step = header.kind is Kind.STEP
+    log.keep(header, encode(header), reduced(header) if step else None, scope(header), lambda: still)
+
+
+def reader_of(started: Sequence[ThreadDonor], **options: int) -> LogReader:
+    return LogReader(
+        [d.endpoint for d in started],
+        dial,
+        GENESIS,
+        decode=lambda data: decode(Header, data),
+        scope=scope,
+        nbytes=NBYTES,
+        stall_timeout_s=LIMIT_S,
+        **options,
+    )
+
+
+@pytest.fixture
+def three() -> Iterator[list[ThreadDonor]]:
+    with donors("a", "b", "c", config=ServerConfig(pending_interval_s=0.01)) as started:
+        yield started
+
+
+def read(reader: LogReader, count: int) -> list[Header]:
+    """So many entries, each checked against what was reduced."""
+    found = []
+    for _ in range(count):
+        entry = reader.take(LIMIT_S)
+        assert entry is not None, reader.error
+        if entry.header.kind is Kind.STEP:
+            assert entry.raw is not None
+            assert bytes(entry.raw) == bytes(reduced(entry.header))
+        reader.give_back(entry)
+        found.append(entry.header)
+    return found
+
+
+def test_entries_come_in_order_with_their_bytes_from_all_members(three: list[ThreadDonor]) -> None:
+    headers = chain(12)
+    for donor in three:
+        for header in headers:
+            keep(donor.server.log, header)
+    reader = reader_of(three)
+    reader.start()
+    assert read(reader, 12) == headers
+    reader.close()
+    assert reader.newest == 12
+    assert {d.member for d in three if d.server.served_nbytes.get("joiner")} == {"a", "b", "c"}
+
+
+def test_what_is_not_committed_yet_is_waited_for(three: list[ThreadDonor]) -> None:
+    headers = chain(2)
+    reader = reader_of(three)
+    reader.start()
+    assert reader.take(0.05) is None
+    for header in headers:
+        for donor in three:
+            keep(donor.server.log, header)
+    assert read(reader, 2) == headers
+    reader.close()
+
+
+def test_a_member_that_dies_costs_time_only(three: list[ThreadDonor]) -> None:
+    headers = chain(8)
+    for header in headers[:4]:
+        for donor in three:
+            keep(donor.server.log, header)
+    reader = reader_of(three)
+    reader.start()
+    read(reader, 4)
+    three[0].close()
+    for header in headers[4:]:
+        for donor in three[1:]:
+            keep(donor.server.log, header)
+    assert read(reader, 4) == headers[4:]
+    assert not reader.error
+    reader.close()
+
+
+def test_an_entry_that_one_member_lacks_comes_from_another(three: list[ThreadDonor]) -> None:
+    headers = chain(4)
+    for header in headers:
+        keep(three[0].server.log, header, still=header.seq != 2)  # its buffer was used again while it was copied
+        keep(three[1].server.log, header)
+        keep(three[2].server.log, header)
+    reader = reader_of(three)
+    reader.start()
+    assert read(reader, 4) == headers
+    reader.close()
+    assert three[0].server.log.late == 1
+
+
+def test_a_log_that_was_cut_ends_the_reading_in_words(three: list[ThreadDonor]) -> None:
+    headers = chain(20)
+    for donor in three:
+        donor.server.log.cap_nbytes = 3 * NBYTES
+        for header in headers:
+            keep(donor.server.log, header)
+    with three[0].server._changed:
+        assert three[0].server._changed.wait_for(lambda: three[0].server.log.newest == 20, LIMIT_S)
+    reader = reader_of(three[:1])
+    reader.start()
+    assert reader.take(LIMIT_S) is None
+    assert "it reaches to slot 20 and was cut before" in reader.error
+    reader.close()
+
+
+def test_a_header_of_another_chain_is_refused(three: list[ThreadDonor]) -> None:
+    forked = Header(1, Kind.GATHER, 0, NO_VIEW, "ffffffffffffffff", NO_VIEW)
+    keep(three[0].server.log, forked)
+    with three[0].server._changed:
+        assert three[0].server._changed.wait_for(lambda: three[0].server.log.newest == 1, LIMIT_S)
+    reader = reader_of(three[:1])
+    reader.start()
+    assert reader.take(LIMIT_S) is None
+    assert "slot 1 after header" in reader.error
+    reader.close()
+
+
+def test_a_slow_observer_asks_for_no_more_than_its_buffers_hold(three: list[ThreadDonor]) -> None:
+    headers = [h for h in chain(40)]
+    for header in headers:
+        keep(three[0].server.log, header)
+    reader = reader_of(three[:1], buffers=2)
+    reader.start()
+    first = reader.take(LIMIT_S)
+    second = reader.take(LIMIT_S)
+    assert first is not None
+    assert second is not None
+    served = three[0].server.served_nbytes["joiner"]
+    assert served <= 2 * NBYTES
+    reader.give_back(first)
+    reader.give_back(second)
+    read(reader, 38)
+    reader.close()
+
+
+def test_closing_ends_a_reader_that_waits(three: list[ThreadDonor]) -> None:
+    reader = reader_of(three)
+    reader.start()
+    done = threading.Event()
+    threading.Thread(target=lambda: (reader.close(), done.set()), daemon=True).start()
+    assert done.wait(LIMIT_S)
+
+
+def test_the_end_of_a_log_forgets_it(three: list[ThreadDonor]) -> None:
+    log = three[0].server.log
+    for header in chain(3):
+        keep(log, header)
+    with three[0].server._changed:
+        assert three[0].server._changed.wait_for(lambda: log.newest == 3, LIMIT_S)
+        assert log.after(GENESIS.hash, 1) is not None
+    log.end()
+    assert (log.newest, log.gone) == (-1, 3)
+    with three[0].server._changed:
+        assert log.after(GENESIS.hash, 1) is None
+
+
+@given(
+    st.lists(st.integers(1, 1000), min_size=1, max_size=5),
+    st.lists(st.sampled_from([0.0, 1.0, 3.5, 1e9]), min_size=1, max_size=6),
+)
+def test_shares_cover_everything_once(lengths: list[int], rates: list[float]) -> None:
+    spans, at = [], 0
+    for length in lengths:
+        spans.append((at * 64, (at + length) * 64))
+        at += length + 3
+    parts = _shares(spans, rates)
+    assert len(parts) == len(rates)
+    pieces = sorted(p for part in parts for p in part)
+    assert sum(b - a for a, b in pieces) == sum(b - a for a, b in spans)
+    assert all(b <= c for (_, b), (c, _) in pairwise(pieces))
+    assert all(any(a >= start and b <= stop for start, stop in spans) for a, b in pieces)
