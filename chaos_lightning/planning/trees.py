@@ -16,7 +16,7 @@ Kinds:
         has exactly the view's members, one root, no cycle, and the ranges cover every byte once.
     trees: explicit trees with weights instead of ranges, as `planning/overlay.py` draws them from measured links
         without knowing the buffer. Each section is dealt to the trees by weight, in chunks that take turns, so that
-        all trees have work from a section's first byte to its last; what is too little for a chunk of its own is made up
+        all trees have work from the first byte to the last; what is too little for a chunk of its own is made up
         for in a later section.
 
 Explicit trees name members, and members come and go: `plan_for` decides whether they fit the present members and links
