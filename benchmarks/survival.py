@@ -119,13 +119,17 @@ class World:
                 if seen.worker.process.exitcode not in (None, 0) and name not in self.doomed:
                     raise RuntimeError(f"{name} died of itself (exit code {seen.worker.process.exitcode})")
 
-    @staticmethod
-    def _read(pipe: Connection, seen: Seen) -> None:
+    def _read(self, pipe: Connection, seen: Seen) -> None:
         try:
-            word, *values = pipe.recv()
+            message = pipe.recv()
         except (EOFError, ConnectionResetError):
             pipe.close()
             return
+        self._hear(seen, message)
+
+    def _hear(self, seen: Seen, message: tuple[Any, ...]) -> None:
+        """Takes in what a member said."""
+        word, *values = message
         if word == "step":
             ns, seq, step, head, contributors, rank, backwards = values
             seen.steps.append(Step(ns, seq, step, head, contributors, rank, backwards - _own(seen.steps, seen) - 1))
