@@ -176,8 +176,10 @@ class Adaptive(_Estimated):
         queue, mine = queues[victim], stats[thief]
         theirs = stats.get(victim)
         rate, other = mine.rate(now), theirs.rate(now) if theirs is not None else 0.0
-        if not rate or not other:
-            return victim, max(1, queue.nbytes // 2)  # nothing is known yet: halves, until something is
+        if not rate:
+            return victim, queue.tail_nbytes  # one job shows what this source can do
+        if not other:
+            return victim, max(1, queue.nbytes // 2)  # nothing is known of the other: halves, until something is
         ahead = queue.nbytes + (theirs.under_way if theirs is not None else 0)
         # Both end at once: (ahead - x) / other == (mine.under_way + x) / rate
         share = (rate * ahead - other * mine.under_way) / (rate + other)

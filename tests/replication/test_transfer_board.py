@@ -7,12 +7,15 @@ import time
 from collections.abc import Mapping, Sequence
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import StateError
 from chaos_lightning.replication.board import Board, Flight
+from chaos_lightning.replication.memory import DeviceRegion, HostRegion, StridedRegion
 from chaos_lightning.replication.policy import Assignment, Job, Queue, SourceStats, TransferPolicy
+from chaos_lightning.replication.pull import StateSink
 from chaos_lightning.replication.table import Piece
 
 SIZE = 8
@@ -305,3 +308,16 @@ def test_an_estimate_counts_until_something_is_measured() -> None:
         stats.arrived(100_000, 10 + i / 100)
     assert stats.rate(12.0) == pytest.approx(1e7, rel=0.05)
     assert stats.ends_in(0, 12.0) == pytest.approx((10**9 - 2 * 10**7) / stats.rate(12.0))
+
+
+@pytest.mark.parametrize("kind", [HostRegion, StridedRegion, DeviceRegion])
+def test_a_held_copy_gets_to_its_place_in_any_memory(kind: type[HostRegion | StridedRegion | DeviceRegion]) -> None:
+    """The accelerator's way works on host tensors as well."""
+    tensor = torch.zeros(4, 6).t() if kind is StridedRegion else torch.zeros(6, 4)
+    place = kind(tensor)
+    sink = StateSink([place])
+    bytes_ = memoryview(torch.arange(24.0).numpy().tobytes())
+    job = Job(16, 80, (Piece(0, 16, 40, b""), Piece(0, 40, 80, b"")))
+    sink.place(job, [bytes_[16:40], bytes_[40:80]])
+    place.finish()
+    assert tensor.flatten().tolist() == [0.0] * 4 + [float(i) for i in range(4, 20)] + [0.0] * 4

@@ -391,6 +391,11 @@ def test_who_would_end_last_is_robbed_first() -> None:
     assert adaptive().steal("thief", queues, stats, 0.0) == ("never came", 5)
 
 
+def test_a_source_of_which_nothing_is_known_takes_one_job() -> None:
+    stats = {"thief": SourceStats(), "slow": stats_of(1e6)}
+    assert adaptive().steal("thief", {"slow": Queue(50_000_000, 7)}, stats, 0.0) == ("slow", 7)
+
+
 def test_nothing_is_stolen_that_would_end_later_here() -> None:
     stats = {"thief": stats_of(10e6), "other": stats_of(500e6)}
     assert adaptive().steal("thief", {"other": Queue(1_000_000, 1_000_000)}, stats, 0.0) is None
