@@ -2,9 +2,13 @@
 
 Theory of operation. The member with the younger id dials (newcomers dial the others), the other accepts; handshakes
 run in short-lived threads so that a slow stranger never holds up the loop. A link that breaks is reported with its
-evidence and dialled again while its peer is wanted, with growing pauses. Messages for a peer whose link is not there
-yet wait for it. Both ends ping, so a link on which nothing arrives for `SILENCE_S` is given up and dialled anew: a
-path that swallows bytes closes no socket.
+evidence and dialled again while its peer is wanted, with growing pauses. A link that is not wanted any more is
+finished, not cut: the slot that made the change may still have bytes in it. Both ends ping, so a link on which nothing
+arrives for `SILENCE_S` is given up and dialled anew: a path that swallows bytes closes no socket.
+
+Messages go over the direct link if there is one; else, where the view names its links, as letters from neighbour to
+neighbour (runtime/routing.py). What cannot go on yet waits for a link or for the next view; what has no way at all is
+dropped and noted. What each link carries is measured in runtime/measuring.py.
 """
 
 from __future__ import annotations
@@ -14,22 +18,38 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from chaos_lightning.errors import ChaosError, ConfigurationError
-from chaos_lightning.membership.types import NO_VIEW, Member, ViewId
+from chaos_lightning.membership.types import NO_VIEW, LinkReport, Member, View, ViewId
 from chaos_lightning.runtime.forks import close_in_children
-from chaos_lightning.transport.frames import FrameType
+from chaos_lightning.runtime.measuring import Measuring
+from chaos_lightning.runtime.routing import Letter, Router, unpacked
+from chaos_lightning.transport.frames import MAX_PAYLOAD_NBYTES, Frame, FrameType
 from chaos_lightning.transport.handshake import Greeting, accept, dial
 from chaos_lightning.transport.link import Link, Owner
 from chaos_lightning.transport.loop import IoLoop
-from chaos_lightning.transport.reference import Stamp
+from chaos_lightning.transport.reference import Reference, Stamp
 
 PING_INTERVAL_S = 0.1
 SILENCE_S = 3.0
 """A link on which nothing was heard for so long carries nothing any more, though it was not closed."""
+FINISH_S = 30.0
+"""A link that is not wanted any more has so long to deliver what was queued."""
 _MAX_HANDSHAKES = 64
 _MAX_WAITING_MESSAGES = 4096
+
+
+class Host(Owner, Protocol):
+    """Who has the links: takes frames, and what became of links and messages."""
+
+    def measured(self, report: LinkReport) -> None:
+        """A link's latency and rate, or that it carries nothing."""
+
+    def undelivered(self, to: str, source: str, reason: str) -> None:
+        """A message was dropped on its way; a recovery has it sent again."""
 
 
 def youth(member_id: str) -> tuple[int, str]:
@@ -46,7 +66,7 @@ class Links:
         bind: Address to listen on.
         job: Job name, checked in every handshake.
         token: Cluster token, empty for none.
-        owner: Receives frames and broken links.
+        owner: Receives frames, results and broken links.
         changed: Told (peer, up, evidence).
         bulk: Serves an accepted bulk socket in the calling thread.
         refused: Told about strangers (a line for the event log).
@@ -58,7 +78,7 @@ class Links:
         bind: str,
         job: str,
         token: bytes,
-        owner: Owner,
+        owner: Host,
         changed: Callable[[str, bool, str], None],
         bulk: Callable[[socket.socket, str], object],
         refused: Callable[[str], None],
@@ -77,7 +97,14 @@ class Links:
         self._wanted: dict[str, Member] = {}
         self._dialling: set[str] = set()
         self._failures: dict[str, int] = {}
-        self._waiting: dict[str, list[bytes]] = {}
+        self._finishing: dict[Link, tuple[str, float, int]] = {}
+        """Links that are not wanted any more: peer, since when (monotonic, s), first slot opened after (-1: none)."""
+        self._router = Router()
+        self._letters: deque[tuple[Letter, str]] = deque()
+        """With the neighbour that each came from."""
+        self._measuring = Measuring(loop.later, owner.measured)
+        self.relayed = 0
+        """Letters of others that were passed on."""
         self._slots = threading.Semaphore(_MAX_HANDSHAKES)
         self._closed = False
         self._pinged_at = time.monotonic()
@@ -95,13 +122,52 @@ class Links:
         """Keeps links to exactly these members."""
         self._wanted = {m.id: m for m in peers if m.id != self.me}
         for peer in [p for p in self._links if p not in self._wanted]:
-            self._links.pop(peer).close(bye=True)
-        self._waiting = {p: m for p, m in self._waiting.items() if p in self._wanted}
+            self._finish(peer, self._links.pop(peer))
+        self._post_again()
         for peer in self._wanted:
             if peer in self._links:
                 self._changed(peer, True, "connected")
             else:
                 self._dial(peer)
+
+    def rule(self, view: View | None) -> None:
+        """This view rules from now on, so messages go by its links; None: this member is in none."""
+        self._router.rule(self.me, view)
+        self._post_again()
+
+    def foresee(self, view: View) -> None:
+        """This view is coming: its links say how its newcomers are reached."""
+        self._router.foresee(self.me, view)
+        self._post_again()
+
+    def opened(self, seq: int) -> None:
+        """Slot `seq` is open: results of the slot before the last are overwritten from now on (PROTOCOL.md 3)."""
+        for link, (peer, since, first) in list(self._finishing.items()):
+            if first < 0:
+                self._finishing[link] = (peer, since, seq)
+            elif seq > first and link.queued_nbytes:
+                link.close()
+                del self._finishing[link]
+
+    def abandon(self) -> None:
+        """Forgets all peers and closes all links at once: this member begins anew (PROTOCOL.md 11)."""
+        for link in [*self._links.values(), *self._finishing]:
+            link.close(bye=True)
+        for peer, link in self._links.items():
+            self._measuring.lost(peer, link)
+            self._measuring.forget(peer)
+        self._links.clear()
+        self._finishing.clear()
+        self._letters.clear()
+        self._router = Router()
+        self._wanted = {}
+
+    def _finish(self, peer: str, link: Link) -> None:
+        self._measuring.lost(peer, link)
+        self._measuring.forget(peer)
+        link.finish()
+        if link.open:
+            self._finishing[link] = (peer, time.monotonic(), -1)
 
     def also(self, peers: tuple[Member, ...]) -> None:
         """Wants these members too."""
@@ -166,9 +232,14 @@ class Links:
             self._slots.release()
         if greeting.purpose == "bulk":
             close_in_children(sock.fileno())
+            watched = self._measuring.begin_bulk(greeting.me, sock)
+            if watched:
+                self._loop.call(lambda: self._measuring.watch_bulk(greeting.me, sock))
             try:
                 self._bulk(sock, greeting.me)
             finally:
+                if watched:
+                    self._loop.call(lambda: self._measuring.end_bulk(greeting.me, sock))
                 sock.close()
         else:
             self._loop.call(lambda: self._accepted(greeting.me, sock))
@@ -185,19 +256,28 @@ class Links:
         old = self._links.pop(peer, None)
         if old is not None:
             old.close()
+            self._measuring.lost(peer, old)
         self._failures.pop(peer, None)
         close_in_children(sock.fileno())
-        link = self._links[peer] = Link(self._loop, sock, peer, self._owner, self.stamp)
-        for payload in self._waiting.pop(peer, []):
-            link.send(FrameType.MESSAGE, payload=(memoryview(payload),))
-        self._changed(peer, True, "connected")
+        stamp = None if self._measuring.emulated(peer) else self.stamp
+        link = self._links[peer] = Link(self._loop, sock, peer, self, stamp)
+        self._post_again()
+        if not link.open:
+            self.broken(peer, link, "closed (as soon as it was made)")
+        elif self._links.get(peer) is link:
+            self._changed(peer, True, "connected")
+            self._measuring.added(peer, link)
 
     def broken(self, peer: str, link: Link, evidence: str) -> None:
         """A link has broken; dial again if its peer is still wanted."""
+        self._finishing.pop(link, None)
         if self._links.get(peer) is not link:
             return
         del self._links[peer]
+        self._measuring.lost(peer, link)
         self._changed(peer, False, evidence)
+        for data in link.letters():
+            self._post(unpacked(data))
         if peer in self._wanted:
             # After a goodbye the peer is as a rule about to be forgotten here, too.
             self._loop.later(0.5 if evidence == "bye" else 0.05, lambda: self._dial(peer))
@@ -211,14 +291,75 @@ class Links:
         return float("inf") if link is None else now - link.heard_at
 
     def message(self, peer: str, payload: bytes) -> None:
-        """Sends an encoded PeerMessage, now or when the link stands."""
+        """Sends an encoded PeerMessage, over one link or several, now or when there is a way."""
         link = self._links.get(peer)
         if link is not None:
             link.send(FrameType.MESSAGE, payload=(memoryview(payload),))
-        elif peer in self._wanted:
-            waiting = self._waiting.setdefault(peer, [])
-            if len(waiting) < _MAX_WAITING_MESSAGES:
-                waiting.append(payload)
+        else:
+            self._post(Letter(peer, self.me, self._router.hops, payload))
+
+    def _post(self, letter: Letter, came_from: str = "") -> None:
+        """Sends a letter on, has it wait, or drops it."""
+        hop = letter.to if letter.to in self._links else self._router.hop(letter.to)
+        link = self._links.get(hop)
+        if hop and hop == came_from:
+            self._owner.undelivered(letter.to, letter.source, f"{came_from}, where it came from, is the next hop")
+        elif link is not None and hop == letter.to and letter.source == self.me:
+            link.send(FrameType.MESSAGE, payload=(memoryview(letter.payload),))
+        elif link is not None:
+            data = letter.packed()
+            if len(data) > MAX_PAYLOAD_NBYTES:
+                self._owner.undelivered(letter.to, letter.source, f"{len(data)} bytes are too many for one frame")
+            else:
+                link.send(FrameType.ROUTED, payload=(memoryview(data),))
+        elif not hop and letter.to not in self._wanted:
+            self._owner.undelivered(letter.to, letter.source, "no way to it is known")
+        elif len(self._letters) >= _MAX_WAITING_MESSAGES:
+            self._owner.undelivered(letter.to, letter.source, f"{_MAX_WAITING_MESSAGES} messages wait already")
+        else:
+            self._letters.append((letter, came_from))
+
+    def _post_again(self) -> None:
+        letters, self._letters = self._letters, deque()
+        for letter, came_from in letters:
+            self._post(letter, came_from)
+
+    # ------------------------------------------------------------------ frames (owner of links)
+
+    def target(self, peer: str, frame: Frame) -> memoryview | None:
+        """Memory for a frame's payload."""
+        if frame.type == FrameType.PROBE:
+            link = self._links.get(peer)
+            return None if link is None else self._measuring.target(link, frame)
+        if frame.type == FrameType.ROUTED:
+            return memoryview(bytearray(frame.length))
+        return self._owner.target(peer, frame)
+
+    def arrived(self, peer: str, frame: Frame, payload: memoryview | Reference) -> None:
+        """Passes a frame to whom it concerns."""
+        if frame.type in (FrameType.ROUTED, FrameType.PROBE):
+            if isinstance(payload, memoryview):
+                self._mine(peer, frame, payload)
+        else:
+            self._owner.arrived(peer, frame, payload)
+
+    def _mine(self, peer: str, frame: Frame, payload: memoryview) -> None:
+        if frame.type == FrameType.PROBE:
+            link = self._links.get(peer)
+            if link is not None:
+                self._measuring.arrived(peer, link, frame, payload)
+            return
+        letter = unpacked(payload)
+        if letter.to == self.me:
+            inner = Frame(FrameType.MESSAGE, frame.view, frame.seq, 0, len(letter.payload), 0)
+            self._owner.arrived(letter.source, inner, memoryview(letter.payload))
+        elif letter.hops_left <= 1:
+            self._owner.undelivered(letter.to, letter.source, "it has come over as many links as any way has")
+        else:
+            self.relayed += 1
+            self._post(Letter(letter.to, letter.source, letter.hops_left - 1, letter.payload), peer)
+
+    # ------------------------------------------------------------------ chunks and pings
 
     def chunk(
         self, peer: str, kind: FrameType, view: ViewId, seq: int, start: int, payload: Sequence[memoryview]
@@ -239,19 +380,54 @@ class Links:
                 self.broken(peer, link, f"silent (nothing was heard for {now - link.heard_at:.1f} s)")
             else:
                 link.send(FrameType.PING, NO_VIEW)
+        for link, (_, since, _) in list(self._finishing.items()):
+            if now - since > FINISH_S or now - link.heard_at > SILENCE_S:
+                link.close()
+                del self._finishing[link]
+        self._measuring.tick(now)
 
     def drop(self, view: ViewId) -> None:
         """Diverts and forgets chunks of this and older views on every link."""
-        for link in self._links.values():
+        for link in [*self._links.values(), *self._finishing]:
             link.purge(view)
             link.divert(view)
+
+    # ------------------------------------------------------------------ measuring
+
+    def measure(self, peers: Iterable[str] | None = None, why: str = "asked") -> list[str]:
+        """Probes the links to these peers (None: to all); returns those that are measured and will be reported."""
+        return [peer for peer in (list(self._links) if peers is None else peers) if self._measuring.measure(peer, why)]
+
+    def carried(self, peer: str, nbytes: int, seconds: float) -> None:
+        """Any thread: bytes sent to this peer beside its link, by somebody who kept the path filled for so long."""
+        self._loop.call(lambda: self._measuring.carried(peer, nbytes, seconds))
+
+    def emulate(self, rates: Mapping[str, float]) -> None:
+        """Sends at most so many bits per second to these peers (ids, names or nodes); others are not bounded.
+
+        Raises:
+            ConfigurationError: A rate is not positive.
+        """
+        self._measuring.emulate(rates)
+
+    def reports(self) -> list[LinkReport]:
+        """What is known of each link that stands, for a scheduler that does not know it yet."""
+        return list(self._measuring.reports.values())
+
+    def facts(self) -> dict[str, object]:
+        """Any thread: bytes and rates per link, and letters that passed here; at most one ping interval old."""
+        links = self._measuring.facts
+        return {"links": links, "relayed": self.relayed, "waiting": len(self._letters)}
 
     def close(self, *, bye: bool = True) -> None:
         self._closed = True
         self._wanted = {}
         for link in list(self._links.values()):
             link.close(bye=bye)
+        for link in self._finishing:
+            link.close()
         self._links.clear()
+        self._finishing.clear()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

@@ -40,6 +40,10 @@ class FrameType(enum.IntEnum):
     """The sender's memory may be read, if the kernel allows it (transport/reference.py)."""
     ACCEPT = 7
     """The offered memory can be read: chunks may come by reference."""
+    ROUTED = 8
+    """An encoded PeerMessage that goes over several links (runtime/routing.py)."""
+    PROBE = 9
+    """Part of a measurement of this very link (transport/probe.py)."""
 
 
 _TYPES = {int(t): t for t in FrameType}

@@ -4,23 +4,29 @@ Theory of operation. Received payloads go where the owner says before they arriv
 memory, into a scratch buffer, or - when their view is over - into a bin. Sent payloads are not copied: the owner
 guarantees that the memory is still until the frame's view is over (PROTOCOL.md 3). Between processes of one machine
 that can read each other's memory, chunks are sent as references (transport/reference.py). A link that breaks says so
-once, with the evidence, and is then dead for good; a new connection makes a new link.
+once, with the evidence, and is then dead for good; a new connection makes a new link. One that is not wanted any more
+is finished: what is queued still goes, then a BYE, and only the peer closes it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import select
 import socket
+import sys
+import termios
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from chaos_lightning.errors import WireError
 from chaos_lightning.membership.types import NO_VIEW, ViewId
 from chaos_lightning.transport.frames import HEADER_NBYTES, Frame, FrameType, pack, payload_checksum, unpack
+from chaos_lightning.transport.holding import AT_FIRST_NBYTES, Holding
 from chaos_lightning.transport.loop import IoLoop
+from chaos_lightning.transport.pacing import pace
 from chaos_lightning.transport.reference import (
     MAX_PIECES,
     PIECE,
@@ -34,11 +40,14 @@ from chaos_lightning.transport.reference import (
 )
 
 _READ = select.EPOLLIN | select.EPOLLRDHUP
+_TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
+_UNSENT = 0x894B  # SIOCOUTQNSD
+_LITTLE_NBYTES = 128 << 10
 _BUDGET_NBYTES = 4 << 20
 """Read at most this much from one link before others get their turn."""
 
 
-def _on_this_machine(sock: socket.socket) -> bool:
+def on_this_machine(sock: socket.socket) -> bool:
     """Whether both ends are this machine: then bytes cross no medium, and chunks go without a checksum.
 
     Summing every chunk twice costs 15 to 35 % of an all-reduce over loopback (docs/LOG.md); messages are always summed.
@@ -60,6 +69,11 @@ class Owner(Protocol):
 
 
 _DATA = (FrameType.UP, FrameType.DOWN)
+_TRAFFIC = (*_DATA, FrameType.MESSAGE, FrameType.ROUTED)
+"""What a measurement keeps out of the way of."""
+
+Background = Callable[[], "list[memoryview] | None"]
+"""Gives the next frame, header first, each time that nothing else is to be sent; None at the end."""
 
 
 class Link:
@@ -82,8 +96,17 @@ class Link:
         self._sock = sock
         self._owner = owner
         self._fd = sock.fileno()
-        self._sums = not _on_this_machine(sock)
-        self._queue: deque[tuple[ViewId, bool, list[memoryview]]] = deque()
+        self.local = on_this_machine(sock)
+        """Both ends are on one machine, as far as their addresses tell."""
+        self.traffic = 0
+        """Frames of the job that were queued here: chunks and messages."""
+        self.traffic_at = 0.0
+        """When (monotonic, s) a chunk or message was last queued, or a chunk began to arrive."""
+        self._sums = not self.local
+        self._queue: deque[tuple[ViewId, bool, list[memoryview], memoryview | None, tuple[int, int]]] = deque()
+        self._holding = Holding(0 if self.local else AT_FIRST_NBYTES)
+        self._background: Background | None = None
+        self._finishing = False
         self._started = False
         self._writing = False
         self._head = bytearray(HEADER_NBYTES)
@@ -100,6 +123,7 @@ class Link:
         """Chunks to this peer are sent as references: it can read them."""
         self.open = True
         sock.setblocking(False)
+        self._hold_little(self._holding.limit_nbytes)
         loop.register(self._fd, _READ, self._on_ready)
         if stamp is not None and not self._sums:
             self.send(FrameType.OFFER, payload=(memoryview(stamp.offer()),))
@@ -115,9 +139,12 @@ class Link:
         payload: Sequence[memoryview] = (),
     ) -> None:
         """Queues a frame; tries to write at once. Data frames (UP, DOWN) can be purged later, messages cannot."""
-        if not self.open:
+        if not self.open or self._finishing:
             return
         data = frame_type in _DATA
+        if frame_type in _TRAFFIC:
+            self.traffic += 1
+            self.traffic_at = time.monotonic()
         length = sum(piece.nbytes for piece in payload)
         if data and self.by_reference and length >= SMALLEST_NBYTES and len(payload) <= MAX_PIECES:
             head = pack(frame_type, view, seq, start, length, 0, pieces=len(payload))
@@ -128,9 +155,68 @@ class Link:
             parts = [memoryview(pack(frame_type, view, seq, start, length, checksum, summed=summed))]
             if length:
                 parts.extend(payload)
-        self._queue.append((view, data, parts))
+        # Letters are kept whole: another link may have to take them over.
+        kept = payload[0] if frame_type == FrameType.ROUTED else None
+        entry = (view, data, parts, kept, (seq, start))
+        queue, at = self._queue, len(self._queue)
+        if (
+            data
+        ):  # trees that share this link keep step: what lies first in the buffer goes first, but passes no message
+            first = 1 if self._started else 0
+            while at > first and (before := queue[at - 1])[1] and before[0] == view and before[4] > entry[4]:
+                at -= 1
+        queue.insert(at, entry)
         if not self._writing:
             self._write()
+
+    def fill(self, background: Background) -> None:
+        """Sends what `background` gives whenever nothing else is to be sent; replaces an earlier one.
+
+        Meanwhile the kernel holds little that is not on its way, so that a chunk which comes does not wait behind it.
+        """
+        self._background = background
+        self._hold_little(_LITTLE_NBYTES)
+        if self.open and not self._writing:
+            self._write()
+
+    def quiet(self, now: float, quiet_s: float) -> bool:
+        """Whether this link has been without chunks and messages for so long, and all that was queued has left."""
+        still = now - self.traffic_at >= quiet_s and not self._queue and self._frame is None
+        return still and self._unacknowledged_nbytes() == 0
+
+    def pace(self, rate_bps: float | None) -> None:
+        """Bounds what is sent here, in bits per second; None takes the bound away."""
+        pace(self._sock, rate_bps)
+        self._holding.told(rate_bps)
+        self._hold_little(self._holding.limit_nbytes)
+
+    @property
+    def sock(self) -> socket.socket:
+        """For reading its counters only."""
+        return self._sock
+
+    @property
+    def delivered_nbytes(self) -> int:
+        """Bytes that have reached the other end's kernel (or a relay's)."""
+        return self.sent_nbytes - self._unacknowledged_nbytes()
+
+    def _unacknowledged_nbytes(self) -> int:
+        return self._waiting_nbytes(termios.TIOCOUTQ)
+
+    def _waiting_nbytes(self, which: int) -> int:
+        try:
+            return int.from_bytes(fcntl.ioctl(self._fd, which, bytes(4)), sys.byteorder)
+        except OSError:
+            return 0
+
+    @property
+    def queued_nbytes(self) -> int:
+        """Bytes that the kernel has not taken yet."""
+        return sum(part.nbytes for entry in self._queue for part in entry[2])
+
+    def letters(self) -> list[memoryview]:
+        """Payloads of routed messages that have not left, or not whole; for who takes over from a broken link."""
+        return [entry[3] for entry in self._queue if entry[3] is not None]
 
     def purge(self, older_or_equal: ViewId) -> None:
         """Forgets queued chunks of this and older views, but for one that is already half on the wire."""
@@ -148,7 +234,7 @@ class Link:
     def _write(self) -> None:
         queue = self._queue
         try:
-            while queue:
+            while queue or self._refill():
                 parts = queue[0][2]
                 sent = self._sock.sendmsg(parts)
                 self.sent_nbytes += sent
@@ -172,11 +258,31 @@ class Link:
         if self._writing:
             self._writing = False
             self._loop.modify(self._fd, _READ)
+        if self._finishing:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)
+
+    def _hold_little(self, nbytes: int) -> None:
+        with contextlib.suppress(OSError):  # no TCP, or an older kernel: chunks may wait a little longer
+            self._sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, nbytes)
+
+    def _refill(self) -> bool:
+        parts = self._background() if self._background is not None else None
+        if parts is None:
+            if self._background is not None:
+                self._background = None
+                self._hold_little(self._holding.limit_nbytes)
+            return False
+        self._queue.append((NO_VIEW, False, parts, None, (0, 0)))
+        return True
 
     # ------------------------------------------------------------------ receiving
 
     def _on_ready(self, events: int) -> None:
         if events & select.EPOLLOUT and self.open:
+            held = self._holding
+            if held.limit_nbytes and self._background is None and held.woken(self._waiting_nbytes(_UNSENT)):
+                self._hold_little(held.limit_nbytes)
             self._write()
         if events & ~select.EPOLLOUT and self.open:
             self._read()
@@ -230,6 +336,8 @@ class Link:
             self._left = frame.pieces * PIECE.size
             self._into, self._kept = memoryview(bytearray(self._left)), True
             return
+        if frame.type in _DATA:
+            self.traffic_at = time.monotonic()
         self._into = self._target(frame)
         self._kept = self._into is not None
 
@@ -294,6 +402,18 @@ class Link:
 
     # ------------------------------------------------------------------ ending
 
+    def finish(self) -> None:
+        """Ends this link in good order: what is queued goes, then a BYE, then this end sends no more.
+
+        It still takes what the peer sends, until the peer closes or `close` is called.
+        """
+        if self.open and not self._finishing:
+            self._background = None
+            self.send(FrameType.BYE)
+            self._finishing = True
+            if not self._writing:
+                self._write()
+
     def _break(self, evidence: str) -> None:
         if self.open:
             self.close()
@@ -308,7 +428,8 @@ class Link:
             self.send(FrameType.BYE)
         self.open = False
         self._loop.unregister(self._fd)
-        self._queue.clear()
+        self._background = None
+        self._queue = deque(entry for entry in self._queue if entry[3] is not None)
         with contextlib.suppress(OSError):
             # A forked child may hold a copy of this socket; only shutdown ends the connection itself.
             self._sock.shutdown(socket.SHUT_RDWR)

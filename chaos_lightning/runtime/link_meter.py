@@ -1,0 +1,209 @@
+"""What links really carry, learned from the job's own bytes: all-reduces and state transfers.
+
+Theory of operation. The kernel counts, per TCP connection, bytes that the other end has acknowledged, bytes that wait
+to be sent, and the time in which there were any (TCP_INFO). `Meter.tick` reads these counters of every watched
+connection, some ten times a second, and four times as often while something waits. Between two readings that both found
+bytes waiting, with the connection busy all the time in between, what was acknowledged is what the link could carry:
+nobody but the link held it up. All connections to one peer count together, for they share the path.
+
+Such pieces are put together until they make a sample (`Estimate.fold`): enough bytes over enough time, or, on a link
+that carries next to nothing, long enough. Samples are averaged; two in a row that are off to the same side by more than
+`CHANGE` replace the average at once, since a link whose rate fell to a tenth is at a tenth, not on its way there. What
+differs by more than `CHANGE` from what was last told is told.
+
+A pause of the sender, a slow reader on the other machine or a link that is not filled gives no sample, or too low a one
+only where the peer does not take its bytes, which is no less true of the link as the job has it. A link that nobody
+uses gives none either: probes look after those (`Meter.stale`).
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+CHANGE = 0.25
+"""Part by which an estimate must differ from what was told."""
+SAMPLE_NBYTES = 256 << 10
+SAMPLE_S = 0.1
+SLOW_NBYTES = 32 << 10
+SLOW_S = 1.0
+STUCK_S = 2.0
+"""So long with bytes waiting and fewer than SLOW_NBYTES carried is a sample as well."""
+_WEIGHT = 0.25
+_BUSY_SLACK_S = 0.01
+"""The kernel keeps busy time in ticks of up to 10 ms."""
+
+_INFO = struct.Struct("=16xI100xQ16xI20xQ")
+"""Of struct tcp_info: snd_mss, bytes_acked, notsent_bytes, busy_time (us)."""
+
+
+class Reading(NamedTuple):
+    """One connection's counters."""
+
+    at_s: float
+    acked_nbytes: int
+    unsent_nbytes: int
+    busy_s: float
+
+
+def read_counters(sock: socket.socket) -> Reading | None:
+    """The counters of a TCP connection; None if it is none, is closed, or the kernel does not tell."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    try:
+        data = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+    except OSError:
+        return None
+    if len(data) < _INFO.size:
+        return None
+    _, acked, unsent, busy_us = _INFO.unpack(data)
+    return Reading(time.monotonic(), acked, unsent, busy_us / 1e6)
+
+
+@dataclass(slots=True)
+class Estimate:
+    """What is known about the rate towards one peer, in bits per second."""
+
+    rate_bps: float = 0.0
+    """0.0: nothing yet."""
+    told_bps: float = -1.0
+    """Last told; -1: nothing."""
+    at_s: float = float("-inf")
+    """Time of the last sample or probe."""
+    _samples: int = 0
+    _nbytes: int = 0
+    _seconds: float = 0.0
+    _odd: float = 0.0
+    """A last sample that was off by more than CHANGE; its sign says to which side."""
+
+    def known(self, rate_bps: float, now: float) -> None:
+        """A probe has measured this rate, and it was told."""
+        self.rate_bps = self.told_bps = rate_bps
+        self.at_s = now
+        self._nbytes, self._seconds, self._odd = 0, 0.0, 0.0
+
+    def fold(self, nbytes: int, seconds: float, now: float) -> float | None:
+        """Takes in that the filled link carried `nbytes` in `seconds`; returns the rate if it is to be told."""
+        self._nbytes += nbytes
+        self._seconds += seconds
+        enough = self._nbytes >= SAMPLE_NBYTES and self._seconds >= SAMPLE_S
+        slow = self._nbytes >= SLOW_NBYTES and self._seconds >= SLOW_S
+        if not (enough or slow or self._seconds >= STUCK_S):
+            return None
+        sample = self._nbytes * 8 / self._seconds
+        self._nbytes, self._seconds = 0, 0.0
+        self._average(sample)
+        self.at_s = now
+        if self._samples < 2 if self.told_bps < 0 else _near(self.rate_bps, self.told_bps):
+            return None
+        self.told_bps = self.rate_bps
+        return self.rate_bps
+
+    def _average(self, sample: float) -> None:
+        self._samples += 1
+        if self.told_bps < 0:
+            self.rate_bps += (sample - self.rate_bps) / self._samples
+            return
+        off = 0.0 if _near(sample, self.rate_bps) else (1.0 if sample > self.rate_bps else -1.0)
+        if off and off * self._odd > 0:
+            level = (abs(self._odd) + sample) / 2
+            self.rate_bps, self._odd = level if level >= 1.0 else 0.0, 0.0
+            return
+        # The first that is off may be chance: it is remembered, and only then believed.
+        self._odd = off * sample if sample else off * 1e-9
+        if not off:
+            self.rate_bps += _WEIGHT * (sample - self.rate_bps)
+
+
+def _near(rate: float, other: float) -> bool:
+    return abs(rate - other) <= CHANGE * other
+
+
+@dataclass(slots=True)
+class _Peer:
+    estimate: Estimate = field(default_factory=Estimate)
+    socks: dict[socket.socket, Reading | None] = field(default_factory=dict)
+
+
+class Meter:
+    """See the module. All methods belong to one thread.
+
+    Args:
+        tell: Told (peer, bits per second) when an estimate has changed enough.
+        read: Reads a connection's counters.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[str, float], None],
+        read: Callable[[socket.socket], Reading | None] = read_counters,
+    ) -> None:
+        self._tell = tell
+        self._read = read
+        self._peers: dict[str, _Peer] = {}
+
+    def watch(self, peer: str, sock: socket.socket) -> None:
+        """Reads this connection from now on."""
+        self._peers.setdefault(peer, _Peer()).socks[sock] = None
+
+    def unwatch(self, peer: str, sock: socket.socket) -> None:
+        if peer in self._peers:
+            self._peers[peer].socks.pop(sock, None)
+
+    def forget(self, peer: str) -> None:
+        """The peer is gone, or will be another one."""
+        self._peers.pop(peer, None)
+
+    def known(self, peer: str, rate_bps: float, now: float) -> None:
+        """A probe has measured, and told, this rate."""
+        self._peers.setdefault(peer, _Peer()).estimate.known(rate_bps, now)
+
+    def rate(self, peer: str) -> float:
+        """Bits per second as far as is known; 0.0 if nothing is, or the link carries nothing."""
+        return self._peers[peer].estimate.rate_bps if peer in self._peers else 0.0
+
+    def stale(self, peer: str, now: float, age_s: float) -> bool:
+        """Whether neither a probe nor traffic has said anything about this peer's link for so long."""
+        return peer in self._peers and now - self._peers[peer].estimate.at_s > age_s
+
+    def carried(self, peer: str, nbytes: int, seconds: float, now: float) -> None:
+        """Somebody who filled the link by himself says what it carried."""
+        rate = self._peers.setdefault(peer, _Peer()).estimate.fold(nbytes, seconds, now)
+        if rate is not None:
+            self._tell(peer, rate)
+
+    def tick(self, now: float, skip: Callable[[str], bool] = lambda peer: False) -> bool:
+        """Reads all counters.
+
+        Args:
+            now: Monotonic seconds.
+            skip: Peers whose traffic says nothing now: a probe is under way.
+
+        Returns:
+            Whether bytes wait anywhere; then the next tick should come soon.
+        """
+        waiting = False
+        for name, peer in list(self._peers.items()):
+            acked, seconds, filled = 0, 0.0, False
+            for sock, before in peer.socks.items():
+                reading = peer.socks[sock] = self._read(sock)
+                if reading is None or before is None:
+                    continue
+                waiting |= reading.unsent_nbytes > 0
+                seconds = max(seconds, reading.at_s - before.at_s)
+                acked += reading.acked_nbytes - before.acked_nbytes
+                filled |= _filled(before, reading)
+            if filled and not skip(name):
+                self.carried(name, acked, seconds, now)
+        return waiting
+
+
+def _filled(before: Reading, after: Reading) -> bool:
+    """Whether the connection had bytes waiting all the time between two readings."""
+    seconds = after.at_s - before.at_s
+    busy = after.busy_s - before.busy_s >= seconds - _BUSY_SLACK_S - seconds / 20
+    return busy and seconds > 0 and before.unsent_nbytes > 0 and after.unsent_nbytes > 0

@@ -1,0 +1,233 @@
+"""What traffic says about a link: estimates from samples, samples from the kernel's counters, and a real paced link."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chaos_lightning.runtime.link_meter import SAMPLE_NBYTES, Estimate, Meter, Reading, read_counters
+from chaos_lightning.transport.pacing import pace
+
+MBIT = 1e6
+
+
+def fold(estimate: Estimate, *rates_bps: float) -> list[float]:
+    """Samples of 200 ms each; what was told."""
+    told = [
+        estimate.fold(max(SAMPLE_NBYTES, round(r * 0.2 / 8)), max(0.2, SAMPLE_NBYTES * 8 / r), 1.0) for r in rates_bps
+    ]
+    return [t for t in told if t is not None]
+
+
+def test_without_a_probe_two_samples_are_the_first_that_is_told() -> None:
+    estimate = Estimate()
+    assert fold(estimate, 150 * MBIT) == []
+    assert fold(estimate, 100 * MBIT) == [pytest.approx(125 * MBIT)]
+
+
+def test_few_bytes_say_nothing_until_there_are_enough() -> None:
+    estimate = Estimate()
+    estimate.known(1 * MBIT, 0.0)
+    for _ in range(7):
+        assert estimate.fold(SAMPLE_NBYTES // 4, 0.03, 1.0) is None
+    assert estimate.fold(SAMPLE_NBYTES // 4, 0.03, 1.0) == pytest.approx(SAMPLE_NBYTES * 8 / 0.12)
+
+
+def test_a_slow_link_is_judged_by_time() -> None:
+    estimate = Estimate()
+    for _ in range(3):
+        assert estimate.fold(20 << 10, 0.6, 1.0) is None
+    assert estimate.fold(20 << 10, 0.6, 1.0) == pytest.approx((40 << 10) * 8 / 1.2)
+
+
+def test_a_link_with_bytes_waiting_that_carries_none_has_rate_zero() -> None:
+    estimate = Estimate()
+    estimate.known(100 * MBIT, 0.0)
+    assert [estimate.fold(0, 1.0, 1.0) for _ in range(4)] == [None, None, None, 0.0]
+    assert fold(estimate, 50 * MBIT, 50 * MBIT) == [pytest.approx(50 * MBIT)], "and when it carries again, that is told"
+
+
+def test_noise_is_not_told() -> None:
+    estimate = Estimate()
+    estimate.known(100 * MBIT, 0.0)
+    assert fold(estimate, *[100 * MBIT * f for f in (1.2, 0.8, 1.1, 0.9, 1.24, 0.76) * 5]) == []
+    assert estimate.rate_bps == pytest.approx(100 * MBIT, rel=0.25)
+
+
+def test_one_odd_sample_is_chance() -> None:
+    estimate = Estimate()
+    estimate.known(100 * MBIT, 0.0)
+    assert fold(estimate, 10 * MBIT, 100 * MBIT, 10 * MBIT, 300 * MBIT, 100 * MBIT) == []
+    assert estimate.rate_bps == pytest.approx(100 * MBIT)
+
+
+def test_two_odd_samples_are_a_new_rate_and_told_once() -> None:
+    estimate = Estimate()
+    estimate.known(100 * MBIT, 0.0)
+    assert fold(estimate, *[10 * MBIT] * 10) == [pytest.approx(10 * MBIT)]
+    assert fold(estimate, *[100 * MBIT] * 10) == [pytest.approx(100 * MBIT)]
+
+
+def test_a_slow_drift_is_told_when_it_has_become_large() -> None:
+    estimate = Estimate()
+    estimate.known(100 * MBIT, 0.0)
+    told = fold(estimate, *[MBIT * (100 - i) for i in range(60)])
+    assert told
+    assert all(abs(a - b) > 0.2 * b for a, b in zip(told, [100 * MBIT, *told], strict=False))
+    assert abs(estimate.rate_bps - 41 * MBIT) < 0.3 * 41 * MBIT
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**8), st.floats(1e-3, 5.0)), max_size=40), st.floats(0, 1e10))
+def test_what_was_told_is_never_far_from_what_is_known(pieces: list[tuple[int, float]], first: float) -> None:
+    estimate = Estimate()
+    estimate.known(first, 0.0)
+    last = first
+    for nbytes, seconds in pieces:
+        told = estimate.fold(nbytes, seconds, 1.0)
+        if told is not None:
+            assert abs(told - last) > 0.25 * last or last == 0
+            last = told
+        assert estimate.rate_bps >= 0
+        assert abs(estimate.rate_bps - last) <= 0.25 * last + 1e-6 * last
+
+
+class Counters:
+    """Connections as the kernel would show them: each carries `rate_bps` while anything waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.of: dict[object, tuple[float, float, float]] = {}
+        self.told: list[tuple[str, float]] = []
+        self.meter = Meter(lambda peer, rate: self.told.append((peer, rate)), self.read)  # type: ignore[arg-type]
+
+    def read(self, sock: object) -> Reading | None:
+        acked, unsent, busy = self.of[sock]
+        return Reading(self.now, round(acked), round(unsent), busy)
+
+    def go(self, seconds: float, sock: object, rate_bps: float, unsent: int = 1 << 20, busy: float = 1.0) -> None:
+        acked, _, was_busy = self.of[sock]
+        self.of[sock] = (acked + rate_bps / 8 * seconds, unsent, was_busy + busy * seconds)
+
+    def tick(self, seconds: float = 0.1, **skip: object) -> bool:
+        self.now += seconds
+        return self.meter.tick(self.now, **skip)  # type: ignore[arg-type]
+
+
+def watched(*socks: object, peer: str = "b") -> Counters:
+    counters = Counters()
+    for sock in socks:
+        counters.of[sock] = (0.0, 1 << 20, 0.0)
+        counters.meter.watch(peer, sock)  # type: ignore[arg-type]
+    counters.tick()
+    return counters
+
+
+def test_a_filled_link_is_measured() -> None:
+    counters = watched("s")
+    for _ in range(5):
+        counters.go(0.1, "s", 80 * MBIT)
+        assert counters.tick(), "bytes wait: the next tick should come soon"
+    assert counters.told == [("b", pytest.approx(80 * MBIT))]
+    assert counters.meter.rate("b") == pytest.approx(80 * MBIT)
+    assert not counters.meter.stale("b", counters.now + 10, 60)
+    assert counters.meter.stale("b", counters.now + 100, 60)
+
+
+def test_a_link_that_the_job_does_not_fill_says_nothing() -> None:
+    counters = watched("s")
+    for _ in range(20):
+        counters.go(0.1, "s", 80 * MBIT, unsent=0)
+        assert not counters.tick()
+    for i in range(20):  # something waits at every other look only
+        counters.go(0.1, "s", 80 * MBIT, unsent=(i % 2) << 20)
+        counters.tick()
+    for _ in range(20):  # something waits at both ends, but the link was idle in between
+        counters.go(0.1, "s", 8 * MBIT, busy=0.5)
+        counters.tick()
+    assert counters.told == []
+
+
+def test_connections_to_one_peer_share_their_path() -> None:
+    counters = watched("link", "bulk")
+    for _ in range(5):
+        counters.go(0.1, "link", 20 * MBIT, unsent=0)
+        counters.go(0.1, "bulk", 60 * MBIT)
+        counters.tick()
+    assert counters.told == [("b", pytest.approx(80 * MBIT))]
+
+
+def test_what_a_probe_sends_is_no_traffic() -> None:
+    counters = watched("s")
+    for _ in range(5):
+        counters.go(0.1, "s", 80 * MBIT)
+        counters.tick(skip=lambda peer: peer == "b")
+    assert counters.told == []
+
+
+def test_a_connection_that_is_not_watched_any_more_is_not_read() -> None:
+    counters = watched("s")
+    counters.meter.unwatch("b", "s")  # type: ignore[arg-type]
+    counters.of.clear()
+    assert not counters.tick()
+    counters.meter.forget("b")
+    assert counters.meter.rate("b") == 0.0
+    assert not counters.meter.stale("b", 1e9, 1.0)
+
+
+def test_what_somebody_else_measured_counts_as_well() -> None:
+    counters = Counters()
+    for at_s in (5.0, 6.0):
+        counters.meter.carried("b", 10_000_000, 1.0, at_s)
+    assert counters.told == [("b", 80 * MBIT)]
+
+
+def test_the_kernel_counts_what_a_real_connection_carries() -> None:
+    """A connection paced at 40 Mbit/s: no more than that gets through, and the meter finds it without knowing it."""
+    total = 3 << 20
+    told: list[tuple[str, float]] = []
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sock:
+        there, _ = server.accept()
+        with there:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
+            pace(sock, 40 * MBIT)
+            first = read_counters(sock)
+            assert first is not None
+            received: list[int] = []
+
+            def drain() -> None:
+                while sum(received) < total:
+                    received.append(len(there.recv(1 << 16)))
+
+            reader = threading.Thread(target=drain, daemon=True)
+            reader.start()
+            meter = Meter(lambda peer, rate: told.append((peer, rate)))
+            meter.watch("b", sock)
+            sender = threading.Thread(target=sock.sendall, args=(bytes(total),), daemon=True)
+            sender.start()
+            pause = threading.Event()
+            deadline = time.monotonic() + 60
+            while reader.is_alive() and time.monotonic() < deadline:
+                meter.tick(time.monotonic())
+                pause.wait(0.02)
+            reader.join(1)
+            sender.join(1)
+            last = read_counters(sock)
+    assert sum(received) == total
+    assert last is not None
+    assert last.acked_nbytes - first.acked_nbytes >= total - (64 << 10)
+    assert told, "3 MiB are several samples"
+    assert 10 * MBIT < told[0][1] < 60 * MBIT, told
+
+
+def test_who_has_no_counters_is_not_read() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        assert read_counters(one) is None
+    sock = socket.socket()
+    sock.close()
+    assert read_counters(sock) is None

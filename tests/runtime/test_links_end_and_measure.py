@@ -1,0 +1,345 @@
+"""Links that are let go while bytes are queued, and links that are measured: real sockets, loops and listeners."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+from links_support import DEADLINE_S, Node, connect
+
+from chaos_lightning.membership.types import ViewId
+from chaos_lightning.transport.frames import FrameType
+from chaos_lightning.transport.handshake import RELAY, Greeting, dial
+from chaos_lightning.transport.pacing import EMULATE
+from chaos_lightning.transport.reference import Stamp
+
+Build = Callable[[str], dict[str, Node]]
+VIEW = ViewId(1, 1)
+
+
+@pytest.fixture
+def build() -> Iterator[Build]:
+    made: dict[str, Node] = {}
+
+    def build(names: str) -> dict[str, Node]:
+        for number, name in enumerate(names, 1):
+            made[name] = Node(f"{name}~{number}")
+        return made
+
+    yield build
+    for node in made.values():
+        node.close()
+
+
+def let_go(node: Node) -> None:
+    """Its view has no links any more."""
+    node.do(lambda: node.links.want(()))
+
+
+def send_chunk(node: Node, to: str, payload: bytes) -> None:
+    node.do(lambda: node.links.chunk(to, FrameType.DOWN, VIEW, 1, 0, (memoryview(payload),)))
+
+
+def test_what_was_queued_on_a_link_still_arrives_when_it_is_let_go(build: Build) -> None:
+    """The slot whose header removes a link may have its sums and its header in it (disconnect-link)."""
+    nodes = build("ab")
+    connect(nodes, "ab")
+    a, b = nodes.values()
+    payload = bytes(range(256)) * (96 << 10)  # 24 MiB: more than the kernel takes at once
+    send_chunk(a, b.id, payload)
+    a.say(b.id, b"header")
+    assert a.do(lambda: a.links._links[b.id].queued_nbytes) > 0
+    let_go(a)
+    assert not a.do(lambda: a.links.up(b.id))
+    b.wait(lambda: b.messages)
+    assert [p for p, _ in b.chunks] == [a.id]
+    assert b.chunks[0][1] == payload
+    assert b.messages == [(a.id, b"header")]
+    b.wait(lambda: not b.is_up(a.id))
+    assert b.changes[-1] == (a.id, False, "bye"), "and it is no failure"
+
+
+def test_a_link_that_was_let_go_still_takes_what_the_peer_had_sent(build: Build) -> None:
+    nodes = build("ab")
+    connect(nodes, "ab")
+    a, b = nodes.values()
+    payload = bytes(24 << 20)
+    send_chunk(a, b.id, payload)  # keeps the link open for a while
+    let_go(a)
+    b.say(a.id, b"last words")
+    b.wait(lambda: b.chunks)
+    a.wait(lambda: a.messages)
+    assert a.messages == [(b.id, b"last words")]
+    while a.do(lambda: a.links._finishing):
+        pass
+    assert not [c for c in a.changes if c[1] is False], "whom it let go itself it reports nothing about"
+
+
+def test_a_link_that_was_let_go_ends_when_its_bytes_are_overwritten(build: Build) -> None:
+    """Who leaves does not hold up the others: the buffer is used again two slots later (PROTOCOL.md 3)."""
+    nodes = build("a")
+    a = nodes["a"]
+    greeting = Greeting("job", "x~9", a.id, "link")
+    with dial("127.0.0.1", a.links.port, greeting, token=b"token", deadline_s=DEADLINE_S) as stuck:
+        a.wait_up("x~9")
+        send_chunk(a, "x~9", bytes(64 << 20))
+        let_go(a)
+        for seq in (2, 2):  # the next slot opens, and is opened again by a recovery
+            a.do(lambda seq=seq: a.links.opened(seq))
+        assert a.do(lambda: len(a.links._finishing)) == 1
+        a.do(lambda: a.links.opened(3))
+        assert a.do(lambda: len(a.links._finishing)) == 0
+        stuck.settimeout(DEADLINE_S)
+        with contextlib.suppress(ConnectionError):
+            while stuck.recv(1 << 20):  # the deadline would be an error
+                pass
+
+
+def test_a_link_that_was_let_go_does_not_outlive_its_deadline(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chaos_lightning.runtime.links.FINISH_S", -1.0)
+    nodes = build("a")
+    a = nodes["a"]
+    greeting = Greeting("job", "x~9", a.id, "link")
+    with dial("127.0.0.1", a.links.port, greeting, token=b"token", deadline_s=DEADLINE_S):
+        a.wait_up("x~9")
+        send_chunk(a, "x~9", bytes(64 << 20))
+        let_go(a)
+        assert a.do(lambda: len(a.links._finishing)) == 1
+        a.do(a.links.ping)
+        assert a.do(lambda: len(a.links._finishing)) == 0
+
+
+def test_chunks_of_an_old_view_are_taken_out_of_links_that_were_let_go(build: Build) -> None:
+    nodes = build("a")
+    a = nodes["a"]
+    greeting = Greeting("job", "x~9", a.id, "link")
+    with dial("127.0.0.1", a.links.port, greeting, token=b"token", deadline_s=DEADLINE_S):
+        a.wait_up("x~9")
+        for _ in range(4):
+            send_chunk(a, "x~9", bytes(32 << 20))
+        let_go(a)
+        (link,) = a.do(lambda: list(a.links._finishing))
+        before = link.queued_nbytes
+        a.do(lambda: a.links.drop(VIEW))
+        assert link.queued_nbytes <= before - 2 * (32 << 20)
+
+
+def test_a_member_can_be_linked_again_while_its_old_link_ends(build: Build) -> None:
+    nodes = build("ab")
+    connect(nodes, "ab")
+    a, b = nodes.values()
+    payload = bytes(24 << 20)
+    send_chunk(a, b.id, payload)
+    let_go(a)
+    a.do(lambda: a.links.want((b.member,)))
+    b.wait(lambda: b.chunks)
+    a.wait_up(b.id)
+    b.wait(lambda: len([c for c in b.changes if c[1]]) >= 2, "a second link")
+    a.say(b.id, b"over the new one")
+    b.wait(lambda: b.messages)
+    assert b.chunks[0][1] == payload
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+def emulate(nodes: dict[str, Node], rate_bps: float) -> None:
+    for node in nodes.values():
+        others = {name: rate_bps for name in nodes if name != node.id[0]}
+        node.do(lambda node=node, others=others: node.links.emulate(others))
+
+
+def beat(nodes: dict[str, Node]) -> None:
+    """Pings and reads counters, as a member's shell does."""
+    for node in nodes.values():
+        node.do(partial(_beat, node))
+
+
+def _beat(node: Node) -> None:
+    node.links.ping()
+    node.loop.later(0.05, partial(_beat, node))
+
+
+def test_a_link_is_measured_by_both_ends_when_it_is_made(build: Build) -> None:
+    nodes = build("ab")
+    emulate(nodes, 40e6)
+    connect(nodes, "ab")
+    for node, other in zip(nodes.values(), reversed(nodes.values()), strict=True):
+        node.wait(lambda node=node: node.reports)
+        report = node.reports[0]
+        assert report.peer == other.id
+        assert report.evidence == "probe (link made)"
+        assert 0 < report.rate_bps < 60e6, "the kernel lets no more through"
+        assert report.latency_s > 0
+        assert node.do(node.links.reports) == node.reports[:1]
+
+
+def test_links_within_a_machine_are_not_measured(build: Build) -> None:
+    nodes = build("ab")
+    connect(nodes, "ab")
+    a, b = nodes.values()
+    assert a.do(a.links.measure) == []
+    a.say(b.id, b"x")
+    b.wait(lambda: b.messages)
+    assert a.reports == b.reports == []
+
+
+def test_a_link_is_measured_again_when_somebody_asks(build: Build) -> None:
+    nodes = build("ab")
+    emulate(nodes, 40e6)
+    connect(nodes, "ab")
+    a, b = nodes.values()
+    a.wait(lambda: a.reports)
+    assert a.do(lambda: a.links.measure(["nobody~1"])) == []
+    while a.do(lambda: a.links.measure([b.id], "a newcomer is here")) != [b.id]:
+        pass
+    a.wait(lambda: len(a.reports) == 2)
+    assert a.reports[1].evidence == "probe (a newcomer is here)"
+
+
+def test_a_rate_can_be_changed_while_the_link_stands(build: Build) -> None:
+    nodes = build("ab")
+    emulate(nodes, 200e6)
+    connect(nodes, "ab")
+    a, b = nodes.values()
+    a.wait(lambda: a.reports)
+    b.wait(lambda: b.reports)
+    emulate(nodes, 10e6)
+    a.do(lambda: a.links.measure(why="asked"))
+    a.wait(lambda: len(a.reports) == 2)
+    assert a.reports[1].rate_bps < 15e6
+    assert a.reports[1].rate_bps < a.reports[0].rate_bps
+
+
+def test_the_environment_can_hold_the_rates(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(EMULATE, '{"a": 3e7, "b": 3e7}')
+    nodes = build("ab")
+    connect(nodes, "ab")
+    a = nodes["a"]
+    a.wait(lambda: a.reports)
+    assert a.reports[0].rate_bps < 45e6
+
+
+def test_a_report_ends_with_its_link(build: Build) -> None:
+    nodes = build("ab")
+    emulate(nodes, 40e6)
+    connect(nodes, "ab")
+    a, b = nodes.values()
+    a.wait(lambda: a.reports)
+    b.close()
+    a.wait(lambda: not a.is_up(b.id))
+    assert a.do(a.links.reports) == []
+
+
+def test_traffic_shows_that_a_link_has_changed(build: Build) -> None:
+    nodes = build("ab")
+    emulate(nodes, 200e6)
+    connect(nodes, "ab")
+    a, b = nodes.values()
+    for node in (a, b):
+        node.wait(lambda node=node: node.reports)
+    emulate(nodes, 20e6)
+    before = a.reports[-1]
+
+    beat(nodes)
+    for _ in range(3):
+        send_chunk(a, b.id, bytes(1 << 20))
+    a.wait(lambda: any(r.evidence.startswith("transfer") for r in a.reports))
+    report = next(r for r in a.reports if r.evidence.startswith("transfer"))
+    assert report.rate_bps < 0.75 * before.rate_bps
+    assert report.latency_s == before.latency_s
+    assert a.do(a.links.reports) == [a.reports[-1]]
+
+
+def test_a_bulk_transfer_beside_the_link_counts_as_well(build: Build) -> None:
+    nodes = build("ab")
+    emulate(nodes, 200e6)
+    connect(nodes, "ab")
+    a, b = nodes.values()
+    for node in (a, b):
+        node.wait(lambda node=node: node.reports)
+    emulate(nodes, 20e6)
+    payload = bytes(3 << 20)
+    b.serve_bulk = lambda sock, peer: (sock.sendall(payload), sock.recv(1))
+
+    beat(nodes)
+    greeting = Greeting("job", a.id, b.id, "bulk")
+    with dial("127.0.0.1", b.links.port, greeting, token=b"token", deadline_s=DEADLINE_S) as sock:
+        sock.settimeout(DEADLINE_S)
+        got = 0
+        while got < len(payload):
+            got += len(sock.recv(1 << 16))
+    b.wait(lambda: any(r.evidence.startswith("transfer") for r in b.reports))
+    report = next(r for r in b.reports if r.evidence.startswith("transfer"))
+    assert report.peer == a.id
+    assert report.rate_bps < 50e6
+
+
+def test_who_filled_a_link_otherwise_can_say_so(build: Build) -> None:
+    nodes = build("ab")
+    emulate(nodes, 200e6)
+    connect(nodes, "ab")
+    a, b = nodes.values()
+    a.wait(lambda: a.reports)
+    for _ in range(2):
+        a.links.carried(b.id, 1 << 20, 10.0)
+    a.wait(lambda: len(a.reports) == 2)
+    assert a.reports[1].rate_bps == pytest.approx((1 << 20) * 8 / 10)
+    assert a.reports[1].evidence.startswith("transfer (it carries 0.839 Mbit/s, before ")
+
+
+@pytest.mark.parametrize("how", ["rates", "relay"])
+def test_emulated_links_send_nothing_by_reference(build: Build, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """It would go round what is emulated."""
+    if how == "relay":
+        monkeypatch.setenv(RELAY, "127.0.0.1:1")
+    nodes = build("ab")
+    monkeypatch.delenv(RELAY, raising=False)
+    if how == "rates":
+        emulate(nodes, 200e6)
+    for node in nodes.values():
+        node.links.stamp = Stamp()
+    connect(nodes, "ab")
+    a, b = nodes.values()
+    for node in (a, b):
+        node.wait(lambda node=node: node.reports)
+        assert not node.do(lambda node=node: any(link.by_reference for link in node.links._links.values()))
+
+
+def test_facts_tell_bytes_and_rates_per_link(build: Build) -> None:
+    nodes = build("ab")
+    connect(nodes, "ab")
+    a, b = nodes.values()
+    a.do(a.links.ping)
+    send_chunk(a, b.id, bytes(5 << 20))
+    b.wait(lambda: b.chunks)
+    for node in (a, b):
+        node.do(node.links.ping)
+    here, there = a.links.facts()["links"][b.id], b.links.facts()["links"][a.id]
+    assert here["sent_nbytes"] >= 5 << 20
+    assert there["received_nbytes"] >= 5 << 20
+    assert here["sent_bps"] > 0
+    assert here["queued_nbytes"] == 0
+    assert "rate_bps" not in here
+    assert a.links.facts()["relayed"] == 0
+    b.close()
+    a.wait(lambda: not a.is_up(b.id))
+    a.do(a.links.ping)
+    assert a.links.facts()["links"] == {}
+
+
+def test_bytes_of_a_peer_are_counted_over_all_its_links(build: Build) -> None:
+    nodes = build("ab")
+    connect(nodes, "ab")
+    a, b = nodes.values()
+    send_chunk(a, b.id, bytes(1 << 20))
+    b.wait(lambda: len(b.chunks) == 1)
+    a.do(lambda: a.links._links[b.id]._sock.shutdown(socket.SHUT_RDWR))
+    a.wait(lambda: [up for _, up, _ in a.changes] == [True, False, True], "the link made anew")
+    send_chunk(a, b.id, bytes(1 << 20))
+    b.wait(lambda: len(b.chunks) == 2)
+    a.do(a.links.ping)
+    assert a.links.facts()["links"][b.id]["sent_nbytes"] >= 2 << 20

@@ -1,0 +1,125 @@
+"""Ways across a network that lacks links: shortest, the same for all, without circles; and letters as bytes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chaos_lightning.errors import WireError
+from chaos_lightning.membership.types import LinkSpec, Member, View, ViewId
+from chaos_lightning.runtime.routing import MAX_HOPS, Letter, Router, next_hops, unpacked
+
+NAMES = [f"{c}~1" for c in "abcdefgh"]
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[list[str], list[LinkSpec]]:
+    members = draw(st.permutations(NAMES[: draw(st.integers(2, len(NAMES)))]))
+    pairs = list(itertools.combinations(members, 2))
+    chosen = draw(st.lists(st.sampled_from(pairs), min_size=1, unique=True))
+    return members, [LinkSpec(*pair) for pair in chosen]
+
+
+def distances(start: str, members: list[str], links: list[LinkSpec]) -> dict[str, int]:
+    """By relaxation, unlike the code under test."""
+    far = len(members) + 1
+    found = dict.fromkeys(members, far) | {start: 0}
+    for _ in members:
+        for link in links:
+            low = min(found[link.a], found[link.b]) + 1
+            found[link.a], found[link.b] = min(found[link.a], low), min(found[link.b], low)
+    return {m: d for m, d in found.items() if d < far and m != start}
+
+
+@given(graphs())
+def test_every_hop_is_one_link_nearer_whoever_looks_at_it(graph: tuple[list[str], list[LinkSpec]]) -> None:
+    members, links = graph
+    beside = {frozenset((link.a, link.b)) for link in links}
+    tables = {m: next_hops(m, members, links) for m in members}
+    for start in members:
+        reached = distances(start, members, links)
+        assert set(tables[start]) == set(reached)
+        for to, far in reached.items():
+            here = start
+            for _ in range(far):
+                hop = tables[here][to]
+                assert frozenset((here, hop)) in beside
+                here = hop
+            assert here == to
+
+
+@given(graphs(), st.randoms(use_true_random=False))
+def test_the_order_of_the_links_changes_nothing(graph: tuple[list[str], list[LinkSpec]], random) -> None:
+    members, links = graph
+    shuffled = [LinkSpec(link.b, link.a) if random.random() < 0.5 else link for link in links]
+    random.shuffle(shuffled)
+    assert next_hops(members[0], members, shuffled) == next_hops(members[0], members, links)
+
+
+def test_among_equals_the_neighbour_of_lowest_rank_is_taken() -> None:
+    links = [LinkSpec("a", "c"), LinkSpec("a", "b"), LinkSpec("b", "d"), LinkSpec("c", "d")]
+    assert next_hops("a", ["a", "b", "c", "d"], links)["d"] == "b"
+    assert next_hops("a", ["c", "b", "a", "d"], links)["d"] == "c"
+
+
+def test_without_links_every_pair_has_one() -> None:
+    assert next_hops("a", ["a", "b", "c"], []) == {"b": "b", "c": "c"}
+
+
+def test_who_cannot_be_reached_is_missing() -> None:
+    assert next_hops("a", ["a", "b", "c"], [LinkSpec("b", "c"), LinkSpec("a", "x")]) == {}
+
+
+def view(number: int, members: str, links: str, joiners: str = "") -> View:
+    made = tuple(Member(f"{m}~1", m, "h", "127.0.0.1", 1) for m in members)
+    specs = tuple(LinkSpec(f"{pair[0]}~1", f"{pair[1]}~1") for pair in links.split())
+    entering = tuple(f"{j}~1" for j in joiners)
+    return View(ViewId(1, number), ViewId(1, number - 1), made, entering, links=specs)
+
+
+def test_newcomers_are_reached_by_the_view_that_is_coming() -> None:
+    router = Router()
+    assert router.hop("b~1") == ""
+    router.rule("a~1", view(1, "abc", "ab bc"))
+    assert (router.hop("c~1"), router.hop("d~1")) == ("b~1", "")
+    router.foresee("a~1", view(2, "abcd", "ab ac bc cd", "d"))
+    assert router.hop("d~1") == "c~1"
+    assert router.hop("c~1") == "b~1", "the ruling view comes first"
+    router.rule("a~1", view(2, "abcd", "ab bc bd", "d"))
+    assert router.hop("d~1") == "b~1", "what was foreseen is over when it rules"
+    router.foresee("a~1", view(1, "abce", "ae"))
+    assert router.hop("e~1") == "", "older views are not foreseen"
+
+
+def test_letters_go_over_as_many_links_as_the_largest_view_has_members() -> None:
+    router = Router()
+    assert router.hops == 1
+    router.rule("a~1", view(1, "abc", "ab bc"))
+    router.foresee("a~1", view(2, "abcd", "ab bc cd"))
+    assert router.hops == 4
+
+
+@given(st.text(min_size=1, max_size=40), st.text(min_size=1, max_size=40), st.integers(0, MAX_HOPS), st.binary())
+def test_a_letter_is_the_same_at_the_other_end(to: str, source: str, hops: int, payload: bytes) -> None:
+    letter = unpacked(memoryview(Letter(to, source, hops, payload).packed()))
+    assert (letter.to, letter.source, letter.hops_left, bytes(letter.payload)) == (to, source, hops, payload)
+
+
+@given(st.binary(max_size=64))
+def test_bytes_that_are_no_letter_are_an_error(data: bytes) -> None:
+    try:
+        letter = unpacked(memoryview(data))
+    except WireError:
+        return
+    assert letter.packed() == data
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x05\x01", b"\x05\x00\x00\x01\x00a", b"\x05\x09\x00\x09\x00ab", b"\x05\x01\x00\x01\x00\xff\xffx"]
+)
+def test_a_broken_letter_says_what_is_wrong(data: bytes) -> None:
+    with pytest.raises(WireError, match="routed message"):
+        unpacked(memoryview(data))
