@@ -70,6 +70,8 @@ class Board:
     """Brings verified bytes that were received elsewhere to their place."""
     on_done: Callable[[str, int], None] = lambda source, nbytes: None
     request_nbytes: int = 4 << 20
+    clock: Callable[[], float] = time.monotonic
+    """Seconds; what rates are measured by."""
     stats: dict[str, SourceStats] = field(default_factory=dict)
     """Of the donors that deliver."""
     gone: dict[str, SourceStats] = field(default_factory=dict)
@@ -196,7 +198,7 @@ class Board:
                     self._changed.notify_all()
             try:
                 while not self.over and source in self.stats:
-                    now = time.monotonic()
+                    now = self.clock()
                     if not self._has_room(source, depth, now):
                         return None
                     flight = self._next(source, wait, now)
@@ -215,7 +217,7 @@ class Board:
     def arrived(self, flight: Flight, nbytes: int) -> None:
         """So many of its bytes have come; called often by the thread that receives them, so without a lock."""
         flight.got += nbytes
-        self.stats[flight.source].arrived(nbytes, time.monotonic())
+        self.stats[flight.source].arrived(nbytes, self.clock())
 
     def done(self, flight: Flight, buffers: list[memoryview]) -> None:
         """All of it arrived and is verified; an owner's bytes are in place."""

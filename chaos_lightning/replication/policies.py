@@ -53,7 +53,7 @@ Estimates = Mapping[str, tuple[float, float]]
 _QUANTUM_S = 0.02
 """A request is as large as a source sends in this time: what is under way cannot be taken from it any more."""
 _WINDOW_S = 0.01
-"""So much work, beyond a round trip, is kept under way at least: a late wake-up leaves no gap."""
+"""So much work, beyond round trips, is kept under way at least: a late wake-up leaves no gap."""
 _WORTH = 1.25
 """A request is duplicated if the other source would take so many times longer."""
 _WORTH_S = 0.01
@@ -164,13 +164,15 @@ class Adaptive(_Estimated):
         return min(limit, int(stats.rate(now) * _QUANTUM_S))
 
     def window_nbytes(self, stats: SourceStats, now: float) -> int:
-        return int(stats.rate(now) * (2 * stats.latency_s + _WINDOW_S))
+        # Two round trips' worth: with less, a rate that is measured on a window that is too small would keep it so.
+        return int(stats.rate(now) * (4 * stats.latency_s + _WINDOW_S))
 
     def steal(
         self, thief: str, queues: Mapping[str, Queue], stats: Mapping[str, SourceStats], now: float
     ) -> tuple[str, int] | None:
         def ends(source: str) -> float:
-            return stats[source].ends_in(queues[source].nbytes, now) if source in stats else math.inf
+            known = stats.get(source)
+            return known.needs_s(known.under_way + queues[source].nbytes, now) if known is not None else math.inf
 
         victim = max(queues, key=lambda source: (ends(source), queues[source].nbytes))
         queue, mine = queues[victim], stats[thief]
@@ -201,10 +203,9 @@ class Adaptive(_Estimated):
             if flight.task.copies >= _MOST_COPIES:
                 continue
             theirs = stats[flight.source]
-            known = theirs.rate(now)
-            if (not known or not rate) and theirs.silent_s(now) < _SILENT_S:
+            if not (rate and theirs.rate(now)) and theirs.silent_s(now) < _SILENT_S:
                 continue
-            needs_s = ahead[flight.source] / known if known else math.inf
+            needs_s = theirs.needs_s(ahead[flight.source], now)
             here_s = 2 * mine.latency_s + (flight.job.nbytes / rate if rate else 0.0)
             if needs_s > _WORTH * here_s + _WORTH_S and needs_s > best[0]:
                 best = (needs_s, flight)

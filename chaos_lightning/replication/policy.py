@@ -76,23 +76,33 @@ class SourceStats:
     """Requests of this source that somebody had to make again."""
     busy_s: float = 0.0
     latency_s: float = 0.0
+    """As estimated before, else half of the shortest time between a request and its first bytes."""
+    _told: bool = False
+    _answered: bool = True
+    _round_s: float = math.inf
     _bytes: float = 0.0
     _seconds: float = 0.0
     _at: float = 0.0
 
     def expect(self, latency_s: float, rate_bps: float) -> None:
         """Begin with an estimate of the link."""
-        self.latency_s = latency_s
+        self.latency_s, self._told = latency_s, True
         self._bytes, self._seconds = rate_bps / 8 * _PRIOR_S, _PRIOR_S
 
     def asked(self, nbytes: int, now: float) -> None:
         """So much more is requested."""
         if not self.under_way:
             self._at = now
+            self._answered = False
         self.under_way += nbytes
 
     def arrived(self, nbytes: int, now: float) -> None:
         """So much has come."""
+        if not self._answered:  # the first bytes after a pause: there and back
+            self._answered = True
+            self._round_s = min(self._round_s, now - self._at)
+            if not self._told:
+                self.latency_s = self._round_s / 2
         self.under_way -= nbytes
         span, self._at = max(0.0, now - self._at), now
         kept = math.exp(-span / _MEMORY_S)
@@ -108,10 +118,15 @@ class SourceStats:
         """How long nothing has come of what is requested."""
         return max(0.0, now - self._at) if self.under_way > 0 else 0.0
 
-    def ends_in(self, queued: int, now: float) -> float:
-        """Seconds until it has delivered what is requested and so many bytes more; infinite if nothing is known."""
-        work, rate = self.under_way + queued, self.rate(now)
-        return work / rate if rate else (math.inf if work else 0.0)
+    def needs_s(self, nbytes: int, now: float) -> float:
+        """Seconds until it has delivered so much; infinite if nothing is known.
+
+        A silence is expected to last as long again as it has lasted, however little is still to come.
+        """
+        rate = self.rate(now)
+        if not nbytes:
+            return 0.0
+        return max(nbytes / rate, self.silent_s(now)) if rate else math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,7 +257,9 @@ class Session:
             self.start("deliver", member, lambda: donor.deliver(board, sink, how))
 
         began = time.monotonic()
-        late = [m for m in self.pending("digest") if m not in donors] if recruit is not None else []
+        # Who has not answered yet gets a share as well, for others can take it over; but not if shares are fixed.
+        expected = recruit is not None and not policy.patient
+        late = [m for m in self.pending("digest") if m not in donors] if expected else []
         try:
             for member in donors:
                 board.join(member)

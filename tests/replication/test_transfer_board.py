@@ -307,7 +307,7 @@ def test_an_estimate_counts_until_something_is_measured() -> None:
     for i in range(1, 201):
         stats.arrived(100_000, 10 + i / 100)
     assert stats.rate(12.0) == pytest.approx(1e7, rel=0.05)
-    assert stats.ends_in(0, 12.0) == pytest.approx((10**9 - 2 * 10**7) / stats.rate(12.0))
+    assert stats.needs_s(stats.under_way, 12.0) == pytest.approx((10**9 - 2 * 10**7) / stats.rate(12.0))
 
 
 @pytest.mark.parametrize("kind", [HostRegion, StridedRegion, DeviceRegion])

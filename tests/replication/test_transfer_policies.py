@@ -433,7 +433,7 @@ def test_requests_are_small_on_slow_links_and_enough_of_them_under_way_on_long_o
     policy = adaptive()
     assert policy.request_nbytes(stats_of(100e6), 0.0, 4 << 20) == 250_000
     assert policy.request_nbytes(stats_of(40e9), 0.0, 4 << 20) == 4 << 20
-    assert policy.window_nbytes(stats_of(1e9, latency_s=0.05), 0.0) == pytest.approx(13_750_000)
+    assert policy.window_nbytes(stats_of(1e9, latency_s=0.05), 0.0) == pytest.approx(26_250_000)
 
 
 def some_jobs(count: int, nbytes: int = 1 << 20) -> list[Job]:

@@ -1,0 +1,184 @@
+"""The adaptive policy on links that change and die, in virtual time, against what no transfer can beat.
+
+The board and the policy are the real ones; links are arithmetic. A link sends the requests that it was given in
+order, at its rate of the moment; a request and its bytes each take the link's latency.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from chaos_lightning.replication import Job, make_policy
+from chaos_lightning.replication.board import Board, Flight
+from chaos_lightning.replication.policy import TransferPolicy
+
+TICK_S = 0.001
+GRAIN = 1 << 20
+
+
+@dataclass
+class Link:
+    """Bytes per second by time; 0 from some moment on means that it is dead, and known to be so."""
+
+    rate: Callable[[float], float]
+    latency_s: float = 0.001
+    dies_at: float = float("inf")
+    flights: deque[tuple[float, Flight]] = field(default_factory=deque)
+
+
+class Race:
+    """One pull of `nbytes` over these links."""
+
+    def __init__(self, nbytes: int, links: dict[str, Link], policy: TransferPolicy, depth: int = 2) -> None:
+        self.now = 0.0
+        self.links = links
+        self.depth = depth
+        jobs = [Job(at, min(at + GRAIN, nbytes)) for at in range(0, nbytes, GRAIN)]
+        self.board = Board(jobs, policy, clock=lambda: self.now)
+        for name in links:
+            self.board.join(name)
+        self.board.assign(list(links))
+        self.nbytes = nbytes
+
+    def run(self) -> float:
+        """Seconds until everything is there."""
+        while not self.board.over:
+            assert self.now < 1000, "it does not end"
+            for name in [n for n, link in self.links.items() if self.now >= link.dies_at]:
+                del self.links[name]
+                self.board.dismiss(name)
+            for name, link in self.links.items():
+                self._ask(name, link)
+            self.now += TICK_S
+            for link in self.links.values():
+                self._send(link)
+        return self.now
+
+    def _ask(self, name: str, link: Link) -> None:
+        while flight := self.board.take(name, depth=self.depth, wait=not link.flights, deadline=self.now):
+            link.flights.append((self.now, flight))
+
+    def _send(self, link: Link) -> None:
+        budget = link.rate(self.now) * TICK_S
+        while budget > 0 and link.flights and link.flights[0][0] + 2 * link.latency_s <= self.now:
+            flight = link.flights[0][1]
+            part = min(int(budget) + 1, flight.job.nbytes - flight.got)
+            budget -= part
+            self.board.arrived(flight, part)
+            if flight.got == flight.job.nbytes:
+                link.flights.popleft()
+                self.board.done(flight, [])
+
+
+def optimum(nbytes: int, links: dict[str, Link]) -> float:
+    """All links busy from their first byte to the last of all, knowing everything beforehand."""
+    now, left = 0.0, float(nbytes)
+    while left > 0:
+        now += TICK_S
+        for link in links.values():
+            if 2 * link.latency_s <= now < link.dies_at:
+                left -= link.rate(now) * TICK_S
+    return now
+
+
+def constant(mbps: float) -> Callable[[float], float]:
+    return lambda now: mbps * 125_000
+
+
+def falling(mbps: float, at: float, to: float) -> Callable[[float], float]:
+    return lambda now: mbps * 125_000 * (1.0 if now < at else to)
+
+
+def race(nbytes: int, links: dict[str, Link], estimates: dict[str, tuple[float, float]] | None) -> tuple[float, Board]:
+    bound = optimum(nbytes, links)
+    run = Race(nbytes, dict(links), make_policy("adaptive", estimates))
+    return run.run() / bound, run.board
+
+
+def three() -> dict[str, Link]:
+    return {"a": Link(constant(100)), "b": Link(constant(300)), "c": Link(constant(600))}
+
+
+def exact(links: dict[str, Link], wrong: dict[str, float] | None = None) -> dict[str, tuple[float, float]]:
+    return {m: (k.latency_s, 8 * k.rate(0.0) * (wrong or {}).get(m, 1.0)) for m, k in links.items()}
+
+
+SIZE = 475 << 20
+
+
+def test_exact_estimates() -> None:
+    links = three()
+    ratio, board = race(SIZE, links, exact(links))
+    assert ratio <= 1.02
+    assert sum(s.duplicated for s in board.everybody().values()) <= 0.01 * SIZE
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"a": 1.5, "b": 0.5, "c": 1.5}, {"a": 0.5, "b": 1.5, "c": 0.5}, {"a": 6.0, "c": 0.1}]
+)
+def test_wrong_estimates(wrong: dict[str, float]) -> None:
+    links = three()
+    ratio, _ = race(SIZE, links, exact(links, wrong))
+    assert ratio <= 1.03
+
+
+def test_no_estimates() -> None:
+    ratio, _ = race(SIZE, three(), None)
+    assert ratio <= 1.03
+
+
+@pytest.mark.parametrize("victim", ["a", "b", "c"])
+@pytest.mark.parametrize("to", [0.1, 0.01, 0.0])
+def test_a_link_that_collapses_in_mid_transfer(victim: str, to: float) -> None:
+    links = three()
+    links[victim].rate = falling(links[victim].rate(0.0) / 125_000, 2.0, to)
+    ratio, board = race(SIZE, links, exact(three()))
+    assert ratio <= 1.03
+    assert sum(s.duplicated for s in board.everybody().values()) <= 0.02 * SIZE
+
+
+@pytest.mark.parametrize("victim", ["a", "b", "c"])
+def test_a_source_that_dies_in_mid_transfer(victim: str) -> None:
+    links = three()
+    links[victim].dies_at = 2.0
+    ratio, board = race(SIZE, links, exact(links))
+    assert ratio <= 1.03
+    assert board.missing() == []
+
+
+def test_long_links_are_kept_busy() -> None:
+    """50 ms there and 50 ms back: two small requests at a time would leave the fast link idle most of the time."""
+    links = {"near": Link(constant(200), 0.001), "far": Link(constant(800), 0.05)}
+    assert race(SIZE, links, exact(links))[0] <= 1.05
+    links = {"near": Link(constant(200), 0.001), "far": Link(constant(800), 0.05)}
+    assert race(SIZE, links, None)[0] <= 1.15  # that the link is long has to be found out
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_links_that_are_never_what_they_seem(seed: int) -> None:
+    """2 to 8 links of 100 to 1000 Mbps, estimates wrong by up to half, each link changes once in mid-transfer."""
+    chance = random.Random(seed)
+    links = {}
+    for i in range(chance.randint(2, 8)):
+        mbps = chance.uniform(100, 1000)
+        links[f"s{i}"] = Link(falling(mbps, chance.uniform(0.2, 4), chance.uniform(0.2, 2)), chance.uniform(0, 0.02))
+    estimates = {m: (k.latency_s, 8 * k.rate(0.0) * chance.uniform(0.5, 1.5)) for m, k in links.items()}
+    ratio, board = race(SIZE, links, estimates)
+    assert ratio <= 1.06
+    assert sum(s.nbytes for s in board.everybody().values()) == SIZE
+    assert sum(s.duplicated for s in board.everybody().values()) <= 0.05 * SIZE
+
+
+@pytest.mark.parametrize("name", ["greedy", "optimal", "even", "single"])
+def test_fixed_shares_pay_for_a_collapse(name: str) -> None:
+    """What the adaptive policy is for: the same collapse costs fixed shares several times the bound."""
+    links = three()
+    links["c"].rate = falling(600, 2.0, 0.1)
+    bound = optimum(SIZE, links)
+    seconds = Race(SIZE, dict(links), make_policy(name, exact(three()))).run()
+    assert seconds > 2 * bound
