@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from itertools import permutations
+from pathlib import Path
 
 NAMES = ("a", "b", "c", "d", "e", "f")
 
@@ -77,6 +79,14 @@ def namespace(name: str) -> str:
     return f"chaosbench{os.getpid()}{name}"
 
 
+def _remove_leftovers() -> None:
+    """Of runs that were killed."""
+    for path in Path("/run/netns").glob("chaosbench*"):
+        pid = re.fullmatch(r"chaosbench(\d+)[a-z]", path.name)
+        if pid and not Path(f"/proc/{pid[1]}").exists():
+            _ip("ip", "netns", "del", path.name)
+
+
 @contextlib.contextmanager
 def namespaces(scale: float = 1.0) -> Iterator[None]:
     """Makes the network, and takes it down again.
@@ -85,6 +95,7 @@ def namespaces(scale: float = 1.0) -> Iterator[None]:
         OSError: No root, or a kernel without what this needs.
     """
     try:
+        _remove_leftovers()
         for rank, name in enumerate(NAMES):
             space = namespace(name)
             _ip("ip", "netns", "add", space)

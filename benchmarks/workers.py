@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def scheduler(min_nodes: int, *, log_dir: str = "", **settings: Any) -> Iterator[str]:
+def scheduler(min_nodes: int, *, log_dir: str = "", plan: str = "", **settings: Any) -> Iterator[str]:
     """A real scheduler process on a free port; yields its endpoint."""
     port = free_port()
     command = [
@@ -32,6 +32,8 @@ def scheduler(min_nodes: int, *, log_dir: str = "", **settings: Any) -> Iterator
     ]  # fmt: skip
     if log_dir:
         command += ["--log-dir", log_dir]
+    if plan:
+        command += ["--plan", plan]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)

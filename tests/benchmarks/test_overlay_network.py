@@ -1,0 +1,64 @@
+"""What the overlay benchmark compares with must be right: gloo's routes, the bounds, the link that is slowed down."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from benchmarks import overlay, overlay_net, overlay_replan
+from benchmarks.overlay_net import MBPS, NAMES
+
+
+def width(a: str, b: str) -> float:
+    return MBPS.get((a, b)) or MBPS[b, a]
+
+
+def follow(routes: overlay_net.Routes, here: str, target: str) -> list[str]:
+    way = [here]
+    while here != target:
+        here = routes[here, target]
+        way.append(here)
+        assert len(way) <= len(NAMES), f"a loop: {way}"
+    return way
+
+
+@pytest.mark.parametrize("widest", [True, False])
+def test_routes_reach_everybody_by_the_best_way(widest: bool) -> None:
+    routes = overlay_net.routes(MBPS, widest=widest)
+    ways: dict[tuple[str, str], list[list[str]]] = {}
+
+    def walk(way: list[str]) -> None:
+        ways.setdefault((way[0], way[-1]), []).append(way)
+        for there in NAMES:
+            if there not in way and ((way[-1], there) in MBPS or (there, way[-1]) in MBPS):
+                walk([*way, there])
+
+    for name in NAMES:
+        walk([name])
+    for here in NAMES:
+        for target in NAMES:
+            if here == target:
+                continue
+            way = follow(routes, here, target)
+            options = ways[here, target]
+            narrow = [min(width(a, b) for a, b in pairwise(w)) for w in (way, *options)]
+            if widest:
+                assert narrow[0] == max(narrow[1:])
+            else:
+                assert len(way) == min(map(len, options))
+
+
+def test_bounds_of_the_benchmarks_network() -> None:
+    """By hand: the widest tree is as narrow as 200 Mbps; all links but a-b and e-f cross between ab, c, d, ef."""
+    found = {case.name: case for case in overlay.cases(1 << 25)}
+    assert found["widest (1 tree)"].bound_s == pytest.approx(8 * (1 << 25) / 200e6)
+    crossing = sum(MBPS.values()) - MBPS["a", "b"] - MBPS["e", "f"]
+    assert crossing / 3 == 450
+    assert found["packed (5 trees)"].bound_s == pytest.approx(8 * (1 << 25) / 450e6, rel=1e-4)
+    assert found["packed (5 trees)"].limit == overlay.BOUND_SEVERAL
+
+
+def test_the_link_that_is_slowed_down_is_one_that_the_trees_fill() -> None:
+    trees = [(1.0, ("a~1", "b~2", "c~3"), ("", "a~1", "b~2")), (0.5, ("a~1", "b~2", "c~3"), ("", "a~1", "b~2"))]
+    assert overlay_replan._busiest(trees) == ("b", "c")

@@ -1,0 +1,67 @@
+"""All-reduce over several weighted trees at once: each byte by its own tree, the sum the same everywhere."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from test_reducer import a_view, cluster  # noqa: F401  (a fixture)
+
+from chaos_lightning.membership.types import PlanSpec, TreeSpec
+
+WEIGHTED = ((3.0, ("", 0, 1, 1)), (1.0, (3, 0, 0, "")), (2.0, (2, 2, "", 0)))
+"""(weight, parent of each rank)"""
+
+
+def weighted(names: list[str], chunk_nbytes: int) -> PlanSpec:
+    return PlanSpec(
+        "trees",
+        chunk_nbytes,
+        tuple(
+            TreeSpec(0, 0, tuple(names), tuple("" if p == "" else names[int(p)] for p in parents), weight)
+            for weight, parents in WEIGHTED
+        ),
+    )
+
+
+@pytest.mark.parametrize("by_reference", [False, True])
+@pytest.mark.parametrize("chunk_nbytes", [4096, 0])
+def test_sum_is_exact_and_bit_identical_over_several_trees(cluster, by_reference, chunk_nbytes):  # noqa: F811
+    nodes = cluster(4, torch.float64, by_reference=by_reference)
+    names = [n.me for n in nodes]
+    view = a_view(names, weighted(names, chunk_nbytes))
+    for seq in (1, 2, 3):
+        owns = [n.fill(seq + i / 10).view(torch.float64) for i, n in enumerate(nodes)]
+        for n in nodes:
+            n.run(view, seq)
+        for n in nodes:
+            n.wait(view, seq)
+        results = [n.flat(seq, torch.float64) for n in nodes]
+        torch.testing.assert_close(results[0], torch.stack(owns).sum(0), rtol=1e-12, atol=1e-12)
+        assert all(torch.equal(results[0], r) for r in results)
+
+
+def test_only_links_of_the_trees_are_used(cluster):  # noqa: F811
+    nodes = cluster(4)
+    names = [n.me for n in nodes]
+    line = PlanSpec("trees", 4096, (TreeSpec(0, 0, tuple(names), ("", names[0], names[1], names[2]), 1.0),))
+    used = set()
+
+    def watched(node):
+        send = node.reducer._send
+
+        def noting(peer, *rest):
+            used.add((node.me, peer))
+            send(peer, *rest)
+
+        node.reducer._send = noting
+
+    view = a_view(names, line)
+    for i, n in enumerate(nodes):
+        watched(n)
+        n.fill(i)
+        n.run(view, 1)
+    for n in nodes:
+        n.wait(view, 1)
+    assert used == {pair for a, b in pairwise(names) for pair in ((a, b), (b, a))}
