@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 CONTENT := AddSerializedFile|_start=|_end=|'/chaos|SerializeToString|FromString
 BENCHES ?= $(patsubst benchmarks/%.py,%,$(shell grep -l '^if __name__ == "__main__"' benchmarks/*.py))
 
-.PHONY: help env debian demo test test-slow check bench proto clean
+.PHONY: help env debian demo demo-edge test test-slow check bench proto clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -42,6 +42,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP) ## train on this machine while members die and join: see it survive
 	@$(BIN)/chaos-lightning demo $(ARGS)
+
+demo-edge: $(STAMP) ## train on six emulated machines whose links change, fail and return
+	@$(BIN)/chaos-lightning demo-edge $(ARGS)
 
 test: $(STAMP) ## the tests without the slow ones
 	@$(PY) -m pytest -m "not slow" $(ARGS)

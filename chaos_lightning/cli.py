@@ -34,6 +34,7 @@ COMMANDS: dict[str, Command] = {
     "report": Command("chaos_lightning.observe.cli_report:report", "Write a page about a run from its event logs."),
     "audit": Command("chaos_lightning.observe.cli_report:audit", "Check from the event logs that the contract held."),
     "demo": Command("chaos_lightning.demo.command:demo", "Train here while nodes join, die, freeze and leave."),
+    "demo-edge": Command("chaos_lightning.demo.edge:demo_edge", "Train over links that change, fail and return."),
     "lab": Command("chaos_lightning.testing.cli_lab:lab", "Run a command on every node of an emulated network."),
     "version": Command("chaos_lightning.runtime.commands:version", "Print the versions that a bug report needs."),
 }
