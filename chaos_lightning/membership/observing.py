@@ -40,8 +40,8 @@ class Observing(MemberState):
     def _consider_observing(self, header: Header) -> None:
         """A header for a newcomer that waits: the state to pull is the one at the header that names it first.
 
-        Who sent that header may be dead and the slot done again, or the next root did not know the list yet: then a newer
-        one names this member first, and nobody has the state at the older one.
+        Who sent that header may be dead and the slot done again, or the next root did not know the list yet: then a
+        newer one names this member first, and nobody has the state at the older one.
         """
         if self.member_id not in header.observers or header.kind is not Kind.STEP:
             return  # others repeat the list, as the one that lets it in

@@ -19,6 +19,7 @@ from chaos_lightning.membership.slots import close_slot
 from chaos_lightning.membership.types import (
     GENESIS,
     NO_VIEW,
+    CatchUp,
     Contribution,
     Decide,
     Entered,
@@ -31,9 +32,13 @@ from chaos_lightning.membership.types import (
     Kind,
     Leave,
     LinkEvent,
+    LinkReport,
+    LinkRequest,
+    LinkSpec,
     Member,
     NextView,
     Notice,
+    Observers,
     OpenLinks,
     Prepare,
     Probe,
@@ -51,6 +56,7 @@ from chaos_lightning.membership.types import (
 )
 
 SCOPE = ((0, 100),)
+NOT_OFFERED = "it did not offer to replay"
 
 
 def member(member_id: str) -> Member:
@@ -84,10 +90,13 @@ def contribution(view: View, prev: Header, kind: str, who: str, **fields: object
     )
 
 
-def header_after(view: View, prev: Header, kind: str, waiting: View | None = None) -> Header:
-    """The header of the slot after `prev`, as the root of `view` makes it."""
+def header_after(
+    view: View, prev: Header, kind: str, waiting: View | None = None, observers: tuple[str, ...] | None = None
+) -> Header:
+    """The header of the slot after `prev`, as the root of `view` makes it; by default it repeats the observers."""
     box = {m: contribution(view, prev, kind, m) for m in view.ids()}
-    return close_slot(view=view, prev=prev, contributions=box, waiting=waiting)
+    named = prev.observers if observers is None else observers
+    return close_slot(view=view, prev=prev, contributions=box, waiting=waiting, observers=named)
 
 
 class Names:
@@ -98,19 +107,25 @@ class Names:
         self.headers: dict[str, Header] = {"genesis": GENESIS}
 
     def define(self, words: list[str]) -> bool:
-        """`view NAME ID PREDECESSOR MEMBER MEMBER*...` (a star: joiner), `header NAME PREV VIEW KIND [WAITING]`."""
+        """`view NAME ID PREDECESSOR MEMBER MEMBER*... A-B...` (a star: joiner; links, if not every pair has one),
+        `header NAME PREV VIEW KIND [WAITING] [for=OBSERVER,...]` (`for=` alone: nobody observes any more)."""
         match words:
             case ["view", name, view_id, predecessor, *members]:
+                links = [word for word in members if "-" in word]
+                members = [word for word in members if "-" not in word]
                 self.views[name] = View(
                     id=number(view_id),
                     predecessor=number(predecessor),
                     members=tuple(member(m.rstrip("*")) for m in members),
                     joiners=tuple(m.rstrip("*") for m in members if m.endswith("*")),
                     reason=f"as {name}",
+                    links=tuple(LinkSpec(*link.split("-")) for link in links),
                 )
-            case ["header", name, prev, view, kind, *waiting]:
+            case ["header", name, prev, view, kind, *more]:
+                waiting, keys = told(more)
                 carried = self.views[waiting[0]] if waiting else None
-                self.headers[name] = header_after(self.views[view], self.headers[prev], kind, carried)
+                named = tuple(filter(None, keys["for"].split(","))) if "for" in keys else None
+                self.headers[name] = header_after(self.views[view], self.headers[prev], kind, carried, named)
             case _:
                 return False
         return True
@@ -123,6 +138,7 @@ class Names:
         if header.view_change is not None:
             words += f", then {header.view_change.id}"
         words += ", boundary please" if header.boundary else ""
+        words += f", for {' and '.join(header.observers)}" if header.observers else ""
         words += f", error: {header.error}" if header.error else ""
         return words + ")"
 
@@ -182,6 +198,8 @@ def message_words(names: Names, message: object) -> str:
             return f"notice{', waiting' if waiting else ''}: {text}"
         case Finished(seq, step):
             return f"finished at {seq}, step {step}"
+        case Observers(ids, view):
+            return f"observers: {' and '.join(ids) or 'nobody'}; members are those of {view_words(view)}"
         case Probe(suspect):
             return f"probe {suspect}"
         case Ready():
@@ -192,7 +210,8 @@ def message_words(names: Names, message: object) -> str:
 
 def view_words(view: View) -> str:
     marks = [m + "*" if m in view.joiners else m for m in view.ids()]
-    return f"view {view.id} after {view.predecessor} [{' '.join(marks)}]"
+    links = f" over {','.join(f'{link.a}-{link.b}' for link in view.links)}" if view.links else ""
+    return f"view {view.id} after {view.predecessor} [{' '.join(marks)}]{links}"
 
 
 class MemberScript:
@@ -255,6 +274,8 @@ class MemberScript:
                 return OpenLinks(tuple(member(p) for p in peers))
             case ["next", view]:
                 return NextView(names.views[view])
+            case ["observers", "in", view, *ids]:
+                return Observers(tuple(ids), names.views[view])
             case ["decide", view, "after", base]:
                 return Decide(names.views[view], names.headers[base], reason="a test")
             case ["decide", view, "hand", "on", base, *sources]:
@@ -290,6 +311,9 @@ class MemberScript:
             case fx.PullState(header, view):
                 donors = [m for m in view.ids() if m not in view.joiners]
                 return f"pulls the state at {names.of_header(header)} from {','.join(donors)}"
+            case fx.Observe(header, view):
+                donors = [m for m in view.ids() if m not in view.joiners]
+                return f"observes from {names.of_header(header)} on, served by {','.join(donors)}"
             case fx.Viewed(view):
                 return f"sees {view_words(view)}"
             case fx.Ejected(reason, rejoin):
@@ -325,6 +349,8 @@ class SchedulerScript:
         self.waiting: list[fx.Persist] = []
         self.store_waits = False
         self.chain = fx.Chain(1, NO_VIEW)
+        self.at: dict[str, tuple[int, int]] = {}
+        """Slot and step at which each stands, for its heartbeats."""
 
     def line(self, words: list[str]) -> list[str]:
         if self.names.define(words):
@@ -357,7 +383,7 @@ class SchedulerScript:
         while self.now < end - 1e-9:
             self.now = min(end, self.now + 0.05)
             for name in beating or []:
-                lines += self._feed(fx.MessageIn(self.conns[name], Heartbeat(NO_VIEW, 0, 0)))
+                lines += self._feed(fx.MessageIn(self.conns[name], Heartbeat(NO_VIEW, *self.at.get(name, (0, 0)))))
             lines += self._feed(fx.SchedulerTick())
         return lines
 
@@ -378,10 +404,14 @@ class SchedulerScript:
                 lines.append(f"closes the stream of {self._name(effect.conn)}: {effect.reason}")
             elif isinstance(effect, fx.Look):
                 lines.append(f"looks for the process of {effect.member.id}")
+            elif isinstance(effect, fx.Answer):
+                lines.append(f"answers {'yes' if effect.accepted else 'no'}: {effect.text}")
             elif isinstance(effect, fx.SchedulerDone):
                 lines.append(f"is done: {effect.reason}")
-            elif effect.name in ("death", "suspect", "notice"):
+            elif effect.name in ("death", "suspect", "notice", "way_in", "caught_up"):
                 fields = dict(effect.fields)
+                if fields.get("reason") == NOT_OFFERED:
+                    continue
                 lines.append(f"notes {effect.name} {' '.join(str(v) for v in fields.values())}")
         self.machine.validate_state()
         if self.waiting and not self.store_waits:
@@ -403,10 +433,12 @@ class SchedulerScript:
                 return fx.Gone(self.ids.get(name, name), "its process is gone")
             case ["drain", name]:
                 return fx.Drain(name)
+            case ["operator", "link", how, a, b]:
+                return fx.ChangeLink(7, a, b, how == "add")
             case ["tick"]:
                 return fx.SchedulerTick()
             case [name, "hello", *_]:
-                self.conns[name] = len(self.conns) + 1 + 100 * (name in self.conns)
+                self.conns[name] = max(self.conns.values(), default=0) + 1
         name, *rest = plain
         return fx.MessageIn(self.conns[name], self._message(name, rest, keys))
 
@@ -427,13 +459,20 @@ class SchedulerScript:
                     package="1.0",
                     fingerprint=(("script", keys.get("script", "train.py")),),
                     resume=keys.get("resume", ""),
+                    replay="" if "replays" in plain else NOT_OFFERED,
+                    neighbours=tuple(filter(None, keys.get("neighbours", "").split(","))),
                 )
             case ["ready"]:
                 return Ready()
             case ["beats"]:
-                return Heartbeat(NO_VIEW, 0, 0)
+                return Heartbeat(NO_VIEW, *self.at.get(name, (0, 0)))
+            case ["caught", "up"]:
+                return CatchUp(int(keys["at"]))
+            case ["cannot", "catch", "up"]:
+                return CatchUp(int(keys["at"]), able=False, reason="the log was cut")
             case ["entered", view, *rest]:
                 header = names.headers[keys["on"]]
+                self.at[name] = (header.seq, header.step)
                 return Entered(number(view), header.seq, header.step, header.hash, loaded="loading" not in rest)
             case ["reports", promised, *rest]:
                 header = names.headers[keys["on"]]
@@ -449,7 +488,11 @@ class SchedulerScript:
                     held=with_scope(spans(keys["held"]), SCOPE) if "held" in keys else (),
                 )
             case ["link", peer, state, *evidence]:
-                return LinkEvent(self.ids[peer], state == "up", " ".join(evidence) or "connected")
+                return LinkEvent(self.ids.get(peer, peer), state == "up", " ".join(evidence) or "connected")
+            case ["measures", peer, rate]:
+                return LinkReport(self.ids[peer], 0.001, float(rate), "probe")
+            case ["asks", "link", how, peer]:
+                return LinkRequest(peer, how == "add", "a test")
             case ["says", peer, "is", state]:
                 # "gone": the process table says so; "dead" is a guess.
                 return Verdict(self.ids.get(peer, peer), state == "alive", "asked", certain=state == "gone")
