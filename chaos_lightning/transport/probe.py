@@ -8,7 +8,7 @@ Theory of operation. A measurement (`Probes.measure`) has two parts, both in PRO
   be to take `target_s`, so that a slow link is not filled for seconds and a fast one not misjudged by its first
   packets. Each train is timed twice, by the receiver as its pieces come, and by the sender from its first byte to the
   answer, less a round trip. The first finds too much if the receiver came late to the first pieces, the second too
-  little if anybody was late; the smaller rate counts, and of two such trains the faster one.
+  little if anybody was late; the smaller rate counts. Trains are sent until the best two are alike.
 
 A measurement must not hold up the training: it begins when its link has been quiet for a moment, or when it has been
 patient for long enough, and a train ends early as soon as a chunk or message wants the link (link.py `fill`). On a link
@@ -42,6 +42,9 @@ PIECE_NBYTES = 256 << 10
 """No frame of a train is larger."""
 _SMALLEST_PIECE_NBYTES = 4 << 10
 _DONE = struct.Struct("<Qdd")
+_ALIKE = 0.8
+"""The two best trains differ by no more: nobody was late."""
+_ROUGH_NBYTES = 32 << 10
 _EXTENSIONS = 5
 """How often an answer is waited for anew, because the job's own traffic was before it."""
 _GOES_ON_NBYTES = 4 << 10
@@ -110,8 +113,7 @@ class _Run:
     trips: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     rough: float = 0.0
-    """Rate of the longest train so far, long enough or not."""
-    rough_s: float = 0.0
+    """Best rate of trains that were shorter than they should be."""
 
 
 @dataclass(slots=True)
@@ -342,16 +344,20 @@ class Probes:
         run.trains += 1
         if nbytes and (seconds >= target / 2 or (whole and run.size == config.max_nbytes)):
             run.rates.append(rate)
-        elif nbytes and whole:
-            run.size = min(max(round(rate * target / 8), 2 * run.size), 8 * run.size, config.max_nbytes)
-        if nbytes and max(run.rough_s, target / 8) <= seconds:
-            run.rough, run.rough_s = rate, seconds
-        if len(run.rates) >= 2 or (run.rates and seconds >= 2 * target):
-            self._result(run, max(run.rates), "")
+        elif nbytes >= _ROUGH_NBYTES and seconds >= target / 8:
+            run.rough = max(run.rough, rate)
+        if nbytes and whole:
+            # A train that took its time because somebody was late looks slow: the best rate says how long one must be.
+            fitting = round(max([rate, *run.rates]) * target / 8)
+            run.size = min(max(fitting, run.size), 8 * run.size, config.max_nbytes)
+        best = sorted(run.rates)[-2:]
+        if len(best) == 2 and best[0] >= _ALIKE * best[1]:
+            self._result(run, best[1], "")
         elif run.trains < config.max_trains:
             self._when_quiet(run, self._ask_for_train)
         elif run.rates or run.rough:
-            self._result(run, max(run.rates, default=run.rough), "the link was busy")
+            words = "the link was busy" if len(run.rates) < 2 else "no two trains were alike"
+            self._result(run, max([run.rough, *run.rates]), words)
         else:
             self._end(run)  # who keeps the link so busy shows its rate (runtime/link_meter.py)
 

@@ -28,9 +28,11 @@ class Job:
             probe.bind(("127.0.0.1", 0))
             self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
 
-    def start(self, name: str, *, rules: dict[str, Any] | None = None, **spec: Any) -> None:
+    def start(
+        self, name: str, *, rules: dict[str, Any] | None = None, env: dict[str, str] | None = None, **spec: Any
+    ) -> None:
         """Starts a member; `rules` are for the scheduler, if this one hosts it."""
-        env = {"CHAOS_SETTINGS": json.dumps(rules)} if rules else {}
+        env = {**(env or {}), **({"CHAOS_SETTINGS": json.dumps(rules)} if rules else {})}
         full = {"name": name, "endpoint": self.endpoint, "report": str(self.folder / f"{name}.pt"), **spec}
         self.harness.start_function(name, engine_members.train, full, env=env, preload=PRELOAD)
 

@@ -1,0 +1,50 @@
+"""Real members of which not every pair has a link, and links that are measured: steps commit all the same."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from engine_job import Job
+
+from chaos_lightning.transport.pacing import EMULATE
+
+
+def beside(job: Job, name: str) -> set[str]:
+    """Whom this member ever had a link with."""
+    ups = [r for r in job.harness.records if r.name == "link_up" and r.node == name]
+    return {str(r.get("peer")).partition("~")[0] for r in ups}
+
+
+def same(job: Job, *names: str) -> None:
+    reports: list[dict[str, Any]] = job.finish(*names)
+    assert len({(r["hash"], r["step"]) for r in reports}) == 1, reports
+    assert not [r for r in job.harness.records if r.name in ("fenced", "rejoin", "death")]
+
+
+def test_contributions_and_headers_pass_through_the_member_between(job: Job) -> None:
+    """a - b - c - d: the commit root is at one end, so that d is three links away from it."""
+    named = {"a": "b", "b": "a,c", "c": "b,d", "d": "c"}
+    for name, neighbours in named.items():
+        job.start(name, settings={"min_nodes": 4, "neighbours": neighbours}, epochs=8)
+        job.harness.wait_for("welcomed", node=name)
+    same(job, *named)
+    for name, neighbours in named.items():
+        assert beside(job, name) == set(neighbours.split(",")), name
+    views = [r for r in job.harness.records if r.name == "view" and r.node == "default" and r.get("members")]
+    assert len(views[0].get("members") or ()) == 4
+
+
+def test_links_that_are_emulated_are_measured_by_both_ends_while_the_job_trains(job: Job) -> None:
+    emulated = {EMULATE: json.dumps(dict.fromkeys("abc", 4e8))}
+    for name in "abc":
+        job.start(name, settings={"min_nodes": 3}, epochs=30, env=emulated)
+        job.harness.wait_for("welcomed", node=name)
+    for name in "abc":
+        for other in set("abc") - {name}:
+            measured = job.harness.wait_for(
+                "link_measured", lambda r, other=other: str(r.get("peer")).startswith(f"{other}~"), node=name
+            )
+            assert str(measured.get("evidence")).startswith("probe (link made")
+            assert 0 < float(measured.get("rate_bps") or 0) < 6e8
+    same(job, *"abc")
