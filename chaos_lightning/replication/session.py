@@ -66,9 +66,8 @@ class SourceReport:
     def of(cls, stats: SourceStats) -> SourceReport:
         moved = stats.nbytes + stats.duplicated
         rate = 8 * moved / stats.busy_s if stats.busy_s else 0.0
-        return cls(
-            stats.nbytes, rate, stats.busy_s, stats.jobs, stats.duplicated, stats.stolen, stats.retries
-        )  # fmt: skip
+        account = (stats.nbytes, rate, stats.busy_s, stats.jobs, stats.duplicated, stats.stolen, stats.retries)
+        return cls(*account)
 
     def plus(self, other: SourceReport) -> SourceReport:
         """Both rounds of a pull together."""
