@@ -30,6 +30,7 @@ COMMANDS: dict[str, Command] = {
     "scheduler": Command("chaos_lightning.runtime.commands:scheduler", "Run a job's scheduler in the foreground."),
     "status": Command("chaos_lightning.runtime.commands:status", "Show who is in a job, and what it waits for."),
     "drain": Command("chaos_lightning.runtime.commands:drain", "Ask a node to leave politely."),
+    "link": Command("chaos_lightning.runtime.commands:link", "Add or remove a link between two members."),
     "top": Command("chaos_lightning.observe.cli_top:top", "Watch a job live."),
     "report": Command("chaos_lightning.observe.cli_report:report", "Write a page about a run from its event logs."),
     "audit": Command("chaos_lightning.observe.cli_report:audit", "Check from the event logs that the contract held."),

@@ -1,7 +1,8 @@
 """Streams, hellos and leaves: what members say, turned into facts about them.
 
-Theory of operation. A hello is refused in words, resumed (the stream of a known process was replaced: whatever may have
-been lost on the old stream is said again, which every message bears) or welcomed as a newcomer. Links are in linking.py.
+Theory of operation. A hello is refused in words, resumed (the stream of a known process was replaced: whatever may
+have been lost on the old stream is said again, which every message bears) or welcomed as a newcomer. Links are in
+linking.py.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from chaos_lightning.membership.effects import Close, Send
 from chaos_lightning.membership.linking import Linking
 from chaos_lightning.membership.roster import (
-    NEWCOMER,
     Peer,
     Reference,
     Standing,
@@ -19,7 +19,6 @@ from chaos_lightning.membership.roster import (
 )
 from chaos_lightning.membership.scheduler_state import Phase
 from chaos_lightning.membership.types import (
-    NO_VIEW,
     CatchUp,
     Entered,
     Fence,
@@ -34,6 +33,7 @@ from chaos_lightning.membership.types import (
     Member,
     Notice,
     Prepare,
+    Progress,
     Ready,
     Refused,
     Released,
@@ -81,6 +81,8 @@ class Admission(Linking):
                 peer.stands(message)
                 if self.latest is not None and message.view == self.latest.id and self._admitted_at is None:
                     self._admitted_at = self.now
+            case Progress():
+                peer.progress = message
             case CatchUp():
                 self._on_catch_up(peer, message)
             case Leave(reason):

@@ -252,7 +252,7 @@ class Detector:
         affirmed = any(said.alive for said in suspicion.verdicts.values())
         complete = len(suspicion.verdicts) == len(suspicion.asked)
         in_time = now - suspicion.asked_at <= settings.confirm_timeout_s
-        if denied and not affirmed and (complete or not in_time):
+        if denied and not affirmed and (complete or not in_time) and not self._awaits(now, peer, suspicion, everybody):
             # A stream that stands gets the confirmation time to speak, however fast the neighbours are.
             if peer.conn is None or now - suspicion.since >= settings.confirm_timeout_s:
                 by, words = denied[0]
@@ -262,6 +262,14 @@ class Detector:
         if peer.conn is None and nobody_to_ask and now - peer.closed_at > settings.reconnect_grace_s:
             return f"{suspicion.why}, not back within {settings.reconnect_grace_s:g} s and no neighbour to ask"
         return ""
+
+    def _awaits(self, now: float, peer: Peer, suspicion: Suspicion, everybody: Mapping[str, Peer]) -> bool:
+        """After a scheduler's restart a link may be cut between two that live, and who could tell is on its way."""
+        if peer.known or now >= self.grace_until:
+            return False
+        others = [p for m, p in everybody.items() if m != peer.id and m not in self.suspicions]
+        unasked = [p for p in others if p.id not in suspicion.asked] if len(suspicion.asked) < NEIGHBOURS_ASKED else []
+        return bool(unasked) or any(p.conn is None for p in others)
 
     def _witnesses(
         self, member: str, watched: Mapping[str, Peer], newcomers: Mapping[str, Peer], last: bool

@@ -240,7 +240,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class ChangeLink:
-    """An operator asks for a link between two members (by name or id), or that it goes; `Answer` says what comes of it."""
+    """An operator asks for a link between two members (by name or id), or that it goes; `Answer` tells the outcome."""
 
     token: int
     a: str

@@ -1,10 +1,10 @@
 """Everybody the scheduler knows, and who may come in.
 
 Theory of operation. A `Peer` is one incarnation of a training process, from its welcome until a decided view excluded
-it or it was released. Newcomers are STANDBY (beyond max_nodes), LINKING, READY, or OBSERVING (membership/serving.py); a MEMBER is in the latest decided
-view; a LEAVER was let go by a decided view and waits until all others have entered it. Ids are `name~number` and never
-reused: the numbers of a term start at (term - 1) * 1,000,000, so that a restarted scheduler, whose term is higher,
-reissues none of those that its predecessor gave to newcomers in no stored view.
+it or it was released. Newcomers are STANDBY (beyond max_nodes), LINKING, READY, or OBSERVING (membership/serving.py);
+a MEMBER is in the latest decided view; a LEAVER was let go by a decided view and waits until all others have entered
+it. Ids are `name~number` and never reused: the numbers of a term start at (term - 1) * 1,000,000, so that a restarted
+scheduler, whose term is higher, reissues none of those that its predecessor gave to newcomers in no stored view.
 """
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from chaos_lightning.membership.types import NO_VIEW, Entered, Hello, Member, Report, Settings, View, ViewId
+from chaos_lightning.membership.types import (
+    NO_VIEW,
+    Entered,
+    Hello,
+    Member,
+    Progress,
+    Report,
+    Settings,
+    View,
+    ViewId,
+)
 
 INCARNATIONS_PER_TERM = 1_000_000
 NAMED_DIFFERENCES = 3
@@ -82,6 +92,8 @@ class Peer:
     observes_since: float = 0.0
     observers: tuple[int, tuple[str, ...]] = (-1, ())
     """The list of observers that it was told last, and on which stream."""
+    progress: Progress | None = None
+    """Of its transfer, as it told last."""
     told: tuple[int, str] = (-1, "")
     """What it was told last that it waits for, and on which stream."""
 

@@ -278,7 +278,8 @@ class SchedulerMachine(Rewiring):
         ids = [m for m in latest.ids() if m not in leaving]
         if not leaving or not connected(latest.ids(), self._graph(latest.ids())):
             return False  # a link is down at the moment
-        why = f"{', '.join(leaving)} leave, and without them no link leads between {in_words(parts(ids, self._graph(ids)))}"
+        sides = in_words(parts(ids, self._graph(ids)))
+        why = f"{', '.join(leaving)} leave, and without them no link leads between {sides}"
         for member in leaving:
             peer = self.peers[member]
             peer.condemned = peer.leaving

@@ -33,6 +33,7 @@ from chaos_lightning.membership.types import (
     Fence,
     Header,
     NextView,
+    Progress,
     Released,
     Settings,
     ToMember,
@@ -235,6 +236,7 @@ class SchedulerState:
             "step": peer.step,
             "loaded": peer.loaded,
             "way": peer.way,
+            "progress": _words(peer.progress) if peer.progress is not None and not peer.loaded else "",
             "leaving": peer.leaving,
             "dead": peer.condemned or peer.dead,
             "silent_s": round(self.now - peer.heard, 3) if self._now is not None else 0.0,
@@ -263,3 +265,15 @@ class SchedulerState:
             assert self._number <= self.highest, (self._number, self.highest)
         if self.phase is Phase.FOUNDING and self._persisting is None:
             assert not self._living(), "somebody holds the state"
+
+
+def _words(progress: Progress) -> str:
+    """A newcomer's transfer in one line."""
+    if progress.phase == "replay":
+        return f"replays, {progress.lag} behind"
+    left = max(0, progress.total_nbytes - progress.done_nbytes)
+    words = f"{progress.done_nbytes / 2**20:.1f} of {progress.total_nbytes / 2**20:.1f} MiB"
+    if progress.rate_bps > 0:
+        words += f" at {progress.rate_bps / 1e6:.0f} Mbps, {8 * left / progress.rate_bps:.0f} s left"
+    sources = ", ".join(f"{s.member} {s.nbytes / 2**20:.1f} MiB" for s in progress.sources)
+    return f"{words} ({sources})" if sources else words

@@ -1,8 +1,9 @@
 """Making views: who is in the next one, in which order, by which plan, and why (pure functions; reasons in words).
 
-A plan that the user drew for certain members may not fit those of a view, and one that needs a link between every pair may
-not fit its links: then `plan_for` or the generator (planning/overlay.py) gives another one, and the view's reason says
-so, as it does when the configured plan fits again. Where a planner is configured ("auto", ...) it draws every plan.
+A plan that the user drew for certain members may not fit those of a view, and one that needs a link between every pair
+may not fit its links: then `plan_for` or the generator (planning/overlay.py) gives another one, and the view's reason
+says so, as it does when the configured plan fits again. Where a planner is configured ("auto", ...) it draws every
+plan.
 """
 
 from __future__ import annotations

@@ -96,3 +96,16 @@ def drain(endpoint: str, name: str, token: bytes = b"", timeout_s: float = 5.0) 
         present = ", ".join(reply.present) or "none"
         raise RefusedError(f"no member or node is called {name!r}; present: {present}")
     return tuple(reply.asked)
+
+
+def change_link(endpoint: str, a: str, b: str, *, add: bool, token: bytes = b"", timeout_s: float = 5.0) -> str:
+    """Asks for a link between two members, or that it goes; returns what will happen.
+
+    Raises:
+        RefusedError: It cannot be; the message says why.
+        SchedulerUnreachableError: Nobody answered in time.
+    """
+    reply = _call(endpoint, token, timeout_s, "ChangeLink", chaos_pb2.LinkChangeRequest(a=a, b=b, add=add))
+    if not reply.accepted:
+        raise RefusedError(str(reply.text))
+    return str(reply.text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import platform
@@ -137,6 +138,28 @@ def _show(facts: dict[str, Any]) -> None:
     for row in rows:
         table.add_row(*(_host(row.get(column)) if column == "host" else _cell(row.get(column)) for column in columns))
     console.print(table)
+    _show_links(console, machine)
+
+
+def _show_links(console: Any, machine: dict[str, Any]) -> None:
+    """The plan, and a line for each link that is not simply there or was measured."""
+    from rich.table import Table
+
+    plan, links = machine.get("plan") or {}, machine.get("links") or ()
+    if plan.get("kind"):
+        trees = f", {plan['trees']} trees" if plan.get("trees") else ""
+        console.print(f"plan: {plan['kind']}{trees}; {plan.get('reason', '')}", highlight=False, markup=False)
+    told = [row for row in links if row["state"] != "in use" or row["there_bps"] is not None]
+    if not told:
+        return
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for column in ("link", "Mbps there", "back", "ms", "state"):
+        table.add_column(column, overflow="fold")
+    for row in told:
+        rates = [f"{row[k] / 1e6:.4g}" if row[k] is not None else "" for k in ("there_bps", "back_bps")]
+        latency = f"{row['latency_s'] * 1e3:.3g}" if row["latency_s"] is not None else ""
+        table.add_row(_cell(f"{row['a']} {row['b']}"), *rates, latency, _cell(row["state"]))
+    console.print(table)
 
 
 def _host(value: object) -> str:
@@ -169,6 +192,28 @@ def drain(
 
     asked = ask(endpoint, node, load_token(token_file))
     print(f"asked to leave: {', '.join(asked)}")
+
+
+class LinkAction(enum.StrEnum):
+    ADD = "add"
+    REMOVE = "remove"
+
+
+def link(
+    action: Annotated[LinkAction, typer.Argument(help="Connect the two, or disconnect them.", metavar="add|remove")],
+    a: Annotated[str, typer.Argument(help="A member's name or id.")],
+    b: Annotated[str, typer.Argument(help="Another one's.")],
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    token_file: TokenFile = "",
+) -> None:
+    """Add or remove a link between two members while they train.
+
+    The trees change with the next step; nothing else moves and nobody waits. A link that was removed stays away, also
+    when members come and go, until it is added again. One without which the members would fall apart is not removed.
+    """
+    from chaos_lightning.runtime.channel import change_link
+
+    print(change_link(endpoint, a, b, add=action is LinkAction.ADD, token=load_token(token_file)))
 
 
 def version() -> None:

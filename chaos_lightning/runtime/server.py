@@ -41,6 +41,8 @@ import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 _MAX_OUTBOX = 4096
 """Messages that wait for one member; more means that it has not read for a long time, and its stream is cut."""
 _STORE_PATIENCE_S = 5.0
+_ANSWER_TIMEOUT_S = 4.0
+"""A request waits so long for the machine, which may be writing to its store."""
 _MAX_STRANGER_LINES_PER_S = 5
 
 
@@ -120,6 +122,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._connections: dict[int, _Connection] = {}
         self._count = 0
         self._inbox: asyncio.Queue[fx.SchedulerEvent] = asyncio.Queue()
+        self._answers: dict[int, asyncio.Future[tuple[bool, str]]] = {}
         self._tick_waits = False
         self._idle_since = time.monotonic()
         self._started = time.time()
@@ -255,6 +258,10 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
                     sight = same_machine_verdict(member)
                     if sight.certain:
                         outcomes.append(fx.Gone(member.id, sight.evidence))
+                case fx.Answer(token, accepted, text):
+                    waiting = self._answers.pop(token, None)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result((accepted, text))
                 case fx.SchedulerDone(reason):
                     self._done(reason)
         return outcomes
@@ -412,6 +419,21 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             self._events.emit("drain", of=name, by=context.peer())
             self._inbox.put_nowait(fx.Drain(name))
         return chaos_pb2.DrainReply(asked=asked, present=present)
+
+    async def ChangeLink(self, request: Any, context: Any) -> Any:
+        """Connect-link and disconnect-link by an operator; the machine answers whether it will be so."""
+        await self._admit(context, "ChangeLink")
+        self._count += 1
+        token = self._count
+        waiting = self._answers[token] = asyncio.get_running_loop().create_future()
+        self._inbox.put_nowait(fx.ChangeLink(token, request.a, request.b, request.add))
+        try:
+            accepted, text = await asyncio.wait_for(waiting, _ANSWER_TIMEOUT_S)
+        except TimeoutError:
+            accepted, text = False, f"the scheduler did not get to it within {_ANSWER_TIMEOUT_S:g} s; ask again"
+        finally:
+            self._answers.pop(token, None)
+        return chaos_pb2.LinkChangeReply(text=text, accepted=accepted)
 
 
 async def serve(

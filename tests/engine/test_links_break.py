@@ -1,4 +1,4 @@
-"""Links between living members break: they are made again, the open step is redone, and nobody is put out."""
+"""Links between living members break: the open step is redone without them or over them anew, and nobody is put out."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ def founded(job: Job, *, epochs: int = 20, gate: str = "") -> Record:
 
 
 def remade(job: Job, before: Record, *ends: str) -> Record:
-    """The decision that puts the same members into another view because the link between these two was made anew."""
-    decided = job.harness.wait_for(
-        "decide", lambda r: "was made anew" in str(r.get("reason")), node="default", after=before
-    )
+    """The decision that puts the same members into another view since these two lost their link, or made it anew."""
+
+    def about(record: Record) -> bool:
+        reason = str(record.get("reason"))
+        return "was made anew" in reason or "and both live" in reason
+
+    decided = job.harness.wait_for("decide", about, node="default", after=before)
     reason = str(decided.get("reason"))
-    assert all(f"{name}~" in reason.partition("was made anew")[0] for name in ends), reason
+    assert all(f"{name}~" in reason.partition(" (")[0] for name in ends), reason
     assert list(decided.get("members") or ()) == list(before.get("members") or ())
     return decided
 
@@ -93,3 +96,21 @@ def test_a_short_stall_is_waited_out(routed_job: Job) -> None:
     job.harness.wait_for("committed", node="b", after=restored)
     unharmed(job, *"abc")
     assert not [r for r in job.harness.records if r.name == "prepare"]
+
+
+def test_a_link_that_stays_away_is_done_without_and_comes_back_with_a_header(routed_job: Job) -> None:
+    """Nobody waits for `step_timeout_s`: contributions and headers go by way of the third member meanwhile."""
+    job = routed_job
+    view = founded(job, epochs=60)
+    job.harness.cut("a", "b")
+    decided = job.harness.wait_for("decide", lambda r: "and both live" in str(r.get("reason")), node="default")
+    gone = job.harness.wait_for("view", lambda r: len(r.get("links") or ()) == 2, node="b", after=view)
+    assert {name for link in gone.get("links") or () for name in link} == set(view.get("members") or ())
+    for name in "abc":
+        job.harness.wait_for("committed", node=name, after=gone)
+    job.harness.restore("a", "b")
+    back = job.harness.wait_for("view", lambda r: "comes in" in str(r.get("reason")), node="default", after=decided)
+    job.harness.wait_for("committed", node="b", after=back)
+    unharmed(job, *"abc")
+    decisions = [r for r in job.harness.records if r.name == "decide" and r.node == "default"]
+    assert len(decisions) == 2, "founded, and gone on without the link; it comes back without stopping anybody"

@@ -1,0 +1,240 @@
+"""The graph of links: which pairs are wanted, which stand, what was measured, and what falls apart without which.
+
+Theory of operation. A *pair* is two members (or two names) regardless of order. Every view has a graph: `View.links`,
+or every pair of its members where that is empty. `Topology` keeps what the scheduler knows beside it:
+
+- *wanted*: with neighbours named in a Hello, only pairs that one of both names; else every pair. Processes of one node
+  always want each other. An operator or a member may remove a pair, which stays removed until it is added again; both
+  go by names, so that they outlive a member's incarnation.
+- *standing*: each end says when its link comes up or fails, and a pair of which either end's last word was bad is
+  down. Nothing said is taken for good news where a view or a newcomer's Ready vouches for the pair. A link that failed
+  must stand for a while before a view uses it again, for longer each time (`Fact.stand_s`): a flapping link changes no
+  views.
+- *measured*: rates and latencies by direction. A link that carries nothing is used only where the graph would fall
+  apart without it.
+
+When a graph falls into parts, `ranked` says which of them may go on: more members first; of equal ones the one with the
+oldest member. As no two parts have the same oldest member there are no ties, and as the scheduler alone asks, no two
+answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from chaos_lightning.membership.roster import Peer
+from chaos_lightning.membership.types import LinkReport, LinkSpec, View
+from chaos_lightning.planning.graph import connected_parts
+from chaos_lightning.planning.graph import neighbours as links_by_member
+
+Pair = frozenset[str]
+Measured = Mapping[tuple[str, str], tuple[float, float, float]]
+"""(latency in seconds, bits per second there, bits per second back) by (earlier, later) in rank order."""
+
+FIRST_STAND_S = 0.5
+"""A link that failed once stands for so long before a view uses it again; twice as long after each further failure."""
+LONGEST_STAND_S = 60.0
+FORGIVEN_S = 60.0
+"""A link that stood for so long has never failed."""
+PROBE_PATIENCE_S = 1.0
+"""A new link is used unmeasured after so long."""
+CUT_PATIENCE_S = 3.0
+"""Parts of a graph wait for so long for a link between them before one of them goes on alone."""
+NEIGHBOUR_PATIENCE_S = 2.0
+"""A newcomer comes in without a neighbour that it could not reach for so long, if it reached another one."""
+REPLAN_PAUSE_S = 2.0
+"""Plans are made anew because of measurements at most once in so long."""
+USUAL = (0.0005, 1e9, 1e9)
+"""What a link that nobody measured is taken for."""
+
+
+def pair(one: str, other: str) -> Pair:
+    return frozenset((one, other))
+
+
+def every_pair(ids: Sequence[str]) -> frozenset[Pair]:
+    return frozenset(pair(a, b) for a, b in combinations(ids, 2))
+
+
+def links_of(view: View) -> frozenset[Pair]:
+    """The pairs of members that this view may use."""
+    if not view.links:
+        return every_pair(view.ids())
+    return frozenset(pair(link.a, link.b) for link in view.links)
+
+
+def specs(ids: Sequence[str], pairs: Collection[Pair]) -> tuple[LinkSpec, ...]:
+    """What a view of these members (in rank order) writes down; nothing if every pair is there."""
+    ordered = [(a, b) for a, b in combinations(ids, 2) if pair(a, b) in pairs]
+    return () if len(ordered) == len(ids) * (len(ids) - 1) // 2 else tuple(LinkSpec(a, b) for a, b in ordered)
+
+
+def neighbours(view: View, me: str) -> tuple[str, ...]:
+    """Members that `me` has a link to, in rank order."""
+    if not view.links:
+        return tuple(m for m in view.ids() if m != me)
+    mine = {link.b if link.a == me else link.a for link in view.links if me in (link.a, link.b)}
+    return tuple(m for m in view.ids() if m in mine)
+
+
+def parts(ids: Sequence[str], pairs: Collection[Pair]) -> list[tuple[str, ...]]:
+    """The connected parts, each in the order of `ids`; the part of the first id comes first."""
+    found = connected_parts(ids, links_by_member(ids, [(a, b) for a, b in pairs]))
+    return [tuple(part) for part in found]
+
+
+def connected(ids: Sequence[str], pairs: Collection[Pair]) -> bool:
+    return len(parts(ids, pairs)) <= 1
+
+
+def ranked(groups: Iterable[tuple[str, ...]], order: Sequence[str]) -> list[tuple[str, ...]]:
+    """Which part may go on, best first: more members; of equal ones the one with the oldest member."""
+    place = {m: i for i, m in enumerate(order)}
+    return sorted(groups, key=lambda group: (-len(group), min(place[m] for m in group)))
+
+
+def in_words(groups: Iterable[Sequence[str]]) -> str:
+    return " | ".join(", ".join(group) for group in groups)
+
+
+@dataclass(slots=True)
+class Fact:
+    """What is known about one pair of members (by id)."""
+
+    words: dict[str, str] = field(default_factory=dict)
+    """By end: its last word; "" that the link stands, else why it does not."""
+    since: float = 0.0
+    """When it began to stand, or to be down."""
+    failures: int = 0
+    reports: dict[str, LinkReport] = field(default_factory=dict)
+    """By end: what it measured last."""
+
+    @property
+    def down(self) -> str:
+        """Why it is down, in the words of one end (a goodbye says least); "" if no end says so."""
+        bad = [(word == "bye", end, word) for end, word in self.words.items() if word]
+        return f"{min(bad)[1]}: {min(bad)[2]}" if bad else ""
+
+    @property
+    def idle(self) -> str:
+        """Who measured that it carries nothing, though it may stand; "" if it carries something, or nobody knows."""
+        return next(
+            (f"{end}: carries nothing ({r.evidence})" for end, r in self.reports.items() if r.rate_bps <= 0), ""
+        )
+
+    @property
+    def stands(self) -> bool:
+        """Both ends say so."""
+        return len(self.words) == 2 and not any(self.words.values())
+
+    @property
+    def stand_s(self) -> float:
+        """How long it must stand before a view uses it (again), in seconds."""
+        return 0.0 if not self.failures else min(LONGEST_STAND_S, FIRST_STAND_S * 2.0 ** (self.failures - 1))
+
+    def say(self, now: float, end: str, word: str) -> None:
+        """One end's word; "" for good."""
+        before = (self.stands, bool(self.down))
+        if word and self.stands and now - self.since > FORGIVEN_S:
+            self.failures = 0
+        if word != self.words.get(end):
+            self.reports.pop(end, None)  # another link than was measured
+        self.words[end] = word
+        if (self.stands, bool(self.down)) != before:
+            self.since = now
+
+    def seasoned(self, now: float) -> bool:
+        """It stands, has stood for long enough, and was measured, or nobody is going to."""
+        if not self.stands or now - self.since < self.stand_s:
+            return False
+        return bool(self.reports) or now - self.since >= PROBE_PATIENCE_S
+
+
+def node_of(name: str) -> str:
+    """The node of a member that is called NODE-RANK; other names are nodes of their own."""
+    node, dash, rank = name.rpartition("-")
+    return node if dash and rank.isdigit() else name
+
+
+def _names(one: Peer, other: Peer) -> bool:
+    """Whether `one` names `other` as a neighbour: by name, by id, or by its node."""
+    member = other.member
+    return any(word in (member.name, member.id, node_of(member.name)) for word in one.neighbours)
+
+
+class Topology:
+    """See the module. Members are told apart by id, wishes by name."""
+
+    def __init__(self) -> None:
+        self.facts: dict[Pair, Fact] = {}
+        self.removed: dict[Pair, str] = {}
+        """By two names: why."""
+        self.added: set[Pair] = set()
+        """By two names: asked for beyond what the neighbours named."""
+        self.version = 0
+        """Grows with every measurement."""
+
+    def fact(self, one: str, other: str) -> Fact:
+        return self.facts.setdefault(pair(one, other), Fact())
+
+    def down(self, one: str, other: str) -> str:
+        """Why this link is down; "" if nobody says so."""
+        fact = self.facts.get(pair(one, other))
+        return fact.down if fact is not None else ""
+
+    def forget(self, member: str) -> None:
+        """An incarnation that is gone."""
+        for key in [k for k in self.facts if member in k]:
+            del self.facts[key]
+
+    def shift(self, gap: float) -> None:
+        """The scheduler was frozen for so long (s): that is no time in which a link stood or was down."""
+        for fact in self.facts.values():
+            fact.since += gap
+
+    def wants(self, one: Peer, other: Peer) -> bool:
+        """Whether these two are to have a link."""
+        names = pair(one.member.name, other.member.name)
+        if names in self.removed:
+            return False
+        if names in self.added or node_of(one.member.name) == node_of(other.member.name):
+            return True
+        return _names(one, other) or _names(other, one) or not (one.neighbours or other.neighbours)
+
+    def report(self, by: str, report: LinkReport) -> None:
+        """What one end measured."""
+        self.fact(by, report.peer).reports[by] = report
+        self.version += 1
+
+    def measured(self, ids: Sequence[str], pairs: Collection[Pair]) -> Measured:
+        """Rates and latencies of these pairs; what nobody measured is usual, or what the other end says."""
+        found: dict[tuple[str, str], tuple[float, float, float]] = {}
+        for a, b in combinations(ids, 2):
+            if pair(a, b) not in pairs:
+                continue
+            fact = self.facts.get(pair(a, b))
+            reports = {} if fact is None else {e: r for e, r in fact.reports.items() if r.rate_bps > 0}
+            there, back = reports.get(a) or reports.get(b), reports.get(b) or reports.get(a)
+            if there is None or back is None:
+                found[a, b] = USUAL
+            else:
+                found[a, b] = (max(there.latency_s, back.latency_s), there.rate_bps, back.rate_bps)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Net:
+    """The links that a view in the making may use, and what is known of them."""
+
+    pairs: frozenset[Pair]
+    measured: Measured = field(default_factory=dict)
+
+    def specs(self, ids: Sequence[str]) -> tuple[LinkSpec, ...]:
+        return specs(ids, self.pairs)
+
+    def known(self, ids: Sequence[str]) -> Measured:
+        """For the plan generator: every link of these members, measured or not."""
+        there = [(a, b) for a, b in combinations(ids, 2) if pair(a, b) in self.pairs]
+        return {ends: self.measured.get(ends, USUAL) for ends in there}

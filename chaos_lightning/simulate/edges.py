@@ -1,0 +1,120 @@
+"""What happens to links in a simulated job, and what must hold about them.
+
+Theory of operation. Links are named by their nodes. "cut" takes the network between two nodes away for a while,
+"split" that between a group of nodes and all others; "remove-link" and "add-link" are the operator's, "ask-remove" and
+"ask-add" a member's; "rate" changes what a link carries, and both ends measure it. Two things must hold beside what
+the oracle checks: no decided view uses a link that has been cut for longer than anybody takes to notice, and every
+view's links connect its members. Members that are cut off from each other may be put out; how long that excuses them
+is told by their `troubled_at`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from chaos_lightning.membership.effects import ChangeLink
+from chaos_lightning.membership.topology import connected, links_of, pair, parts
+from chaos_lightning.membership.types import LinkRequest, View
+from chaos_lightning.simulate.oracle import Violation
+
+if TYPE_CHECKING:
+    from chaos_lightning.simulate.node import Node
+    from chaos_lightning.simulate.world import Fault, World
+
+LINK_FAULTS = ("cut", "split", "add-link", "remove-link", "ask-add", "ask-remove", "rate")
+NOTICED_S = 2.8
+"""Both ends of a link that was cut have told the scheduler by then, whatever was wrong with their streams."""
+_LOOK_S = 0.02
+
+
+class Edges:
+    """The links of one world.
+
+    Args:
+        world: The job.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._changes = 0
+        plan = world.plan
+        named = any(spec.neighbours for spec in plan.nodes)
+        if named or plan.unlinked or any(f.action in LINK_FAULTS for f in plan.faults):
+            world.kernel.after(_LOOK_S, self._look)
+
+    # ------------------------------------------------------------------ faults
+
+    def strike(self, fault: Fault) -> None:
+        world, one, other = self._world, fault.node, fault.other
+        match fault.action:
+            case "cut":
+                world.fabric.cut(one, other, fault.lasts)
+            case "split":
+                group = set(one.split(","))
+                for here in sorted(group):
+                    for there in sorted(set(world.nodes) - group):
+                        world.fabric.cut(here, there, fault.lasts)
+            case "add-link" | "remove-link":
+                self._changes += 1
+                event = ChangeLink(self._changes, one, other, fault.action == "add-link")
+                world.scheduler.deliver(lambda: world.scheduler.feed(event))
+            case "ask-add" | "ask-remove":
+                node = world.nodes[one]
+                node.deliver(lambda: node.tell(LinkRequest(other, fault.action == "ask-add", "a whim")))
+            case "rate":
+                world.rates[pair(one, other)] = fault.rate_bps
+                for here, there in ((one, other), (other, one)):
+                    node, peer = world.nodes[here], world.nodes[there].machine.member_id
+                    node.deliver(lambda n=node, p=peer: n.measure(p, "transfer"))  # type: ignore[misc]
+        self.look()
+
+    # ------------------------------------------------------------------ what must hold
+
+    def check(self, view: View) -> None:
+        """A view was decided."""
+        pairs = links_of(view)
+        if not connected(view.ids(), pairs):
+            raise Violation(f"view {view.id} is in parts: {parts(view.ids(), pairs)}")
+        for ends in pairs:
+            one, other = sorted(ends)
+            here, there = self._name(view, one), self._name(view, other)
+            cut_s = self._world.fabric.cut_s(here, there)
+            if cut_s > NOTICED_S:
+                raise Violation(f"view {view.id} uses the link of {one} and {other}, which was cut {cut_s:.1f} s ago")
+
+    @staticmethod
+    def _name(view: View, member: str) -> str:
+        found = view.find(member)
+        assert found is not None
+        return found.name
+
+    def _look(self) -> None:
+        self.look()
+        self._world.kernel.after(_LOOK_S, self._look)
+
+    def look(self) -> None:
+        """Members that hold the state and whose graph is in several parts may be put out for that."""
+        world = self._world
+        views = world.store.views
+        members = {m.id: m.name for view in views[-2:] for m in view.members}
+        here = [world.nodes[name] for m, name in members.items() if self._trains(name, m)]
+        names = [n.name for n in here]
+        pairs = frozenset(pair(a.name, b.name) for a in here for b in here if a is not b and self._may_link(a, b))
+        if not connected(names, pairs):
+            for node in here:
+                node.troubled_at = world.kernel.now
+
+    def _trains(self, name: str, member_id: str) -> bool:
+        node = self._world.nodes.get(name)
+        if node is None or not node.alive or node.frozen or node.machine.member_id != member_id:
+            return False
+        return node.training and not node.outcome
+
+    def _may_link(self, one: Node, other: Node) -> bool:
+        """As far as the network and everybody's wishes go."""
+        world, names = self._world, pair(one.name, other.name)
+        topology = world.scheduler.machine.topology
+        if names in topology.removed or not world.fabric.open(one.name, other.name):
+            return False
+        mine, theirs = one.spec.neighbours, other.spec.neighbours
+        return names in topology.added or other.name in mine or one.name in theirs or not (mine or theirs)

@@ -1,0 +1,106 @@
+"""Planted bugs about links: what membership/rewiring.py and its kin must not do (see bugs.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.recovery import Ruling
+from chaos_lightning.membership.roster import Peer
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.membership.topology import Pair, connected, every_pair
+from chaos_lightning.membership.types import Decide, PlanSpec, Report, View, ViewId
+from chaos_lightning.simulate.planting import Bug, hooks_of
+from chaos_lightning.simulate.wiring import lost_link_plan, removal_plan, split_plan
+
+
+class ForgetfulScheduler(SchedulerMachine):
+    """Takes every link that is wanted for one that stands."""
+
+    def _usable(self, one: Peer, other: Peer, *, patient: bool = True) -> bool:
+        return self.topology.wants(one, other)
+
+
+class UndividedScheduler(SchedulerMachine):
+    """Puts everybody into one view, though no link leads from some to others."""
+
+    def _graph(self, members: Iterable[str]) -> frozenset[Pair]:
+        ids = list(members)
+        found = super()._graph(ids)
+        return found if connected(ids, found) or not self._reserving else every_pair(ids)
+
+    def _side(self, reports: Mapping[str, Report]) -> Mapping[str, Report] | None:
+        return reports
+
+
+class HarshScheduler(SchedulerMachine):
+    """Puts out who has no link to the oldest member, though others lead there."""
+
+    def _side(self, reports: Mapping[str, Report]) -> Mapping[str, Report] | None:
+        side = super()._side(reports)
+        if not side:
+            return side
+        first = next(iter(side))
+        near = [m for m in side if m == first or self._usable(self.peers[first], self.peers[m])]
+        self._cut |= {m: f"it has no link to {first}" for m in side if m not in near}
+        return {m: side[m] for m in near}
+
+
+class TwofoldScheduler(SchedulerMachine):
+    """Lets the side that is cut off go on, too, in a view of its own."""
+
+    def _sort_out(self, old: Iterable[Peer], view: View | None, ruling: Ruling) -> None:
+        peers = list(old)
+        cut = [p for p in peers if p.id in self._cut]
+        if view is not None and ruling.base is not None:
+            own = ViewId(view.id.term, view.id.number + 1)
+            members = tuple(p.member for p in cut)
+            apart = replace(view, id=own, members=members, joiners=(), plan=PlanSpec(), links=())
+            for peer in cut:
+                self._send(peer, Decide(apart, ruling.base, reason="the other side"))
+                self._drop(peer)
+        super()._sort_out([p for p in peers if p not in cut], view, ruling)
+
+
+class HurriedMachine(MemberMachine):
+    """Closes links of the view before at once when it enters the next, whatever is still to come over them."""
+
+    def _connect(self) -> None:
+        self._former = None
+        super()._connect()
+
+
+LINK_BUGS: dict[str, Bug] = {
+    "links-forgotten": Bug(
+        rule="links",
+        what="the next view uses a link again that is cut",
+        hooks=hooks_of(scheduler=ForgetfulScheduler),
+        plan=lost_link_plan,
+    ),
+    "links-undivided": Bug(
+        rule="links",
+        what="a view spans parts between which there is no link",
+        hooks=hooks_of(scheduler=UndividedScheduler),
+        plan=split_plan,
+    ),
+    "links-harsh": Bug(
+        rule="links",
+        what="a member is put out for a link though others lead to it",
+        hooks=hooks_of(scheduler=HarshScheduler),
+        plan=lost_link_plan,
+    ),
+    "links-twofold": Bug(
+        rule="7",
+        what="both sides of a split graph go on",
+        hooks=hooks_of(scheduler=TwofoldScheduler),
+        plan=split_plan,
+    ),
+    "links-hurried": Bug(
+        rule="links",
+        what="a removed link is closed before all that came over it is there",
+        hooks=hooks_of(machine=HurriedMachine),
+        plan=removal_plan,
+    ),
+}
+"""By name."""
