@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from engine_job import Job
 
 from chaos_lightning.transport.pacing import EMULATE
@@ -48,3 +49,25 @@ def test_links_that_are_emulated_are_measured_by_both_ends_while_the_job_trains(
             assert str(measured.get("evidence")).startswith("probe (link made")
             assert 0 < float(measured.get("rate_bps") or 0) < 6e8
     same(job, *"abc")
+
+
+@pytest.mark.parametrize("dead", ["b", "a"])
+def test_the_member_that_messages_pass_through_is_killed(job: Job, dead: str) -> None:
+    """A ring a - b - c - d: a, the root, and c have no link, and b, being older than d, is between them. Then d is."""
+    named = {"a": "b,d", "b": "a,c", "c": "b,d", "d": "a,c"}
+    for name, neighbours in named.items():
+        job.start(name, settings={"min_nodes": 3, "neighbours": neighbours}, epochs=60)
+        job.harness.wait_for("welcomed", node=name)
+    joined = job.harness.wait_for("joined", node="d")
+    job.harness.wait_for("committed", node="a", after=joined)
+    job.harness.kill(dead)
+    without = job.harness.wait_for(
+        "decide", lambda r: not any(m.startswith(f"{dead}~") for m in r.get("members") or ()), node="default"
+    )
+    left = [name for name in named if name != dead]
+    job.harness.wait_for("committed", node=left[0], after=without)
+    reports: list[dict[str, Any]] = job.finish(*left)
+    assert len({(r["hash"], r["step"]) for r in reports}) == 1, reports
+    assert not [r for r in job.harness.records if r.name in ("fenced", "rejoin")]
+    assert "c" not in beside(job, "a")
+    assert "b" not in beside(job, "d")
