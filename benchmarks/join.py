@@ -81,7 +81,7 @@ class Visits:
 class House(World):
     """Two hosts, and now and then a guest."""
 
-    def __init__(self, spawn: Callable[[str, bool], Worker], rng: random.Random, patience_s: float = 60.0) -> None:
+    def __init__(self, spawn: Callable[[str, bool], Worker], rng: random.Random, patience_s: float = 180.0) -> None:
         super().__init__(lambda name: spawn(name, False), rng, patience_s)
         self._guest = lambda name: spawn(name, True)
         self.notes: dict[str, dict[str, tuple[Any, ...]]] = {}
