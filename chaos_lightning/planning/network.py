@@ -95,9 +95,12 @@ class Network:
             raise PlanError(not_connected(parts))
         self.access = {self.rank[name]: _least(pair) for name, pair in (access or {}).items() if name in self.rank}
         self.resources = tuple(self._resources())
-        self.uses: dict[Edge, tuple[int, ...]] = {
-            e: tuple(r for r, resource in enumerate(self.resources) if e in resource.edges) for e in self.edges
-        }
+        uses: dict[Edge, list[int]] = {e: [] for e in self.edges}
+        for r, resource in enumerate(self.resources):
+            for e in resource.edges:
+                uses[e].append(r)
+        self.uses: dict[Edge, tuple[int, ...]] = {e: tuple(found) for e, found in uses.items()}
+        """Resources, by place in `resources`, that an edge takes from."""
 
     def _take(self, links: Mapping[Pair, tuple[float, float, float]]) -> None:
         for (a, b), (latency_s, forward, backward) in links.items():

@@ -30,7 +30,7 @@ from chaos_lightning.membership.types import PlanSpec
 from chaos_lightning.planning.graph import Pair
 from chaos_lightning.planning.network import INFINITE, Edge, Network, Rank
 from chaos_lightning.planning.packing import bottleneck_bps, nearest, pack, weigh, widest
-from chaos_lightning.planning.trees import chunk_of, misfit
+from chaos_lightning.planning.trees import PLANNERS_GROUP, chunk_of, misfit
 
 Links = Mapping[Pair, tuple[float, float, float]]
 """By (a, b): latency in seconds, bps from a to b, bps from b to a."""
@@ -38,8 +38,6 @@ Access = Mapping[str, tuple[float, float]]
 """By member: bps in and out that all its links share; 0: not known."""
 Planner = Callable[[Network, int], tuple[PlanSpec, str]]
 """(network, bytes of the buffer) -> the plan and the reason in words; raises PlanError where it can draw none."""
-
-GROUP = "chaos_lightning.planners"
 
 TYPICAL_NBYTES = 64 << 20
 """Bytes of gradients that are planned for where nobody says how many there are."""
@@ -159,7 +157,7 @@ def planner(name: str) -> Planner:
         except (ImportError, AttributeError, ValueError) as error:
             raise PlanError(f"planner {name!r} cannot be loaded: {error}; expected MODULE:FUNCTION") from error
         return _callable(found, name)
-    installed = {entry.name: entry for entry in entry_points(group=GROUP)}
+    installed = {entry.name: entry for entry in entry_points(group=PLANNERS_GROUP)}
     if name not in installed:
         known = ", ".join([*PLANNERS, *sorted(installed)])
         raise PlanError(f"planner {name!r} is unknown; expected one of {known}, or MODULE:FUNCTION")

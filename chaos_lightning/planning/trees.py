@@ -30,6 +30,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib.metadata import entry_points
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -56,11 +57,14 @@ _SMALL_CHUNK, _LARGE_CHUNK = 1 << 16, 1 << 20
 KINDS = ("rotating", "chain", "tree", "user", "trees")
 
 DRAWN = ("auto", "widest", "packed", "star", "fapt", "local")
-"""Kinds (beside MODULE:FUNCTION and names of installed planners) that nobody expands: the scheduler has
-`planning/overlay.py` draw trees in their place."""
+"""Kinds that nobody expands: the scheduler has `planning/overlay.py` draw trees in their place. So it is with
+MODULE:FUNCTION, and with the names of installed planners (entry points in the group PLANNERS_GROUP)."""
+
+PLANNERS_GROUP = "chaos_lightning.planners"
 
 _NOBODY: tuple[str, ...] = ()
 _EXPLICIT = ("user", "trees")
+_KNOWN = f"rotating, chain, tree, tree:K, user, trees, a planner ({', '.join(DRAWN)}) or MODULE:FUNCTION"
 _WEIGHT_STEPS = 1 << 24
 
 
@@ -136,8 +140,7 @@ def expand(spec: PlanSpec, members: Sequence[str], nbytes: int, sections: Sequen
 
 
 def chunk_for(nbytes: int) -> int:
-    """A chunk's size in bytes for a buffer of this size: small enough to overlap, large enough that handling it costs
-    little (docs/LOG.md)."""
+    """A chunk's size in bytes: small enough to overlap, large enough that handling it costs little (docs/LOG.md)."""
     return 524288 if nbytes < _LARGE_NBYTES else 1 << 20
 
 
@@ -204,7 +207,8 @@ def check_plan(spec: PlanSpec) -> None:
     Raises:
         PlanError: as `expand`; only ranges beyond a buffer's end cannot be seen here.
     """
-    if spec.kind in DRAWN or (":" in spec.kind and not spec.kind.startswith("tree:")):
+    drawn = spec.kind in DRAWN or (":" in spec.kind and not spec.kind.startswith("tree:"))
+    if drawn or (spec.kind not in KINDS and spec.kind in entry_points(group=PLANNERS_GROUP).names):
         return
     _arity(spec)
     named = spec.trees[0].members if spec.trees else ("",)
@@ -217,7 +221,7 @@ def misfit(spec: PlanSpec, members: Sequence[str], links: Collection[Pair] = ())
     Args:
         spec: the plan.
         members: ids in rank order.
-        links: pairs of ids, in any order, that have a link; empty means every pair.
+        links: pairs of ids, in any order; empty means every pair.
     """
     try:
         needed = edges(spec, members)
@@ -233,8 +237,7 @@ def misfit(spec: PlanSpec, members: Sequence[str], links: Collection[Pair] = ())
 def plan_for(spec: PlanSpec, members: Sequence[str], links: Collection[Pair] = ()) -> tuple[PlanSpec, str]:
     """The plan for these members, and the reason in words.
 
-    It is `spec` where that fits (see `misfit`), else rotating, or, over links that are not complete, the tree of the
-    fewest hops.
+    It is `spec` where that fits (see `misfit`), else rotating, or the tree of fewest hops where links are missing.
 
     Raises:
         PlanError: The links do not connect the members; names the parts.
@@ -314,7 +317,7 @@ def _arity(spec: PlanSpec) -> int:
     if spec.kind in DRAWN:
         raise PlanError(f"plan {spec.kind!r} has no trees before the scheduler has drawn them from measured links")
     if spec.kind not in KINDS:
-        raise PlanError(f"plan {spec.kind!r} is unknown; expected one of rotating, chain, tree, tree:K, user, trees")
+        raise PlanError(f"plan {spec.kind!r} is unknown; expected one of {_KNOWN}")
     return 2
 
 

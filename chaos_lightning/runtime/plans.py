@@ -1,6 +1,7 @@
 """What a user may write as `plan`: a kind's name, or a file with trees.
 
-Theory of operation. `rotating`, `chain`, `tree` and `tree:K` are named. Anything that begins with `file:` or ends in
+Theory of operation. `rotating`, `chain`, `tree` and `tree:K` are named, and so are planners (`auto` and others, see
+planning/overlay.py), which draw trees from the links that were measured. Anything that begins with `file:` or ends in
 .yaml, .yml or .json is the path of a file with the fields of `PlanSpec`:
 
     chunk_nbytes: 262144          # optional; 0: by the model's size
@@ -10,9 +11,10 @@ Theory of operation. `rotating`, `chain`, `tree` and `tree:K` are named. Anythin
 
 Member i's parent is parents[i], "" at the root; members are named by their names, or by their ids. The ranges are bytes
 of the gradient buffer and cover each byte once, borders at multiples of 64; a single tree without start and stop takes
-all of them. The file is read and checked where a member is configured, so that a mistake is refused before anything
-begins. It is the scheduler that goes by it, so only the machine that hosts it reads the file for the job, and what it
-read travels with its settings. If the members change so that the trees do not fit, `planning.trees.plan_for` decides.
+all of them. Trees with a `weight` in place of a range share the buffer by their weights. The file is read and checked
+where a member is configured, so that a mistake is refused before anything begins. It is the scheduler that goes by it,
+so only the machine that hosts it reads the file for the job, and what it read travels with its settings. If the members
+change so that the trees do not fit, `planning.trees.plan_for` decides.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ from chaos_lightning.errors import ConfigurationError, PlanError
 from chaos_lightning.membership.types import PlanSpec, Span, TreeSpec
 from chaos_lightning.planning.trees import check_plan, expand
 
-EXPECTED = "rotating, chain, tree, tree:K or a file of trees (file:PATH, or a path ending in .yaml, .yml or .json)"
+EXPECTED = (
+    "rotating, chain, tree, tree:K, a planner (auto, widest, packed, star, fapt, local, MODULE:FUNCTION) "
+    "or a file of trees (file:PATH, or a path ending in .yaml, .yml or .json)"
+)
 _PREFIX = "file:"
 _SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -103,8 +108,9 @@ def plan_from(given: object, what: str) -> PlanSpec:
         fields = _object(given, ("kind", "chunk_nbytes", "trees"))
         default = PlanSpec()
         trees = tuple(_tree(i, t) for i, t in enumerate(_list(fields.get("trees"), "trees")))
-        kind = str(fields.get("kind", "user" if trees else default.kind))
-        if trees and kind != "user":
+        explicit = "trees" if any(tree.weight for tree in trees) else "user"
+        kind = str(fields.get("kind", explicit if trees else default.kind))
+        if trees and kind not in ("user", "trees"):
             raise TypeError(f"kind {kind!r} has no trees of its own; leave trees out, or write kind: user")
         return PlanSpec(kind, int(fields.get("chunk_nbytes", default.chunk_nbytes)), trees)
     except (TypeError, KeyError, ValueError) as error:
@@ -112,10 +118,11 @@ def plan_from(given: object, what: str) -> PlanSpec:
 
 
 def _tree(index: int, given: object) -> TreeSpec:
-    fields = _object(given, ("start", "stop", "members", "parents"), f"tree {index}: ")
+    fields = _object(given, ("start", "stop", "members", "parents", "weight"), f"tree {index}: ")
     members, parents = (_list(fields[k], f"tree {index}: {k}") for k in ("members", "parents"))
     words = [str(p) if p is not None else "" for p in parents]
-    return TreeSpec(int(fields.get("start", 0)), int(fields.get("stop", 0)), tuple(map(str, members)), tuple(words))
+    start, stop, weight = int(fields.get("start", 0)), int(fields.get("stop", 0)), float(fields.get("weight", 0))
+    return TreeSpec(start, stop, tuple(map(str, members)), tuple(words), weight)
 
 
 def _object(given: object, known: Sequence[str], where: str = "") -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """Planners by name, by prediction and by plugin; and when a plan is changed."""
 
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 from itertools import combinations
 
 import pytest
@@ -11,9 +11,9 @@ from test_trees import check_tree
 
 from chaos_lightning.errors import PlanError
 from chaos_lightning.membership.types import PlanSpec
-from chaos_lightning.planning import overlay
+from chaos_lightning.planning import overlay, trees
 from chaos_lightning.planning.network import Network
-from chaos_lightning.planning.trees import edges, expand, misfit
+from chaos_lightning.planning.trees import PLANNERS_GROUP, edges, expand, misfit
 
 MIB = 1 << 20
 ALWAYS = ("auto", "widest", "packed", "fapt", "local")
@@ -196,9 +196,13 @@ def test_a_planner_of_the_users_own():
 
 
 def test_an_installed_planner(monkeypatch):
-    entry = EntryPoint("mine", "test_overlay_planners:by_name_backwards", overlay.GROUP)
-    broken = EntryPoint("broken", "no_such_module:f", overlay.GROUP)
+    entry = EntryPoint("mine", "test_overlay_planners:by_name_backwards", PLANNERS_GROUP)
+    broken = EntryPoint("broken", "no_such_module:f", PLANNERS_GROUP)
     monkeypatch.setattr(overlay, "entry_points", lambda group: [entry, broken])
+    monkeypatch.setattr(trees, "entry_points", lambda group: EntryPoints([entry, broken]))
+    trees.check_plan(PlanSpec("mine"))  # a configuration may name it
+    with pytest.raises(PlanError, match="'other' is unknown; expected one of rotating"):
+        trees.check_plan(PlanSpec("other"))
     assert overlay.planner("mine").__name__ == "by_name_backwards"
     with pytest.raises(PlanError, match=r"'broken' \(no_such_module:f\) cannot be loaded"):
         overlay.planner("broken")
