@@ -22,7 +22,7 @@ SHARED_QUANTUM_S = 0.01
 MIN_PIECE_NBYTES = 4 << 10
 MAX_PIECE_NBYTES = 256 << 10
 LATE_S = 0.05
-AHEAD_S = 0.0002
+AHEAD_S = 0.00005
 """A meter that is free so soon is taken as free: waking up is not more exact."""
 
 

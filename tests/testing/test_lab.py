@@ -212,6 +212,23 @@ def test_a_second_ctrl_c_ends_who_does_not_listen(network: Path, tmp_path: Path)
             process.kill()
 
 
+def test_commands_end_with_a_lab_that_is_killed(network: Path, tmp_path: Path) -> None:
+    tell = "import os, time; print('pid', os.getpid(), flush=True)\nwhile True: time.sleep(0.05)"
+    command = [sys.executable, "-m", "chaos_lightning.cli", "lab", str(network), "--backend", "relay"]
+    command += ["--dir", str(tmp_path / "run"), "--", *PYTHON, tell]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            pids: list[int] = []
+            for line in process.stdout:
+                pids += [int(line.split()[-1])] if "| pid " in line else []
+                if len(pids) == 2:
+                    break
+        finally:
+            process.kill()
+    until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), "the end of both commands")
+
+
 def test_what_commands_leave_running_is_ended(tmp_path: Path) -> None:
     """As a scheduler that detached itself; also one that is frozen and one that ignores SIGTERM."""
     child = "import os, signal, sys, time; os.setsid(); signal.signal(15, signal.SIG_IGN)\n"

@@ -1,0 +1,39 @@
+"""The check of how exact links are: it measures what was asked, over each backend that works here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chaos_lightning.errors import ChaosError
+from chaos_lightning.testing import edge_check, namespaces
+
+BACKENDS = ["relay", *(["namespaces"] if namespaces.ability().works else [])]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_rate_is_measured(backend: str) -> None:
+    found = list(edge_check.measure(backend, (20e6, 50e6), 0.001, seconds=0.2))
+    assert [(f.rate_bps, f.latency_s) for f in found] == [(20e6, 0.001), (50e6, 0.001)]
+    for f in found:
+        assert 0 < f.got_bps < 1.2 * f.rate_bps  # whatever else runs here, nothing is faster than its link
+        assert f.trip_s > (0.0009 if backend == "relay" else 0)
+
+
+def test_a_process_that_fails_is_no_result() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "exit(3)"], stdout=subprocess.PIPE, text=True)
+    with process, pytest.raises(ChaosError, match="ended with exit code 3"):
+        edge_check._line(process)
+
+
+def test_the_command_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["edge_check", "--backend", "relay", "--seconds", "0.05"])
+    monkeypatch.setattr(edge_check, "RATES_BPS", (100e6,))
+    edge_check.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("100 Mbps ")
+    assert len(lines) == 2
+    assert Path(edge_check.__file__).name == "edge_check.py"
