@@ -353,7 +353,7 @@ class Meter:
             return
         now = time.monotonic()
         sources = tuple(SourceProgress(m, s.nbytes, 8 * s.rate(now)) for m, s in list(stats.items()))
-        rate = sum(s.rate_bps for s in sources)
+        rate = sum((s.rate_bps for s in sources), 0.0)
         left = self._total - self._here
         remaining = 8 * left / rate if rate else (float("inf") if left else 0.0)
         self._tell(PullProgress(self._here, self._total, rate, remaining, sources))
