@@ -34,6 +34,7 @@ class OptionsConfig:
     by_reference: bool | None = None
     state_hash_every: int | None = None
     join_by: str | None = None
+    transfer: str | None = None
     neighbours: str | None = None
     seed: int | None = None
     leave_on_signals: bool = True

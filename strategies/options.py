@@ -25,8 +25,10 @@ class ChaosOptions:
         overlap: Send gradients while backward runs.
         by_reference: Whether members of one machine read gradients out of each other's memory, if the kernel lets them.
         state_hash_every: Compare state hashes of all members every so many steps; 0 never.
-        join_by: How this member comes into a running job: "replay" (the others train on), "pause" (they wait while it gets
-            the state), or "auto": by replay if its steps are a pure function of state and gradients.
+        join_by: How this member comes into a running job: "replay" (the others train on), "pause" (they wait while it
+            gets the state), or "auto": by replay if its steps are a pure function of state and gradients.
+        transfer: Which member sends a newcomer which part of the state: adaptive, greedy, optimal, even, single or
+            shared.
         neighbours: Nodes or members to have links with, separated by commas or +; all that can be reached by default.
         seed: Seed of the sample order; equal on all members. None takes `seed_everything`'s, else 0.
         leave_on_signals: Whether SIGINT and SIGTERM leave the job politely instead of aborting.
@@ -44,6 +46,7 @@ class ChaosOptions:
     by_reference: bool | None = None
     state_hash_every: int | None = None
     join_by: str | None = None
+    transfer: str | None = None
     neighbours: str | None = None
     seed: int | None = None
     leave_on_signals: bool = True

@@ -75,6 +75,7 @@ class Event(enum.StrEnum):
     RESUMED = "resumed"
     # --- state transfer
     SNAPSHOT = "snapshot"
+    RELEASED = "released"
     OBSERVING = "observing"
     REPLAYED = "replayed"
     PUBLISHED = "published"
@@ -136,6 +137,7 @@ FIELDS: Mapping[Event, tuple[str, ...]] = {
     Event.RESUMED: ("step", "ledger"),
     # Member: the state at a header is kept for observers. Newcomer: it observes; it has applied the log up to seq.
     Event.SNAPSHOT: ("seq", "head"),
+    Event.RELEASED: ("seq",),
     Event.OBSERVING: ("seq", "head", "sources"),
     Event.REPLAYED: ("seq", "step", "steps"),
     Event.PUBLISHED: ("seq", "head"),

@@ -61,6 +61,11 @@ class Life:
     why: str = ""
     freezes: list[tuple[float, float | None]] = field(default_factory=list)
     pulls: list[Pull] = field(default_factory=list)
+    way: str = ""
+    """"replay" or "pause", as the scheduler chose."""
+    why_way: str = ""
+    replayed: int = 0
+    """Steps of the log that it applied before it came in."""
     last: float = 0.0
     """Its own latest event."""
     last_seq: int = -1

@@ -81,6 +81,12 @@ class Join:
     """Of the state transfer."""
     pause: float
     """Seconds the others lost to it."""
+    way: str = ""
+    """"replay" or "pause"."""
+    why: str = ""
+    """The reason for this way."""
+    replayed: int = 0
+    """Steps of the others' that it applied before it came in."""
 
     @property
     def rate(self) -> float:
@@ -295,6 +301,9 @@ def joins(timeline: Timeline) -> list[Join]:
                 skipped=sum(p.skipped for p in done),
                 seconds=sum(p.seconds for p in done),
                 pause=pause,
+                way=life.way,
+                why=life.why_way,
+                replayed=life.replayed,
             )
         )
     return found

@@ -255,6 +255,7 @@ def _joins(timeline: Timeline) -> str:
         rows.append(
             (
                 _e(j.member) + (" <span class=small>(again)</span>" if j.again else ""),
+                f"replay of {j.replayed} steps" if j.replayed else _e(j.way or "pause"),
                 _at(j.born, timeline),
                 _at(j.contributed, timeline),
                 amount(j.nbytes),
@@ -265,8 +266,8 @@ def _joins(timeline: Timeline) -> str:
                 duration(j.pause),
             )
         )
-    head = ("member", "born", "contributes", "pulled", "held already", "in", "rate", "sources", "others waited")
-    return _table(head, rows, numbers=(1, 2, 3, 4, 5, 6, 8), empty="nobody joined by pulling the state")
+    head = ("member", "by", "born", "contributes", "pulled", "held already", "in", "rate", "sources", "others waited")
+    return _table(head, rows, numbers=(2, 3, 4, 5, 6, 7, 9), empty="nobody joined by pulling the state")
 
 
 def _recoveries(timeline: Timeline) -> str:

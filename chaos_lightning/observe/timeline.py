@@ -199,6 +199,14 @@ class Timeline:
         if head and record.get("hash"):
             self.hashes.setdefault(head, {})[record.member] = str(record["hash"])
 
+    def _way_in(self, record: Record, life: Life | None) -> None:
+        if life is not None:
+            life.way, life.why_way = str(record.get("way", "")), str(record.get("reason", ""))
+
+    def _replayed(self, record: Record, life: Life | None) -> None:
+        if life is not None:
+            life.replayed += f.integer(record.get("steps"))
+
     def _pull_started(self, record: Record, life: Life | None) -> None:
         if life is not None:
             life.pulls.append(
@@ -361,6 +369,8 @@ _HANDLERS = {
     Event.COMMITTED.value: Timeline._committed,
     Event.STATE_HASH.value: Timeline._state_hash,
     Event.PULL_STARTED.value: Timeline._pull_started,
+    Event.WAY_IN.value: Timeline._way_in,
+    Event.REPLAYED.value: Timeline._replayed,
     Event.PULL_SOURCE.value: Timeline._pull_source,
     Event.PULL_PROGRESS.value: Timeline._pull_progress,
     Event.PULL_DONE.value: Timeline._pull_done,

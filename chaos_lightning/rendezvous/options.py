@@ -40,6 +40,7 @@ MEMBER_OPTIONS = {
     "by_reference": "0: workers of one machine do not read gradients out of each other's memory",
     "state_hash_every": "compare state hashes every so many steps; 0 never",
     "join_by": "how a worker comes into a running job: auto, replay (the others train on) or pause (they wait)",
+    "transfer": "who sends a newcomer what: adaptive, greedy, optimal, even, single, shared",
     "neighbours": "nodes to have links with, such as a+b (default: all that can be reached)",
 }
 """EngineConfig fields that can be given."""

@@ -35,6 +35,8 @@ MAX_RANGE_NBYTES = 64 << 20
 MAX_CONTROL_NBYTES = 128 << 20
 """Manifest and table; whoever has more state than this describes has to raise it here."""
 MAX_NOTE_NBYTES = 1 << 14
+MAX_INLINE_NBYTES = 1 << 20
+"""A slot of the log with so few reduced bytes may come in one reply."""
 MAX_ROUTE_NBYTES = 1 << 12
 MAX_STATE_NBYTES = 1 << 50
 _GROW_NBYTES = 1 << 20
@@ -50,7 +52,8 @@ class Type(enum.IntEnum):
     GET_STATE = 4
     GET_RESULT = 5
     GET_ENTRY = 6
-    """The header of slot `seq`, which stands on `head`, from the log."""
+    """The header of slot `seq`, which stands on `head`, from the log; `length`: send its bytes along if they are so
+    few."""
     ROUTE = 12
     """Everything that follows on this connection is for another member; the payload says the way (forward.py)."""
     SAVE = 13
@@ -61,7 +64,8 @@ class Type(enum.IntEnum):
     DATA = 20
     REFUSED = 21
     ENTRY = 23
-    """An encoded header; `offset` is the last slot in the donor's log."""
+    """Length of an encoded header (4 bytes), the header, and the slot's reduced bytes if they are few; `offset` is the
+    last slot in the donor's log."""
     PENDING = 22
     """The donor is alive but has not published this head yet, or is still hashing; the answer follows."""
     ROUTED = 28
@@ -82,7 +86,7 @@ _LIMITS = {
     Type.GET_MANIFEST: 0,
     Type.GET_STATE: MAX_RANGE_NBYTES,
     Type.GET_RESULT: MAX_RANGE_NBYTES,
-    Type.GET_ENTRY: 0,
+    Type.GET_ENTRY: MAX_INLINE_NBYTES,
     Type.ENTRY: MAX_CONTROL_NBYTES,
     Type.DIGEST: MAX_NOTE_NBYTES,
     Type.TABLE: MAX_CONTROL_NBYTES,

@@ -5,22 +5,27 @@ Theory of operation. From the header that first names an observer on, the I/O th
 thread of the log's own; an entry whose copy came too late is left out, and other members have it. The log holds at most
 `cap_nbytes`; the oldest entries go first, and an observer that still needed them is let in by a pause.
 
-Observers ask for entries (bulk requests), nobody sends them unasked: a slow observer holds up nobody, any member can give
-any entry, and who asks for the next one names the header that it must stand on (4a).
+Observers ask for entries (bulk requests), nobody sends them unasked: a slow observer holds up nobody, any member can
+give any entry, and who asks for the next one names the header that it must stand on (4a).
 """
 
 from __future__ import annotations
 
 import queue
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from chaos_lightning.errors import WireError
 from chaos_lightning.membership.types import Header, Span
 
+_LENGTH = struct.Struct("!I")
 DEFAULT_CAP_NBYTES = 2 << 30
+AT_ONCE_NBYTES = 1 << 18
+"""So much is copied in the I/O thread itself, which takes some 30 microseconds."""
 _KEPT_AT_LEAST = 4
 """Entries that are kept whatever the cap says, or a single large model would have no log at all."""
 
@@ -38,6 +43,13 @@ class Entry:
     raw: memoryview | None
     """The result buffer's size; only `spans` of it are meaningful. None: this slot reduced nothing."""
     spans: tuple[Span, ...]
+
+    def packed(self, inline_nbytes: int) -> bytes:
+        """As it travels: with the reduced bytes, if there are no more than this."""
+        parts = [_LENGTH.pack(len(self.encoded)), self.encoded]
+        if self.raw is not None and sum(stop - start for start, stop in self.spans) <= inline_nbytes:
+            parts += [bytes(self.raw[start:stop]) for start, stop in self.spans]
+        return b"".join(parts)
 
     @property
     def nbytes(self) -> int:
@@ -90,6 +102,9 @@ class SlotLog:
         if self._thread is None:
             self._thread = threading.Thread(target=self._copy_all, name="chaos-log", daemon=True)
             self._thread.start()
+        if raw is not None and sum(stop - start for start, stop in spans) <= AT_ONCE_NBYTES:
+            # Steps of small models are over before another thread gets its turn.
+            raw, still = _copy(raw, spans), lambda: True
         entry = Entry(header.seq, header.prev_hash, header.hash, encoded, None, tuple(spans) if raw is not None else ())
         self._orders.put(_Order(entry, raw, still, self._generation))
 
@@ -130,9 +145,7 @@ class SlotLog:
             entry, source = order.entry, order.source
             copy: memoryview | None = None
             if source is not None:
-                copy = self._take(source.nbytes)
-                for start, stop in entry.spans:
-                    np.copyto(np.frombuffer(copy[start:stop], np.uint8), np.frombuffer(source[start:stop], np.uint8))
+                copy = _copy(source, entry.spans)
                 if not order.still():
                     self.late += 1
                     continue
@@ -151,5 +164,21 @@ class SlotLog:
             oldest = self._entries.pop(min(self._entries))
             total -= oldest.nbytes
 
-    def _take(self, nbytes: int) -> memoryview:
-        return np.empty(nbytes, np.uint8).data
+
+def unpacked(payload: bytes) -> tuple[bytes, memoryview]:
+    """An encoded header, and whatever reduced bytes came with it; WireError if it is neither."""
+    if len(payload) < _LENGTH.size:
+        raise WireError(f"a log entry has at least {_LENGTH.size} bytes, got {len(payload)}")
+    (length,) = _LENGTH.unpack_from(payload)
+    if length > len(payload) - _LENGTH.size:
+        raise WireError(f"a log entry's header of {length} bytes in a payload of {len(payload)}")
+    rest = memoryview(payload)[_LENGTH.size :]
+    return bytes(rest[:length]), rest[length:]
+
+
+def _copy(source: memoryview, spans: Sequence[Span]) -> memoryview:
+    """These ranges of a buffer in one of the same size."""
+    copy = np.empty(source.nbytes, np.uint8)
+    for start, stop in spans:
+        np.copyto(copy[start:stop], np.frombuffer(source[start:stop], np.uint8))
+    return copy.data

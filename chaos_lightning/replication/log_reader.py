@@ -1,7 +1,7 @@
 """The observer's side of the log: entries in order, their bytes from all members at once.
 
-Theory of operation. One thread walks the chain: it asks a member for the header that stands on the last one, checks that
-it does, and has the slot's reduced bytes fetched, in stripes: each source a part that is as large as the source was
+Theory of operation. One thread walks the chain: it asks a member for the header that stands on the last one, checks
+that it does, and has the slot's reduced bytes fetched, in stripes: each source a part that is as large as the source was
 quick, over a connection and a thread of its own. A source that dies, refuses or stalls costs time only: its stripe goes
 to the others. Entries wait in a queue whose buffers are few, so an observer that is slow stops asking, and the members'
 bounded log decides how long it may be so. When no source can give the next entry, `error` says why.
@@ -25,8 +25,11 @@ from chaos_lightning.membership.types import Header, Span
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
 from chaos_lightning.replication.client import Dial, Endpoint, reason_of
+from chaos_lightning.replication.log import unpacked
 
 REQUEST_NBYTES = 4 << 20
+INLINE_NBYTES = 64 << 10
+"""So few bytes come with their header: a second round trip, to several members, would take longer than they do."""
 _ALIGNMENT = 64
 
 
@@ -135,14 +138,17 @@ class LogReader:
     def _run(self, at: Header) -> None:
         try:
             while not self._closed:
-                header, newest = self._next(at)
+                header, newest, inline = self._next(at)
                 raw: memoryview | None = None
                 spans = self._scope(header)
                 if spans:
                     raw = self._spare.get()
                     if raw is None:
                         return
-                    self._fetch(header, raw, spans)
+                    if inline:
+                        self._place(header, raw, spans, inline)
+                    else:
+                        self._fetch(header, raw, spans)
                 self.newest = max(self.newest, newest)
                 self._ready.put(LogEntry(header, raw, newest))
                 at = header
@@ -151,16 +157,18 @@ class LogReader:
                 self.error = reason_of(error)
                 self._ready.put(None)
 
-    def _next(self, at: Header) -> tuple[Header, int]:
-        """The header that stands on `at`, from the first source that can tell."""
+    def _next(self, at: Header) -> tuple[Header, int, memoryview]:
+        """The header that stands on `at`, from the first source that can tell; with its bytes, if they are few."""
         while living := [s for s in self._sources if not s.failed]:
             source = living[0]
             try:
-                frame, payload = self._ask(source, Frame(Type.GET_ENTRY, at.hash, at.seq + 1), Type.ENTRY)
-                header = self._decode(payload)
+                request = Frame(Type.GET_ENTRY, at.hash, at.seq + 1, 0, INLINE_NBYTES)
+                frame, payload = self._ask(source, request, Type.ENTRY)
+                encoded, inline = unpacked(payload)
+                header = self._decode(encoded)
                 if (header.seq, header.prev_hash) != (at.seq + 1, at.hash):
                     raise WireError(f"it sent slot {header.seq} on {header.prev_hash} for {at.seq + 1} on {at.hash}")
-                return header, frame.offset
+                return header, frame.offset, inline
             except (ChaosError, OSError) as error:
                 self._fail(source, error)
         raise StateError(f"nobody can give slot {at.seq + 1} of the log: {self._fates()}")
@@ -210,6 +218,16 @@ class LogReader:
                     missing += part
                 else:
                     raise error
+
+    def _place(self, header: Header, raw: memoryview, spans: Sequence[Span], inline: memoryview) -> None:
+        """Bytes that came with the header."""
+        if inline.nbytes != sum(stop - start for start, stop in spans):
+            raise WireError(f"slot {header.seq} came with {inline.nbytes} bytes; it reduced {list(spans)}")
+        at = 0
+        for start, stop in spans:
+            raw[start:stop] = inline[at : at + stop - start]
+            at += stop - start
+        self.received_nbytes += at
 
     def _stripe(self, source: _Source, header: Header, raw: memoryview, part: Sequence[Span]) -> None:
         channel = self._connect(source)

@@ -36,9 +36,10 @@ from chaos_lightning.replication import bulk
 from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
 from chaos_lightning.replication.checkpoint import CheckpointWriter
 from chaos_lightning.replication.forward import Forwarder
-from chaos_lightning.replication.log import DEFAULT_CAP_NBYTES, SlotLog
+from chaos_lightning.replication.log import DEFAULT_CAP_NBYTES, Entry, SlotLog
 from chaos_lightning.replication.manifest import encode_manifest
 from chaos_lightning.replication.memory import Region, region, synchronize
+from chaos_lightning.replication.pace import Pace
 from chaos_lightning.replication.snapshot import Snapshot
 from chaos_lightning.replication.table import StateTable, build_table
 
@@ -145,6 +146,7 @@ class StateServer:
         self._leased_at = 0.0
         self._refused: tuple[int, str] = (-1, "")
         """A slot whose snapshot was not made, and why."""
+        self.pace = Pace()
         self.log = SlotLog(self._changed, self.config.log_cap_nbytes)
         self._gone = {"state": -1, "result": -1}
         """Highest slot that was published and withdrawn, for the words of a refusal."""
@@ -230,6 +232,7 @@ class StateServer:
                 self._refused = (seq, str(error))
                 self._changed.notify_all()
             raise
+        self.pace.begin(copy.nbytes)
         with self._changed:
             self._copying = copy
 
@@ -251,6 +254,7 @@ class StateServer:
             if self._snapshot is not None:
                 self._gone["state"] = max(self._gone["state"], self._snapshot.seq)
             self._snapshot = self._copying = None
+        self.pace.end()
         self.log.end()
 
     def expire(self, now: float) -> bool:
@@ -368,8 +372,8 @@ class StateServer:
 
         head, seq = request.head, request.seq
         if request.type is Type.GET_ENTRY:
-            encoded, newest = self._entry(request, tick)
-            channel.send(*bulk.reply(Type.ENTRY, head, seq, encoded, newest))
+            entry, newest = self._entry(request, tick)
+            channel.send(*bulk.reply(Type.ENTRY, head, seq, entry.packed(request.length), newest))
             return
         item = self._find(request, tick)
         if request.type is Type.SAVE and self.checkpoints is not None:
@@ -395,6 +399,8 @@ class StateServer:
             result = request.type is Type.GET_RESULT
             if result and not any(a <= start and stop <= b for a, b in item.spans):
                 raise _RefusalError(f"bytes [{start}, {stop}) of slot {seq} are not completely reduced here")
+            if item is self._snapshot:
+                self.pace.spend(request.length)
             views = item.read(start, stop)
             checksum, flags = (bulk.checksum_of(views), 0) if result else (0, bulk.UNSUMMED)
             channel.send(Frame(Type.DATA, head, seq, start, request.length, flags, checksum), views)
@@ -432,7 +438,7 @@ class StateServer:
         item.spans = entry.spans
         return [item]
 
-    def _entry(self, request: Frame, tick: Callable[[], None]) -> tuple[bytes, int]:
+    def _entry(self, request: Frame, tick: Callable[[], None]) -> tuple[Entry, int]:
         """The logged header that stands on the request's, and the last slot in the log."""
         give_up = time.monotonic() + self.config.publish_timeout_s
         while True:
@@ -440,7 +446,7 @@ class StateServer:
                 entry = self.log.after(request.head, request.seq)
                 if entry is not None:
                     self._leased_at = time.monotonic()
-                    return entry.encoded, self.log.newest
+                    return entry, self.log.newest
                 asked = f"slot {request.seq} after header {request.head} is not in the log"
                 if self._closed:
                     raise _RefusalError(f"{asked}: this member is leaving or was excluded")

@@ -2,8 +2,8 @@
 
 Theory of operation. Between the optimizer's step and its next one the state is still, except for what a forward pass
 writes. So the training thread copies only that, and a thread of the snapshot's own copies the rest during forward and
-backward; before the optimizer writes again, `settle` waits for what is left, which is as a rule nothing. The copy is one
-run of host memory, whose pages that thread touches first, so that no page fault falls on training.
+backward; before the optimizer writes again, `settle` waits for what is left, which is as a rule nothing. The copy is
+one run of host memory, whose pages that thread touches first, so that no page fault falls on training.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ from chaos_lightning.membership.types import PlanSpec
 from chaos_lightning.runtime.options import NAME
 from chaos_lightning.runtime.plans import read_plan
 
+TRANSFERS = ("adaptive", "greedy", "optimal", "even", "single", "shared")
+"""Policies that a job can run by name; replication/policies.py has more, which need to be told more."""
 DEFAULT_ENDPOINT = "127.0.0.1:29400"
 
 
@@ -46,9 +48,11 @@ class EngineConfig:
         by_reference: Between members of one machine, let neighbours read chunks out of this process's memory where the
             kernel permits it (see transport/reference.py). Off: everything passes through sockets.
         state_hash_every: Compare state hashes of all members every so many steps; 0 never.
-        join_by: How this member comes into a running job: "replay" (it replays what the others commit, and nobody waits),
-            "pause" (all wait while it gets the state), "auto" (by replay if its steps are a pure function of state and
-            gradients, else by pause; the event log gives the reason).
+        join_by: How this member comes into a running job: "replay" (it replays what the others commit, and nobody
+            waits), "pause" (all wait while it gets the state), "auto" (by replay if its steps are a pure function of state
+            and gradients, else by pause; the event log gives the reason).
+        transfer: Which member sends this one which part of the state: adaptive (planned by what is known of the links,
+            corrected by what is measured), or greedy, optimal, even, single, shared, as in the paper Chaos.
         neighbours: Nodes or members to have links with, separated by commas or +; empty: all that can be reached.
     """
 
@@ -70,6 +74,7 @@ class EngineConfig:
     by_reference: bool = True
     state_hash_every: int = 100
     join_by: str = "auto"
+    transfer: str = "adaptive"
     neighbours: str = ""
 
     def __post_init__(self) -> None:
@@ -102,6 +107,8 @@ class EngineConfig:
                 raise ConfigurationError(f"neighbours {self.neighbours!r}: {name!r} is no node's or member's name")
             if name == self.name:
                 raise ConfigurationError(f"neighbours {self.neighbours!r}: {name!r} is this member itself")
+        if self.transfer not in TRANSFERS:
+            raise ConfigurationError(f"transfer {self.transfer!r}: expected one of {', '.join(TRANSFERS)}")
         _ = self.plan_spec
 
     @property

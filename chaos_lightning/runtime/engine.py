@@ -90,6 +90,8 @@ class Engine:
         self._mail = Mailbox(config.name, endpoint=config.endpoint)
         self._waiting = Waiting(self._mail, self.events)
         self._transfer = Transfer(config.job, self._token, self._mail, self.events)
+        self._transfer.policy, self._transfer.tell = config.transfer, self._send_control
+        self._transfer.estimates = self._estimates
         self._loop = IoLoop("chaos-io", self._on_crash)
         self._shell = Shell(self._loop, self._mail, self.events, self._transfer, self._send_control)
         self._agent: Agent | None = None
@@ -485,6 +487,10 @@ class Engine:
     def _send_control(self, message: FromMember) -> None:
         if self._agent is not None:
             self._agent.send(message)
+
+    def _estimates(self) -> dict[str, tuple[float, float]]:
+        links = self._shell.links
+        return {r.peer: (r.latency_s, r.rate_bps) for r in (links.reports() if links else ()) if r.rate_bps > 0}
 
     def _on_control(self, message: ToMember) -> None:
         self._waiting.hear(message)

@@ -1,8 +1,8 @@
 """How a member gets from its hello into a view: waiting, observing, pulling; always in the training thread.
 
-Theory of operation. The I/O thread leaves in the mailbox what was decided about this newcomer: a view it founds, a header
-to observe from, or a header at which it is let in and pulls the state. These come in any order and any number (the
-job may lose members meanwhile), so `enter` is a loop over the mailbox that ends with a state or with an error.
+Theory of operation. The I/O thread leaves in the mailbox what was decided about this newcomer: a view it founds, a
+header to observe from, or a header at which it is let in and pulls the state. These come in any order and any number
+(the job may lose members meanwhile), so `enter` is a loop over the mailbox that ends with a state or with an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def no_replay(join_by: str, replay: Replay | None, name: str) -> str:
         return f"{name} was told to join by pause"
     reason = "it was not told how its steps are replayed" if replay is None else replay.replayable()
     if reason and join_by == "replay":
-        raise ConfigurationError(f"join_by='replay' is not possible for {name}: {reason}; use join_by='auto' or 'pause'")
+        raise ConfigurationError(f"join_by='replay' is not possible for {name}: {reason}; use 'auto' or 'pause'")
     return reason
 
 

@@ -107,7 +107,7 @@ class Observation:
                 caught_up = True
                 self._send(CatchUp(at.seq))
             if entry is not None and not caught_up and self._hopeless(lag, time.monotonic()):
-                reason = f"after {self._applied} steps of the log it is {lag} behind: it applies no faster than they come"
+                reason = f"after {self._applied} steps of the log it is {lag} behind, no less than before"
                 self._give_up(at, reason)
                 return at
             if time.monotonic() - told > 1.0:

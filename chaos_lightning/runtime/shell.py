@@ -294,6 +294,8 @@ class Shell:
                 spent=mine.spent if mine is not None and mine.seq == header.seq else (),
             ),
         )
+        if header.kind == Kind.STEP:
+            self.server.pace.step(now - self._committed_at, now)
         self._committed_at = now
         if header.view_change is not None:
             self._viewed(view)
@@ -311,6 +313,7 @@ class Shell:
             )
         if self._observed and (not header.observers or self.server.expire(time.monotonic())):
             self.server.release()
+            self.events.emit("released", seq=header.seq)
         self._observed = bool(header.observers)
 
     def _hand_on(self, header: Header, sources: tuple[Source, ...]) -> None:

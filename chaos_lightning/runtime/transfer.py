@@ -5,23 +5,27 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from chaos_lightning.collectives.layout import Layout
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.errors import ChaosError, DeadlineError, StateError
 from chaos_lightning.membership.types import Header, Member, Span, View
+from chaos_lightning.membership.types import Progress as ProgressMessage
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.client import Endpoint, PullConfig
+from chaos_lightning.replication.policies import make_policy
 from chaos_lightning.replication.pull import PullReport, pull_result, pull_state
 from chaos_lightning.replication.server import StateServer
+from chaos_lightning.replication.session import PullProgress
 from chaos_lightning.replication.snapshot import Snapshot
 from chaos_lightning.runtime.mailbox import Mailbox
 from chaos_lightning.transport.handshake import Greeting, dial
 
 Sources = tuple[tuple[Member, tuple[Span, ...]], ...]
 HAND_ON_DEADLINE_S = 30.0
+TOLD_EVERY_S = 1.0
 
 
 class Transfer:
@@ -30,6 +34,10 @@ class Transfer:
     def __init__(self, job: str, token: bytes, mail: Mailbox, events: EventLog) -> None:
         self.server = StateServer()
         self.report: PullReport | None = None
+        self.policy = "adaptive"
+        self.estimates: Callable[[], Mapping[str, tuple[float, float]]] = dict
+        """What is known of the links: {member: (latency in s, rate in bits per second)}."""
+        self.tell: Callable[[ProgressMessage], None] = lambda _: None
         self._copying: Snapshot | None = None
         self._job = job
         self._token = token
@@ -100,6 +108,8 @@ class Transfer:
                 seq=header.seq,
                 state=state,
                 config=PullConfig(deadline_s=max(0.1, deadline - time.monotonic())),
+                policy=make_policy(self.policy, self.estimates()),
+                progress=self._progress("prove" if superseded is None else "pull"),
                 abandoned=superseded or self._superseded,
             )
         except (StateError, DeadlineError) as error:
@@ -108,18 +118,48 @@ class Transfer:
                 return False
             raise
         self.report = report
-        for source, nbytes in report.by_source.items():
-            self._events.emit("pull_source", source=source, nbytes=nbytes, seconds=round(report.seconds, 4))
+        for source, did in report.sources.items():
+            self._events.emit(
+                "pull_source",
+                source=source,
+                nbytes=did.nbytes,
+                seconds=round(did.busy_s, 4),
+                rate_bps=round(did.rate_bps),
+                stolen=did.stolen,
+                duplicated=did.duplicated,
+            )
         self._events.emit(
             "pull_done",
             nbytes=sum(report.by_source.values()),
             skipped=report.skipped,
             seconds=round(report.seconds, 4),
+            policy=report.reason,
             hash=report.state_hash,
             seq=header.seq,
             step=header.step,
         )
         return True
+
+    def _progress(self, phase: str) -> Callable[[PullProgress], None]:
+        """Tells log and scheduler about once a second how far the pull is."""
+        told = time.monotonic()
+
+        def tell(now: PullProgress) -> None:
+            nonlocal told
+            if time.monotonic() - told < TOLD_EVERY_S:
+                return
+            told = time.monotonic()
+            self._events.emit(
+                "pull_progress",
+                nbytes=now.done_nbytes,
+                total=now.total_nbytes,
+                rate_bps=round(now.rate_bps),
+                remaining_s=round(min(now.remaining_s, 1e9), 1),
+                sources={s.member: s.nbytes for s in now.sources},
+            )
+            self.tell(ProgressMessage(phase, now.done_nbytes, now.total_nbytes, now.rate_bps, 0, now.sources))
+
+        return tell
 
     def _superseded(self) -> bool:
         """Whether a newer decision (or this member's end) has made the present pull pointless."""

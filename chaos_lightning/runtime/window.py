@@ -96,7 +96,7 @@ class Window:
         return self.layout.scope(section_of(header)) if needs_bytes(header) else ()
 
     def replay(self, header: Header, raw: memoryview) -> None:
-        """Writes the average of a step that others took into `.grad`, as `apply` does for one's own (PROTOCOL.md 17)."""
+        """Writes the average of a step that others took into `.grad`, as `apply` does for one's own (17)."""
         self._gradients.arm(section_of(header), 0.0)
         self._gradients.disarm()
         target = np.frombuffer(self.memory.result_bytes[header.seq % 2], np.uint8)

@@ -78,12 +78,12 @@ def hold_the_load(trainer: Trainer, gate: str) -> None:
     transfer = trainer.engine._transfer
     fetch = transfer.fetch
 
-    def held(*args: Any) -> bool:
+    def held(*args: Any, **more: Any) -> bool:
         transfer.fetch = fetch  # type: ignore[method-assign]
         trainer.engine.events.emit("notice", text="about to pull")
         with open(gate) as opened:
             opened.read()
-        return fetch(*args)
+        return fetch(*args, **more)
 
     transfer.fetch = held  # type: ignore[method-assign]
 

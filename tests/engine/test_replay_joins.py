@@ -38,4 +38,64 @@ def test_a_newcomer_replays_while_the_others_train(job: Job) -> None:
     assert replayed.get("steps") > 0
     first, last = pulls(job, "c")
     assert first["nbytes"] > 50_000
-    assert last["nbytes"] < first["nbytes"] / 20, "a good replay leaves next to nothing to pull at the header that lets it in"
+    assert last["nbytes"] < first["nbytes"] / 20, "a good replay leaves next to nothing to pull"
+
+
+def two_train(job: Job, **spec: Any) -> None:
+    for name in "ab":
+        job.start(name, epochs=1000, width=300, **spec)
+        job.harness.wait_for("joined", node=name)
+    job.harness.wait_for("committed", lambda r: len(r.get("contributors")) == 2)
+
+
+def held_newcomer(job: Job, name: str) -> str:
+    """A newcomer that observes and stands before its pull until its gate is opened."""
+    gate = job.gate(name)
+    job.start(name, seed=2, epochs=1000, width=300, settings=BY_REPLAY, load_gate=gate)
+    job.harness.wait_for("notice", lambda r: r.get("text") == "about to pull", node=name)
+    return gate
+
+
+@pytest.mark.parametrize("victim", ["a", "b"])
+def test_a_donor_dies_while_it_is_needed(job: Job, victim: str) -> None:
+    """The commit root or another one; the survivor has snapshot and log as well."""
+    two_train(job)
+    gate = held_newcomer(job, "c")
+    job.harness.kill(victim)
+    death = job.harness.wait_for("death", lambda r: r.member.startswith(f"{victim}~"))
+    survivor = "b" if victim == "a" else "a"
+    job.harness.wait_for("committed", node=survivor, after=death)
+    job.open(gate)
+    joined = job.harness.wait_for("joined", node="c")
+    job.harness.wait_for("committed", node="c", after=joined)
+    leave(job, survivor, "c")
+    assert ways(job)["c"] == ["replay"]
+
+
+def test_an_observer_that_dies_leaves_the_others_alone(job: Job) -> None:
+    two_train(job)
+    held_newcomer(job, "c")
+    job.harness.kill("c")
+    gone = job.harness.wait_for("released", node="a")
+    job.start("d", epochs=1000, width=300, settings=BY_REPLAY)
+    job.harness.wait_for("joined", node="d", after=gone)
+    leave(job, "a", "b", "d")
+    assert not [r for r in job.harness.records if r.name == "decide" and "c~" in str(r.get("reason"))]
+
+
+def test_three_newcomers_at_once_share_one_snapshot(job: Job) -> None:
+    two_train(job)
+    for name in "cde":
+        job.start(name, seed=2, epochs=1000, width=300, settings=BY_REPLAY)
+    for name in "cde":
+        job.harness.wait_for("joined", node=name)
+    leave(job, *"abcde")
+    assert all(way == ["replay"] for way in ways(job).values() if way != ["pause"])
+
+
+def leave(job: Job, *names: str) -> None:
+    """All leave, one after the other; whoever is last takes the state along."""
+    for name in names:
+        job.harness.terminate(name)
+    reports = job.finish(*names)
+    assert all(r["step"] > 0 for r in reports)

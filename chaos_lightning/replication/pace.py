@@ -1,0 +1,79 @@
+"""How fast a donor sends a snapshot while it trains: as fast as its own steps bear.
+
+Theory of operation. Serving costs the donor's links and, on few cores, its compute. Neither can be told ahead, but both
+show in one number, the time of its steps. While nothing is sent, the median of the last steps is the *usual* one. While
+a snapshot is sent, each step that takes much longer than usual lowers the rate, each other one raises it, as congestion
+control does. The rate begins where the whole state takes `START_S` and never falls below what sends it within
+`LONGEST_S`, so that a newcomer is never starved by a donor whose steps are slow for another reason. The log is not
+paced: it must be faster than the steps that fill it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+
+START_S, LONGEST_S = 0.25, 30.0
+SLOW, LOWER, RAISE = 1.3, 0.6, 1.25
+"""A step so much longer than usual is slow; what a slow step and another one do to the rate."""
+REMEMBERED = 25
+BURST_S = 0.02
+
+
+class Pace:
+    """A token bucket whose rate follows the donor's steps. Methods may be called by any thread."""
+
+    def __init__(self) -> None:
+        self.rate_nbytes_s = 0.0
+        """0: nothing is being sent."""
+        self.slowed = 0
+        """How often a slow step lowered the rate."""
+        self._usual: deque[float] = deque(maxlen=REMEMBERED)
+        self._nbytes = 0
+        self._free_at = 0.0
+        self._sent_at = 0.0
+        self._lock = threading.Lock()
+
+    def begin(self, nbytes: int) -> None:
+        """A snapshot of this size is about to be sent."""
+        with self._lock:
+            self._nbytes = nbytes
+            self.rate_nbytes_s = nbytes / START_S
+            self._free_at = 0.0
+
+    def end(self) -> None:
+        """Nobody observes any more."""
+        with self._lock:
+            self.rate_nbytes_s = 0.0
+
+    def step(self, seconds: float, now: float) -> None:
+        """A step of the donor's was committed so long after the one before."""
+        with self._lock:
+            sending = self.rate_nbytes_s > 0 and now - self._sent_at < seconds + BURST_S
+            if not sending:
+                self._usual.append(seconds)
+                return
+            if len(self._usual) < 5:
+                return
+            if seconds > SLOW * statistics.median(self._usual):
+                self.slowed += 1
+                self.rate_nbytes_s = max(self._nbytes / LONGEST_S, self.rate_nbytes_s * LOWER)
+            else:
+                self.rate_nbytes_s *= RAISE
+
+    def delay_s(self, nbytes: int, now: float) -> float:
+        """Books so many bytes; how long to wait before they are sent."""
+        with self._lock:
+            self._sent_at = now
+            if self.rate_nbytes_s <= 0:
+                return 0.0
+            self._free_at = max(self._free_at, now - BURST_S) + nbytes / self.rate_nbytes_s
+            return max(0.0, self._free_at - nbytes / self.rate_nbytes_s - now)
+
+    def spend(self, nbytes: int) -> None:
+        """Books so many bytes and waits until they may be sent."""
+        delay = self.delay_s(nbytes, time.monotonic())
+        if delay > 0:
+            time.sleep(delay)
