@@ -11,8 +11,10 @@ from chaos_lightning.membership.roster import Peer
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.topology import Pair, connected, every_pair
 from chaos_lightning.membership.types import Decide, PlanSpec, Report, View, ViewId
+from chaos_lightning.simulate.node import Node
 from chaos_lightning.simulate.planting import Bug, hooks_of
-from chaos_lightning.simulate.wiring import lost_link_plan, removal_plan, split_plan
+from chaos_lightning.simulate.routing import Letter, Routing
+from chaos_lightning.simulate.wiring import lost_link_plan, removal_plan, ring_plan, split_plan
 
 
 class ForgetfulScheduler(SchedulerMachine):
@@ -71,6 +73,25 @@ class HurriedMachine(MemberMachine):
         super()._connect()
 
 
+class OwnWays(Routing):
+    """Sends letters on by the view that it stands in itself, whatever view they are of."""
+
+    def forward(self, letter: Letter, came_from: str) -> None:
+        view = self._node.machine.view
+        if letter.to == self._node.machine.member_id or view is None:
+            super().forward(letter, came_from)
+        else:
+            self._hand_on(self._ways[view.id][1].get(letter.to, ""), letter, came_from)
+
+    def _hand_on(self, hop: str, letter: Letter, came_from: str) -> None:
+        if hop != came_from:  # or it would run to and fro
+            super()._hand_on(hop, letter, came_from)
+
+
+class OwnWaysNode(Node):
+    routing_class = OwnWays
+
+
 LINK_BUGS: dict[str, Bug] = {
     "links-forgotten": Bug(
         rule="links",
@@ -101,6 +122,12 @@ LINK_BUGS: dict[str, Bug] = {
         what="a removed link is closed before all that came over it is there",
         hooks=hooks_of(machine=HurriedMachine),
         plan=removal_plan,
+    ),
+    "links-own-ways": Bug(
+        rule="links",
+        what="messages are relayed by another view than they are of",
+        hooks=hooks_of(node=OwnWaysNode),
+        plan=ring_plan,
     ),
 }
 """By name."""

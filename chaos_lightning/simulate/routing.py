@@ -52,7 +52,7 @@ class Routing:
             del self._ways[old]
         held, self._held = self._held, []
         for letter in held:
-            self.forward(letter)
+            self.forward(letter, "")
 
     def send(self, peer: str, message: PeerMessage) -> None:
         """An own message."""
@@ -63,18 +63,19 @@ class Routing:
         else:
             self._hand(known[1][peer], Letter(me, peer, message))
 
-    def forward(self, letter: Letter) -> None:
-        """A letter arrived: it is ours, or goes on."""
+    def forward(self, letter: Letter, came_from: str) -> None:
+        """A letter arrived from this neighbour: it is ours, or goes on."""
         node, view = self._node, letter.message.view
         if letter.to == node.machine.member_id:
             node.feed(fx.PeerIn(letter.source, letter.message))
             return
         known = self._ways.get(view)
-        if known is None:
-            if not self._ways or view > max(self._ways):
-                self._held.append(letter)
-            return
-        hop = known[1].get(letter.to, "")
+        if known is not None:
+            self._hand_on(known[1].get(letter.to, ""), letter, came_from)
+        elif not self._ways or view > max(self._ways):
+            self._held.append(letter)
+
+    def _hand_on(self, hop: str, letter: Letter, came_from: str) -> None:
         if hop:
             self._hand(hop, letter)
 

@@ -185,6 +185,26 @@ def removal_plan(seed: int) -> Plan:
     )
 
 
+def ring_plan(seed: int) -> Plan:
+    """On a ring one link is cut for good, so that most ways turn around; everybody is well."""
+    random = Random(seed * 23 + 5)
+    count = random.choice((4, 5, 6))
+    plan = _job(seed, count, ("h0", "h1"))
+    names = [n.name for n in plan.nodes]
+    near = {n: (names[i - 1], names[(i + 1) % count]) for i, n in enumerate(names)}
+    one = random.choice(names)
+    cut = Fault(action="cut", node=one, other=near[one][1], at=random.uniform(0.3, 1.2), lasts=80.0)
+    return replace(
+        plan,
+        settings=replace(plan.settings, min_nodes=count, plan=PlanSpec("chain")),
+        program=replace(plan.program, gather_every=random.choice((0, 1)), window_s=0.01),
+        nodes=tuple(replace(n, neighbours=near[n.name]) for n in plan.nodes),
+        starts=tuple(0.001 * (i + 1) for i in range(count)),
+        faults=(cut,),
+        measured=True,
+    )
+
+
 WIRED: tuple[Callable[[int], Plan], ...] = (
     wired_plan,
     wired_plan,
