@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import signal
@@ -26,8 +27,12 @@ from pathlib import Path
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.observe.events import Event, EventLog
 from chaos_lightning.testing.processes import Child, start_command
+from chaos_lightning.transport.pacing import EMULATE
 
 MARK = "CHAOS_DEMO"
+NEWCOMER = "edge-4"
+LINK_RATES_BPS = {"edge-1": 100e6, "edge-2": 300e6, "edge-3": 600e6}
+"""The newcomer's links are uneven, as edge networks are: their sockets are paced (transport/pacing.py)."""
 POLITE_S = 4.0
 """Between SIGTERM and SIGKILL at the end, s."""
 
@@ -41,6 +46,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def rates_of(node: str) -> dict[str, float]:
+    """What this node may send to whom, bit/s; nodes that are not named are as fast as this machine."""
+    if node == NEWCOMER:
+        return dict(LINK_RATES_BPS)
+    return {NEWCOMER: LINK_RATES_BPS[node]} if node in LINK_RATES_BPS else {}
 
 
 def last_words(child: Child, lines: int = 12) -> str:
@@ -111,6 +123,7 @@ class Cast:
             "CHAOS_LOG_DIR": str(self.events),
             "CHAOS_STORE": str(self.folder / "chain.sqlite"),
             "CHAOS_STATE_HASH_EVERY": "5",
+            EMULATE: json.dumps(rates_of(name)),
             MARK: self._mark,
         }
         self.nodes[name] = start_command(

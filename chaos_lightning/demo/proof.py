@@ -134,16 +134,18 @@ class _Proof:
 
     def joined(self) -> Check:
         name = self.expected.joins
-        what = f"{name} joins while the others train"
+        what = f"{name} joins by replay while the others train, over links of different rates"
         join = next((j for j in folds.joins(self.timeline) if j.node == f"{name}-0"), None)
         if join is None or join.contributed is None or join.pull_done is None:
             return Check(what, "it never contributed", False)
         away = [s for s in self.timeline.chain() if s.first < join.contributed and join.member not in s.who]
         text = (
-            f"{_transfer(join)}; contributed {duration(join.contributed - join.born)} after its hello; the others "
-            f"waited {duration(join.pause)} for it"
+            f"{_transfer(join)}; replayed {join.replayed} steps of the others'; contributed "
+            f"{duration(join.contributed - join.born)} after its hello; the others waited {duration(join.pause)} for it"
         )
-        return Check(what, text, join.nbytes > 0 and len(join.sources) > 1 and bool(away))
+        if not join.replayed:
+            text += f"; no replay: {join.why}"
+        return Check(what, text, join.nbytes > 0 and len(join.sources) > 1 and bool(away) and join.replayed > 0)
 
     def killed(self) -> Check:
         name = self.expected.killed
@@ -269,6 +271,10 @@ class _Proof:
 
 def _transfer(join: folds.Join) -> str:
     """Bytes, time and sources of one state transfer."""
-    parts = [f"{node_of(donor).removesuffix('-0')} {amount(n)}" for donor, n, _ in join.sources if n]
+    parts = [
+        f"{node_of(donor).removesuffix('-0')} {amount(n)}" + (f" at {8e-6 * n / seconds:.0f} Mbit/s" if seconds else "")
+        for donor, n, seconds in join.sources
+        if n
+    ]
     text = f"{amount(join.nbytes)} in {duration(join.seconds)}" + (f" from {', '.join(parts)}" if parts else "")
     return text + (f" ({amount(join.skipped)} it held already)" if join.skipped else "")
