@@ -59,11 +59,13 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield near, far
 
 
+@settings(deadline=None)
 @given(FRAMES)
 def test_a_header_comes_back(frame: Frame) -> None:
     assert decode(frame.encode()) == frame
 
 
+@settings(deadline=None)
 @given(FRAMES, st.integers(0, HEADER_NBYTES - 1), st.integers(0, 7))
 def test_a_flipped_bit_in_a_header_is_noticed(frame: Frame, at: int, bit: int) -> None:
     data = bytearray(frame.encode())
@@ -72,6 +74,7 @@ def test_a_flipped_bit_in_a_header_is_noticed(frame: Frame, at: int, bit: int) -
         decode(data)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=2 * HEADER_NBYTES) | st.binary(min_size=HEADER_NBYTES, max_size=HEADER_NBYTES))
 def test_random_bytes_are_no_header(data: bytes) -> None:
     with pytest.raises(WireError):
@@ -148,6 +151,7 @@ def test_silence_and_deadline_end_a_wait() -> None:
             BulkSocket(near, stall_timeout_s=LIMIT_S, deadline=0.0).receive_header()
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 3000), max_size=40))
 def test_many_buffers_at_once(sizes: list[int]) -> None:
     whole = bytes(range(256)) * (sum(sizes) // 256 + 1)

@@ -59,6 +59,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(VALUES)
 def test_what_goes_in_comes_out(value: object) -> None:
     back = there_and_back(value)
@@ -304,7 +305,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(TREES | st.binary())
 def test_odd_manifests_are_refused_or_read_but_never_worse(tree: object) -> None:
     data = tree if isinstance(tree, bytes) else json.dumps(tree).encode()

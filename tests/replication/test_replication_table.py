@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -137,6 +137,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(
     st.fixed_dictionaries(
         {"piece": st.just(PIECE_NBYTES), "tensors": JSON | st.lists(st.lists(JSON, min_size=7, max_size=7))}

@@ -10,7 +10,7 @@ import tracemalloc
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from replication_support import HEAD, LIMIT_S, SEQ, Acceptor, ThreadDonor, dial, donors, numbered
 
@@ -178,6 +178,7 @@ def test_a_far_end_that_answers_with_requests_is_cut_off() -> None:
 NAMES = st.text(min_size=1, max_size=20)
 
 
+@settings(deadline=None)
 @given(st.lists(NAMES, min_size=1, max_size=MAX_HOPS, unique=True))
 def test_a_route_comes_back(route: list[str]) -> None:
     assert decode_route(encode_route(route)) == tuple(route)
@@ -215,6 +216,7 @@ def test_a_route_that_is_too_long_is_refused_before_it_is_read() -> None:
         decode(Frame(Type.ROUTE, HEAD, SEQ, 0, MAX_ROUTE_NBYTES + 1).encode())
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_random_routes_are_refused_or_read(data: bytes) -> None:
     try:
