@@ -51,6 +51,10 @@ class Rewiring(Serving):
     """Since when the living members have been in parts."""
     _cut: dict[str, str] = {}  # noqa: RUF012  (replaced, never changed)
     """Who is put out because no link leads to the side that goes on, with the reason."""
+    _ailing = False
+    """Some link is down, or carries nothing."""
+    _news = True
+    """Something was said about links since they were looked at for that."""
     _unsettled = True
     """The latest view's graph may have to change."""
     _replanned_at = float("-inf")
@@ -58,7 +62,9 @@ class Rewiring(Serving):
 
     def _seen(self) -> None:
         """An event is through."""
-        self._unsettled, self._relinked = self._unsettled or self._relinked, False
+        if self._relinked:
+            self._unsettled = self._news = True
+        self._relinked = False
 
     def _shift_links(self, gap: float) -> None:
         """The scheduler was frozen for so long (s)."""
@@ -98,6 +104,7 @@ class Rewiring(Serving):
     def _turn_failed(self) -> bool:
         """Members that live and cannot reach each other: a view without their link, or of one side only."""
         if not self._due():
+            self._cut_at = None if not self._ailing else self._cut_at
             return False
         ids = [p.id for p in self._living()]
         graph = self._graph(ids)
@@ -117,8 +124,10 @@ class Rewiring(Serving):
 
     def _due(self) -> bool:
         """Links are looked at when something was said about them, and every now and then while some are unsettled."""
-        facts = self.topology.facts.values()
-        due = self._relinked or (self.now >= self._failed_at and any(f.down or f.idle for f in facts))
+        news = self._relinked or self._news
+        if news:
+            self._ailing, self._news = any(f.down or f.idle for f in self.topology.facts.values()), False
+        due = self._ailing and (news or self.now >= self._failed_at)
         if due:
             self._failed_at = self.now + _PAUSE_S
         return due
