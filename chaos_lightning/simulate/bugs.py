@@ -10,7 +10,7 @@ a bug draw from the faults that its rule is about.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
@@ -20,6 +20,8 @@ from chaos_lightning.membership.slots import close_slot
 from chaos_lightning.membership.types import NO_VIEW, Contribution, Header, Kind, Report, Source, Span, View, ViewId
 from chaos_lightning.simulate.dataplane import DataPlane, Down, Result, Up
 from chaos_lightning.simulate.host import Store
+from chaos_lightning.simulate.joining_bugs import JOINING_BUGS
+from chaos_lightning.simulate.link_bugs import LINK_BUGS
 from chaos_lightning.simulate.misjudging import (
     CredulousScheduler,
     DeafScheduler,
@@ -42,23 +44,9 @@ from chaos_lightning.simulate.plans import (
     sleepy_scheduler_plan,
     stale_plan,
 )
+from chaos_lightning.simulate.planting import Bug, StubbornHooks, TrustingHooks, hooks_of
 from chaos_lightning.simulate.training import State
-from chaos_lightning.simulate.world import Hooks, Plan
-
-
-def _hooks(
-    *,
-    machine: type[MemberMachine] = MemberMachine,
-    plane: type[DataPlane] = DataPlane,
-    node: type[Node] = Node,
-    scheduler: type[SchedulerMachine] = SchedulerMachine,
-    store: type[Store] = Store,
-    base: type[Hooks] = Hooks,
-) -> Callable[[], Hooks]:
-    """Hooks with some classes replaced."""
-    node_with = type(node.__name__, (node,), {"machine_class": machine, "plane_class": plane})
-    return type("BugHooks", (base,), {"node_class": node_with, "scheduler_class": scheduler, "store_class": store})
-
+from chaos_lightning.simulate.world import Hooks
 
 # ------------------------------------------------------------------ 1: one attempt, one set of contributors
 
@@ -242,14 +230,6 @@ class StubbornNode(Node):
         return
 
 
-class StubbornHooks(Hooks):
-    def kept_ranges(self, node: Node, header: Header) -> dict[int, int]:
-        return dict(enumerate(node.state)) if node.training or node.life else {}
-
-    def accept_state(self, equal: bool) -> bool:
-        return True
-
-
 # ------------------------------------------------------------------ 15, 19: what a joiner gets
 
 
@@ -258,13 +238,6 @@ class LiveNode(Node):
 
     def serve_state(self, header: Header) -> State | None:
         return None if super().serve_state(header) is None else self.live
-
-
-class TrustingHooks(Hooks):
-    """Promotes a joiner without comparing hashes."""
-
-    def accept_state(self, equal: bool) -> bool:
-        return True
 
 
 # ------------------------------------------------------------------ 25: spent means committed
@@ -324,134 +297,125 @@ class DoubleVoteMachine(MemberMachine):
 # ------------------------------------------------------------------ the list
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bug:
-    """One rule, broken.
-
-    Attributes:
-        rule: Number in PROTOCOL.md.
-        what: In words.
-        hooks: Makes the broken behaviour.
-        plan: The runs in which it must show.
-        control: The same with only the masking guard off: must run clean; None if nothing masks the rule.
-    """
-
-    rule: str
-    what: str
-    hooks: Callable[[], Hooks]
-    plan: Callable[[int], Plan]
-    control: Callable[[], Hooks] | None = None
-
-
 BUGS: dict[str, Bug] = {
     "1-subset": Bug(
-        rule="1", what="the root commits without one member", hooks=_hooks(machine=SubsetMachine), plan=plans_of(*KINDS)
+        rule="1",
+        what="the root commits without one member",
+        hooks=hooks_of(machine=SubsetMachine),
+        plan=plans_of(*KINDS),
     ),
     "1-mixed": Bug(
         rule="1",
         what="ranges of different views are mixed",
-        hooks=_hooks(plane=MixedPlane),
+        hooks=hooks_of(plane=MixedPlane),
         plan=late_plans("contribution"),
     ),
     "2-early-header": Bug(
-        rule="2", what="header and commit without all ranges", hooks=_hooks(machine=EagerMachine), plan=plans_of(*KINDS)
+        rule="2",
+        what="header and commit without all ranges",
+        hooks=hooks_of(machine=EagerMachine),
+        plan=plans_of(*KINDS),
     ),
     "2-no-ranges": Bug(
-        rule="2", what="commit on the header alone", hooks=_hooks(machine=EagerFollower), plan=plans_of(*KINDS)
+        rule="2", what="commit on the header alone", hooks=hooks_of(machine=EagerFollower), plan=plans_of(*KINDS)
     ),
     "3-one-buffer": Bug(
-        rule="3", what="raw bytes are overwritten at once", hooks=_hooks(plane=OneBufferPlane), plan=half_sent_plan
+        rule="3", what="raw bytes are overwritten at once", hooks=hooks_of(plane=OneBufferPlane), plan=half_sent_plan
     ),
-    "4-hasty": Bug(rule="4", what="unstable slots leave the job", hooks=_hooks(node=HastyNode), plan=half_sent_plan),
+    "4-hasty": Bug(rule="4", what="unstable slots leave the job", hooks=hooks_of(node=HastyNode), plan=half_sent_plan),
     "4a-blind": Bug(
-        rule="4a", what="nobody compares predecessors", hooks=_hooks(machine=BlindMachine), plan=stale_plan
+        rule="4a", what="nobody compares predecessors", hooks=hooks_of(machine=BlindMachine), plan=stale_plan
     ),
     "7-hasty": Bug(
         rule="7",
         what="views are announced before they are stored",
-        hooks=_hooks(scheduler=HastyScheduler),
+        hooks=hooks_of(scheduler=HastyScheduler),
         plan=forgetful_plan,
         control=Hooks,
     ),
     "8-fickle": Bug(
-        rule="8", what="reports promise nothing", hooks=_hooks(machine=FickleMachine), plan=late_plans("committed")
+        rule="8", what="reports promise nothing", hooks=hooks_of(machine=FickleMachine), plan=late_plans("committed")
     ),
     "9-low-base": Bug(
-        rule="9", what="the lowest report is the base", hooks=_hooks(scheduler=LowBaseScheduler), plan=half_sent_plan
+        rule="9", what="the lowest report is the base", hooks=hooks_of(scheduler=LowBaseScheduler), plan=half_sent_plan
     ),
     "9-careless": Bug(
-        rule="9", what="hand-on with bytes missing", hooks=_hooks(scheduler=CarelessScheduler), plan=lost_range_plan
+        rule="9", what="hand-on with bytes missing", hooks=hooks_of(scheduler=CarelessScheduler), plan=lost_range_plan
     ),
-    "10-redeal": Bug(rule="10", what="a view change deals anew", hooks=_hooks(node=RedealingNode), plan=half_sent_plan),
+    "10-redeal": Bug(
+        rule="10", what="a view change deals anew", hooks=hooks_of(node=RedealingNode), plan=half_sent_plan
+    ),
     "10-first-only": Bug(
         rule="10",
         what="nobody deals the first step of a job that is founded again",
-        hooks=_hooks(node=FirstOnlyNode),
+        hooks=hooks_of(node=FirstOnlyNode),
         plan=last_holder_plan,
     ),
     "11-stubborn": Bug(
         rule="11",
         what="the excluded keep their state",
-        hooks=_hooks(node=StubbornNode, base=StubbornHooks),
+        hooks=hooks_of(node=StubbornNode, base=StubbornHooks),
         plan=plans_of("freeze", "freeze-trap"),
-        control=_hooks(base=TrustingHooks),
+        control=hooks_of(base=TrustingHooks),
     ),
     "12-rash": Bug(
-        rule="12", what="a missed heartbeat is a death", hooks=_hooks(scheduler=RashScheduler), plan=plans_of("lag")
+        rule="12", what="a missed heartbeat is a death", hooks=hooks_of(scheduler=RashScheduler), plan=plans_of("lag")
     ),
     "12-unforgiving": Bug(
         rule="12",
         what="the scheduler judges by its own sleep",
-        hooks=_hooks(scheduler=UnforgivingScheduler),
+        hooks=hooks_of(scheduler=UnforgivingScheduler),
         plan=sleepy_scheduler_plan,
-        control=_hooks(scheduler=DeafScheduler),
+        control=hooks_of(scheduler=DeafScheduler),
     ),
     "12a-impatient": Bug(
         rule="12a",
         what="the last one that holds the state is not waited for",
-        hooks=_hooks(scheduler=ImpatientScheduler),
+        hooks=hooks_of(scheduler=ImpatientScheduler),
         plan=last_holder_plan,
     ),
     "12a-stubborn": Bug(
         rule="12a",
         what="a death without proof counts although the last other holder died",
-        hooks=_hooks(scheduler=StubbornScheduler),
+        hooks=hooks_of(scheduler=StubbornScheduler),
         plan=last_holder_plan,
     ),
     "12a-credulous": Bug(
         rule="12a",
         what="broken connections prove that the last holder is dead",
-        hooks=_hooks(scheduler=CredulousScheduler),
+        hooks=hooks_of(scheduler=CredulousScheduler),
         plan=blip_plan,
     ),
     "14a-memory": Bug(
         rule="14a",
         what="the chain dies with the scheduler",
-        hooks=_hooks(store=MemoryStore),
+        hooks=hooks_of(store=MemoryStore),
         plan=plans_of("sched-crash"),
     ),
     "15-live": Bug(
         rule="15",
         what="donors serve live memory",
-        hooks=_hooks(node=LiveNode, base=TrustingHooks),
+        hooks=hooks_of(node=LiveNode, base=TrustingHooks),
         plan=plans_of("join", "two-joins"),
-        control=_hooks(base=TrustingHooks),
+        control=hooks_of(base=TrustingHooks),
     ),
     "19-trusting": Bug(
         rule="19",
         what="joiners are promoted unchecked",
-        hooks=_hooks(base=TrustingHooks),
+        hooks=hooks_of(base=TrustingHooks),
         plan=plans_of("join", "two-joins", damage=0.05),
     ),
     "25-drawn": Bug(
-        rule="25", what="spent means drawn", hooks=_hooks(node=DrawingNode), plan=plans_of("kill", "kill-trap")
+        rule="25", what="spent means drawn", hooks=hooks_of(node=DrawingNode), plan=plans_of("kill", "kill-trap")
     ),
     "28-double-vote": Bug(
         rule="28",
         what="votes of earlier attempts count, too",
-        hooks=_hooks(machine=DoubleVoteMachine),
+        hooks=hooks_of(machine=DoubleVoteMachine),
         plan=plans_of(*DEATHS, "link"),
     ),
+    **JOINING_BUGS,
+    **LINK_BUGS,
 }
 """By name."""
 

@@ -43,6 +43,12 @@ class NodeSpec:
     quota: int = 1
     pace: float = 1.0
     """Its work takes so many times the program's mean duration."""
+    replay: bool = False
+    """It offers to come in by replay."""
+    memory: bool = True
+    """It has room for a copy of the state."""
+    neighbours: tuple[str, ...] = ()
+    """Names in its Hello; empty: whoever it can reach."""
 
 
 @dataclass(slots=True)
@@ -50,7 +56,7 @@ class Trap:
     """Stops the process before the `skip`+1-th effect of a kind, from slot `seq` on."""
 
     kind: str
-    """"header", "contribution", "committed", "entered" or "report"."""
+    """"header", "greeting" (to an observer), "contribution", "committed", "entered", "report", "observe" or "pull"."""
     seq: int
     skip: int
     spring: Callable[[], None]
@@ -59,8 +65,13 @@ class Trap:
         if seq < self.seq:
             return False
         match effect:
-            case fx.ToPeer(_, Header()):
-                return self.kind == "header"
+            case fx.ToPeer(peer, Header() as header):
+                greeting = peer in header.observers and header.view_change is None
+                return self.kind == "header" or (self.kind == "greeting" and greeting)
+            case fx.Observe():
+                return self.kind == "observe"
+            case fx.PullState():
+                return self.kind == "pull"
             case fx.ToPeer(_, Contribution()):
                 return self.kind == "contribution"
             case fx.Committed():
@@ -155,8 +166,14 @@ class Connected(Process):
             accumulate=1,
             package="1",
             fingerprint=(("script", "same"),),
+            neighbours=spec.neighbours,
             resume=self.machine.member_id,
+            replay="" if spec.replay else "it was told to join by pause",
         )
+
+    def tell(self, message: FromMember) -> None:
+        """Something said beside what the machine says."""
+        self._tell(message)
 
     def _tell(self, message: FromMember) -> None:
         stream, host = self.stream, self.world.scheduler

@@ -1,11 +1,12 @@
 """A symbolic data plane: what collectives/reducer.py does with bytes, done with sets of contribution ids.
 
-Theory of operation. The result of a slot has a few *ranges*; each has its own root among the view's members, as in
-the rotating plan. A member sends its contribution for a range to the range's root as it becomes ready; the root,
-holding one of every member, has the result (the set of all contribution ids) and sends it down. Results lie in two
-buffers that alternate by slot number, so that reuse, hand-on and late bytes behave as with real memory. Ranges of one
-slot therefore complete at different times at different members, and which contributions are in which sum is known
-exactly.
+Theory of operation. The result of a slot has a few *ranges*; each has a tree of the view's plan (planning/trees.py),
+in the rotating plan another one in each slot. A member adds its contribution for a range, as it becomes ready, to what
+its children sent, and sends that to its parent; the root, holding one of every member, has the result (the set of all
+contribution ids), which comes down the same edges. What is sent where no link stands is lost, so a slot completes only
+over links that stand. Results lie in two buffers that alternate by slot number, so that reuse, hand-on and late bytes
+behave as with real memory. Ranges of one slot therefore complete at different times at different members, and which
+contributions are in which sum is known exactly.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 
 from chaos_lightning.membership.recovery import with_scope
 from chaos_lightning.membership.types import NO_VIEW, Span, View, ViewId
+from chaos_lightning.planning.trees import Shape, shares
 
 Result = frozenset[int]
 RANGE_NBYTES = 64
@@ -25,9 +27,8 @@ class Up:
     view: ViewId
     seq: int
     index: int
-    member: str
-    uid: int
-    """0: no gradient (weight 0)."""
+    parts: tuple[tuple[str, int], ...]
+    """(member, contribution id; 0: no gradient, weight 0), of the sender and all below it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,20 @@ class Attempt:
     seq: int
     inputs: dict[int, dict[str, int]] = field(default_factory=dict)
     sent: set[int] = field(default_factory=set)
+    climbed: set[int] = field(default_factory=set)
+    """Ranges whose sum went to the parent."""
     finished: bool = False
+
+
+def _complete_below(shape: Shape, me: str, inputs: dict[str, int]) -> bool:
+    """Whether everybody in this member's part of the tree has contributed."""
+    border = [me]
+    while border:
+        member = border.pop()
+        if member not in inputs:
+            return False
+        border += shape.below.get(member, ())
+    return True
 
 
 class DataPlane:
@@ -81,6 +95,7 @@ class DataPlane:
         self._send = send
         self._done = done
         self._early: dict[object, list[Up | Down]] = {}
+        self._shapes: tuple[ViewId, tuple[Shape, ...]] = (NO_VIEW, ())
 
     def buffer(self, seq: int) -> Buffer:
         return self.buffers[seq % self.BUFFERS]
@@ -89,9 +104,12 @@ class DataPlane:
         """What tells attempts apart (PROTOCOL.md 1: all ranges carry view and step)."""
         return (view, seq)
 
-    def root(self, view: View, seq: int, index: int) -> str:
-        ids = view.ids()
-        return ids[(seq + index) % len(ids)]
+    def shape(self, view: View, seq: int, index: int) -> Shape:
+        """The tree of a range."""
+        if self._shapes[0] != view.id:
+            self._shapes = (view.id, tuple(shape for shape, _ in shares(view.plan, view.ids())))
+        shapes = self._shapes[1]
+        return shapes[(seq + index if view.plan.kind == "rotating" else index) % len(shapes)]
 
     def open(self, view: View, seq: int) -> None:
         """Starts an attempt; the buffer of slot seq-2 is used again."""
@@ -127,12 +145,7 @@ class DataPlane:
         _, uid, ready = self.own
         for index in sorted(ready - attempt.sent):
             attempt.sent.add(index)
-            message = Up(attempt.view.id, attempt.seq, index, self.me, uid)
-            root = self.root(attempt.view, attempt.seq, index)
-            if root == self.me:
-                self.take(message)
-            else:
-                self._send(root, message)
+            self.take(Up(attempt.view.id, attempt.seq, index, ((self.me, uid),)))
 
     def take(self, message: Up | Down) -> None:
         """Bytes of another member (or an own part at its root)."""
@@ -149,16 +162,29 @@ class DataPlane:
             self._complete(attempt, message.index, message.result)
             return
         inputs = attempt.inputs.setdefault(message.index, {})
-        inputs.setdefault(message.member, message.uid)
-        if len(inputs) >= len(attempt.view.members) and message.index not in self.buffer(attempt.seq).done:
-            result = frozenset(uid for uid in inputs.values() if uid)
-            for member in attempt.view.ids():
-                if member != self.me:
-                    self._send(member, Down(attempt.view.id, attempt.seq, message.index, result))
-            self._complete(attempt, message.index, result)
+        for member, uid in message.parts:
+            inputs.setdefault(member, uid)
+        self._climb(attempt, message.index, inputs)
+
+    def _climb(self, attempt: Attempt, index: int, inputs: dict[str, int]) -> None:
+        """Sends a sum up once it is complete; at the root it is the result."""
+        if index in attempt.climbed:
+            return
+        shape = self.shape(attempt.view, attempt.seq, index)
+        if not _complete_below(shape, self.me, inputs):
+            return
+        attempt.climbed.add(index)
+        if shape.root == self.me:
+            self._complete(attempt, index, frozenset(uid for uid in inputs.values() if uid))
+        else:
+            self._send(shape.parent[self.me], Up(attempt.view.id, attempt.seq, index, tuple(sorted(inputs.items()))))
 
     def _complete(self, attempt: Attempt, index: int, result: Result) -> None:
         buffer = self.buffer(attempt.seq)
+        if index in buffer.done:
+            return
+        for member in self.shape(attempt.view, attempt.seq, index).below.get(self.me, ()):
+            self._send(member, Down(attempt.view.id, attempt.seq, index, result))
         buffer.done[index] = result
         if len(buffer.done) == self.ranges and not attempt.finished:
             attempt.finished = True

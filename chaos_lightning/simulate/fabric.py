@@ -84,12 +84,36 @@ class Fabric:
     dialling: set[frozenset[str]] = field(default_factory=set)
     slow_links: dict[frozenset[str], float] = field(default_factory=dict)
     """Extra latency by pair of node names."""
-    blocked: dict[frozenset[str], float] = field(default_factory=dict)
-    """Until when (virtual s) these two nodes cannot make a link."""
+    blocked: dict[frozenset[str], tuple[float, float]] = field(default_factory=dict)
+    """Since when and until when (virtual s) these two nodes cannot make a link."""
 
     def block(self, one: str, other: str, seconds: float) -> None:
         """No link between these two nodes can be made for so long."""
-        self.blocked[frozenset((one, other))] = self.kernel.now + seconds
+        now = self.kernel.now
+        since, until = self.blocked.get(frozenset((one, other)), (now, now))
+        self.blocked[frozenset((one, other))] = (since if until > now else now, max(until, now + seconds))
+
+    def cut_s(self, one: str, other: str) -> float:
+        """For how long these two nodes have been cut off from each other; 0 if they are not."""
+        since, until = self.blocked.get(frozenset((one, other)), (0.0, 0.0))
+        return self.kernel.now - since if self.kernel.now < until else 0.0
+
+    def open(self, one: str, other: str) -> bool:
+        """Whether a link between these two nodes can be made."""
+        return self.kernel.now >= self.blocked.get(frozenset((one, other)), (0.0, 0.0))[1]
+
+    def reaches(self, one: str, other: str) -> bool:
+        """Whether bytes get from node to node, over others if need be (relayed hop by hop)."""
+        if not self.blocked or self.open(one, other):
+            return True
+        names = {n.name for n in self.nodes.values() if n.alive}
+        seen, border = {one}, [one]
+        while border:
+            here = border.pop()
+            near = {n for n in names - seen if self.open(here, n)}
+            seen |= near
+            border += sorted(near)
+        return other in seen
 
     def wants(self, me: str, wanted: frozenset[str], before: frozenset[str]) -> None:
         """`me` wants links to exactly these."""
@@ -97,6 +121,14 @@ class Fabric:
             self.bye(me, gone)
         for peer in sorted(wanted):
             self._dial(me, peer)
+            here = self.nodes.get(me)
+            if here is not None and frozenset((me, peer)) in self.links and not here.machine.links.get(peer):
+                # The other end wanted it first. As runtime/links.py, which tells what stands whenever it is wanted.
+                self.kernel.after(0.0, lambda n=here, p=peer: n.deliver(lambda: self._stands(n, p)))  # type: ignore[misc]
+
+    def _stands(self, here: Node, peer: str) -> None:
+        if frozenset((here.machine.member_id, peer)) in self.links and not here.outcome:
+            here.link_changed(peer, True, "connected")
 
     def _dial(self, me: str, peer: str) -> None:
         pair = frozenset((me, peer))
@@ -106,11 +138,15 @@ class Fabric:
         delay = self.kernel.between(0.0005, 0.004)
         self.kernel.after(delay, lambda: self._shake(me, peer, pair))
 
-    def _shake(self, me: str, peer: str, pair: frozenset[str]) -> None:
+    def _shake(self, me: str, peer: str, pair: frozenset[str], tries: int = 0) -> None:
         """Both processes must run for the handshake."""
         here, there = self.nodes.get(me), self.nodes.get(peer)
         if here is None or not here.alive or here.machine.member_id != me or peer not in here.wanted:
             self.dialling.discard(pair)
+        elif there is not None and not self.open(here.name, there.name):
+            if tries in (0, 4):  # as runtime/links.py tells it
+                here.deliver(lambda: here.link_changed(peer, False, "refused (no route to host)"))
+            self.kernel.after(0.02 * 2 ** min(tries, 5), lambda: self._shake(me, peer, pair, tries + 1))
         elif not self._can_meet(here, there, peer):
             self.kernel.after(0.02, lambda: self._shake(me, peer, pair))
         elif there is not None:
@@ -120,7 +156,7 @@ class Fabric:
     def _can_meet(self, here: Node, there: Node | None, peer: str) -> bool:
         if there is None or there.machine.member_id != peer or not there.alive or there.frozen or here.frozen:
             return False
-        return self.kernel.now >= self.blocked.get(frozenset((here.name, there.name)), 0.0)
+        return self.open(here.name, there.name)
 
     def _stand(self, here: Node, there: Node, pair: frozenset[str]) -> None:
         extra = self.slow_links.get(frozenset((here.name, there.name)), 0.0)
@@ -131,6 +167,13 @@ class Fabric:
             node.link_changed(other, True, "connected")
             for payload in node.unsent.pop(other, []):
                 self.send(node.machine.member_id, other, payload)
+
+    def cut(self, one: str, other: str, seconds: float) -> None:
+        """The network between two nodes is gone for so long: their link breaks and cannot be made again."""
+        self.block(one, other, seconds)
+        for link in list(self.links.values()):
+            if {self.nodes[end].name for end in link.ends} == {one, other}:
+                self.snap(*link.ends)
 
     def send(self, me: str, peer: str, payload: Payload) -> bool:
         """True if a link took it."""

@@ -34,6 +34,7 @@ _DONE_BY = {
 PHASES = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.ALLREDUCE, Phase.OPTIMIZER})
 EVENTS = frozenset(
     {Event.WELCOMED, Event.JOINED, Event.COMMITTED, Event.ATTEMPT, Event.PULL_STARTED, Event.FENCED, Event.LEAVE}
+    | {Event.WAY_IN, Event.OBSERVING, Event.CAUGHT_UP}
     | {Event.LEFT, Event.REFUSED, Event.VIEW, Event.PREPARE, Event.DECIDE, Event.SUSPECT, Event.DEATH}
 )
 """Events of simulated jobs that a fault may wait for."""
@@ -151,6 +152,8 @@ class PlannedNode(Node):
             case fx.Committed(header, _):
                 self.world.stepped(header.step)
                 self.world.saw(Event.COMMITTED, self.name)
+            case fx.Observe():
+                self.world.saw(Event.OBSERVING, self.name)
             case fx.PullState():
                 self.world.saw(Event.PULL_STARTED, self.name)
             case fx.Note(name, _):
@@ -245,7 +248,7 @@ class PlannedWorld(sim.World):
         if old is not None:
             self.nodes[f"{fault.node} (number {old.number})"] = old
         self._say(f"as planned: {fault}")
-        node = self.nodes[fault.node] = PlannedNode(self, NodeSpec(name=fault.node), number)
+        node = self.nodes[fault.node] = PlannedNode(self, NodeSpec(name=fault.node, replay=True), number)
         node.connect()
 
     @property

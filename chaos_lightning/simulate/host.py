@@ -79,6 +79,8 @@ class SchedulerHost(Process):
         self.on_note: Callable[[fx.Note], None] = lambda note: None
         self.slow_write: Callable[[fx.Persist], float] = lambda entry: 0.0
         """How long this write takes (s); 0: as usual."""
+        self.answers: list[tuple[bool, str]] = []
+        """To requests for and against links."""
         self._streams: dict[int, tuple[Stream, Connected]] = {}
         self._store_s = store_s
         self._check = check
@@ -132,6 +134,8 @@ class SchedulerHost(Process):
             case fx.Note():
                 self.notes.append((self.kernel.now, effect))
                 self.on_note(effect)
+            case fx.Answer(_, accepted, text):
+                self.answers.append((accepted, text))
             case fx.SchedulerDone():
                 pass
 

@@ -11,7 +11,10 @@ from chaos_lightning.membership import effects as fx
 from chaos_lightning.simulate.node import Node
 from chaos_lightning.simulate.world import Hooks, Outcome, Plan, World
 
-_TOLD = ("view", "prepare", "decide", "death", "suspect", "fenced", "left", "finished", "refused", "notice", "leave")
+_TOLD = (
+    "view", "prepare", "decide", "death", "suspect", "fenced", "left", "finished", "refused", "notice", "leave",
+    "caught_up",
+)  # fmt: skip
 
 
 def narrate(plan: Plan, hooks: Callable[[], Hooks] = Hooks, given: World | None = None) -> tuple[list[str], Outcome]:
@@ -22,7 +25,7 @@ def narrate(plan: Plan, hooks: Callable[[], Hooks] = Hooks, given: World | None 
         lines.append(f"{world.kernel.now * 1000:9.1f}  {words}")
 
     def on_note(note: fx.Note) -> None:
-        if note.name in _TOLD:
+        if note.name in _TOLD or (note.name == "way_in" and ("way", "replay") in note.fields):
             told = " ".join(f"{k}={_plain(v)}" for k, v in note.fields if k != "joiners" or v)
             tell(f"scheduler {note.name} {told}")
 
@@ -37,6 +40,8 @@ def narrate(plan: Plan, hooks: Callable[[], Hooks] = Hooks, given: World | None 
                 tell(f"{me} stands in view {view.id}")
             case fx.PullResult(header, sources):
                 tell(f"{me} fetches the bytes of slot {header.seq} from {','.join(s.member for s in sources)}")
+            case fx.Observe(header, _):
+                tell(f"{me} observes from slot {header.seq} on")
             case fx.PullState(header, _):
                 tell(f"{me} fetches the state at slot {header.seq}")
             case fx.Ejected(reason, rejoin):

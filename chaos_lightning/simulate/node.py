@@ -18,9 +18,12 @@ from chaos_lightning.membership.types import (
     GENESIS,
     NO_VIEW,
     Contribution,
+    FromMember,
     Header,
     Kind,
+    LinkReport,
     Member,
+    Ready,
     Span,
     View,
     ViewId,
@@ -29,24 +32,33 @@ from chaos_lightning.simulate.connected import Connected
 from chaos_lightning.simulate.connected import NodeSpec as NodeSpec
 from chaos_lightning.simulate.connected import Trap as Trap
 from chaos_lightning.simulate.dataplane import DataPlane, Down, Up
+from chaos_lightning.simulate.observing import Keeper, Observation, check_founding
 from chaos_lightning.simulate.oracle import Made, Violation
 from chaos_lightning.simulate.puller import ResultPull, StatePull
+from chaos_lightning.simulate.routing import Letter, Routing
 from chaos_lightning.simulate.training import State, after_forward, apply_result, initial_state, spent_of
 
 if TYPE_CHECKING:
     from chaos_lightning.simulate.world import World
 
 
+USUAL_BPS = 1e9
+
+
 class Node(Connected):
     """See the module."""
 
     plane_class: type[DataPlane] = DataPlane
+    routing_class: type[Routing] = Routing
+    keeper_class: type[Keeper] = Keeper
+    observation_class: type[Observation] = Observation
 
     def __init__(self, world: World, spec: NodeSpec, number: int) -> None:
         super().__init__(world, spec, number)
         self.plane = self._make_plane()
         self.wanted: frozenset[str] = frozenset()
         self.unsent: dict[str, list[object]] = {}
+        self.routing = self.routing_class(self)
         self.traps: list[Trap] = []
         self.troubled_at = -100.0
         self.stale = False
@@ -59,6 +71,12 @@ class Node(Connected):
         self.kept: tuple[Header, State] | None = None
         self.training = False
         self._pull: StatePull | ResultPull | None = None
+        self.keeper = self.keeper_class(self)
+        self.observation: Observation | None = None
+        self.asked_at = -1.0
+        """When (virtual s) it was asked to leave; negative: it was not."""
+        self.newcomer_since = -1.0
+        """Since when (virtual s) it has been ready to be let in; negative: it is not, or is in."""
 
     def _make_plane(self) -> DataPlane:
         return self.plane_class(self.world.program.ranges, self._send_chunk, self._ranges_done)
@@ -74,6 +92,15 @@ class Node(Connected):
 
     def link_changed(self, peer: str, up: bool, evidence: str) -> None:
         self.feed(fx.LinkChanged(peer, up, evidence))
+        if up and self.world.plan.measured:
+            self.timer(self.kernel.between(0.01, 0.06), lambda: self.measure(peer, "probe"))
+
+    def measure(self, peer: str, evidence: str) -> None:
+        """Tells the scheduler what this end measures on a link that stands."""
+        other = self.world.fabric.nodes.get(peer)
+        if other is not None and not self.outcome and self.machine.links.get(peer):
+            rate_bps = self.world.rates.get(frozenset((self.name, other.name)), USUAL_BPS)
+            self._tell(LinkReport(peer, 0.0005, rate_bps, evidence))
 
     def link_broken(self, peer: str) -> None:
         """The link broke; it is dialled again while it is wanted."""
@@ -90,6 +117,8 @@ class Node(Connected):
             return
         if isinstance(payload, Up | Down):
             self.plane.take(payload)
+        elif isinstance(payload, Letter):
+            self.routing.forward(payload, peer)
         else:
             self.feed(fx.PeerIn(peer, payload))  # type: ignore[arg-type]
 
@@ -108,6 +137,8 @@ class Node(Connected):
         effects = machine.on(self.kernel.now, event)
         if self.world.validate:
             machine.validate_state()
+        if machine.view is not None:
+            self.routing.entered(machine.view)
         self._carry_out(deque(effects), machine, phase)
 
     def _carry_out(self, effects: deque[fx.MemberEffect], machine: MemberMachine, phase: Phase) -> None:
@@ -132,9 +163,10 @@ class Node(Connected):
         match effect:
             case fx.ToScheduler(message):
                 self._tell(message)
+                if isinstance(message, Ready):
+                    self.newcomer_since = self.kernel.now
             case fx.ToPeer(peer, message):
-                if not self.world.fabric.send(self.machine.member_id, peer, message) and peer in self.wanted:
-                    self.unsent.setdefault(peer, []).append(message)
+                self.routing.send(peer, message)
             case fx.Connect(peers):
                 self._connect(peers)
             case fx.OpenAttempt(view, seq):
@@ -147,6 +179,8 @@ class Node(Connected):
                 self._replace_pull(ResultPull(self, header, sources))
             case fx.PullState(header, view):
                 self._replace_pull(StatePull(self, header, view))
+            case fx.Observe(header, view):
+                self._observe(header, view)
             case fx.Viewed(view):
                 self._viewed(view)
             case fx.Ejected(reason, rejoin):
@@ -161,6 +195,17 @@ class Node(Connected):
         self.unsent = {p: m for p, m in self.unsent.items() if p in self.wanted}
         self.world.fabric.wants(self.machine.member_id, self.wanted, before)
 
+    def _observe(self, header: Header, view: View) -> None:
+        if self.observation is not None:
+            self.observation.stop()
+        self.observation = self.observation_class(self, header, view)
+        self.observation.start()
+
+    def say(self, message: FromMember) -> None:
+        """To the scheduler, from the training thread."""
+        if not self.outcome:
+            self._tell(message)
+
     def _replace_pull(self, pull: StatePull | ResultPull) -> None:
         if self._pull is not None:
             self._pull.stop()
@@ -173,21 +218,24 @@ class Node(Connected):
         if self.training or self.machine.member_id in view.joiners:
             return
         if self.header.seq == 0 and not self.lineage:
+            check_founding(self.world, self)
             self.lineage = str(view.id)
             self.world.oracle.founded(self.lineage, self.state, self.world.holders(self, self.lineage))
             self._start(GENESIS)
             self.publish(GENESIS)
 
-    def state_loaded(self, header: Header, state: State, lineage: str) -> None:
-        """A pull is complete and checked."""
+    def state_loaded(self, header: Header, state: State, lineage: str, moved: int) -> None:
+        """A pull is complete and checked; so many ranges were not here already."""
         self.state, self.lineage = state, lineage
         self.world.oracle.loaded(self.machine.member_id, lineage, header, state)
+        if self.observation is not None and self.observation.caught_up:
+            self.world.oracle.replayed(self.machine.member_id, header, moved, self.world.plan.replaying.calm)
         self.feed(fx.StateLoaded(header.hash))
         if self.machine.phase is Phase.ACTIVE and not self.training:
             self._start(header)
 
     def _start(self, header: Header) -> None:
-        self.training = True
+        self.training, self.newcomer_since = True, -1.0
         self.header, self.dealing = header, self.machine.dealing
         self._begin()
 
@@ -268,12 +316,14 @@ class Node(Connected):
         self.kept = (before, self.state)
         results = None
         if header.kind is Kind.STEP and not header.error:
+            self.keeper.settle()
             buffer = self.plane.buffer(header.seq)
             buffer.head = header.hash
             results = [buffer.done.get(i, frozenset()) for i in range(self.world.program.ranges)]
             self.state = apply_result(self.state, results)
         oracle.committed(self.machine.member_id, self.lineage, before, header, self.state, results)
         self.header, self.dealing = header, self.machine.dealing
+        self.keeper.committed(before, header)
         self.externalise(before, header)
         if header.error:
             self.outcome = f"disagreement: {header.error}"
@@ -305,7 +355,7 @@ class Node(Connected):
 
     def leave(self, reason: str) -> None:
         """Ctrl+C."""
-        self.leaving = reason
+        self.leaving, self.asked_at = reason, self.kernel.now
         if self.machine.member_id:
             self.feed(fx.LeaveRequested(reason))
 
@@ -327,6 +377,8 @@ class Node(Connected):
     def _ejected(self, reason: str, rejoin: bool, phase: Phase) -> None:
         oracle = self.world.oracle
         oracle.ejections += 1
+        if "no link leads to" in reason:
+            self.world.edges.look()
         # A joiner that was loading when it reported may have loaded since; it was none of the members yet.
         in_the_job = phase in (Phase.ACTIVE, Phase.CLOSED) and "it was loading slot" not in reason
         if in_the_job and self.kernel.now - self.troubled_at > 10.0:
@@ -349,9 +401,14 @@ class Node(Connected):
         if self._pull is not None:
             self._pull.stop()
             self._pull = None
+        if self.observation is not None:
+            self.observation.stop()
+            self.observation = None
+        self.keeper, self.newcomer_since = self.keeper_class(self), -1.0
         self.machine = self.machine_class()
         self.plane = self._make_plane()
         self.wanted, self.unsent, self.training = frozenset(), {}, False
+        self.routing = self.routing_class(self)
         self.header, self.dealing, self.published, self.lineage = GENESIS, None, None, ""
         self.forget()
 

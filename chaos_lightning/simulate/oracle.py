@@ -54,6 +54,10 @@ class Oracle:
     hand_ons: int = 0
     redos: int = 0
     joins: int = 0
+    replays: int = 0
+    """Joins of those who had caught up by replay."""
+    moved: int = 0
+    """Ranges that these were sent all the same when they were let in."""
     ejections: int = 0
     refoundings: int = 0
 
@@ -84,6 +88,16 @@ class Oracle:
             raise Violation(
                 f"{who} joined at slot {header.seq} ({header.hash}) with a state that no donor has: {state} instead of "
                 f"{expected}"
+            )
+
+    def replayed(self, who: str, header: Header, moved: int, calm: bool) -> None:
+        """A newcomer that had caught up is in; so many ranges of its state were not the donors' (16, 18)."""
+        self.replays += 1
+        self.moved += moved
+        if calm and moved:
+            raise Violation(
+                f"{who} had caught up and nothing went wrong, yet {moved} ranges moved when it was let in at slot "
+                f"{header.seq}: all waited for what the log should have spared them (18)"
             )
 
     def committed(
@@ -204,7 +218,8 @@ def check_chain(views: Sequence[View]) -> None:
     seen: dict[str, bool] = {}
     for view in views:
         for member in view.ids():
-            if seen.get(member) is False and member not in view.joiners:
+            again = seen.get(member) is False and member not in view.joiners
+            if again and not view.reason.startswith("founded"):  # who never held the state may found the job anew
                 raise Violation(f"{member} was excluded and is a member of view {view.id} again (14b)")
         seen = {**dict.fromkeys(seen, False), **dict.fromkeys(view.ids(), True)}
 

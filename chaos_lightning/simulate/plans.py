@@ -13,6 +13,7 @@ from dataclasses import replace
 from random import Random
 
 from chaos_lightning.membership.types import Settings
+from chaos_lightning.simulate.joining_plans import JOINING
 from chaos_lightning.simulate.node import NodeSpec
 from chaos_lightning.simulate.training import Program
 from chaos_lightning.simulate.world import Fault, Plan
@@ -102,6 +103,7 @@ def random_plan(seed: int, kinds: tuple[str, ...] = KINDS, *, damage: float = 0.
             hang_timeout_s=8.0,
             last_holder_timeout_s=20.0,
             reconnect_grace_s=4.0,
+            observe_timeout_s=2.0,
         ),
         program=Program(
             epochs=random.choice((1, 2)),
@@ -110,7 +112,10 @@ def random_plan(seed: int, kinds: tuple[str, ...] = KINDS, *, damage: float = 0.
             window_s=random.choice((0.01, 0.03)),
         ),
         nodes=tuple(
-            NodeSpec(name=n, host=random.choice(hosts), quota=random.choice((1, 1, 2)), pace=pace[n]) for n in names
+            NodeSpec(
+                name=n, host=random.choice(hosts), quota=random.choice((1, 1, 2)), pace=pace[n], replay=seed % 2 > 0
+            )
+            for n in names
         ),
         starts=tuple(starts),
         faults=tuple(faults),
@@ -275,7 +280,9 @@ def blip_plan(seed: int) -> Plan:
 
 
 def any_plan(seed: int) -> Plan:
-    """What a long run uses: two fifths of it anything, the rest aimed."""
+    """What a long run uses: a part of it anything, the rest aimed."""
+    from chaos_lightning.simulate.wiring import WIRED  # it draws on this module
+
     families: tuple[Callable[[int], Plan], ...] = (
         random_plan,
         random_plan,
@@ -292,5 +299,7 @@ def any_plan(seed: int) -> Plan:
         last_holder_plan,
         last_holder_plan,
         blip_plan,
+        *JOINING,
+        *WIRED,
     )
     return families[seed % len(families)](seed)

@@ -1,8 +1,9 @@
 """Bulk transfers in a simulated job: a joiner's state, and the raw result of a handed-on slot.
 
-Theory of operation. Ranges are asked for one by one, each from a source chosen by chance; a source that is dead, frozen
-or without these very bytes does not answer (or answers later), and the range is asked for elsewhere. Some transfers are
-damaged on the way; a state is accepted only if its hash equals the donors' (PROTOCOL.md 19).
+Theory of operation. Ranges are asked for one by one, each from a source chosen by chance; a source that is dead,
+frozen or without these very bytes does not answer (or answers later), and the range is asked for elsewhere. Some
+transfers are damaged on the way; a state is accepted only if its hash equals the donors' (PROTOCOL.md 19). Requests
+reach whom any way over links that can be made leads to: transfers are relayed hop by hop.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from chaos_lightning.simulate.node import Node
 
 
-class _Pull:
+class Pull:
     """Asks sources until all ranges are here or it is stopped."""
 
     def __init__(self, node: Node, header: Header) -> None:
@@ -31,22 +32,26 @@ class _Pull:
 
     def _ask(self, member: str, serve: Callable[[Node], None]) -> None:
         """Runs `serve` in the source's process; its answer travels by `_answer`."""
-        source = self.node.world.fabric.nodes.get(member)
-        if source is not None and source.machine.member_id == member:
+        fabric = self.node.world.fabric
+        source = fabric.nodes.get(member)
+        if source is None or not fabric.reaches(self.node.name, source.name):
+            return
+        if source.machine.member_id == member:
             kernel = self.node.kernel
             kernel.after(kernel.between(0.0003, 0.003), lambda: source.deliver(lambda: serve(source)))
 
-    def _answer(self, action: Callable[[], None]) -> None:
+    def _answer(self, action: Callable[[], None], slow_s: float = 0.0) -> None:
         kernel = self.node.kernel
+        more = kernel.between(0.0, slow_s) if slow_s else 0.0
 
         def run() -> None:
             if not self.stopped:
                 action()
 
-        kernel.after(kernel.between(0.0003, 0.006), lambda: self.node.deliver(run))
+        kernel.after(kernel.between(0.0003, 0.006) + more, lambda: self.node.deliver(run))
 
 
-class StatePull(_Pull):
+class StatePull(Pull):
     """A joiner's state at one header, from the members that hold it."""
 
     def __init__(self, node: Node, header: Header, view: View) -> None:
@@ -54,8 +59,16 @@ class StatePull(_Pull):
         self._donors = [m.id for m in view.members if m.id not in view.joiners]
         self._ranges: dict[int, int] = {}
         self._hash: int | None = None
+        self._held: State | None = None
+        self._moved = 0
 
     def start(self) -> None:
+        observation = self.node.observation
+        if observation is not None and not self.stopped:
+            if not observation.followed(self.header):
+                self.node.timer(0.003, self.start)
+                return
+            self._held = observation.state
         kept = self.node.world.hooks.kept_ranges(self.node, self.header)
         self._ranges.update(kept)
         if len(kept) > self.node.world.program.ranges:
@@ -84,7 +97,9 @@ class StatePull(_Pull):
         self._answer(lambda: self._take(index, value, whole, lineage))
 
     def _take(self, index: int, value: int, whole: int, lineage: str) -> None:
-        self._ranges.setdefault(index, value)
+        if index not in self._ranges:
+            self._ranges[index] = value
+            self._moved += self._held is None or self._held[index] != value  # what is equal is not sent (16)
         self._hash = whole
         if len(self._ranges) > self.node.world.program.ranges:
             self._complete(lineage)
@@ -95,10 +110,10 @@ class StatePull(_Pull):
             self._ranges.clear()
             return
         self.stop()
-        self.node.state_loaded(self.header, state, lineage)
+        self.node.state_loaded(self.header, state, lineage, self._moved)
 
 
-class ResultPull(_Pull):
+class ResultPull(Pull):
     """The raw reduced ranges of a slot that others committed, verbatim."""
 
     def __init__(self, node: Node, header: Header, sources: tuple[Source, ...]) -> None:

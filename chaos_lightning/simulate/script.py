@@ -5,28 +5,49 @@ Theory of operation. A line says one thing; "#" starts a comment. What is not sa
     seed 3
     nodes n0 n1 n2:host=h1,quota=2,pace=2.5      # they say hello at once, a millisecond apart
     later j0 at 0.3                              # this one says hello later
+    later j1:replay=yes at 0.3                   # and this one offers to come in by replay
     set min_nodes 2                              # any field of Settings with a number
     program epochs 1                             # any field of Program
     slow n0 n1 0.03                              # messages between these two take up to 30 ms longer
     at 0.30 kill n1                              # kill, leave, drain, stream, stale: a node
     at 0.30 freeze n1 for 0.6                    # also lag NODE, sched-freeze, sched-crash
     at 0.20 link n0 n1                           # this link breaks; kill-too: both die
+    nodes a:neighbours=b+c b c                   # a names its neighbours (also: later)
+    unlinked n0 n2                               # these two can never make a link
+    plan auto                                    # how gradients travel
+    at 0.20 cut n0 n1 for 2                      # no network between these two; split n0,n1 for 2: between groups
+    at 0.20 remove-link n0 n1                    # by the operator; add-link; ask-remove, ask-add: the first node asks
+    at 0.20 rate n0 n1 1e6                       # what this link carries, as both ends measure it
     when n0 header 5 1 kill n0                   # before the 2nd header it sends from slot 5 on
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.membership.types import Settings
+from chaos_lightning.membership.types import PlanSpec, Settings
 from chaos_lightning.simulate.connected import NodeSpec
 from chaos_lightning.simulate.training import Program
 from chaos_lightning.simulate.world import Fault, Plan
 
+
+def _names(words: str) -> tuple[str, ...]:
+    return tuple(words.split("+"))
+
+
 _ALONE = ("sched-freeze", "sched-crash")
-_PAIRS = ("link", "kill-too")
-_ACTIONS = ("kill", "freeze", "leave", "drain", "stream", "lag", "stale", *_ALONE, *_PAIRS)
+_PAIRS = ("link", "kill-too", "cut", "add-link", "remove-link", "ask-add", "ask-remove")
+_ACTIONS = ("kill", "freeze", "leave", "drain", "stream", "lag", "stale", "split", *_ALONE, *_PAIRS)
+
+_KINDS: dict[str, Callable[[str], object]] = {
+    "host": str,
+    "quota": int,
+    "neighbours": _names,
+    "replay": lambda value: value == "yes",
+}
+"""What a node's values are; all others are numbers."""
 
 
 class Script:
@@ -48,6 +69,8 @@ class Script:
         self.starts: list[float] = []
         self.faults: list[Fault] = []
         self.slow: list[tuple[str, str, float]] = []
+        self.unlinked: list[tuple[str, str]] = []
+        self.measured = False
 
     def plan(self) -> Plan:
         return Plan(
@@ -58,6 +81,8 @@ class Script:
             starts=tuple(self.starts),
             faults=tuple(self.faults),
             slow_links=tuple(self.slow),
+            unlinked=tuple(self.unlinked),
+            measured=self.measured,
         )
 
     def line(self, words: list[str]) -> None:
@@ -75,6 +100,15 @@ class Script:
                 self.program = replace(self.program, **_number(Program, name, value))  # type: ignore[arg-type]
             case ["slow", one, other, seconds]:
                 self.slow.append((self._known(one), self._known(other), float(seconds)))
+            case ["unlinked", one, other]:
+                self.unlinked.append((self._known(one), self._known(other)))
+            case ["plan", kind]:
+                self.settings = replace(self.settings, plan=PlanSpec(kind))
+            case ["measured"]:
+                self.measured = True
+            case ["at", time, "rate", one, other, rate]:
+                one, other, self.measured = self._known(one), self._known(other), True
+                self.faults.append(Fault(action="rate", node=one, other=other, at=float(time), rate_bps=float(rate)))
             case ["at", time, *what]:
                 self.faults.append(replace(self._fault(what), at=float(time)))
             case ["when", name, kind, seq, skip, *what]:
@@ -89,11 +123,13 @@ class Script:
         values: dict[str, object] = {}
         for pair in rest.split(",") if rest else []:
             key, _, value = pair.partition("=")
-            values[key] = value if key == "host" else int(value) if key == "quota" else float(value)
+            values[key] = _KINDS.get(key, float)(value)
         try:
             self.nodes.append(NodeSpec(name=name, **values))  # type: ignore[arg-type]
         except TypeError as error:
-            raise ConfigurationError(f"node {words!r}: {error}; it may have host, quota and pace") from error
+            raise ConfigurationError(
+                f"node {words!r}: {error}; it may have host, quota and pace, neighbours and replay"
+            ) from error
         self.starts.append(start)
 
     def _known(self, name: str) -> str:
@@ -110,7 +146,7 @@ class Script:
         expected = 0 if action in _ALONE else 2 if action in _PAIRS else 1
         if action not in _ACTIONS or len(names) != expected:
             raise ConfigurationError(f"no such fault: {' '.join(words)!r}; there are {', '.join(_ACTIONS)}")
-        for name in names:
+        for name in names[0].split(",") if action == "split" else names:
             self._known(name)
         first, other = (*names, "", "")[:2]
         return Fault(action=action, node=first, other=other, lasts=lasts)

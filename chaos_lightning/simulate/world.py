@@ -8,16 +8,18 @@ time is up: then the job is stuck, which is a violation too, since plans leave e
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from chaos_lightning.membership.effects import Drain, MemberEffect, Note, Persist
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.types import Header, Kind, Settings
+from chaos_lightning.simulate.edges import LINK_FAULTS, Edges
 from chaos_lightning.simulate.fabric import Fabric
 from chaos_lightning.simulate.host import SchedulerHost, Store
 from chaos_lightning.simulate.kernel import Kernel
 from chaos_lightning.simulate.node import Node, NodeSpec, Trap
+from chaos_lightning.simulate.observing import Patience, Replaying
 from chaos_lightning.simulate.oracle import Oracle, Violation, check_chain
 from chaos_lightning.simulate.training import Program
 
@@ -47,8 +49,9 @@ class Fault:
 
     Attributes:
         action: "kill", "kill-too" (and `other` with it), "freeze", "leave", "drain", "link", "stream", "lag", "stale",
-            "sched-freeze", "sched-crash", "sched-crash-write" (see `World._crash_in_write`).
-        node: Name of the node, "root" for the commit root at that moment, "" for the scheduler.
+            "sched-freeze", "sched-crash", "sched-crash-write" (see `World._crash_in_write`); to links (edges.py):
+            "cut", "split", "add-link", "remove-link", "ask-add", "ask-remove", "rate".
+        node: Name of the node, "root" for the commit root at that moment, "" for the scheduler; "a,b" for "split".
         at: Virtual time in seconds; ignored with `trap`.
         other: The other end of a link.
         lasts: Duration in seconds of what ends by itself.
@@ -61,6 +64,8 @@ class Fault:
     other: str = ""
     lasts: float = 0.0
     trap: tuple[str, int, int] | None = None
+    rate_bps: float = 0.0
+    """What the link carries from now on, for "rate"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,15 @@ class Plan:
     faults: tuple[Fault, ...] = ()
     slow_links: tuple[tuple[str, str, float], ...] = ()
     """(node, node, extra seconds): messages between these two take up to so much longer."""
+    measured: bool = False
+    """Members measure their links."""
+    rates: tuple[tuple[str, str, float], ...] = ()
+    """(node, node, bits per second) where links are not usual."""
+    unlinked: tuple[tuple[str, str], ...] = ()
+    """Pairs of nodes that can never make a link."""
+    replaying: Replaying = field(default_factory=Replaying)
+    patience_s: float = 0.0
+    """Given: whoever has been ready for so long, since the last fault was over, must be in."""
     damage: float = 0.0
     """Part of all pulled state ranges that are damaged on the way."""
     store_s: float = 0.004
@@ -97,6 +111,8 @@ class Outcome:
     ejections: int
     views: int
     errors: int = 0
+    replays: int = 0
+    moved: int = 0
 
 
 @dataclass(slots=True)
@@ -119,6 +135,9 @@ class World:
         self.fabric = Fabric(self.kernel)
         for one, other, extra in plan.slow_links:
             self.fabric.slow_links[frozenset((one, other))] = extra
+        for one, other in plan.unlinked:
+            self.fabric.block(one, other, float("inf"))
+        self.rates = {frozenset((one, other)): rate_bps for one, other, rate_bps in plan.rates}
         self.store = self.hooks.store_class()
         self.oracle = Oracle(plan.program, self.store.views)
         self._counters = _Counters()
@@ -131,6 +150,8 @@ class World:
         for number, (spec, start) in enumerate(zip(plan.nodes, plan.starts, strict=True), 1):
             node = self.nodes[spec.name] = self.hooks.node_class(self, spec, number)
             self.kernel.at(start, node.connect)
+        self.edges = Edges(self)
+        self._patience = Patience(self)
         self._todo = len(plan.faults)
         for fault in plan.faults:
             self._schedule(fault)
@@ -140,8 +161,13 @@ class World:
         check = SchedulerMachine.validate_state if self.validate else None
         machine = self.hooks.scheduler_class
         host = self.hooks.host_class(self.kernel, self.store, plan.settings, machine, plan.store_s, check, self._gone)
-        host.on_note = lambda note: self.on_note(note)
+        host.on_note = self._heed
         return host
+
+    def _heed(self, note: Note) -> None:
+        if note.name == "view":
+            self.edges.check(self.scheduler.machine.chain[-1])
+        self.on_note(note)
 
     def _gone(self, member: str) -> bool:
         """The process table of the scheduler's machine."""
@@ -198,6 +224,9 @@ class World:
             self._say(f"the scheduler freezes for {fault.lasts:g} s")
             host.freeze()
             self.kernel.after(fault.lasts, host.thaw)
+        elif fault.action in LINK_FAULTS:
+            self._say(f"{fault.action} {fault.node} {fault.other}")
+            self.edges.strike(fault)
         elif fault.action == "sched-crash":
             self._say("the scheduler dies")
             self.scheduler.crash()
@@ -236,6 +265,7 @@ class World:
 
     def _say(self, words: str) -> None:
         self.log.append(f"{self.kernel.now:.4f} {words}")
+        self._patience.disturbed()
         self.on_fault(words)
 
     def _root(self) -> Node | None:
@@ -326,6 +356,8 @@ class World:
             oracle.ejections,
             len(self.store.views),
             errors,
+            oracle.replays,
+            oracle.moved,
         )
 
     def _final(self) -> None:
