@@ -21,6 +21,8 @@ processes again comes on top, and is measured once, as a fresh interpreter that 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -74,15 +76,14 @@ class Bench:
 
         self._seq += 1
         layout = layout_of(state_mib)
-        path = self._folder / f"state-{self._seq}"
+        path = self._folder / f"chaos-transfer-{os.getpid()}-{self._seq}"
         flat = torch.from_file(str(path), shared=True, size=sum(layout), dtype=torch.uint8)
         step = 16 * MIB
         generator = torch.Generator().manual_seed(self._seed)
         for at in range(0, flat.numel(), step):
             flat[at : at + step].random_(generator=generator)
         self.net.publish(path, layout, self._seq)
-        for old in self._kept:
-            old.unlink()
+        self.close()
         self._kept = [path]  # a donor that is started again reads it
         self.newcomer = Newcomer(layout)
         if not self.rates:
@@ -92,6 +93,11 @@ class Bench:
             self.rates = {name: max(rate, self.net.rate(name)) for name, rate in self.carried.items()}
         self.newcomer._flat.copy_(flat)
         self.fixed_s = self.pull("adaptive", empty=False).seconds  # everybody hashes once; nothing is missing
+
+    def close(self) -> None:
+        """Forget the state's file."""
+        for path in self._kept:
+            path.unlink(missing_ok=True)
 
     def pull(
         self, policy: str, *, estimates: Any = None, empty: bool = True, progress: Any = None, **options: Any
@@ -264,8 +270,10 @@ def main() -> int:
     links = {(name, NEW): rate for name, rate in RATES_BPS.items()} | BEHIND_BPS
     rows: dict[str, dict[str, float]] = {}
     shared = Path("/dev/shm")
-    with scratch() as folder, network(links, NEW, disk_bps=args.disk_mbps * 1e6, folder=folder) as net:
-        bench = Bench(net, shared if shared.is_dir() else folder, args.seed)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(scratch())
+        net = stack.enter_context(network(links, NEW, disk_bps=args.disk_mbps * 1e6, folder=folder))
+        bench = stack.enter_context(contextlib.closing(Bench(net, shared if shared.is_dir() else folder, args.seed)))
         bench.load(max(sizes))
         for name, rate in bench.carried.items():
             result.add(f"link {name}: carried over nominal", rate / net.rate(name), "ratio")
