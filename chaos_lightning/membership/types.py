@@ -16,6 +16,12 @@ import json
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
+from chaos_lightning.membership.reports import CatchUp as CatchUp
+from chaos_lightning.membership.reports import LinkReport as LinkReport
+from chaos_lightning.membership.reports import LinkRequest as LinkRequest
+from chaos_lightning.membership.reports import Progress as Progress
+from chaos_lightning.membership.reports import SourceProgress as SourceProgress
+
 Span = tuple[int, int]
 """Half-open interval [start, stop)."""
 
@@ -303,60 +309,6 @@ class Entered:
     step: int
     head: str
     loaded: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class CatchUp:
-    """An observer tells how far it is (PROTOCOL.md 17, 18)."""
-
-    seq: int
-    """Last slot that is applied to its state."""
-    able: bool = True
-    """False: it cannot catch up, or lost the log, and asks to be let in by a pause."""
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceProgress:
-    member: str
-    nbytes: int
-    rate_bps: float
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """A newcomer's transfer, told about once a second."""
-
-    phase: str
-    """"pull", "replay" or "prove"."""
-    done_nbytes: int
-    total_nbytes: int
-    rate_bps: float
-    lag: int = 0
-    """Steps of the log that are not applied yet."""
-    sources: tuple[SourceProgress, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class LinkReport:
-    """What a member measured on its link to `peer`, or that the link carries nothing (rate 0)."""
-
-    peer: str
-    latency_s: float
-    """Half a round trip."""
-    rate_bps: float
-    """Bits per second that this member can send to the peer."""
-    evidence: str
-    """"probe" or "transfer", and why it was measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkRequest:
-    """The primitives connect-link and disconnect-link (Chaos, Fig. 4c and 4d), asked for by a member."""
-
-    peer: str
-    add: bool
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

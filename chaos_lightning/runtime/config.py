@@ -49,8 +49,8 @@ class EngineConfig:
             kernel permits it (see transport/reference.py). Off: everything passes through sockets.
         state_hash_every: Compare state hashes of all members every so many steps; 0 never.
         join_by: How this member comes into a running job: "replay" (it replays what the others commit, and nobody
-            waits), "pause" (all wait while it gets the state), "auto" (by replay if its steps are a pure function of state
-            and gradients, else by pause; the event log gives the reason).
+            waits), "pause" (all wait while it gets the state), "auto" (by replay if its steps are a pure function of
+            state and gradients, else by pause; the event log gives the reason).
         transfer: Which member sends this one which part of the state: adaptive (planned by what is known of the links,
             corrected by what is measured), or greedy, optimal, even, single, shared, as in the paper Chaos.
         neighbours: Nodes or members to have links with, separated by commas or +; empty: all that can be reached.

@@ -90,10 +90,10 @@ class Engine:
         self._mail = Mailbox(config.name, endpoint=config.endpoint)
         self._waiting = Waiting(self._mail, self.events)
         self._transfer = Transfer(config.job, self._token, self._mail, self.events)
-        self._transfer.policy, self._transfer.tell = config.transfer, self._send_control
-        self._transfer.estimates = self._estimates
         self._loop = IoLoop("chaos-io", self._on_crash)
         self._shell = Shell(self._loop, self._mail, self.events, self._transfer, self._send_control)
+        self._transfer.policy, self._transfer.tell = config.transfer, self._send_control
+        self._transfer.estimates, self._transfer.near = self._shell.estimates, self._shell.near
         self._agent: Agent | None = None
         self._window: Window | None = None
         self._hello: Hello | None = None
@@ -117,10 +117,6 @@ class Engine:
     @property
     def world_size(self) -> int:
         return len(self.view.members) if self.view is not None else 1
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
 
     # ------------------------------------------------------------------ set-up
 
@@ -425,13 +421,8 @@ class Engine:
         said = self._hello
         self.events.emit("rejoin", old_id=self.member_id)
         self._forget()
-        return self.join(
-            fingerprint=dict(said.fingerprint),
-            quota=said.quota,
-            accumulate=said.accumulate,
-            state=state,
-            replay=self._replay,
-        )
+        whose = {"fingerprint": dict(said.fingerprint), "quota": said.quota, "accumulate": said.accumulate}
+        return self.join(**whose, state=state, replay=self._replay)  # type: ignore[arg-type]
 
     def _forget(self) -> None:
         """Back to before the hello: a fresh machine, no view, no published state (PROTOCOL.md 11)."""
@@ -487,10 +478,6 @@ class Engine:
     def _send_control(self, message: FromMember) -> None:
         if self._agent is not None:
             self._agent.send(message)
-
-    def _estimates(self) -> dict[str, tuple[float, float]]:
-        links = self._shell.links
-        return {r.peer: (r.latency_s, r.rate_bps) for r in (links.reports() if links else ()) if r.rate_bps > 0}
 
     def _on_control(self, message: ToMember) -> None:
         self._waiting.hear(message)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.types import GENESIS, Header, View
 from chaos_lightning.replication.access import StateAccess
@@ -60,7 +60,7 @@ class Entrance:
         Raises:
             FencedError, RefusedError, DepartedError, DeadlineError, StateError: See errors.py.
         """
-        mail = self._mail
+        mail, observed = self._mail, False
         while True:
             with mail.changed:
                 mail.wait(
@@ -83,10 +83,17 @@ class Entrance:
                     return Place("joiner", *pull)
             elif view is None:
                 assert observe is not None
+                observed = True
                 if replay is not None:
-                    Observation(
-                        self._transfer, mail, self._shell.events, window, replay, self._shell.to_scheduler
-                    ).run(*observe, state, deadline)
+                    Observation(self._transfer, mail, self._shell.events, window, replay, self._shell.to_scheduler).run(
+                        *observe, state, deadline
+                    )
+            elif observed and mail.who() not in view.joiners:
+                # Those whose state it was about to take are gone, and what lies here is neither theirs nor its own.
+                raise StateError(
+                    f"{mail.who()} would found the job again, but its state is a mixture: it was replaying that of "
+                    "members that are all gone; start this process again"
+                )
             elif mail.who() in view.joiners:
                 with mail.changed:
                     mail.wait(lambda: mail.giving_up or mail.pull is not None, "the state's header", deadline)

@@ -290,18 +290,18 @@ class Links:
         link = self._links.get(peer)
         return float("inf") if link is None else now - link.heard_at
 
-    def message(self, peer: str, payload: bytes) -> None:
-        """Sends an encoded PeerMessage, over one link or several, now or when there is a way."""
+    def message(self, peer: str, payload: bytes, view: ViewId = NO_VIEW) -> None:
+        """Sends an encoded PeerMessage, over one link or several (by the ways of `view`), now or when it can."""
         link = self._links.get(peer)
         if link is not None:
             link.send(FrameType.MESSAGE, payload=(memoryview(payload),))
         else:
-            self._post(Letter(peer, self.me, self._router.hops, payload))
+            self._post(Letter(peer, self.me, self._router.hops, payload, view))
 
     def _post(self, letter: Letter, came_from: str = "") -> None:
         """Sends a letter on, has it wait, or drops it."""
-        hop = letter.to if letter.to in self._links else self._router.hop(letter.to)
-        link = self._links.get(hop)
+        hop = letter.to if letter.to in self._links else self._router.hop(letter.to, letter.view)
+        link = self._links.get(hop or "")
         if hop and hop == came_from:
             self._owner.undelivered(letter.to, letter.source, f"{came_from}, where it came from, is the next hop")
         elif link is not None and hop == letter.to and letter.source == self.me:
@@ -312,7 +312,7 @@ class Links:
                 self._owner.undelivered(letter.to, letter.source, f"{len(data)} bytes are too many for one frame")
             else:
                 link.send(FrameType.ROUTED, payload=(memoryview(data),))
-        elif not hop and letter.to not in self._wanted:
+        elif hop == "" and letter.to not in self._wanted:
             self._owner.undelivered(letter.to, letter.source, "no way to it is known")
         elif len(self._letters) >= _MAX_WAITING_MESSAGES:
             self._owner.undelivered(letter.to, letter.source, f"{_MAX_WAITING_MESSAGES} messages wait already")
@@ -357,7 +357,7 @@ class Links:
             self._owner.undelivered(letter.to, letter.source, "it has come over as many links as any way has")
         else:
             self.relayed += 1
-            self._post(Letter(letter.to, letter.source, letter.hops_left - 1, letter.payload), peer)
+            self._post(Letter(letter.to, letter.source, letter.hops_left - 1, letter.payload, letter.view), peer)
 
     # ------------------------------------------------------------------ chunks and pings
 

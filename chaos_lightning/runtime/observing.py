@@ -19,11 +19,11 @@ from chaos_lightning.errors import ChaosError
 from chaos_lightning.membership.types import CatchUp, Header, Progress, View
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.replication.access import StateAccess
-from chaos_lightning.replication.client import Endpoint
 from chaos_lightning.replication.log_reader import LogEntry, LogReader
 from chaos_lightning.replication.replay import Replay
 from chaos_lightning.runtime.codec import decode
 from chaos_lightning.runtime.mailbox import Mailbox
+from chaos_lightning.runtime.sources import endpoints
 from chaos_lightning.runtime.transfer import Transfer
 from chaos_lightning.runtime.window import Window
 
@@ -69,7 +69,7 @@ class Observation:
         sources = [m for m in view.members if m.id not in view.joiners]
         self._events.emit("observing", seq=header.seq, head=header.hash, sources=[m.id for m in sources])
         reader = LogReader(
-            [Endpoint(m.id, m.address, m.port) for m in sources],
+            [e for e in endpoints(sources, view, self._transfer.near()) if not e.route],
             self._transfer.dial,
             header,
             decode=lambda data: decode(Header, data),
@@ -87,9 +87,7 @@ class Observation:
             self._give_up(at, str(error))
         finally:
             reader.close()
-            self._events.emit(
-                "replayed", seq=at.seq, step=at.step, steps=self._applied, nbytes=reader.received_nbytes
-            )
+            self._events.emit("replayed", seq=at.seq, step=at.step, steps=self._applied, nbytes=reader.received_nbytes)
 
     # ------------------------------------------------------------------ the log
 
@@ -151,6 +149,7 @@ class Observation:
         mail = self._mail
         return (
             mail.pull is not None
+            or mail.observe is not None
             or mail.view is not None
             or mail.ejected is not None
             or mail.crash is not None

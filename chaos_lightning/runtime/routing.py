@@ -18,12 +18,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.membership.types import LinkSpec, View
+from chaos_lightning.membership.types import NO_VIEW, LinkSpec, View, ViewId
 
 MAX_HOPS = 255
 """A letter starts with as many hops as its view has members, and with no more than these."""
 
-_HEAD = struct.Struct("<BHH")
+_HEAD = struct.Struct("<BHHQQ")
 _MAX_ID_NBYTES = 1024
 
 
@@ -68,11 +68,14 @@ class Letter:
     source: str
     hops_left: int
     payload: bytes | memoryview
+    view: ViewId = NO_VIEW
+    """Whose ways it goes; NO_VIEW: those of whatever view rules where it is."""
 
     def packed(self) -> bytes:
         """What a ROUTED frame carries."""
         to, source = self.to.encode(), self.source.encode()
-        return b"".join((_HEAD.pack(self.hops_left, len(to), len(source)), to, source, self.payload))
+        head = _HEAD.pack(self.hops_left, len(to), len(source), self.view.term, self.view.number)
+        return b"".join((head, to, source, self.payload))
 
 
 def unpacked(data: memoryview) -> Letter:
@@ -83,7 +86,7 @@ def unpacked(data: memoryview) -> Letter:
     """
     if data.nbytes < _HEAD.size:
         raise WireError(f"a routed message of {data.nbytes} bytes; expected at least {_HEAD.size}")
-    hops_left, to_nbytes, source_nbytes = _HEAD.unpack(data[: _HEAD.size])
+    hops_left, to_nbytes, source_nbytes, term, number = _HEAD.unpack(data[: _HEAD.size])
     start = _HEAD.size + to_nbytes + source_nbytes
     if not 0 < to_nbytes <= _MAX_ID_NBYTES or not 0 < source_nbytes <= _MAX_ID_NBYTES or start > data.nbytes:
         raise WireError(f"a routed message with names of {to_nbytes} and {source_nbytes} bytes in {data.nbytes} bytes")
@@ -94,7 +97,7 @@ def unpacked(data: memoryview) -> Letter:
         source = str(data[_HEAD.size + to_nbytes : start], "utf-8")
     except UnicodeDecodeError as error:
         raise WireError(f"a routed message whose names are no text: {error}") from error
-    return Letter(to, source, hops_left, data[start:])
+    return Letter(to, source, hops_left, data[start:], ViewId(term, number))
 
 
 class Router:
@@ -103,9 +106,12 @@ class Router:
     def __init__(self) -> None:
         self._ruling: tuple[View | None, dict[str, str]] = (None, {})
         self._coming: list[tuple[View, dict[str, str]]] = []
+        self._former: tuple[View | None, dict[str, str]] = (None, {})
 
     def rule(self, me: str, view: View | None) -> None:
         """`view` rules from now on; None: this member is in none."""
+        if view is None or self._ruling[0] is None or view.id != self._ruling[0].id:
+            self._former = self._ruling
         self._ruling = (view, _ways(me, view) if view is not None else {})
         self._coming = [(v, ways) for v, ways in self._coming if view is None or v.id > view.id]
 
@@ -121,8 +127,17 @@ class Router:
         known = [view for view, _ in self._coming] + [view for view in self._ruling[:1] if view is not None]
         return min(MAX_HOPS, max([len(view.members) for view in known], default=1))
 
-    def hop(self, to: str) -> str:
-        """The neighbour on the way to this member; "" if none is known."""
+    def hop(self, to: str, view: ViewId = NO_VIEW) -> str | None:
+        """The neighbour on the way to this member in this view; "" if none is known, None before the view is.
+
+        While a view changes two members stand in different ones for a moment. By the ways of its own view a letter
+        never runs in circles; by those of others it would, and be lost.
+        """
+        ruling, former = self._ruling[0], self._former[0]
+        if ruling is not None and view > ruling.id:
+            return next((ways.get(to, "") for v, ways in self._coming if v.id == view), None)
+        if former is not None and view == former.id and to in self._former[1]:
+            return self._former[1][to]
         found = self._ruling[1].get(to, "")
         for _, ways in reversed(self._coming):
             found = found or ways.get(to, "")

@@ -8,12 +8,13 @@ event; the effects that come back are carried out here in their order. What the 
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.collectives.reducer import Reducer
-from chaos_lightning.errors import WireError
+from chaos_lightning.errors import RefusedError, WireError
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.recovery import needs_bytes, with_scope
@@ -38,6 +39,8 @@ from chaos_lightning.membership.types import (
 )
 from chaos_lightning.observe.events import Event, EventLog, committed_fields
 from chaos_lightning.planning.ledger import subtract
+from chaos_lightning.replication.client import Endpoint
+from chaos_lightning.replication.forward import Forwarder
 from chaos_lightning.runtime.codec import decode_peer, encode, encode_peer
 from chaos_lightning.runtime.links import PING_INTERVAL_S, Links
 from chaos_lightning.runtime.mailbox import Mailbox
@@ -111,6 +114,11 @@ class Shell:
         machine = self.machine
         return Heartbeat(machine.view.id if machine.view else ViewId(), machine.seq, machine.step)
 
+    def estimates(self) -> dict[str, tuple[float, float]]:
+        """What was measured of the links to others: {member: (latency in s, rate in bits per second)}."""
+        reports = self.links.reports() if self.links is not None else ()
+        return {r.peer: (r.latency_s, r.rate_bps) for r in reports if r.rate_bps > 0}
+
     # ------------------------------------------------------------------ events
 
     def contribute(self, contribution: Contribution) -> None:
@@ -147,6 +155,7 @@ class Shell:
             return
         me = message.member.id
         self.links.me = me
+        self.server.forwarder = Forwarder(me, self.dial)
         if self.reducer is None or self.reducer.me != me:  # a scheduler that was restarted gives newcomers new ids
             self.reducer = Reducer(self.memory, self._grid, me, self.links.chunk, self._ranges_done)
         self.mailbox.post(member=message.member)
@@ -226,7 +235,7 @@ class Shell:
                 if self.links is not None:
                     if isinstance(message, Header) and message.view_change is not None:
                         self.links.foresee(message.view_change)
-                    self.links.message(peer, encode_peer(message))
+                    self.links.message(peer, encode_peer(message), message.view)
             case fx.Connect(peers):
                 if self.links is not None:
                     self.links.rule(self.machine.view)
@@ -316,6 +325,18 @@ class Shell:
             self.events.emit("released", seq=header.seq)
         self._observed = bool(header.observers)
 
+    def near(self) -> frozenset[str]:
+        """Members that this one has a link to."""
+        return frozenset(p for p, up in dict(self.machine.links).items() if up)
+
+    def dial(self, member_id: str) -> socket.socket:
+        """A bulk connection to a member that this one may know, for others (replication/forward.py)."""
+        view = self.machine.view
+        member = view.find(member_id) if view is not None else None
+        if member is None:
+            raise RefusedError(f"{member_id} is no member of the view that {self.machine.member_id} is in")
+        return self.transfer.dial(Endpoint(member.id, member.address, member.port))
+
     def _hand_on(self, header: Header, sources: tuple[Source, ...]) -> None:
         view = self.machine.view
         resolved = []
@@ -326,8 +347,10 @@ class Shell:
             resolved.append((member, source.spans))
         if self.memory is not None and self.reducer is not None:
             own = self.reducer.held((header.view, header.seq)) or ()
+            assert view is not None
             self.transfer.hand_on(
                 header,
+                view,
                 tuple(resolved),
                 subtract(self.reducer.scope_spans(), own),
                 self.memory,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from chaos_lightning.collectives.layout import Layout
 from chaos_lightning.collectives.memory import Memory
@@ -21,6 +21,7 @@ from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.session import PullProgress
 from chaos_lightning.replication.snapshot import Snapshot
 from chaos_lightning.runtime.mailbox import Mailbox
+from chaos_lightning.runtime.sources import endpoint, endpoints
 from chaos_lightning.transport.handshake import Greeting, dial
 
 Sources = tuple[tuple[Member, tuple[Span, ...]], ...]
@@ -37,6 +38,8 @@ class Transfer:
         self.policy = "adaptive"
         self.estimates: Callable[[], Mapping[str, tuple[float, float]]] = dict
         """What is known of the links: {member: (latency in s, rate in bits per second)}."""
+        self.near: Callable[[], Collection[str]] = frozenset
+        """Members that this one has a link to."""
         self.tell: Callable[[ProgressMessage], None] = lambda _: None
         self._copying: Snapshot | None = None
         self._job = job
@@ -102,7 +105,7 @@ class Transfer:
         self._events.emit("pull_started", seq=header.seq, head=header.hash, sources=[m.id for m in sources])
         try:
             report = pull_state(
-                [Endpoint(m.id, m.address, m.port) for m in sources],
+                endpoints(sources, view, self.near()),
                 self.dial,
                 head=header.hash,
                 seq=header.seq,
@@ -167,12 +170,19 @@ class Transfer:
         return mail.pull is not None or mail.ejected is not None or mail.crash is not None or mail.giving_up
 
     def hand_on(
-        self, header: Header, sources: Sources, wanted: tuple[Span, ...], memory: Memory, done: Callable[[], None]
+        self,
+        header: Header,
+        view: View,
+        sources: Sources,
+        wanted: tuple[Span, ...],
+        memory: Memory,
+        done: Callable[[], None],
     ) -> None:
         """Fetches a handed-on slot's raw bytes in an own thread, then calls `done` (PROTOCOL.md 9).
 
         Args:
             header: The slot's header.
+            view: The present one.
             sources: Who holds which bytes; no spans means all that the step reduced.
             wanted: What the step reduced.
             memory: Where the bytes go: verbatim, into the slot's result buffer.
@@ -182,7 +192,7 @@ class Transfer:
         def work() -> None:
             try:
                 pull_result(
-                    [Endpoint(m.id, m.address, m.port) for m, _ in sources],
+                    [endpoint(m, view, self.near()) for m, _ in sources],
                     self.dial,
                     head=header.hash,
                     seq=header.seq,

@@ -136,4 +136,3 @@ class Window:
                 reducer.ready(seq, cells)
 
         self._loop.call(ready)
-

@@ -249,7 +249,7 @@ def test_a_message_that_fits_no_frame_with_its_address_is_dropped_and_told(
     a, b, c = nodes.values()
     a.rule(a_view(1, (a, b, c), "ab bc"))
     a.say(c.id, bytes(100))
-    assert a.undone == [(c.id, a.id, "111 bytes are too many for one frame")]
+    assert a.undone == [(c.id, a.id, "127 bytes are too many for one frame")]
 
 
 @pytest.mark.parametrize("data", [b"", b"\x01\x09\x00\x09\x00abc", b"\xff" * 40])
