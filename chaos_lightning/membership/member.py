@@ -157,13 +157,11 @@ class MemberMachine(Observing):
                 self._leave_now(reason)
 
     def _on_welcome(self, message: Welcome) -> None:
-        again = self.member_id == message.member.id
         self.role = message.role
-        if not again:
+        if self.member_id != message.member.id:
             assert self.view is None, f"{self.member_id} is in {self.view} and is welcomed as {message.member.id}"
             self.member_id = message.member.id
-            self.phase = Phase.WAITING
-            self._ready_sent = False
+            self.phase, self._ready_sent = Phase.WAITING, False
             self._observe_anew()
             return
         # The control stream was replaced: whatever was under way on the old one is said again. Links go first: a link
