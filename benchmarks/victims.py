@@ -64,16 +64,16 @@ class Trap:
                 return
         self._chunk(peer, kind, view, seq, start, payload)
 
-    def message(self, peer: str, payload: bytes) -> None:
+    def message(self, peer: str, payload: bytes, *ways: Any) -> None:
         from chaos_lightning.membership.types import Header
 
         value = self._decode(payload)
         if not isinstance(value, Header) or value.seq != self._seq:
-            self._message(peer, payload)
+            self._message(peer, payload, *ways)
             return
         if peer != self._chosen:
             return
-        self._message(peer, payload)
+        self._message(peer, payload, *ways)
         for link in self._links._links.values():
             while link.open and link._queue:  # what is not withheld must have left this process
                 select.select([], [link._fd], [], 1.0)

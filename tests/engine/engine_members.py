@@ -94,8 +94,8 @@ def die_after_first_header(trainer: Trainer) -> None:
     assert links is not None
     send = links.message
 
-    def once(peer: str, payload: bytes) -> None:
-        send(peer, payload)
+    def once(peer: str, *letter: Any) -> None:
+        send(peer, *letter)
         # Sockets are closed by the kernel in order, what was written before still arrives.
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -83,6 +83,7 @@ def test_everything_that_can_be_given_arrives(tmp_path: Path) -> None:
         "by_reference": "no",
         "state_hash_every": "5",
         "join_by": "pause",
+        "transfer": "even",
         "neighbours": "a+b",
         "heartbeat_interval_s": "0.2",
         "heartbeat_timeout_s": "1.25",

@@ -289,6 +289,8 @@ class Training:
 def training(tmp_path: Path, torchrun: Callable[..., Torchrun], monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
     with Harness(tmp_path, deadline_s=PATIENCE_S) as harness:
         monkeypatch.setenv("CHAOS_LOG_DIR", str(harness.logs))
+        # Workers are held at gates until somebody is admitted, which a replay would never be.
+        monkeypatch.setenv("CHAOS_JOIN_BY", "pause")
         yield Training(harness, torchrun)
 
 
