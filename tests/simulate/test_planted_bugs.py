@@ -24,7 +24,11 @@ def test_planted_bug_is_noticed(name: str) -> None:
     assert first_found(name) < BOUND
 
 
-@pytest.mark.parametrize("name", BUGS)
+CONTROLS = [pytest.param(n, marks=pytest.mark.slow) if n.startswith(("links-", "15-")) else n for n in BUGS]
+"""Networks with lost links, and newcomers that observe, take ten seconds each; their seeds run in other tests as well."""
+
+
+@pytest.mark.parametrize("name", CONTROLS)
 def test_without_the_bug_the_same_jobs_are_well(name: str) -> None:
     """Or the plan, or the other guard that is off, would be what is noticed."""
     bug = BUGS[name]

@@ -40,7 +40,7 @@ def three(job: Job, join_by: str, **common: Any) -> None:
     ],
 )
 def test_newcomer_replays_while_the_others_train(job: Job, model: str, extra: dict[str, Any]) -> None:
-    common = {"model": model, "epochs": 60, "samples": 48, "callbacks": ("checkpoint",), **extra}
+    common = {"model": model, "epochs": 40, "samples": 48, "callbacks": ("checkpoint",), **extra}
     three(job, "replay", **common)
     reports = job.finish("a", "b", "c")
     same(reports, lines=5)
