@@ -25,7 +25,7 @@ def test_planted_bug_is_noticed(name: str) -> None:
 
 
 CONTROLS = [pytest.param(n, marks=pytest.mark.slow) if n.startswith(("links-", "15-")) else n for n in BUGS]
-"""Networks with lost links, and newcomers that observe, take ten seconds each; their seeds run in other tests as well."""
+"""Networks with lost links, and newcomers that observe, take ten seconds each; other tests run such seeds as well."""
 
 
 @pytest.mark.parametrize("name", CONTROLS)
