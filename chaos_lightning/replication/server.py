@@ -40,7 +40,7 @@ from chaos_lightning.replication.log import DEFAULT_CAP_NBYTES, Entry, SlotLog
 from chaos_lightning.replication.manifest import encode_manifest
 from chaos_lightning.replication.memory import Region, region, synchronize
 from chaos_lightning.replication.pace import Pace
-from chaos_lightning.replication.snapshot import Snapshot
+from chaos_lightning.replication.snapshot import Snapshot, available_nbytes
 from chaos_lightning.replication.table import StateTable, build_table
 
 
@@ -57,7 +57,8 @@ class ServerConfig:
     pending_interval_s: float = 0.25
     """How often a waiting peer is told that this donor lives."""
     snapshot_cap_nbytes: int = 0
-    """A larger state is not copied for observers; 0: half of the memory that is available then."""
+    """A larger state is not copied for observers; 0: half of the memory that is available then, shared by the members
+    of this machine."""
     log_cap_nbytes: int = DEFAULT_CAP_NBYTES
     lease_s: float = 600.0
     """A snapshot nobody asked anything of for so long is given up."""
@@ -208,6 +209,7 @@ class StateServer:
         manifest: Mapping[str, object],
         *,
         volatile: Collection[str] = (),
+        sharers: int = 1,
     ) -> Snapshot:
         """Keep a copy of the state after this header servable until `release`; replaces the one before.
 
@@ -217,6 +219,7 @@ class StateServer:
             tensors: Replicated tensors in their fixed order. They must be still until the snapshot is settled.
             manifest: Everything else; encoded here and now.
             volatile: Names of tensors that change before that: they are copied now.
+            sharers: Members on this machine that make such a copy at the same time.
 
         Raises:
             StateError: It is too large, or the manifest cannot travel; who asks for it hears the reason.
@@ -224,7 +227,8 @@ class StateServer:
         try:
             synchronize(t for _, t in tensors)
             encoded = encode_manifest(manifest, tensors)
-            copy = Snapshot(tensors, volatile=volatile, cap_nbytes=self.config.snapshot_cap_nbytes)
+            cap_nbytes = self.config.snapshot_cap_nbytes or available_nbytes() // (2 * max(1, sharers))
+            copy = Snapshot(tensors, volatile=volatile, cap_nbytes=cap_nbytes)
             with torch.no_grad():
                 attached = [(name, t.detach().clone()) for name, t in encoded.tensors]
         except StateError as error:

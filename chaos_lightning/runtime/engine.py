@@ -353,7 +353,7 @@ class Engine:
         headers name any. Costs nothing otherwise."""
         header, self._unserved = self._unserved, None
         if header is not None and not self.out:
-            self._transfer.snapshot(header, state, self._need_window().layout)
+            self._transfer.snapshot(header, self.view, state, self._need_window().layout)
 
     def _slot(self, kind: Kind, **fields: object) -> Header:
         """Contributes to the next slot and waits until it is committed."""

@@ -21,6 +21,7 @@ from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.session import PullProgress
 from chaos_lightning.replication.snapshot import Snapshot
 from chaos_lightning.runtime.mailbox import Mailbox
+from chaos_lightning.runtime.process_table import host_identity
 from chaos_lightning.runtime.sources import endpoint, endpoints
 from chaos_lightning.transport.handshake import Greeting, dial
 
@@ -63,13 +64,23 @@ class Transfer:
         self.server.publish(header.hash, header.seq, tensors, state.manifest(), copies=copies)
         self._events.emit("published", seq=header.seq, head=header.hash)
 
-    def snapshot(self, header: Header, state: StateAccess, layout: Layout) -> None:
-        """Keeps a copy of the state at `header` for observers, made while training goes on (PROTOCOL.md 15)."""
+    def snapshot(self, header: Header, view: View | None, state: StateAccess, layout: Layout) -> None:
+        """Keeps a copy of the state at `header` for observers, made while training goes on (PROTOCOL.md 15).
+
+        Args:
+            header: A committed one; the optimizer has stepped on it, and not on a later one.
+            view: Its members on this machine all make such a copy now.
+            state: The training state.
+            layout: Its buffer slots are what a forward pass changes.
+        """
+        sharers = [m.host for m in view.members].count(host_identity()) if view is not None else 1
         tensors = state.tensors()
         changing = {id(layout.slots[i].tensor) for i in layout.buffer_slots}
         volatile = {name for name, tensor in tensors if id(tensor) in changing}
         try:
-            self._copying = self.server.snapshot(header.hash, header.seq, tensors, state.manifest(), volatile=volatile)
+            self._copying = self.server.snapshot(
+                header.hash, header.seq, tensors, state.manifest(), volatile=volatile, sharers=sharers
+            )
         except StateError as error:  # others may have more memory; if nobody has, the newcomer comes in by a pause
             self._events.emit("error", what="snapshot", reason=str(error))
             return

@@ -12,7 +12,7 @@ import torch
 from replication_support import HEAD, LIMIT_S, OTHER, SEQ, dial, donors, numbered
 
 from chaos_lightning.errors import StateError
-from chaos_lightning.replication import snapshot
+from chaos_lightning.replication import server, snapshot
 from chaos_lightning.replication.client import Endpoint, PullConfig
 from chaos_lightning.replication.pull import PullReport, pull_state
 from chaos_lightning.replication.server import ServerConfig
@@ -136,3 +136,12 @@ def test_a_donor_without_memory_says_so_to_whoever_asks() -> None:
         report = pull([poor.endpoint, rich.endpoint], numbered(1, 1000, seed=2))
     assert set(report.by_source) == {"rich"}
     assert "over the limit" in report.failed["poor"]
+
+
+def test_members_of_one_machine_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "available_nbytes", lambda: 8000)
+    state = numbered(1, 500)  # 2000 bytes: a half for one member, and too much for three
+    with donors("a") as (donor,):
+        donor.server.snapshot(HEAD, SEQ, state.tensors(), state.manifest(), sharers=2).settle(LIMIT_S)
+        with pytest.raises(StateError, match="2000 bytes is over the limit of 1333"):
+            donor.server.snapshot(HEAD, SEQ, state.tensors(), state.manifest(), sharers=3)
