@@ -24,11 +24,8 @@ def test_planted_bug_is_noticed(name: str) -> None:
     assert first_found(name) < BOUND
 
 
-CONTROLS = [pytest.param(n, marks=pytest.mark.slow) if n.startswith(("links-", "15-")) else n for n in BUGS]
-"""Networks with lost links, and newcomers that observe, take ten seconds each; other tests run such seeds as well."""
-
-
-@pytest.mark.parametrize("name", CONTROLS)
+@pytest.mark.slow  # the seeds of test_simulated_*.py show the same in the ordinary run
+@pytest.mark.parametrize("name", BUGS)
 def test_without_the_bug_the_same_jobs_are_well(name: str) -> None:
     """Or the plan, or the other guard that is off, would be what is noticed."""
     bug = BUGS[name]
