@@ -23,6 +23,8 @@ from chaos_lightning.simulate.oracle import Violation
 from chaos_lightning.simulate.script import parse
 from chaos_lightning.simulate.world import Outcome, Plan, World, simulate
 
+pytestmark = pytest.mark.slow  # test_simulated_seeds.py runs plans of all these families in the ordinary run
+
 THREE = """
 seed 4
 nodes n0 n1 n2

@@ -35,8 +35,8 @@ def three(job: Job, join_by: str, **common: Any) -> None:
         ("Regression", {"model_args": {"norm": True, "sync": True}}),
         ("Regression", {"trainer": {"accumulate_grad_batches": 2}}),
         ("Regression", {"trainer": {"gradient_clip_val": 0.05}}),
-        ("Regression", {"trainer": {"precision": "bf16-mixed"}}),
-        ("Scheduled", {}),
+        pytest.param("Regression", {"trainer": {"precision": "bf16-mixed"}}, marks=pytest.mark.slow),
+        pytest.param("Scheduled", {}, marks=pytest.mark.slow),
     ],
 )
 def test_newcomer_replays_while_the_others_train(job: Job, model: str, extra: dict[str, Any]) -> None:
