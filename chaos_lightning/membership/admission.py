@@ -7,6 +7,8 @@ linking.py.
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from chaos_lightning.membership.effects import Close, Send
 from chaos_lightning.membership.linking import Linking
 from chaos_lightning.membership.roster import (
@@ -90,8 +92,9 @@ class Admission(Linking):
             case Finished(seq, step):
                 peer.finished, peer.seq, peer.step = True, seq, step
 
+    @abstractmethod
     def _on_catch_up(self, peer: Peer, message: CatchUp) -> None:
-        raise NotImplementedError  # membership/serving.py
+        """An observer tells how far it is (membership/serving.py)."""
 
     def _revive(self, peer: Peer) -> None:
         """Who speaks lives: until a view is decided without it, its death is taken back."""

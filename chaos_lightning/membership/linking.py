@@ -12,6 +12,7 @@ becomes of a link that stays down is decided in rewiring.py.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 
@@ -44,7 +45,7 @@ from chaos_lightning.membership.types import (
 )
 
 
-class Linking(SchedulerState):
+class Linking(SchedulerState, ABC):
     """See the module; arguments and attributes are those of `SchedulerState`."""
 
     def __init__(self, settings: Settings, chain: Chain) -> None:
@@ -56,8 +57,9 @@ class Linking(SchedulerState):
         self._unused: dict[str, list[Peer]] = {}
         """Wanted neighbours that the latest view has no link to, by member."""
 
+    @abstractmethod
     def _tell(self, text: str, peers: Sequence[Peer]) -> None:
-        raise NotImplementedError  # membership/judging.py
+        """Tells these, once each, what they wait for (membership/judging.py)."""
 
     # ------------------------------------------------------------------ the graph
 
@@ -220,7 +222,8 @@ class Linking(SchedulerState):
         for word, found in ((a, one), (b, other)):
             if isinstance(found, str):
                 return False, f"{word!r} {found}"
-        assert isinstance(one, Peer) and isinstance(other, Peer)  # noqa: PT018
+        assert isinstance(one, Peer)
+        assert isinstance(other, Peer)
         if one is other:
             return False, f"{a!r} and {b!r} are both {one.id}: a link has two ends"
         accepted, text = self._add_link(one, other, why) if add else self._remove_link(one, other, why)

@@ -18,8 +18,10 @@ the detector and cannot complete a slot meanwhile, as each takes a contribution 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from itertools import combinations
+from types import MappingProxyType
 
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Peer, Standing
@@ -49,7 +51,7 @@ class Rewiring(Serving):
     _look_at = _failed_at = float("-inf")
     _cut_at: float | None = None
     """Since when the living members have been in parts."""
-    _cut: dict[str, str] = {}  # noqa: RUF012  (replaced, never changed)
+    _cut: Mapping[str, str] = MappingProxyType({})
     """Who is put out because no link leads to the side that goes on, with the reason."""
     _ailing = False
     """Some link is down, or carries nothing."""
@@ -72,14 +74,17 @@ class Rewiring(Serving):
         if self._cut_at is not None:
             self._cut_at += gap
 
+    @abstractmethod
     def _recover(self, why: str) -> bool:
-        raise NotImplementedError  # membership/scheduler.py
+        """Begins a recovery (membership/scheduler.py, as the next two)."""
 
+    @abstractmethod
     def _announce(self, view: View) -> None:
-        raise NotImplementedError  # membership/scheduler.py
+        """A view that a header will carry."""
 
+    @abstractmethod
     def _rule(self, reports: Mapping[str, Report]) -> Ruling:
-        raise NotImplementedError  # membership/scheduler.py
+        """Base, hand-on or redo, and who goes on."""
 
     # ------------------------------------------------------------------ a link fails
 

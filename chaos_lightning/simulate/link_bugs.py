@@ -45,7 +45,7 @@ class HarshScheduler(SchedulerMachine):
             return side
         first = next(iter(side))
         near = [m for m in side if m == first or self._usable(self.peers[first], self.peers[m])]
-        self._cut |= {m: f"it has no link to {first}" for m in side if m not in near}
+        self._cut = {**self._cut, **{m: f"it has no link to {first}" for m in side if m not in near}}
         return {m: side[m] for m in near}
 
 

@@ -159,9 +159,8 @@ class Link:
         kept = payload[0] if frame_type == FrameType.ROUTED else None
         entry = (view, data, parts, kept, (seq, start))
         queue, at = self._queue, len(self._queue)
-        if (
-            data
-        ):  # trees that share this link keep step: what lies first in the buffer goes first, but passes no message
+        if data:
+            # Trees that share this link keep step: what lies first in the buffer goes first, but passes no message.
             first = 1 if self._started else 0
             while at > first and (before := queue[at - 1])[1] and before[0] == view and before[4] > entry[4]:
                 at -= 1
