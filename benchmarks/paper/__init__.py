@@ -1,0 +1,1 @@
+"""The paper's figures, a function each: `benchmarks.chaos_paper` runs them and sets them beside what is claimed."""
