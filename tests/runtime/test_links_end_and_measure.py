@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -48,12 +49,15 @@ def test_what_was_queued_on_a_link_still_arrives_when_it_is_let_go(build: Build)
     nodes = build("ab")
     connect(nodes, "ab")
     a, b = nodes.values()
-    payload = bytes(range(256)) * (96 << 10)  # 24 MiB: more than the kernel takes at once
+    payload = bytes(range(256)) * (96 << 10)  # 24 MiB: more than the kernel takes while nobody reads
+    reads = threading.Event()
+    b.loop.call(lambda: reads.wait(DEADLINE_S))
     send_chunk(a, b.id, payload)
     a.say(b.id, b"header")
     assert a.do(lambda: a.links._links[b.id].queued_nbytes) > 0
     let_go(a)
     assert not a.do(lambda: a.links.up(b.id))
+    reads.set()
     b.wait(lambda: b.messages)
     assert [p for p, _ in b.chunks] == [a.id]
     assert b.chunks[0][1] == payload
