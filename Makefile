@@ -7,6 +7,8 @@ SHELL := /bin/bash
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
+# Processes that share the tests; 0 runs them in one, as a debugger wants it
+JOBS ?= 2
 # Further arguments of pytest, the demo or the benchmarks: make test ARGS="-k join -x"
 ARGS ?=
 
@@ -47,7 +49,7 @@ demo-edge: $(STAMP) ## train on six emulated machines whose links change, fail a
 	@$(BIN)/chaos-lightning demo-edge $(ARGS)
 
 test: $(STAMP) ## the tests without the slow ones
-	@$(PY) -m pytest -m "not slow" $(ARGS)
+	@$(PY) -m pytest -m "not slow" -n $(JOBS) --dist loadfile $(ARGS)
 
 test-slow: $(STAMP) ## the slow tests
 	@$(PY) -m pytest -m slow --timeout=1800 $(ARGS)
