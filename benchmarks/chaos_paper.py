@@ -1,0 +1,196 @@
+"""The evaluation of the paper "Chaos", figure by figure, with its claims beside what comes out here.
+
+    python -m benchmarks.chaos_paper                      all figures, under 40 minutes on two slow cores with 24 GiB
+    python -m benchmarks.chaos_paper --quick              all of them, smaller, under 2 minutes
+    python -m benchmarks.chaos_paper --figure 7 16        some of them (3, 7 to 16, and I for Table I)
+    python -m benchmarks.chaos_paper --docs docs/         writes docs/paper.md, docs/paper/*.png and paper/results.json
+    python -m benchmarks.chaos_paper --docs docs/ --draw  draws and writes again what results.json holds; runs nothing
+
+Every figure says what is *real* (the package at the paper's sizes and rates, over emulated links), *scaled down* (the
+package really executed, on smaller states, slower links or shorter training) and *simulated* (computed in virtual time
+by the package's own decision code). Where a result differs from the paper's the table says why. With --docs, figures
+that were not run keep what results.json has of them. Pictures need matplotlib (extra "report").
+
+Measured by itself on an idle machine; what else runs here takes part in the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Result, parser, run
+from benchmarks.paper.figure import Claim, FigureResult, Scale, progress
+from benchmarks.paper.tables import markdown, rounded, terminal
+
+FIGURES = {
+    "3": ("delays", "fig3"),
+    "7": ("delays", "fig7"),
+    "8": ("delays", "fig8"),
+    "9": ("links", "fig9"),
+    "I": ("links", "table1"),
+    "10": ("idle", "fig10"),
+    "11": ("convergence", "fig11"),
+    "12": ("convergence", "fig12"),
+    "13": ("convergence", "fig13"),
+    "14": ("convergence", "fig14"),
+    "15": ("delays", "fig15"),
+    "16": ("assignment", "fig16"),
+}
+"""Module of benchmarks.paper and function of each figure, in the order in which they are run and shown."""
+BOUND_S = {True: 120.0, False: 2400.0}
+"""For all figures together, quick or not."""
+
+
+def function(number: str, prefix: str = "") -> Callable[..., Any]:
+    """The function that makes a figure, or with "plot_" the one that draws it."""
+    module, name = FIGURES[number]
+    found: Callable[..., Any] = getattr(importlib.import_module(f"benchmarks.paper.{module}"), prefix + name)
+    return found
+
+
+def picture(number: str) -> str:
+    """File of a figure's picture."""
+    return "table1.png" if number == "I" else f"fig{number}.png"
+
+
+def make(numbers: Sequence[str], scale: Scale) -> tuple[dict[str, FigureResult], dict[str, str]]:
+    """Runs figures one after the other; one that fails does not stop the others.
+
+    Returns:
+        Results, and errors in words, both by number.
+    """
+    made: dict[str, FigureResult] = {}
+    failed: dict[str, str] = {}
+    for place, number in enumerate(numbers, 1):
+        progress(number, f"begins ({place} of {len(numbers)})")
+        began = time.monotonic()
+        try:
+            result: FigureResult = function(number)(scale)
+        except Exception as error:
+            traceback.print_exc()
+            failed[number] = f"{type(error).__name__}: {error}"
+            continue
+        result.seconds = time.monotonic() - began
+        made[number] = result
+        agree = sum(claim.agrees for claim in result.claims)
+        progress(number, f"{agree} of {len(result.claims)} claims hold here; {result.seconds:.0f} s")
+    return made, failed
+
+
+def draw(results: dict[str, FigureResult], folder: Path) -> None:
+    """A picture of each figure."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, result in results.items():
+        function(number, "plot_")(result, folder / picture(number))
+
+
+def load(path: Path) -> tuple[dict[str, FigureResult], dict[str, Any]]:
+    """What an earlier run kept, and on what machine; nothing if there was none.
+
+    Raises:
+        ValueError: The file is not one of ours.
+    """
+    if not path.exists():
+        return {}, {}
+    try:
+        record = json.loads(path.read_text())
+        return {n: FigureResult.from_json(r) for n, r in record["figures"].items()}, record["about"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no file of results ({error!r}); expected what --docs writes: delete it and run all figures"
+        ) from error
+
+
+def keep(path: Path, results: dict[str, FigureResult], about: dict[str, Any]) -> None:
+    """Everything that pictures and text are made from."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"about": about, "figures": {n: rounded(r.as_json()) for n, r in results.items()}}
+    path.write_text(json.dumps(record, separators=(",", ":")) + "\n")
+
+
+def about(scale: Scale) -> dict[str, Any]:
+    """Where and how it was measured."""
+    return {
+        "when": time.strftime("%Y-%m-%d"),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)),
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "quick": scale.quick,
+        "seed": scale.seed,
+    }
+
+
+def ordered(results: dict[str, FigureResult]) -> dict[str, FigureResult]:
+    """In the order of FIGURES."""
+    return {number: results[number] for number in FIGURES if number in results}
+
+
+def write_docs(folder: Path, made: dict[str, FigureResult], here: dict[str, Any]) -> dict[str, FigureResult]:
+    """Text, pictures and results; figures not made now are kept from before."""
+    store = folder / "paper" / "results.json"
+    before, earlier = load(store)
+    results = ordered({**before, **made})
+    machine = here if made else earlier
+    keep(store, results, machine)
+    results, _ = load(store)  # what is drawn is what was kept
+    draw(results, folder / "paper")
+    (folder / "paper.md").write_text(markdown(results, machine, picture))
+    return results
+
+
+def tell(result: Result, made: dict[str, FigureResult], failed: dict[str, str], args: argparse.Namespace) -> None:
+    """The benchmark's own figures."""
+    claims: list[Claim] = [claim for figure in made.values() for claim in figure.claims]
+    result.add("claims that hold here", sum(c.agrees for c in claims), "count")
+    result.add("claims that differ, with a reason", sum(not c.agrees for c in claims), "count")
+    result.add("figures that failed", len(failed), "count", 0)
+    if made:
+        whole = set(made) | set(failed) == set(FIGURES)
+        total = sum(figure.seconds for figure in made.values())
+        result.add("time of all figures", total, "s", BOUND_S[args.quick] if whole else None)
+    result.details["failed"] = failed
+    result.details["figures"] = {n: rounded(r.as_json()) for n, r in made.items()}
+
+
+def main() -> int:
+    p = parser(__doc__ or "")
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.add_argument(
+        "--figure", nargs="+", default=[], choices=list(FIGURES), metavar="N", help="only these: " + ", ".join(FIGURES)
+    )
+    p.add_argument("--docs", default="", metavar="DIR", help="write paper.md, paper/*.png and paper/results.json there")
+    p.add_argument("--draw", action="store_true", help="with --docs: run nothing, draw again what is kept there")
+    p.add_argument("--seed", type=int, default=Scale().seed, help="of every random choice")
+    args = p.parse_args()
+    if args.draw and not args.docs:
+        p.error("--draw needs --docs DIR, the folder whose paper/results.json is to be drawn")
+    scale = Scale.small(args.seed) if args.quick else Scale.full(args.seed)
+    numbers = [number for number in FIGURES if number in (args.figure or FIGURES)]
+    made, failed = make([] if args.draw else numbers, scale)
+    shown = made
+    if args.docs:
+        results = write_docs(Path(args.docs), made, about(scale))
+        shown = results if args.draw else made
+        print(f"wrote {Path(args.docs) / 'paper.md'} and {len(results)} pictures", file=sys.stderr)
+    print(terminal(shown))
+    for number, error in failed.items():
+        print(f"figure {number} failed: {error}", file=sys.stderr)
+    result = Result("chaos_paper")
+    tell(result, shown, failed, args)
+    status = result.finish(args)
+    return 1 if failed else status
+
+
+if __name__ == "__main__":
+    run(main)

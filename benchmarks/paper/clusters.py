@@ -1,0 +1,127 @@
+"""The paper's clusters: random overlays that grow node by node, links of 100 to 1000 Mbps that change every 3 minutes.
+
+Theory of operation. A *growth* is one random history: six nodes at first, connected at random, then one newcomer after
+the other at the instants of a Poisson process, each linked with several of those that run. It is one
+`testing.topology.Topology` with all its nodes and the schedule of its rates; a `Join` is its state at the moment when
+one node comes. "Several" is 40% of the running nodes, at least 2 and at most 8: the paper says only that newcomers
+connect to several random nodes and that larger clusters give them more neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+from chaos_lightning.testing.topology import Change, Link, Node, Pair, Topology, links_of, next_change_s
+
+LOW_BPS, HIGH_BPS = 100e6, 1000e6
+CHANGE_S = 180.0
+LATENCY_S = 0.0001
+FIRST = 6
+SHARE, FEWEST, MOST = 0.4, 2, 8
+MEAN_INTERVAL_S = 600.0
+
+
+def several(running: int) -> int:
+    """How many neighbours a newcomer has."""
+    return min(MOST, running, max(FEWEST, round(SHARE * running)))
+
+
+@dataclass(frozen=True)
+class Join:
+    """One node comes.
+
+    Attributes:
+        topology: Of all nodes that run then, and the newcomer.
+        newcomer: Its name.
+        at_s: When it begins to pull, on the topology's clock.
+    """
+
+    topology: Topology
+    newcomer: str
+    at_s: float
+
+    @property
+    def size(self) -> int:
+        """Nodes that run before."""
+        return len(self.topology.nodes) - 1
+
+    @property
+    def label(self) -> str:
+        """As on the paper's axes."""
+        return f"{self.size} to {self.size + 1}"
+
+    @property
+    def near(self) -> tuple[str, ...]:
+        """The newcomer's neighbours."""
+        return self.topology.neighbours(self.newcomer)
+
+    def rates(self, after_s: float = 0.0) -> dict[Pair, float]:
+        """Bits per second of all links, so long after the join began."""
+        return {pair: state.rate_bps for pair, state in links_of(self.topology, self.at_s + after_s).items()}
+
+    def changes_after_s(self, after_s: float) -> float:
+        """When rates next change, counted from the join; infinite if never."""
+        found = next_change_s(self.topology, self.at_s + after_s)
+        return math.inf if found is None else found - self.at_s
+
+    def estimates(self) -> dict[str, tuple[float, float]]:
+        """(latency in s, bits per second) of the newcomer's links as they are when it comes: what a probe finds."""
+        rates = self.rates()
+        return {
+            (b if a == self.newcomer else a): (LATENCY_S, rate)
+            for (a, b), rate in rates.items()
+            if self.newcomer in (a, b)
+        }
+
+
+def growth(seed: int, last: int, *, first: int = FIRST) -> Iterator[Join]:
+    """All joins of one history, from `first` running nodes to `last`.
+
+    Args:
+        seed: Of overlay, rates and instants.
+        last: Nodes that run before the last join.
+        first: Nodes that run before the first one.
+
+    Raises:
+        ValueError: A cluster of less than two nodes, or one that shrinks.
+    """
+    if not 2 <= first <= last:
+        raise ValueError(f"a history from {first} to {last} nodes: expected 2 <= first <= last")
+    chance = random.Random(f"growth/{seed}/{first}")
+    links: list[Link] = []
+
+    def rate() -> float:
+        return chance.uniform(LOW_BPS, HIGH_BPS)
+
+    def connect(index: int, others: int) -> None:
+        near = chance.sample(range(index), min(index, others))
+        links.extend(Link(f"n{other}", f"n{index}", rate(), LATENCY_S) for other in sorted(near))
+
+    for index in range(1, first):
+        connect(index, several(index))
+    at_s = 0.0
+    for running in count(first):
+        if running > last:
+            return
+        connect(running, several(running))
+        at_s += chance.expovariate(1 / MEAN_INTERVAL_S)
+        yield Join(
+            Topology(
+                nodes=tuple(Node(f"n{i}") for i in range(running + 1)),
+                links=tuple(links),
+                schedule=(Change(at_s=CHANGE_S, every_s=CHANGE_S, rate_bps=(LOW_BPS, HIGH_BPS), seed=seed),),
+                name=f"growth {seed}",
+            ),
+            f"n{running}",
+            at_s,
+        )
+
+
+def pair(rate_bps: float) -> Join:
+    """Two nodes, one link that never changes."""
+    nodes = (Node("n0"), Node("n1"))
+    return Join(Topology(nodes, (Link("n0", "n1", rate_bps, LATENCY_S),), name="pair"), "n1", 0.0)

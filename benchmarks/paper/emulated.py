@@ -1,0 +1,219 @@
+"""A newcomer's pull, really executed: donors in processes of their own, real sockets, links that have a rate.
+
+Theory of operation. `benchmarks.transfer_net` starts a process for each running node, with the package's own server,
+handshake and relays; this process is the newcomer and pulls with the package's own policies. Two factors bring the
+paper's sizes onto one small machine. States are `smaller` times smaller, tensor by tensor, and links `slower` times
+slower, so that the processors do not become the links. Bytes then move in slower/smaller of their time, and what is
+told is at the paper's size: seconds while bytes move times smaller/slower; of the rest, hashing all bytes before and
+after (measured for each state) times `smaller`, the vote on the state and the connections as they are. Rates change in
+mid-pull as the topology has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paper.clusters import LATENCY_S, Join
+from benchmarks.transfer_net import HEAD, Network, Newcomer
+from chaos_lightning.testing.topology import Pair
+
+_FILL_NBYTES = 16 << 20
+_DEADLINE_S = 300.0
+SHARED = Path("/dev/shm")
+"""The donors' common state lies here if there is such a place, else on a disk."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What fits the paper's clusters onto this machine."""
+
+    smaller: float = 1.0
+    """States are so many times smaller than the paper's."""
+    slower: float = 1.0
+    """Links and disks are so many times slower."""
+
+    @property
+    def moving(self) -> float:
+        """Seconds at the paper's size for each second in which bytes move here."""
+        return self.smaller / self.slower
+
+    def words(self) -> str:
+        return f"states 1/{self.smaller:g}, rates 1/{self.slower:g}"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A pull that took place; seconds and bytes at the paper's size."""
+
+    seconds: float
+    moving_s: float
+    served_s: Mapping[str, float]
+    """By source: how long something was asked of it."""
+    nbytes: Mapping[str, float]
+    """By source."""
+    changed: bool
+    """Rates changed meanwhile."""
+    wall_s: float
+    """What it really took here."""
+
+
+class Cluster:
+    """The running nodes of a join, as processes, and the newcomer, which is this process.
+
+    Args:
+        join: Who is there, and what the links are.
+        factors: Of sizes and rates.
+        folder: For checkpoints, on a disk.
+        disk_bps: Rate of that disk in the paper's cluster, bits per second.
+    """
+
+    def __init__(self, join: Join, factors: Factors, folder: Path, disk_bps: float) -> None:
+        self.join, self.factors = join, factors
+        self.folder, self.disk_bps = folder, disk_bps / factors.slower
+        links = {pair: rate / factors.slower for pair, rate in join.rates().items()}
+        self.net = Network(links, join.newcomer, disk_bps=self.disk_bps, folder=folder)
+        self._seq = 0
+        self._path: Path | None = None
+        self.newcomer: Newcomer
+        self.layout: list[int] = []
+        self._hashing_s = 0.0
+        """Hashing the newcomer's state once, here."""
+
+    def load(self, layout: Sequence[int]) -> None:
+        """All donors publish a state of random bytes with these tensors (bytes each, as they are here)."""
+        import torch
+
+        from chaos_lightning.replication.table import build_table
+
+        self._forget()
+        self._seq += 1
+        self.layout = list(layout)
+        place = SHARED if SHARED.is_dir() else self.folder
+        self._path = place / f"chaos-paper-{os.getpid()}-{self._seq}"
+        flat = torch.from_file(str(self._path), shared=True, size=sum(layout), dtype=torch.uint8)
+        generator = torch.Generator().manual_seed(self._seq)
+        for at in range(0, flat.numel(), _FILL_NBYTES):
+            flat[at : at + _FILL_NBYTES].random_(generator=generator)
+        self.net.publish(self._path, self.layout, self._seq)
+        self.newcomer = Newcomer(self.layout)
+        self.newcomer._flat.copy_(flat)
+        self._pulled("adaptive", {})  # everybody hashes once; nothing is missing
+        began = time.monotonic()
+        build_table(self.newcomer.tensors())
+        self._hashing_s = time.monotonic() - began
+
+    def pull(self, policy: str, watch: Callable[[float, int], None] | None = None) -> Moved:
+        """The newcomer has nothing and pulls by this policy.
+
+        Args:
+            policy: One of `replication.policies.POLICIES`.
+            watch: Told now and then how many seconds have passed here and how many bytes are verified here.
+        """
+        options: dict[str, Any] = {}
+        if policy == "greedy":
+            options["layer_nbytes"] = tuple(self.layout)
+        if policy == "single":
+            options["barrier"] = True
+        if policy == "multi_source":
+            links = {pair: (LATENCY_S, 8 / rate) for pair, rate in self.net.links.items()}
+            options |= {"newcomer": self.join.newcomer, "links": links}
+        if policy == "stop_resume":
+            options |= {"folder": str(self.folder), "disk_bps": self.disk_bps}
+        self.newcomer.empty()
+        began = time.monotonic()
+        changes = _Changes(self, began)
+
+        def progress(now: Any) -> None:
+            changes()
+            if watch is not None:
+                watch(time.monotonic() - began, now.done_nbytes)
+
+        report = self._pulled(policy, options, progress)
+        wall_s = time.monotonic() - began
+        changes.undo()
+        moving_s = self.factors.moving * report.moving_s
+        rest_s = report.seconds - report.moving_s
+        hashing_s = min(rest_s, 2 * self._hashing_s)
+        return Moved(
+            seconds=moving_s + self.factors.smaller * hashing_s + rest_s - hashing_s,
+            moving_s=moving_s,
+            served_s={name: self.factors.moving * s.busy_s for name, s in report.sources.items()},
+            nbytes={name: self.factors.smaller * n for name, n in report.by_source.items()},
+            changed=changes.made,
+            wall_s=wall_s,
+        )
+
+    def estimates(self) -> dict[str, tuple[float, float]]:
+        """What a probe of the newcomer's links finds: (latency in s, bits per second), as emulated."""
+        return {n: (latency, rate / self.factors.slower) for n, (latency, rate) in self.join.estimates().items()}
+
+    def _pulled(self, policy: str, options: Mapping[str, Any], progress: Any = None) -> Any:
+        from chaos_lightning.replication import PolicyOptions, PullConfig, make_policy, pull_state
+
+        return pull_state(
+            self.net.endpoints(),
+            self.net.dial,
+            head=HEAD,
+            seq=self._seq,
+            state=self.newcomer,
+            config=PullConfig(deadline_s=_DEADLINE_S),
+            policy=make_policy(policy, self.estimates(), PolicyOptions(**options)),
+            progress=progress,
+        )
+
+    def _forget(self) -> None:
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._forget()
+        self.net.close()
+
+
+class _Changes:
+    """Carries the topology's schedule out during a pull; called whenever something has arrived."""
+
+    def __init__(self, cluster: Cluster, began: float) -> None:
+        self.cluster, self._began = cluster, began
+        self._next_s = cluster.join.changes_after_s(0.0)
+        self.made = False
+        self._open: list[str] = []
+        """Nodes that have yet to confirm an order."""
+
+    def __call__(self) -> None:
+        after_s = (time.monotonic() - self._began) * self.cluster.factors.moving
+        if after_s >= self._next_s:
+            self.made = True
+            self._set(self.cluster.join.rates(self._next_s))
+            self._next_s = self.cluster.join.changes_after_s(self._next_s)
+
+    def _set(self, rates: Mapping[Pair, float]) -> None:
+        workers = self.cluster.net.workers
+        for (a, b), rate in rates.items():
+            for me, peer in ((a, b), (b, a)):
+                if me in workers:
+                    workers[me].pipe.send(("rate", peer, rate / self.cluster.factors.slower))
+                    self._open.append(me)
+
+    def undo(self) -> None:
+        """All links as they were when the newcomer came."""
+        if self.made:
+            self._set(self.cluster.join.rates())
+        for name in self._open:
+            self.cluster.net.workers[name].receive()
+
+
+@contextlib.contextmanager
+def cluster(join: Join, factors: Factors, folder: Path, disk_bps: float) -> Iterator[Cluster]:
+    """The cluster of this join; its processes end with the block."""
+    made = Cluster(join, factors, folder, disk_bps)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,178 @@
+"""How much computing a join wastes across the cluster (Fig. 10).
+
+Theory of operation. Two sources. *Observed*: whole joins of the product on an emulated edge (`hosts.py`); what each host's
+steps take beyond the usual one is added up, whatever the cause. *Modelled*, from the pulls of Fig. 7, executed and
+simulated: who stands still, times how long.
+
+  Pollux       all running nodes, from the checkpoint's first byte until the restart is over;
+  EDL+         all running nodes, as long as the pull takes: its barrier;
+  Autoscaling  all running nodes, as long as the pull takes: all of them send or relay;
+  Chaos        each neighbour, as long as it has bytes to send; all others train;
+  adaptive     nobody: the newcomer replays what the others commit (docs/replay.md). What it costs them in processor time
+               and bandwidth is in the observed joins only.
+
+That gradients are computed while a node sends (the paper overlaps them) is not subtracted.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.paper.clusters import growth
+from benchmarks.paper.delays import COLOURS, LABELS, QUICK, TIGHT, how_joins, image_joins, settled, span
+from benchmarks.paper.figure import Claim, FigureResult, Scale, canvas
+from benchmarks.paper.hosts import Visit, Way, hosts
+from benchmarks.paper.states import RESNET101
+from benchmarks.paper.sweep import Point, chosen, teller
+
+WAYS = (
+    Way("EDL+", "pause", "single"),
+    Way("Chaos", "pause", "greedy"),
+    Way("adaptive", "replay", "adaptive"),
+)
+MODELLED = ("Pollux", "EDL+", "Autoscaling", "Chaos")
+
+
+def idle_s(point: Point) -> float:
+    """Node-seconds lost by one join, by the model above."""
+    if point.system == "Chaos":
+        return point.serving_s
+    if point.system == "adaptive":
+        return 0.0
+    return point.size * point.seconds
+
+
+def observed(scale: Scale, size: int) -> dict[str, list[Visit]]:
+    """Joins of each way into a cluster of the product, several times in turns."""
+    say = teller("10")
+    factors = scale.pick(QUICK, TIGHT)
+    join = next(growth(scale.seed, size, first=size))
+    seen: dict[str, list[Visit]] = {way.system: [] for way in WAYS}
+    number = 0
+    with hosts(join, factors, RESNET101.nbytes) as cluster:
+        for _ in range(scale.pick(1, 4)):
+            for way in WAYS:
+                number += 1
+                visit = cluster.visit(way, number)
+                seen[way.system].append(visit)
+                say(f"{way.system}: idle {visit.idle_s:.2f} s (calm {visit.calm_s:.2f}), delay {visit.delay_s:.2f} s")
+    return seen
+
+
+def fig10(scale: Scale) -> FigureResult:
+    """Cluster idle time of each system."""
+    points = list(image_joins(scale))
+    size = scale.pick(3, 6)
+    seen = observed(scale, size)
+    factors = scale.pick(QUICK, TIGHT)
+    executed, computed = chosen(points, kind="scaled down"), chosen(points, kind="simulated")
+    lost = {system: [idle_s(p) for p in chosen(executed, system=system)] for system in MODELLED}
+    chaos = {
+        n: statistics.median(idle_s(p) for p in chosen(computed, system="Chaos", size=n)) for n in _sizes(computed)
+    }
+    edl = {n: statistics.median(idle_s(p) for p in chosen(computed, system="EDL+", size=n)) for n in _sizes(computed)}
+    multi = {n: statistics.median(idle_s(p) for p in chosen(computed, system="Autoscaling", size=n)) for n in edl}
+    few, many = min(chaos), max(chaos)
+    idle = {system: statistics.median(v.idle_s for v in visits) for system, visits in seen.items()}
+    calm = statistics.median(v.calm_s for visits in seen.values() for v in visits)
+    claims = [
+        Claim(
+            "Pollux: more than 1000 s",
+            f"{span(lost['Pollux'])}",
+            "scaled down",
+            min(lost["Pollux"]) > 1000,
+            "All nodes times its delay, as in the paper; its delay is shorter here (Fig. 7: disk and restart).",
+        ),
+        Claim(
+            "EDL+: 50 to 100 s",
+            f"{span(lost['EDL+'])}",
+            "scaled down",
+            max(lost["EDL+"]) >= 50 and min(lost["EDL+"]) <= 100 and statistics.median(lost["EDL+"]) >= 40,
+            "All nodes times its delay: 6 to 11 nodes and 1.5 to 10 s for the fastest of several links.",
+        ),
+        Claim(
+            "Autoscaling is high, too, and grows with the cluster",
+            f"{span(lost['Autoscaling'])}; {multi[few]:.0f} s at {few + 1} nodes, {multi[many]:.0f} s at {many + 1} "
+            "(simulated)",
+            "simulated",
+            multi[many] > 1.5 * multi[few],
+            "Its delay falls faster than the number of nodes grows.",
+        ),
+        Claim(
+            "Chaos: under 10 s, whatever the cluster's size",
+            f"{span(lost['Chaos'])}; {chaos[few]:.1f} s at {few + 1} nodes, {chaos[many]:.1f} s at {many + 1} (simulated)",
+            "scaled down",
+            max(lost["Chaos"]) < 10 and chaos[many] < 1.5 * chaos[few],
+            "Neighbours times the time in which they send. All links end together, so with k neighbours it is k times the "
+            "delay, which is the state's bytes over their mean rate, whatever k is.",
+        ),
+        Claim(
+            "Chaos wastes least",
+            f"observed at {size} to {size + 1} nodes: pause and one source (EDL+) {idle['EDL+']:.2f} s, pause and "
+            f"Algorithms 1 and 2 {idle['Chaos']:.2f} s, this package's join by replay {idle['adaptive']:.2f} s, as many "
+            f"steps without a join {calm:.2f} s",
+            "scaled down",
+            idle["Chaos"] < idle["EDL+"] and idle["adaptive"] <= idle["Chaos"],
+            "On two cores the newcomer's own work slows all hosts' steps, which counts as idle time here.",
+        ),
+    ]
+    return FigureResult(
+        "10",
+        "Idle time across the cluster during a scale-out",
+        "Observed: whole joins of this package into "
+        f"{size} training processes on an emulated edge (ResNet101's size, {factors.words()}, seconds as they were); what "
+        "each step takes beyond the usual one, added up over nodes. Modelled from pulls, for the paper's systems: Pollux, "
+        "EDL+ and Autoscaling stop all running nodes for the delay, Chaos each neighbour while it sends. "
+        + how_joins(points, factors),
+        [settled(c) for c in claims],
+        {
+            "modelled": [
+                {"kind": p.kind, "system": p.system, "size": p.size, "model": p.model, "idle_s": idle_s(p)}
+                for p in points
+                if p.system in MODELLED
+            ],
+            "observed": {system: [asdict(v) for v in visits] for system, visits in seen.items()},
+            "observed_size": size,
+        },
+    )
+
+
+def _sizes(points: Sequence[Point]) -> list[int]:
+    return sorted({p.size for p in points})
+
+
+def plot_fig10(result: FigureResult, path: Path) -> None:
+    """Left: modelled, by cluster size; right: observed joins."""
+    rows, seen = result.data["modelled"], result.data["observed"]
+    with canvas(path, 1, 2, width_in=4.8, height_in=3.4) as (_, (left, right)):
+        for system in MODELLED:
+            for kind, style in (("scaled down", "o-"), ("simulated", "--")):
+                mine = [row for row in rows if row["system"] == system and row["kind"] == kind]
+                sizes = sorted({row["size"] for row in mine})
+                values = [statistics.median(row["idle_s"] for row in mine if row["size"] == size) for size in sizes]
+                label = system if kind == "scaled down" else None
+                left.plot([s + 1 for s in sizes], values, style, color=COLOURS[system], label=label, markersize=4)
+        left.set_yscale("log")
+        left.set_xlabel("nodes after the join")
+        left.set_ylabel("idle node-seconds")
+        left.set_title("modelled from executed (dots) and simulated pulls", fontsize=8)
+        left.grid(alpha=0.3, which="both")
+        left.legend(fontsize=7)
+        names = list(seen)
+        right.bar(
+            [LABELS.get(n, n).replace(" (", "\n(") for n in names],
+            [statistics.median(v["idle_s"] for v in seen[n]) for n in names],
+            color=[COLOURS[n] for n in names],
+        )
+        right.axhline(
+            statistics.median(v["calm_s"] for visits in seen.values() for v in visits),
+            color="black",
+            linewidth=0.8,
+            linestyle=":",
+        )
+        right.tick_params(axis="x", labelsize=7)
+        right.set_ylabel("idle node-seconds, as they were here")
+        right.set_title(f"observed, {result.data['observed_size']} hosts (dotted: without a join)", fontsize=8)

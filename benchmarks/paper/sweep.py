@@ -1,0 +1,224 @@
+"""Joins of the paper's clusters by all its systems, once emulated and once simulated: what Figs. 7, 8, 10 and 15 show.
+
+Theory of operation. A *system* is a transfer policy of the product, as `replication/policies.py` has them: Pollux is
+`stop_resume`, EDL+ `single` (with a barrier), Autoscaling `multi_source`, Chaos `greedy`; "even" is the paper's
+multi-neighbour replication without its scheduler, and "adaptive" what the product does by itself. One random history
+(`clusters.growth`) per repetition; all systems meet the same joins. `emulated` really executes them (`emulated.py`),
+`simulated` computes them (`virtual.py`), at sizes and in clusters for which this machine has not the time.
+
+Pollux needs what no transfer shows: a disk, which all share (DISK_BPS, each way), and a restart. One node writes, the
+newcomer reads, both really executed where emulated; that every other node reads, too, is added as its bytes over the
+disk's rate, and the restart as a fresh interpreter that imports torch, measured here, alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.paper import emulated, virtual
+from benchmarks.paper.clusters import FIRST, Join, growth
+from benchmarks.paper.figure import Kind, progress
+from benchmarks.paper.states import Model
+from benchmarks.workers import scratch
+
+SYSTEMS = {
+    "Pollux": "stop_resume",
+    "EDL+": "single",
+    "Autoscaling": "multi_source",
+    "even": "even",
+    "Chaos": "greedy",
+    "adaptive": "adaptive",
+}
+"""Policies by the names that the figures use."""
+DISK_BPS = 800e6
+"""The disk with Pollux's checkpoints, each way: 100 MB/s."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One join.
+
+    Attributes:
+        kind: "scaled down" (executed) or "simulated".
+        model: Name of the state.
+        size: Nodes that ran before.
+        repeat: Which history.
+        system: One of SYSTEMS.
+        seconds: Scale-out delay at the paper's sizes and rates, s.
+        serving_s: How long the sources had something to send, all together, s.
+        near: Neighbours of the newcomer.
+        bound_s: What no transfer from neighbours can beat, s.
+        changed: Rates changed in mid-pull.
+    """
+
+    kind: Kind
+    model: str
+    size: int
+    repeat: int
+    system: str
+    seconds: float
+    serving_s: float
+    near: int
+    bound_s: float
+    changed: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run.
+
+    Attributes:
+        models: States.
+        sizes: Nodes before the join.
+        systems: Of SYSTEMS.
+        repeats: Histories.
+        factors: Of the emulation.
+        seed: Of the first history.
+        budget_s: The emulation begins no further repetition after so long.
+    """
+
+    models: tuple[Model, ...]
+    sizes: tuple[int, ...]
+    systems: tuple[str, ...]
+    repeats: int
+    factors: emulated.Factors
+    seed: int = 0
+    budget_s: float = 300.0
+
+
+def joins(plan: Plan, repeat: int) -> list[Join]:
+    """The joins of one history, smallest cluster first."""
+    history = growth(plan.seed + repeat, max(plan.sizes), first=min(FIRST, *plan.sizes))
+    return [join for join in history if join.size in plan.sizes]
+
+
+@functools.cache
+def restart_s() -> float:
+    """What starting a training process again costs at least, s."""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=120)
+    return time.monotonic() - began
+
+
+def stop_resume_s(nbytes: int, size: int, one_s: float, restarted_s: float) -> float:
+    """How long a cluster stands still for a checkpoint and a restart.
+
+    Args:
+        nbytes: Of the state.
+        size: Nodes that ran before, all of which read the checkpoint from the same disk as the newcomer does.
+        one_s: Writing, and reading by the newcomer, s.
+        restarted_s: Until all processes are back, s.
+    """
+    return one_s + size * nbytes * 8 / DISK_BPS + restarted_s
+
+
+def emulate(plan: Plan, say: Callable[[str], None]) -> list[Point]:
+    """All joins of a plan, executed. Pollux takes long and varies little: once for each model and size."""
+    found: list[Point] = []
+    began = time.monotonic()
+    with scratch() as folder:
+        for repeat in range(plan.repeats):
+            round_began = time.monotonic()
+            for join in joins(plan, repeat):
+                with emulated.cluster(join, plan.factors, folder, DISK_BPS) as cluster:
+                    for model in plan.models:
+                        found += _emulated(plan, cluster, model, repeat)
+                say(f"repetition {repeat + 1}, {join.label} nodes, {time.monotonic() - began:.0f} s so far")
+            now = time.monotonic()
+            if now - began + (now - round_began) * 0.8 > plan.budget_s:
+                break
+    return found
+
+
+def _emulated(plan: Plan, cluster: emulated.Cluster, model: Model, repeat: int) -> Iterable[Point]:
+    join = cluster.join
+    cluster.load(model.layout(model.nbytes / plan.factors.smaller))
+    bound = virtual.bound_s(join, model.nbytes)
+    for system in plan.systems:
+        if system == "Pollux" and repeat:
+            continue
+        moved = cluster.pull(SYSTEMS[system])
+        seconds, serving = moved.seconds, sum(moved.served_s.values())
+        if system == "Pollux":
+            seconds = stop_resume_s(model.nbytes, join.size, seconds, restart_s())
+        yield Point(
+            "scaled down", model.name, join.size, repeat, system, seconds, serving, len(join.near), bound, moved.changed
+        )
+
+
+def simulate(plan: Plan, say: Callable[[str], None]) -> list[Point]:
+    """All joins of a plan at the paper's sizes and rates, in virtual time."""
+    found: list[Point] = []
+    for repeat in range(plan.repeats):
+        for join in joins(plan, repeat):
+            for model in plan.models:
+                found += _simulated(plan, join, model, repeat)
+        say(f"repetition {repeat + 1} of {plan.repeats}, simulated")
+    return found
+
+
+def _simulated(plan: Plan, join: Join, model: Model, repeat: int) -> Iterable[Point]:
+    bound = virtual.bound_s(join, model.nbytes)
+    layers = model.layout(model.nbytes)
+    for system in plan.systems:
+        if system == "Pollux":
+            one_s = 2 * model.nbytes * 8 / DISK_BPS
+            seconds, serving = stop_resume_s(model.nbytes, join.size, one_s, restart_s()), one_s / 2
+        else:
+            pulled = virtual.pull(join, model.nbytes, SYSTEMS[system], layer_nbytes=layers)
+            seconds, serving = pulled.seconds, sum(pulled.served_s.values())
+        yield Point("simulated", model.name, join.size, repeat, system, seconds, serving, len(join.near), bound)
+
+
+# --- what points say --------------------------------------------------------------------------------------------------
+
+
+def chosen(points: Iterable[Point], **wanted: object) -> list[Point]:
+    """Those with these attributes."""
+    return [p for p in points if all(getattr(p, name) == value for name, value in wanted.items())]
+
+
+def middle(points: Sequence[Point], **wanted: object) -> float:
+    """Median delay of those with these attributes, s; NaN if there are none."""
+    found = [p.seconds for p in chosen(points, **wanted)]
+    return statistics.median(found) if found else float("nan")
+
+
+def growth_of(points: Sequence[Point], **wanted: object) -> float:
+    """How many times the median delay of the two largest clusters is that of the two smallest."""
+    found = chosen(points, **wanted)
+    sizes = sorted({p.size for p in found})
+    few, many = sizes[:2], sizes[-2:]
+    return statistics.median(p.seconds for p in found if p.size in many) / statistics.median(
+        p.seconds for p in found if p.size in few
+    )
+
+
+def share(points: Sequence[Point], faster: str, slower: str, factor: float = 1.0) -> tuple[int, int]:
+    """In how many joins one system took less than `factor` times what another took, and of how many."""
+    theirs = {(p.kind, p.model, p.size, p.repeat): p.seconds for p in chosen(points, system=slower)}
+    mine = [(p, theirs.get((p.kind, p.model, p.size, p.repeat))) for p in chosen(points, system=faster)]
+    both = [(p.seconds, other) for p, other in mine if other is not None]
+    return sum(a < factor * b for a, b in both), len(both)
+
+
+def fidelity(points: Sequence[Point]) -> float:
+    """Median of executed over simulated delays of the same joins, without Pollux; NaN if none is both."""
+    simulated = {(p.model, p.size, p.repeat, p.system): p.seconds for p in chosen(points, kind="simulated")}
+    ratios = [
+        p.seconds / other
+        for p in chosen(points, kind="scaled down")
+        if p.system != "Pollux" and (other := simulated.get((p.model, p.size, p.repeat, p.system)))
+    ]
+    return statistics.median(ratios) if ratios else float("nan")
+
+
+def teller(number: str) -> Callable[[str], None]:
+    """Progress of one figure."""
+    return functools.partial(progress, number)

@@ -1,0 +1,225 @@
+"""A newcomer's pull in virtual time: the product's own board and policies, links as arithmetic.
+
+Theory of operation. Who is asked for which bytes, and when, is decided by the very code that runs in production
+(`replication/board.py`, `replication/policies.py`); only sockets and clocks are replaced. A source sends what it was
+asked for in order. Its bytes flow at the rate that the links of its route leave it: each link is shared max-min fair
+among the routes that use it, as long TCP flows do; each way has a rate of its own, and a relay forwards while it
+receives. A request and its first bytes each take the route's latency. Between two events (a request is complete, one
+begins to arrive, rates change, somebody idle looks for work again) all rates are constant, so time leaps from event to
+event.
+
+Not modelled: hashing, the vote on the state, TCP's own start, processors. What those cost is in the emulated runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.paper.clusters import LATENCY_S, Join
+from chaos_lightning.planning import shards
+from chaos_lightning.replication import Job, PolicyOptions, make_policy
+from chaos_lightning.replication.board import Board, Flight
+from chaos_lightning.replication.policy import TransferPolicy
+from chaos_lightning.replication.table import PIECE_NBYTES
+
+DEPTH = 2
+REQUEST_NBYTES = 4 << 20
+_TOO_LONG_S = 1e5
+_NONE_NBYTES = 1e-3
+"""Less than this is left only where floating point has lost something."""
+
+Edge = tuple[str, str]
+"""Sender and receiver."""
+
+
+@dataclass
+class Source:
+    """Who sends, and on which way."""
+
+    edges: tuple[Edge, ...]
+    flights: deque[tuple[float, Flight]] = field(default_factory=deque)
+    """With the moment from which each can arrive."""
+    sent: float = 0.0
+    """Of the first of them, bytes."""
+    served_s: float = 0.0
+    """Time during which something was asked of it."""
+
+    @property
+    def latency_s(self) -> float:
+        return LATENCY_S * len(self.edges)
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """How a pull went."""
+
+    seconds: float
+    served_s: Mapping[str, float]
+    """By source: how long something was asked of it."""
+    nbytes: Mapping[str, int]
+    """By source."""
+    duplicated: int
+    barrier: bool
+    """Whether everybody waits for its end."""
+
+
+def fair_rates(ways: Mapping[str, Sequence[Edge]], capacity: Mapping[Edge, float]) -> dict[str, float]:
+    """Max-min fair rates of flows that share links.
+
+    Args:
+        ways: The links of each flow.
+        capacity: Of each link, in any unit of rate.
+
+    Returns:
+        The rate of each flow, in that unit.
+    """
+    left = dict(capacity)
+    users: dict[Edge, set[str]] = {}
+    for flow, edges in ways.items():
+        for edge in edges:
+            users.setdefault(edge, set()).add(flow)
+    rates: dict[str, float] = {}
+    while users:
+        tightest = min(users, key=lambda e: left[e] / len(users[e]))
+        each = left[tightest] / len(users[tightest])
+        for flow in list(users[tightest]):
+            rates[flow] = each
+            for edge in ways[flow]:
+                left[edge] -= each
+                users[edge].discard(flow)
+                if not users[edge]:
+                    del users[edge]
+    return rates
+
+
+class Pull:
+    """One pull of `nbytes` by the newcomer of a join; see the module."""
+
+    def __init__(self, join: Join, nbytes: int, policy: TransferPolicy, routes: Mapping[str, Sequence[str]]) -> None:
+        """`routes` names for each source the hops from the newcomer's side; the last one is the source itself."""
+        self.join = join
+        self.now = 0.0
+        self.policy = policy
+        self.sources = {
+            name: Source(tuple(zip(route, (join.newcomer, *route[:-1]), strict=True))) for name, route in routes.items()
+        }
+        grain = policy.grain_nbytes(nbytes, len(routes), REQUEST_NBYTES)
+        jobs = [Job(at, min(at + grain, nbytes)) for at in range(0, nbytes, grain)]
+        self.board = Board(jobs, policy, clock=lambda: self.now, request_nbytes=REQUEST_NBYTES)
+        for name in routes:
+            self.board.join(name)
+        self.board.assign(list(routes))
+        self._epoch()
+        self._rates: dict[str, float] = {}
+        self._flowing: frozenset[str] = frozenset()
+
+    def _epoch(self) -> None:
+        """Rates from now until they next change."""
+        self._capacity = {}
+        for (a, b), rate_bps in self.join.rates(self.now).items():
+            self._capacity[a, b] = self._capacity[b, a] = rate_bps / 8
+        self._until = self.join.changes_after_s(self.now)
+        self._flowing = frozenset()
+
+    def run(self) -> Pulled:
+        """Until the last byte is there.
+
+        Raises:
+            RuntimeError: It does not end.
+        """
+        for name in self.sources:
+            self._ask(name)
+        while not self.board.over:
+            if self.now > _TOO_LONG_S:
+                raise RuntimeError(f"a pull by {self.policy.name} of {self.join.label} nodes does not end")
+            self._leap()
+        everybody = self.board.everybody()
+        return Pulled(
+            seconds=self.now,
+            served_s={n: s.served_s for n, s in self.sources.items()},
+            nbytes={n: s.nbytes for n, s in everybody.items() if s.nbytes},
+            duplicated=sum(s.duplicated for s in everybody.values()),
+            barrier=self.policy.barrier,
+        )
+
+    def _ask(self, name: str) -> None:
+        source = self.sources[name]
+        while flight := self.board.take(name, depth=DEPTH, wait=not source.flights, deadline=self.now):
+            source.flights.append((self.now + 2 * source.latency_s, flight))
+
+    def _leap(self) -> None:
+        """To the next event."""
+        busy = {n: s for n, s in self.sources.items() if s.flights}
+        flowing = frozenset(n for n, s in busy.items() if s.flights[0][0] <= self.now)
+        if flowing != self._flowing:
+            self._rates = fair_rates({n: self.sources[n].edges for n in flowing}, self._capacity)
+            self._flowing = flowing
+        until = self._until - self.now
+        ends = {}
+        for name, source in busy.items():
+            ready, flight = source.flights[0]
+            if name in flowing:
+                ends[name] = (flight.job.nbytes - source.sent) / self._rates[name]
+            else:
+                until = min(until, ready - self.now)
+        if len(busy) < len(self.sources):
+            until = min(until, self.policy.recheck_s)
+        span = max(0.0, min(until, min(ends.values(), default=math.inf)))
+        change = span == self._until - self.now
+        self.now = self._until if change else self.now + span
+        for source in busy.values():
+            source.served_s += span
+        done = [n for n in flowing if self._flow(n, span)]
+        if change:
+            self._epoch()
+        for name, source in self.sources.items():
+            if name in done or not source.flights:
+                self._ask(name)
+
+    def _flow(self, name: str, span: float) -> bool:
+        """What arrived from this source; whether its first request is complete."""
+        source = self.sources[name]
+        flight = source.flights[0][1]
+        source.sent += self._rates[name] * span
+        complete = source.sent >= flight.job.nbytes - _NONE_NBYTES
+        whole = flight.job.nbytes if complete else int(source.sent)
+        if whole > flight.got:
+            self.board.arrived(flight, whole - flight.got)
+        if complete:
+            source.flights.popleft()
+            source.sent = 0.0
+            self.board.done(flight, [])
+        return complete
+
+
+def pull(join: Join, nbytes: int, policy: str, *, layer_nbytes: Sequence[int] = ()) -> Pulled:
+    """A pull by a policy's name, with estimates as a probe finds them when the newcomer comes.
+
+    Args:
+        join: The cluster, and when.
+        nbytes: Size of the state.
+        policy: One of `replication.policies.POLICIES` but stop_resume.
+        layer_nbytes: greedy: sizes of the layers.
+    """
+    links = {pair: (LATENCY_S, 8 / rate) for pair, rate in join.rates().items()}
+    several = policy == "multi_source"
+    options = PolicyOptions(
+        layer_nbytes=tuple(layer_nbytes) if policy == "greedy" else (),
+        links=links if several else {},
+        newcomer=join.newcomer if several else "",
+        barrier=policy == "single",
+    )
+    made = make_policy(policy, join.estimates(), options)
+    routes: Mapping[str, Sequence[str]] = {name: (name,) for name in join.near}
+    if several:
+        routes = shards.shortest_routes(links, join.newcomer, PIECE_NBYTES)
+    return Pull(join, nbytes, made, routes).run()
+
+
+def bound_s(join: Join, nbytes: int) -> float:
+    """All the newcomer's links busy to the end, at the rates that they have when it comes."""
+    near = [shards.Neighbour(n, 2 * latency, 8 / rate) for n, (latency, rate) in join.estimates().items()]
+    return shards.bound_s(nbytes, near)
