@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import logging
 import os
 import random
 import shutil
@@ -21,11 +22,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import Result, median, state_model
 from benchmarks.survival import Case, World, blow, report
@@ -84,68 +87,107 @@ def lighthouse(options: tuple[str, ...]) -> Iterator[str]:
         process.wait(10)
 
 
-def member(pipe: Connection, address: str, name: str, state_mib: float, timeout_s: int) -> None:
-    """One replica group of one process; obeys ("hash", step)."""
-    import logging
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A step that counted: `should_commit` said so."""
 
+    at_ns: int
+    """CLOCK_MONOTONIC."""
+    step: int
+    rank: int | None
+    """Among the participants; None: this replica took no part, as when it healed."""
+    contributors: int
+
+
+class Replica:
+    """One replica group of one process: torchft around the benchmarks' model and Adam.
+
+    Args:
+        pipe: To the benchmark; obeys ("hash", step).
+        address: Of the lighthouse.
+        name: Of the replica group.
+        plain: The model.
+        inner: Its optimizer.
+        timeout_s: After which torchft and gloo give a collective up, in s.
+    """
+
+    def __init__(self, pipe: Connection, address: str, name: str, plain: Any, inner: Any, timeout_s: int) -> None:
+        import torchft
+        from torch.distributed import TCPStore
+
+        self.pipe = pipe
+        self._plain, self._inner = plain, inner
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._manager = torchft.Manager(
+            pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=timeout_s)),
+            timeout=timedelta(seconds=timeout_s),
+            load_state_dict=lambda s: (plain.load_state_dict(s["model"]), inner.load_state_dict(s["optimizer"])),
+            state_dict=lambda: {"model": plain.state_dict(), "optimizer": inner.state_dict()},
+            min_replica_size=2,
+            replica_id=name,
+            rank=0,
+            world_size=1,
+            store_addr="127.0.0.1",
+            store_port=store.port,
+            lighthouse_addr=address,
+            hostname="127.0.0.1",
+        )
+        self._store = store  # the manager knows only its port
+        self._model = torchft.DistributedDataParallel(self._manager, plain)
+        self._optimizer = torchft.Optimizer(self._manager, inner)
+        self._wanted: set[int] = set()
+        self._backwards = 0
+
+    def commits(self) -> Iterator[Commit]:
+        """Trains without end; one for each step that counted, to be passed to `tell`."""
+        import torch
+
+        width = int(next(self._plain.parameters()).shape[1])
+        draw = torch.Generator().manual_seed(os.getpid())
+        manager = self._manager
+        while True:
+            while self.pipe.poll():
+                order, *values = self.pipe.recv()
+                if order == "hash":
+                    self._wanted.add(values[0])
+            self._optimizer.zero_grad()
+            self._model(torch.randn(BATCH, width, generator=draw)).square().mean().backward()
+            self._backwards += 1
+            before = manager.current_step()
+            self._optimizer.step()
+            step, now = manager.current_step(), time.monotonic_ns()
+            if step != before:
+                yield Commit(now, step, manager.participating_rank(), manager.num_participants())
+
+    def tell(self, commit: Commit) -> None:
+        """Reports it, and the hash of its state if that was asked for."""
+        step, rank = commit.step, -1 if commit.rank is None else commit.rank
+        self.pipe.send(("step", commit.at_ns, step, step, "", commit.contributors, rank, self._backwards))
+        if step in self._wanted:
+            self.pipe.send(("hash", step, "", fingerprint(self._plain, self._inner)))
+
+
+def model_and_adam(state_mib: float, seed: int) -> tuple[Any, Any]:
+    """What a replica trains; quiet unless BENCH_VERBOSE=1. Call it before anything else that needs torchft."""
     import torch
-    from torch.distributed import TCPStore
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not os.environ.get("BENCH_VERBOSE"):
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 2)
-    import torchft
-
-    if not os.environ.get("BENCH_VERBOSE"):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     plain = state_model(state_mib)
-    inner = torch.optim.Adam(plain.parameters(), lr=1e-4, fused=True)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=timeout_s)),
-        timeout=timedelta(seconds=timeout_s),
-        load_state_dict=lambda s: (plain.load_state_dict(s["model"]), inner.load_state_dict(s["optimizer"])),
-        state_dict=lambda: {"model": plain.state_dict(), "optimizer": inner.state_dict()},
-        min_replica_size=2,
-        replica_id=name,
-        rank=0,
-        world_size=1,
-        store_addr="127.0.0.1",
-        store_port=store.port,
-        lighthouse_addr=address,
-        hostname="127.0.0.1",
-    )
-    model = torchft.DistributedDataParallel(manager, plain)
-    optimizer = torchft.Optimizer(manager, inner)
-    width = int(next(plain.parameters()).shape[1])
-    draw = torch.Generator().manual_seed(os.getpid())
-    wanted: set[int] = set()
-    backwards = 0
+    return plain, torch.optim.Adam(plain.parameters(), lr=1e-4, fused=True)
+
+
+def member(pipe: Connection, address: str, name: str, state_mib: float, timeout_s: int) -> None:
+    """One replica group of one process, from its start to the end of the pipe."""
+    replica = Replica(pipe, address, name, *model_and_adam(state_mib, seed=0), timeout_s)
     pipe.send(("in", time.monotonic_ns(), name))
-    try:
-        while True:
-            while pipe.poll():
-                order, *values = pipe.recv()
-                if order == "hash":
-                    wanted.add(values[0])
-            optimizer.zero_grad()
-            model(torch.randn(BATCH, width, generator=draw)).square().mean().backward()
-            backwards += 1
-            before = manager.current_step()
-            optimizer.step()
-            step, now = manager.current_step(), time.monotonic_ns()
-            if step == before:
-                continue
-            rank = manager.participating_rank()
-            contributors = manager.num_participants()
-            pipe.send(("step", now, step, step, "", contributors, -1 if rank is None else rank, backwards))
-            if step in wanted:
-                pipe.send(("hash", step, "", fingerprint(plain, inner)))
-    except (BrokenPipeError, EOFError):
-        return
+    with contextlib.suppress(BrokenPipeError, EOFError):
+        for commit in replica.commits():
+            replica.tell(commit)
 
 
 @contextlib.contextmanager

@@ -2,15 +2,13 @@
 
 Theory of operation. A node is what a user starts on one machine: a torchrun agent in a session of its own, whose
 worker trains. All of them, and the scheduler that the first one starts, inherit a mark in their environment that only
-this demo knows. Whatever happens, `close` ends exactly the processes that bear it: first politely, then for good, each
-through a pidfd that was opened before its mark was read, so that a number given out anew is never hit. Should the demo
-itself be killed, the kernel ends the agents (PR_SET_PDEATHSIG), workers notice that their agent is gone, and the
+this demo knows. Whatever happens, `close` ends exactly the processes that bear it (testing/edge_marks.py). Should the
+demo itself be killed, the kernel ends the agents (PR_SET_PDEATHSIG), workers notice that their agent is gone, and the
 scheduler ends when it has been without members for a while.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -18,14 +16,12 @@ import re
 import signal
 import socket
 import sys
-import time
-import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.observe.events import Event, EventLog
+from chaos_lightning.testing.edge_marks import Mark
 from chaos_lightning.testing.processes import Child, start_command
 from chaos_lightning.transport.pacing import EMULATE
 
@@ -87,7 +83,7 @@ class Cast:
     nodes: dict[str, Child] = field(default_factory=dict)
     fallen: set[str] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
-    _mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _mark: Mark = field(default_factory=lambda: Mark(name=MARK))
     _log: EventLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,7 +120,7 @@ class Cast:
             "CHAOS_STORE": str(self.folder / "chain.sqlite"),
             "CHAOS_STATE_HASH_EVERY": "5",
             EMULATE: json.dumps(rates_of(name)),
-            MARK: self._mark,
+            **self._mark.environment(),
         }
         self.nodes[name] = start_command(
             name, self.command(), self.folder / "out" / f"{name}.log", env=environment, cwd=self.folder
@@ -160,32 +156,8 @@ class Cast:
         self._log.emit(Event.FAULT_INJECTED, kind=kind, node=f"{name}-0", **fields)
 
     def _signal(self, pid: int, number: int) -> None:
-        with self._open(pid) as handle:
-            if handle < 0:
-                raise NodeDied(f"process {pid} is not there any more, so it cannot get {signal.Signals(number).name}")
-            signal.pidfd_send_signal(handle, number)
-
-    @contextlib.contextmanager
-    def _open(self, pid: int) -> Iterator[int]:
-        """A pidfd of this process if it bears our mark; else -1."""
-        try:
-            handle = os.pidfd_open(pid)
-        except OSError:
-            yield -1
-            return
-        try:
-            yield handle if self._marked(pid) else -1
-        finally:
-            os.close(handle)
-
-    def _marked(self, pid: int) -> bool:
-        try:
-            status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            return status not in "ZX" and f"{MARK}={self._mark}".encode() in Path(
-                f"/proc/{pid}/environ"
-            ).read_bytes().split(b"\0")
-        except (OSError, IndexError):
-            return False
+        if not self._mark.send(pid, number):
+            raise NodeDied(f"process {pid} is not there any more, so it cannot get {signal.Signals(number).name}")
 
     # ------------------------------------------------------------------------------------------------ watching
 
@@ -206,28 +178,9 @@ class Cast:
 
     def close(self) -> int:
         """Ends everything that bears the mark; returns how many processes had to be ended."""
-        ended: set[int] = set()
-        for number, patience in ((signal.SIGTERM, POLITE_S), (signal.SIGKILL, 10.0)):
-            signalled: set[int] = set()
-            deadline = time.monotonic() + patience
-            while time.monotonic() < deadline:
-                alive = self._alive()
-                if not alive:
-                    break
-                for pid in alive - signalled:
-                    with self._open(pid) as handle, contextlib.suppress(ProcessLookupError):
-                        if handle >= 0:
-                            signal.pidfd_send_signal(handle, signal.SIGCONT)  # a frozen one would sleep through SIGTERM
-                            signal.pidfd_send_signal(handle, number)
-                    signalled.add(pid)
-                ended |= alive
-                time.sleep(0.05)
+        ended = self._mark.end(POLITE_S)
         for child in self.nodes.values():
             if not child.running:
                 child.release()
         self._log.close()
-        return len(ended)
-
-    def _alive(self) -> set[int]:
-        pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
-        return {pid for pid in pids if pid != os.getpid() and self._marked(pid)}
+        return ended

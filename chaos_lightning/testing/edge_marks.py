@@ -1,4 +1,4 @@
-"""Ending exactly the processes of one lab: a mark in their environment that only this lab knows.
+"""Ending exactly the processes of one lab or demo: a mark in their environment that only it knows.
 
 Theory of operation. Whatever a lab starts, and whatever that starts in turn (agents, workers, a scheduler that
 detaches itself), inherits an environment variable with a value of this lab. A process is signalled through a pidfd that
@@ -26,15 +26,17 @@ class Mark:
 
     Args:
         value: Unique; by default a new one.
+        name: Of the environment variable.
     """
 
-    def __init__(self, value: str = "") -> None:
+    def __init__(self, value: str = "", name: str = MARK) -> None:
         self.value = value or uuid.uuid4().hex
-        self._words = f"{MARK}={self.value}".encode()
+        self.name = name
+        self._words = f"{name}={self.value}".encode()
 
     def environment(self) -> dict[str, str]:
         """What processes of this lab must be started with."""
-        return {MARK: self.value}
+        return {self.name: self.value}
 
     def alive(self) -> set[int]:
         """Processes that bear the mark and run, but for this one."""
@@ -49,14 +51,23 @@ class Mark:
             deadline = time.monotonic() + patience_s
             while (alive := self.alive()) and time.monotonic() < deadline:
                 for pid in alive - signalled:
-                    with self._open(pid) as handle, contextlib.suppress(ProcessLookupError):
-                        if handle >= 0:
-                            signal.pidfd_send_signal(handle, signal.SIGCONT)
-                            signal.pidfd_send_signal(handle, number)
+                    self.send(pid, signal.SIGCONT, number)  # a frozen one would sleep through SIGTERM
                     signalled.add(pid)
                 ended |= alive
                 time.sleep(_TURN_S)
         return len(ended)
+
+    def send(self, pid: int, *numbers: int) -> bool:
+        """Signals this process, in order; False if it bears the mark no more (or never did), or has ended."""
+        with self._open(pid) as handle:
+            if handle < 0:
+                return False
+            try:
+                for number in numbers:
+                    signal.pidfd_send_signal(handle, number)
+            except ProcessLookupError:
+                return False
+            return True
 
     @contextlib.contextmanager
     def _open(self, pid: int) -> Iterator[int]:

@@ -224,28 +224,35 @@ def test_validation_is_dealt_out(job: Job, loaders: int) -> None:
     assert sum(r["validated"] for r in reports) == 6 * loaders * 2
 
 
-def start_three(job: Job, spec: dict[str, Any], first: int = 1) -> None:
-    """Member a, then b after step `first`, then c."""
-    job.start("a", gates={first: job.gate("one")}, worlds={2: job.gate("two")}, **spec)
+def start_two(job: Job, spec: dict[str, Any], first: int, of_a: dict[str, Any], of_b: dict[str, Any]) -> None:
+    """Member a, which waits after step `first` until b is let in; `of_a` and `of_b` are theirs alone."""
+    job.start("a", gates={first: job.gate("first")}, **of_a, **spec)
     job.harness.wait_step(first)
-    job.start("b", **spec)
+    job.start("b", **of_b, **spec)
     job.wait_admitted("b")
-    job.open("one")
+    job.open("first")
+
+
+def start_three(job: Job, spec: dict[str, Any], first: int = 1, **of_a: Any) -> None:
+    """Member a, then b after step `first`, then c; `of_a` is for the first alone."""
+    start_two(job, spec, first, {"worlds": {2: job.gate("two")}, **of_a}, {})
     job.harness.wait_for("joined", node="b")
     job.start("c", **spec)
     job.wait_admitted("c")
     job.open("two")
 
 
+def start_validating(job: Job, spec: dict[str, Any]) -> int:
+    """Members a and b, of which b waits in its first validation, at a gate of its name; the step that it follows."""
+    start_two(job, spec, 1, {}, {"val_gate": job.gate("b")})
+    begun = job.harness.wait_for("committed", lambda r: "validation_step" in str(r.get("call")), node="b")
+    return int(begun["step"])
+
+
 def test_death_during_validation(job: Job) -> None:
     """What the dead had evaluated is evaluated again by the others."""
     spec = {"epochs": 2, "samples": 48, "model": "Counting", "val_samples": 22}
-    job.start("a", gates={1: job.gate("first")}, **spec)
-    job.harness.wait_step(1)
-    job.start("b", val_gate=job.gate("b"), **spec)
-    job.wait_admitted("b")
-    job.open("first")
-    job.harness.wait_for("committed", lambda r: "validation_step" in str(r.get("call")), node="b")
+    start_validating(job, spec)
     job.harness.kill("b")
     (a,) = job.finish("a")
     expected_validation(a, 22)

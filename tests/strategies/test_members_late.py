@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from strategy_job import Job
-from test_members import expected_validation, same, start_three
+from test_members import expected_validation, same, start_three, start_two, start_validating
 
 from chaos_lightning.runtime.options import settings_to_json
 
@@ -15,12 +15,7 @@ from chaos_lightning.runtime.options import settings_to_json
 def test_newcomer_comes_into_a_validation(job: Job) -> None:
     """It waits for the validation's end, which the members finish among themselves, and trains from there on."""
     spec = {"epochs": 3, "samples": 48, "model": "Counting", "val_samples": 22}
-    job.start("a", gates={1: job.gate("first")}, **spec)
-    job.harness.wait_step(1)
-    job.start("b", val_gate=job.gate("b"), **spec)
-    job.wait_admitted("b")
-    job.open("first")
-    begun = job.harness.wait_for("committed", lambda r: "validation_step" in str(r.get("call")), node="b").get("step")
+    begun = start_validating(job, spec)
     job.start("c", **spec)
     job.wait_admitted("c")
     job.open("b")
@@ -37,11 +32,7 @@ def test_newcomer_comes_into_a_validation(job: Job) -> None:
 
 def test_newcomer_comes_just_before_the_last_step(job: Job) -> None:
     """The rest point before the last of 12 steps lets it in, and it makes that step with the others."""
-    job.start("a", epochs=2, gates={10: job.gate("a")}, model_args={"sync": True})
-    job.harness.wait_step(10)
-    job.start("b", epochs=2, model_args={"sync": True})
-    job.wait_admitted("b")
-    job.open("a")
+    start_two(job, {"epochs": 2, "model_args": {"sync": True}}, 10, {}, {})
     a, b = job.finish("a", "b")
     same([a, b])
     assert (a["step"], len([line for line in b["trace"] if "batch" in line])) == (12, 1)
@@ -50,12 +41,8 @@ def test_newcomer_comes_just_before_the_last_step(job: Job) -> None:
 @pytest.mark.parametrize("steps", [11, 12])
 def test_newcomer_comes_when_no_rest_point_is_left(job: Job, steps: int) -> None:
     """Admitted while the last step is made, or after it: the job ends as if it had not come, and it is told why."""
-    job.start("a", epochs=2, gates={steps: job.gate("a")}, model_args={"sync": True})
-    job.harness.wait_step(steps)
     job.harness.declare("b")
-    job.start("b", epochs=2, model_args={"sync": True})
-    job.wait_admitted("b")
-    job.open("a")
+    start_two(job, {"epochs": 2, "model_args": {"sync": True}}, steps, {}, {})
     (a,) = job.finish("a")
     assert a["step"] == 12
     assert job.harness.wait_exit("b") == 1

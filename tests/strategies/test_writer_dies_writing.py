@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 from strategy_job import Job
-from test_members import same
+from test_members import same, start_three
 
 from chaos_lightning.strategies.saving import KEY
 
@@ -17,15 +17,7 @@ def test_death_while_a_checkpoint_is_written(job: Job, when: str) -> None:
     """Some bytes are written, or all but the file is not in its place yet; then the whole job resumes from what is."""
     spec = {"epochs": 4, "samples": 48, "callbacks": ("steps",), "model_args": {"sync": True}}
     job.harness.declare("a")
-    job.start("a", gates={1: job.gate("one")}, worlds={2: job.gate("two")}, dies_writing=when, **spec)
-    job.harness.wait_step(1)
-    job.start("b", **spec)
-    job.wait_admitted("b")
-    job.open("one")
-    job.harness.wait_for("joined", node="b")
-    job.start("c", **spec)
-    job.wait_admitted("c")
-    job.open("two")
+    start_three(job, spec, dies_writing=when)
     assert job.harness.wait_exit("a") == -signal.SIGKILL
     reports = [job.report(name) for name in "bc" if job.harness.wait_exit(name) == 0]
     same(reports)

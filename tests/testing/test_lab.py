@@ -247,8 +247,10 @@ def test_what_commands_leave_running_is_ended(tmp_path: Path) -> None:
     running.edge.close()
 
 
-def test_a_mark_ends_only_its_own() -> None:
-    one, other = Mark(), Mark()
+@pytest.mark.parametrize("alike", [False, True], ids=["another value", "another name"])
+def test_a_mark_ends_only_its_own(alike: bool) -> None:
+    one = Mark()
+    other = Mark(one.value, name="CHAOS_OTHER") if alike else Mark()
     sleep = [*PYTHON, "input()"]
     made = [
         subprocess.Popen(sleep, stdin=subprocess.PIPE, env={**os.environ, **mark.environment()})
