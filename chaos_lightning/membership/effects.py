@@ -279,11 +279,24 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkWish:
+    """A granted wish for or against the link of two members, by their names: it holds until the opposite is granted.
+
+    Whoever comes or goes meanwhile, the scheduler included (PROTOCOL.md 14a).
+    """
+
+    a: str
+    b: str
+    add: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Persist:
     """Append to the store by compare-and-set, then feed Stored; what depends on it is only sent after that.
 
     kind "reserve": `view` is None and `number` will never be given out again. kind "view": append `view` to the chain
-    after `view.predecessor`. kind "finish": the job is over.
+    after `view.predecessor`. kind "link": keep `wish`; it takes no number. kind "finish": the job is over.
     """
 
     token: int
@@ -292,6 +305,7 @@ class Persist:
     view: View | None = None
     base: Header | None = None
     hand_on: bool = False
+    wish: LinkWish | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,9 +336,10 @@ SchedulerEffect = Send | Close | Persist | Look | Answer | SchedulerDone | Note
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What a scheduler finds in its store when it starts: the decided views, oldest first, and the highest number."""
+    """What a scheduler finds in its store when it starts: views and wishes, oldest first, and the highest number."""
 
     term: int
     highest: ViewId
     views: tuple[View, ...] = ()
     finished: bool = False
+    wishes: tuple[LinkWish, ...] = ()

@@ -1,7 +1,8 @@
 """Links between members: what both ends say becomes facts, and everybody is told whom to connect to.
 
 Theory of operation. Members say when a link comes up or fails (LinkEvent) and what it carries (LinkReport); operators
-and members ask for links or against them (`_change_link`). All of it goes into `Topology` (topology.py). `OpenLinks`
+and members ask for links or against them: what is granted is stored before it is answered, and holds from then on,
+also for the next scheduler (`_turn_wishes`). All of it goes into `Topology` (topology.py). `OpenLinks`
 names the peers that a member is to have links to beside those of the view that it stands in: newcomers, and wanted
 pairs that the view does not use, so that a link that failed is dialled until it is back. Its list replaces the one
 before.
@@ -13,10 +14,13 @@ becomes of a link that stays down is decided in rewiring.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 
-from chaos_lightning.membership.effects import Answer, Chain
+from chaos_lightning.membership.effects import Answer, Chain, LinkWish
 from chaos_lightning.membership.roster import NEWCOMER, Peer, Standing
 from chaos_lightning.membership.scheduler_state import Phase, SchedulerState
 from chaos_lightning.membership.topology import (
@@ -35,6 +39,7 @@ from chaos_lightning.membership.topology import (
     ranked,
 )
 from chaos_lightning.membership.types import (
+    NO_VIEW,
     LinkReport,
     LinkRequest,
     Notice,
@@ -45,12 +50,24 @@ from chaos_lightning.membership.types import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Somebody asks for or against a link, by words that name its ends, and waits for the answer."""
+
+    ends: tuple[str, str]
+    add: bool
+    why: str
+    answer: Callable[[bool, str], None]
+
+
 class Linking(SchedulerState, ABC):
     """See the module; arguments and attributes are those of `SchedulerState`."""
 
     def __init__(self, settings: Settings, chain: Chain) -> None:
         super().__init__(settings, chain)
-        self.topology = Topology()
+        self.topology = Topology(chain.wishes)
+        self._asked: deque[_Asked] = deque()
+        """Not answered yet, oldest first; the first may be on its way to the store."""
         self._pairs: dict[ViewId, frozenset[Pair]] = {}
         self._relinked = True
         """Something about links changed since they were looked at."""
@@ -161,9 +178,6 @@ class Linking(SchedulerState, ABC):
         peer.up.discard(other)
         latest = self.latest
         if latest is not None and latest.find(peer.id) and latest.find(other) and not self._in_force(peer.id, other):
-            if evidence == "removed" and self._returning and other in self.peers:
-                names = pair(peer.member.name, self.peers[other].member.name)
-                self.topology.removed[names] = "removed before the scheduler was restarted"
             return
         if evidence.startswith("silent"):
             peer.silent[other] = evidence
@@ -206,30 +220,67 @@ class Linking(SchedulerState, ABC):
     # ------------------------------------------------------------------ connect-link, disconnect-link
 
     def _on_link_request(self, peer: Peer, request: LinkRequest) -> None:
-        why = request.reason or "no reason given"
-        accepted, text = self._change_link(peer.id, request.peer, request.add, f"{peer.id} asks: {why}")
-        self._send(peer, Notice(text if accepted else f"refused: {text}"))
+        def answer(granted: bool, text: str) -> None:
+            self._send(peer, Notice(text if granted else f"refused: {text}"))
+
+        why = f"{peer.id} asks: {request.reason or 'no reason given'}"
+        self._asked.append(_Asked((peer.id, request.peer), request.add, why, answer))
 
     def _on_change_link(self, token: int, ends: tuple[str, str], add: bool) -> None:
-        accepted, text = self._change_link(*ends, add, "an operator asks")
-        self._out.append(Answer(token, accepted, text))
+        def answer(granted: bool, text: str) -> None:
+            self._out.append(Answer(token, granted, text))
 
-    def _change_link(self, a: str, b: str, add: bool, why: str) -> tuple[bool, str]:
-        """Wishes for or against a link; (whether it will be so, words)."""
+        self._asked.append(_Asked(ends, add, "an operator asks", answer))
+
+    def _turn_wishes(self) -> bool:
+        """Refuses what cannot be, and has the first wish that can be stored; nothing else is decided meanwhile."""
+        while self._asked:
+            asked = self._asked[0]
+            found = self._ends(asked)
+            if not isinstance(found, str):
+                one, other = found
+                refusal = self._needless(one, other) if asked.add else self._indispensable(one, other)
+                if not refusal:
+                    why = asked.why if asked.add else f"removed, {asked.why}"
+                    wish = LinkWish(one.member.name, other.member.name, asked.add, why)
+                    self._persist("link", NO_VIEW, partial(self._granted, wish, one.id, other.id), wish=wish)
+                    return True
+                self._note_wish(asked, one.id, other.id, refusal)
+                found = refusal
+            self._asked.popleft()
+            asked.answer(False, found)
+        return False
+
+    def _granted(self, wish: LinkWish, one: str, other: str) -> None:
+        """A wish for or against the link of these members is in the store."""
+        asked = self._asked.popleft()
+        self.topology.wished(wish)
+        self._relinked = True
+        fact = self.topology.facts.get(pair(one, other))
+        if wish.add and fact is not None:
+            fact.failures = 0
+        text = (
+            f"{one} and {other} are told to connect; the next view after their link stands has it"
+            if wish.add
+            else f"the next view has no link between {one} and {other}; it stays away until it is added again"
+        )
+        self._note_wish(asked, one, other, text)
+        asked.answer(True, text)
+
+    def _note_wish(self, asked: _Asked, one: str, other: str, text: str) -> None:
+        self._note("notice", text=f"link {'add' if asked.add else 'remove'} {one} {other} ({asked.why}): {text}")
+
+    def _ends(self, asked: _Asked) -> tuple[Peer, Peer] | str:
+        """Who is meant; words if that is not clear, or nothing can be changed any more."""
         if self.phase in (Phase.FINISHED, Phase.DEPOSED):
-            return False, f"this scheduler is {self.phase}: no link changes any more"
+            return f"this scheduler is {self.phase}: no link changes any more"
+        a, b = asked.ends
         one, other = self._find(a), self._find(b)
-        for word, found in ((a, one), (b, other)):
-            if isinstance(found, str):
-                return False, f"{word!r} {found}"
-        assert isinstance(one, Peer)
-        assert isinstance(other, Peer)
-        if one is other:
-            return False, f"{a!r} and {b!r} are both {one.id}: a link has two ends"
-        accepted, text = self._add_link(one, other, why) if add else self._remove_link(one, other, why)
-        self._note("notice", text=f"link {'add' if add else 'remove'} {one.id} {other.id} ({why}): {text}")
-        self._relinked = self._relinked or accepted
-        return accepted, text
+        if isinstance(one, str):
+            return f"{a!r} {one}"
+        if isinstance(other, str):
+            return f"{b!r} {other}"
+        return f"{a!r} and {b!r} are both {one.id}: a link has two ends" if one is other else (one, other)
 
     def _find(self, word: str) -> Peer | str:
         """Who is meant by an id, a name or a node; words if that is nobody, or not clear."""
@@ -242,32 +293,27 @@ class Linking(SchedulerState, ABC):
             return f"is no member; present: {', '.join(p.id for p in here) or 'nobody'}"
         return f"is the node of {', '.join(p.id for p in found)}: name one of them"
 
-    def _add_link(self, one: Peer, other: Peer, why: str) -> tuple[bool, str]:
-        names, latest = pair(one.member.name, other.member.name), self.latest
+    def _needless(self, one: Peer, other: Peer) -> str:
+        """Why a link cannot be added; "" if it can."""
+        latest = self.latest
         both = latest is not None and latest.find(one.id) is not None and latest.find(other.id) is not None
         there = both and latest is not None and pair(one.id, other.id) in self._view_pairs(latest)
-        if there and names not in self.topology.removed:
-            return False, f"{one.id} and {other.id} have a link already"
-        self.topology.removed.pop(names, None)
-        self.topology.added.add(names)
-        fact = self.topology.facts.get(pair(one.id, other.id))
-        if fact is not None:
-            fact.failures = 0
-        return True, f"{one.id} and {other.id} are told to connect; the next view after their link stands has it"
+        if there and pair(one.member.name, other.member.name) not in self.topology.removed:
+            return f"{one.id} and {other.id} have a link already"
+        return ""
 
-    def _remove_link(self, one: Peer, other: Peer, why: str) -> tuple[bool, str]:
-        names = pair(one.member.name, other.member.name)
+    def _indispensable(self, one: Peer, other: Peer) -> str:
+        """Why a link cannot be removed; "" if it can."""
         if not self.topology.wants(one, other):
+            names = pair(one.member.name, other.member.name)
             was = self.topology.removed.get(names, "neither named the other as its neighbour")
-            return False, f"{one.id} and {other.id} have no link: {was}"
+            return f"{one.id} and {other.id} have no link: {was}"
         inside = [p.id for p in self._living()] or [p.id for p in self.peers.values() if p.standing in NEWCOMER]
         if one.id in inside and other.id in inside:
             rest = parts(inside, self._graph(inside) - {pair(one.id, other.id)})
             if len(rest) > 1:
-                return False, f"without the link of {one.id} and {other.id} the members fall apart: {in_words(rest)}"
-        self.topology.removed[names] = f"removed, {why}"
-        self.topology.added.discard(names)
-        return True, f"the next view has no link between {one.id} and {other.id}; it stays away until it is added again"
+                return f"without the link of {one.id} and {other.id} the members fall apart: {in_words(rest)}"
+        return ""
 
     # ------------------------------------------------------------------ telling whom to connect to
 

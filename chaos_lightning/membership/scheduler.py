@@ -134,7 +134,11 @@ class SchedulerMachine(Rewiring):
 
     def _turn(self) -> bool:
         """Decides at most one thing; True if something changed that may allow another decision."""
-        if self.phase in (Phase.DEPOSED, Phase.FINISHED) or self._persisting is not None:
+        if self._persisting is not None:
+            return False
+        if self._turn_wishes():
+            return True
+        if self.phase in (Phase.DEPOSED, Phase.FINISHED):
             return False
         if self._promote():
             return True

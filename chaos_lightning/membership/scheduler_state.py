@@ -14,6 +14,7 @@ from itertools import pairwise
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Chain as Chain
 from chaos_lightning.membership.effects import (
+    LinkWish,
     Note,
     Persist,
     SchedulerEffect,
@@ -127,10 +128,11 @@ class SchedulerState:
         view: View | None = None,
         base: Header | None = None,
         hand_on: bool = False,
+        wish: LinkWish | None = None,
     ) -> None:
         self._token += 1
         self._persisting = (self._token, then)
-        self._out.append(Persist(self._token, kind, number, view, base, hand_on))
+        self._out.append(Persist(self._token, kind, number, view, base, hand_on, wish))
 
     # ------------------------------------------------------------------ groups of peers
 

@@ -4,8 +4,8 @@ Theory of operation. A *pair* is two members (or two names) regardless of order.
 or every pair of its members where that is empty. `Topology` keeps what the scheduler knows beside it:
 
 - *wanted*: with neighbours named in a Hello, only pairs that one of both names; else every pair. Processes of one node
-  always want each other. An operator or a member may remove a pair, which stays removed until it is added again; both
-  go by names, so that they outlive a member's incarnation.
+  always want each other. An operator or a member may remove a pair, which stays removed until it is added again. Such
+  wishes (`wished`) go by names, so they outlive a member's incarnation, and are in the store, so the scheduler's, too.
 - *standing*: each end says when its link comes up or fails, and a pair of which either end's last word was bad is
   down. Nothing said is taken for good news where a view or a newcomer's Ready vouches for the pair. A link that failed
   must stand for a while before a view uses it again, for longer each time (`Fact.stand_s`): a flapping link changes no
@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from chaos_lightning.membership.effects import LinkWish
 from chaos_lightning.membership.roster import Peer
 from chaos_lightning.membership.types import LinkReport, LinkSpec, View
 from chaos_lightning.planning.graph import connected_parts
@@ -165,9 +166,13 @@ def _names(one: Peer, other: Peer) -> bool:
 
 
 class Topology:
-    """See the module. Members are told apart by id, wishes by name."""
+    """See the module. Members are told apart by id, wishes by name.
 
-    def __init__(self) -> None:
+    Args:
+        wishes: What was granted so far, oldest first.
+    """
+
+    def __init__(self, wishes: Iterable[LinkWish] = ()) -> None:
         self.facts: dict[Pair, Fact] = {}
         self.removed: dict[Pair, str] = {}
         """By two names: why."""
@@ -175,6 +180,8 @@ class Topology:
         """By two names: asked for beyond what the neighbours named."""
         self.version = 0
         """Grows with every measurement."""
+        for wish in wishes:
+            self.wished(wish)
 
     def fact(self, one: str, other: str) -> Fact:
         return self.facts.setdefault(pair(one, other), Fact())
@@ -204,6 +211,16 @@ class Topology:
         if names in self.added or node_of(one.member.name) == node_of(other.member.name):
             return True
         return _names(one, other) or _names(other, one) or not (one.neighbours or other.neighbours)
+
+    def wished(self, wish: LinkWish) -> None:
+        """A wish was granted, and is in the store."""
+        names = pair(wish.a, wish.b)
+        if wish.add:
+            self.removed.pop(names, None)
+            self.added.add(names)
+        else:
+            self.removed[names] = wish.why
+            self.added.discard(names)
 
     def report(self, by: str, report: LinkReport) -> None:
         """What one end measured."""

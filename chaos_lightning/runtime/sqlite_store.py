@@ -3,28 +3,31 @@
 Theory of operation. Every write is one transaction that is on the disk when it returns (`synchronous=FULL`; in WAL mode
 that is one fsync, and the WAL is folded into the file when the last connection closes). Compare-and-set happens inside
 a `BEGIN IMMEDIATE` transaction, so two schedulers on one file cannot both win. Views and headers are kept as the same
-protobuf bytes that travel. A lock file beside the chain, held by the running scheduler, tells a second one at once that
-it is not needed; safety does not rest on it but on the terms.
+protobuf bytes that travel, wishes about links as JSON. A lock file beside the chain, held by the running scheduler,
+tells a second one at once that it is not needed; safety does not rest on it but on the terms.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from chaos_lightning.errors import ConfigurationError, StoreError, WireError
-from chaos_lightning.membership.effects import Persist
+from chaos_lightning.membership.effects import LinkWish, Persist
 from chaos_lightning.membership.types import Header, View, ViewId
 from chaos_lightning.runtime.codec import decode, encode
 from chaos_lightning.runtime.store import Appended, Entry, Store, Tip, entry_of, judge
 
-FORMAT = 1
+FORMAT = 2
+"""1 had no wishes about links."""
 _WATCH_INTERVAL_S = 0.05
 _BUSY_TIMEOUT_S = 5.0
 _LOCK_PATIENCE_S = 3.0
@@ -35,7 +38,7 @@ CREATE TABLE IF NOT EXISTS job (
 );
 CREATE TABLE IF NOT EXISTS entry (
     revision INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, term INTEGER NOT NULL, number INTEGER NOT NULL,
-    view BLOB, base BLOB, hand_on INTEGER NOT NULL, wall REAL NOT NULL
+    view BLOB, base BLOB, hand_on INTEGER NOT NULL, wish TEXT, wall REAL NOT NULL
 );
 """
 
@@ -138,7 +141,7 @@ class SqliteStore(Store):
     # ------------------------------------------------------------------ reading
 
     def _rows(self, where: str, *values: int) -> tuple[Entry, ...]:
-        query = f"SELECT revision, kind, term, number, view, base, hand_on FROM entry {where}"
+        query = f"SELECT revision, kind, term, number, view, base, hand_on, wish FROM entry {where}"
         with self._lock:
             try:
                 rows = self._connection().execute(query, values).fetchall()
@@ -150,10 +153,11 @@ class SqliteStore(Store):
                         view=decode(View, view) if view is not None else None,
                         base=decode(Header, base) if base is not None else None,
                         hand_on=bool(hand_on),
+                        wish=LinkWish(**json.loads(wish)) if wish is not None else None,
                     )
-                    for revision, kind, term, number, view, base, hand_on in rows
+                    for revision, kind, term, number, view, base, hand_on, wish in rows
                 )
-            except (sqlite3.Error, WireError) as error:
+            except (sqlite3.Error, WireError, TypeError, ValueError) as error:
                 raise StoreError(f"{self.path}: {error}") from error
 
     def _tip(self) -> Tip:
@@ -214,7 +218,8 @@ class SqliteStore(Store):
             verdict = judge(self._tip(), self.term, entry)
             if verdict.ok and not verdict.detail:
                 db.execute(
-                    "INSERT INTO entry (kind, term, number, view, base, hand_on, wall) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    "INSERT INTO entry (kind, term, number, view, base, hand_on, wish, wall) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                     (
                         entry.kind,
                         entry.number.term,
@@ -222,6 +227,7 @@ class SqliteStore(Store):
                         encode(entry.view) if entry.view is not None else None,
                         encode(entry.base) if entry.base is not None else None,
                         int(entry.hand_on),
+                        json.dumps(asdict(entry.wish)) if entry.wish is not None else None,
                         time.time(),
                     ),
                 )

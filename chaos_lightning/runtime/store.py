@@ -1,10 +1,11 @@
 """The coordination store: the chain of decided views, kept so that no scheduler can fork it (PROTOCOL.md 7, 14a).
 
 Theory of operation. A store holds one job's chain: an append-only list of entries (a number that is reserved, a view
-that is decided, the end of the job), each with a revision that counts up from 1. A scheduler first takes a *term*, one
-higher than any before; from then on every older scheduler's writes fail. A write states what it builds on - its term
-and the predecessor view - and is applied only if that is still true: compare-and-set. When a write returned, it is
-durable. Writing the very same entry again succeeds, so that a writer may retry after an answer that got lost.
+that is decided, a wish about a link that is granted, the end of the job), each with a revision that counts up from 1. A
+scheduler first takes a *term*, one higher than any before; from then on every older scheduler's writes fail. A write
+states what it builds on - its term and, for a view, the predecessor - and is applied only if that is still true:
+compare-and-set. When a write returned, it is durable. Writing the very same entry again succeeds, so that a writer may
+retry after an answer that got lost.
 
 Besides, a store over a network (etcd) has three things to say that an embedded one answers trivially: whether this
 scheduler still holds its lease, what was appended after a revision, and when something is.
@@ -14,15 +15,15 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from chaos_lightning.errors import StoreError
-from chaos_lightning.membership.effects import Chain, Persist
+from chaos_lightning.membership.effects import Chain, LinkWish, Persist
 from chaos_lightning.membership.types import NO_VIEW, Header, View, ViewId
 
-EntryKind = Literal["reserve", "view", "finish"]
+EntryKind = Literal["reserve", "view", "link", "finish"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +36,11 @@ class Entry:
     view: View | None = None
     base: Header | None = None
     hand_on: bool = False
+    wish: LinkWish | None = None
 
     def same(self, other: Entry) -> bool:
         """Equal but for the revision."""
-        return (self.kind, self.number, self.view, self.base, self.hand_on) == (
-            other.kind,
-            other.number,
-            other.view,
-            other.base,
-            other.hand_on,
-        )
+        return replace(self, revision=other.revision) == other
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +65,15 @@ class Tip:
 def entry_of(effect: Persist) -> Entry:
     """The entry that a Persist effect asks for; a malformed one is a StoreError."""
     kind = effect.kind
-    if kind not in ("reserve", "view", "finish"):
-        raise StoreError(f"Persist of the unknown kind {kind!r}; expected reserve, view or finish")
+    if kind not in get_args(EntryKind):
+        raise StoreError(f"Persist of the unknown kind {kind!r}; expected one of {', '.join(get_args(EntryKind))}")
     if (kind == "view") != (effect.view is not None):
         raise StoreError(f"Persist of kind {kind!r} {'with' if effect.view else 'without'} a view")
     if effect.view is not None and effect.view.id != effect.number:
         raise StoreError(f"Persist of view {effect.view.id} under the number {effect.number}")
-    return Entry(0, kind, effect.number, effect.view, effect.base, effect.hand_on)  # type: ignore[arg-type]
+    if (kind == "link") != (effect.wish is not None):
+        raise StoreError(f"Persist of kind {kind!r} {'with' if effect.wish else 'without'} a wish")
+    return Entry(0, kind, effect.number, effect.view, effect.base, effect.hand_on, effect.wish)  # type: ignore[arg-type]
 
 
 def judge(tip: Tip, term: int, entry: Entry) -> Appended:
@@ -141,8 +139,14 @@ class Store(abc.ABC):
     def load(self) -> Chain:
         """The chain as a starting scheduler needs it; call `take_term` first."""
         tip = self.tip()
-        views = tuple(e.view for e in self.entries() if e.view is not None)
-        return Chain(term=self.term, highest=tip.highest, views=views, finished=tip.finished)
+        entries = self.entries()
+        return Chain(
+            term=self.term,
+            highest=tip.highest,
+            views=tuple(e.view for e in entries if e.view is not None),
+            finished=tip.finished,
+            wishes=tuple(e.wish for e in entries if e.wish is not None),
+        )
 
     @abc.abstractmethod
     def close(self) -> None:

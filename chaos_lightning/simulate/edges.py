@@ -2,9 +2,10 @@
 
 Theory of operation. Links are named by their nodes. "cut" takes the network between two nodes away for a while,
 "split" that between a group of nodes and all others; "remove-link" and "add-link" are the operator's, "ask-remove" and
-"ask-add" a member's; "rate" changes what a link carries, and both ends measure it. Two things must hold beside what
-the oracle checks: no decided view uses a link that has been cut for longer than anybody takes to notice, and every
-view's links connect its members. Members that are cut off from each other may be put out; how long that excuses them
+"ask-add" a member's; "rate" changes what a link carries, and both ends measure it. Three things must hold beside what
+the oracle checks: no decided view uses a link that has been cut for longer than anybody takes to notice, none one whose
+removal an operator was granted, whatever became of the scheduler since (14a), and every view's links connect its
+members. Members that are cut off from each other may be put out; how long that excuses them
 is told by their `troubled_at`.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from chaos_lightning.membership.effects import ChangeLink
-from chaos_lightning.membership.topology import connected, links_of, pair, parts
+from chaos_lightning.membership.topology import Pair, connected, links_of, pair, parts
 from chaos_lightning.membership.types import LinkRequest, View
 from chaos_lightning.simulate.oracle import Violation
 
@@ -37,6 +38,12 @@ class Edges:
     def __init__(self, world: World) -> None:
         self._world = world
         self._changes = 0
+        self._asked: dict[int, tuple[Pair, bool]] = {}
+        """What the operator asked for, by the request's number: (names, whether to add it)."""
+        self._last: dict[Pair, int] = {}
+        """The operator's last request about each pair; -1 once a member had a wish about it, too."""
+        self._removed: set[Pair] = set()
+        """Pairs that the operator may rely on to be without a link."""
         plan = world.plan
         named = any(spec.neighbours for spec in plan.nodes)
         if named or plan.unlinked or any(f.action in LINK_FAULTS for f in plan.faults):
@@ -56,9 +63,15 @@ class Edges:
                         world.fabric.cut(here, there, fault.lasts)
             case "add-link" | "remove-link":
                 self._changes += 1
-                event = ChangeLink(self._changes, one, other, fault.action == "add-link")
+                names, add = pair(one, other), fault.action == "add-link"
+                self._asked[self._changes] = names, add
+                self._last[names] = self._changes if self._last.get(names, 0) >= 0 else -1
+                self._removed -= {names} if add else set()
+                event = ChangeLink(self._changes, one, other, add)
                 world.scheduler.deliver(lambda: world.scheduler.feed(event))
             case "ask-add" | "ask-remove":
+                self._last[pair(one, other)] = -1
+                self._removed.discard(pair(one, other))
                 node = world.nodes[one]
                 node.deliver(lambda: node.tell(LinkRequest(other, fault.action == "ask-add", "a whim")))
             case "rate":
@@ -68,6 +81,12 @@ class Edges:
                     node.deliver(lambda n=node, p=peer: n.measure(p, "transfer"))  # type: ignore[misc]
         self.look()
 
+    def answered(self, token: int, granted: bool) -> None:
+        """The scheduler tells the operator what becomes of the request with this number."""
+        names, add = self._asked[token]
+        if granted and not add and self._last[names] == token:
+            self._removed.add(names)
+
     # ------------------------------------------------------------------ what must hold
 
     def check(self, view: View) -> None:
@@ -75,10 +94,15 @@ class Edges:
         pairs = links_of(view)
         if not connected(view.ids(), pairs):
             raise Violation(f"view {view.id} is in parts: {parts(view.ids(), pairs)}")
+        chain = self._world.scheduler.machine.chain
+        # A better plan for the same members over the same links decides nothing about links.
+        replanned = len(chain) > 1 and chain[-2].ids() == view.ids() and links_of(chain[-2]) == pairs
         for ends in pairs:
             one, other = sorted(ends)
             here, there = self._name(view, one), self._name(view, other)
             cut_s = self._world.fabric.cut_s(here, there)
+            if pair(here, there) in self._removed and not replanned:
+                raise Violation(f"view {view.id} uses the link of {one} and {other}, whose removal was granted (14a)")
             if cut_s > NOTICED_S:
                 raise Violation(f"view {view.id} uses the link of {one} and {other}, which was cut {cut_s:.1f} s ago")
 

@@ -23,17 +23,22 @@ class Store:
         self.term = 0
         self.highest: ViewId = NO_VIEW
         self.views: list[View] = []
+        self.wishes: list[fx.LinkWish] = []
         self.done = False
 
     def open(self) -> fx.Chain:
         """A scheduler starts: its term outranks every older one."""
         self.term += 1
-        return fx.Chain(self.term, self.highest, tuple(self.views), self.done)
+        return fx.Chain(self.term, self.highest, tuple(self.views), self.done, tuple(self.wishes))
 
     def write(self, term: int, entry: fx.Persist) -> tuple[bool, str]:
         """(ok, why not)"""
         if term != self.term:
             return False, f"term {term} is over, {self.term} rules"
+        if entry.kind == "link":
+            assert entry.wish is not None
+            self.wishes.append(entry.wish)
+            return True, ""
         if entry.number.number <= self.highest.number and entry.kind != "view":
             return False, f"{entry.number} was issued before, up to {self.highest}"
         if entry.kind == "view":
@@ -81,6 +86,7 @@ class SchedulerHost(Process):
         """How long this write takes (s); 0: as usual."""
         self.answers: list[tuple[bool, str]] = []
         """To requests for and against links."""
+        self.on_answer: Callable[[int, bool], None] = lambda token, granted: None
         self._streams: dict[int, tuple[Stream, Connected]] = {}
         self._store_s = store_s
         self._check = check
@@ -134,8 +140,9 @@ class SchedulerHost(Process):
             case fx.Note():
                 self.notes.append((self.kernel.now, effect))
                 self.on_note(effect)
-            case fx.Answer(_, accepted, text):
+            case fx.Answer(token, accepted, text):
                 self.answers.append((accepted, text))
+                self.on_answer(token, accepted)
             case fx.SchedulerDone():
                 pass
 

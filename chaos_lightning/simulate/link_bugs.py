@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
+from chaos_lightning.membership.effects import Chain
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Peer
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.topology import Pair, connected, every_pair
 from chaos_lightning.membership.types import Decide, PlanSpec, Report, View, ViewId
+from chaos_lightning.simulate.host import Store
 from chaos_lightning.simulate.node import Node
 from chaos_lightning.simulate.planting import Bug, hooks_of
 from chaos_lightning.simulate.routing import Letter, Routing
-from chaos_lightning.simulate.wiring import lost_link_plan, removal_plan, ring_plan, split_plan
+from chaos_lightning.simulate.wiring import forgetting_plan, lost_link_plan, removal_plan, ring_plan, split_plan
 
 
 class ForgetfulScheduler(SchedulerMachine):
@@ -92,6 +95,23 @@ class OwnWaysNode(Node):
     routing_class = OwnWays
 
 
+class WishlessStore(Store):
+    """Keeps views only: what was wished about links dies with the scheduler."""
+
+    def open(self) -> Chain:
+        self.wishes.clear()
+        return super().open()
+
+
+class GenerousScheduler(SchedulerMachine):
+    """Grants wishes about links before they are stored."""
+
+    def _persist(self, kind: str, number: ViewId, then: Callable[[], None], **fields: Any) -> None:
+        if kind == "link":
+            self._asked[0].answer(True, "it is as good as done")
+        super()._persist(kind, number, then, **fields)
+
+
 LINK_BUGS: dict[str, Bug] = {
     "links-forgotten": Bug(
         rule="links",
@@ -128,6 +148,18 @@ LINK_BUGS: dict[str, Bug] = {
         what="messages are relayed by another view than they are of",
         hooks=hooks_of(node=OwnWaysNode),
         plan=ring_plan,
+    ),
+    "14a-wishless": Bug(
+        rule="14a",
+        what="removals of links die with the scheduler",
+        hooks=hooks_of(store=WishlessStore),
+        plan=forgetting_plan,
+    ),
+    "14a-generous": Bug(
+        rule="14a",
+        what="removals of links are granted before they are stored",
+        hooks=hooks_of(scheduler=GenerousScheduler),
+        plan=forgetting_plan,
     ),
 }
 """By name."""

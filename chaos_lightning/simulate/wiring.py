@@ -185,6 +185,28 @@ def removal_plan(seed: int) -> Plan:
     )
 
 
+def forgetting_plan(seed: int) -> Plan:
+    """The scheduler dies when it has granted a removal, or is about to; later another view is decided."""
+    random = Random(seed * 29 + 13)
+    plan = _job(seed, random.choice((4, 5)), ("h0", "h1"))
+    one, other, victim = random.sample([n.name for n in plan.nodes], 3)
+    at = random.uniform(0.2, 0.8)
+    faults = (
+        Fault(action="remove-link", node=one, other=other, at=at),
+        Fault(action="sched-crash", at=at + random.uniform(0.0, 0.04), lasts=random.choice((0.1, 0.5))),
+        Fault(action="kill", node=victim, at=at + random.uniform(1.5, 2.5)),
+    )
+    newcomer = NodeSpec(name="j0", host="h2")  # while it loads, no view follows
+    return replace(
+        plan,
+        nodes=(*plan.nodes, newcomer),
+        starts=(*plan.starts, at - random.uniform(0.0, 0.15)),
+        faults=faults,
+        store_s=0.02,
+        program=replace(plan.program, length=plan.program.length * 3),
+    )
+
+
 def ring_plan(seed: int) -> Plan:
     """On a ring one link is cut for good, so that most ways turn around; everybody is well."""
     random = Random(seed * 23 + 5)
@@ -212,5 +234,6 @@ WIRED: tuple[Callable[[int], Plan], ...] = (
     split_plan,
     lost_link_plan,
     removal_plan,
+    forgetting_plan,
 )
 """What a long run draws from (plans.any_plan)."""

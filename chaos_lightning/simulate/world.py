@@ -162,6 +162,7 @@ class World:
         machine = self.hooks.scheduler_class
         host = self.hooks.host_class(self.kernel, self.store, plan.settings, machine, plan.store_s, check, self._gone)
         host.on_note = self._heed
+        host.on_answer = lambda token, granted: self.edges.answered(token, granted)
         return host
 
     def _heed(self, note: Note) -> None:

@@ -305,7 +305,11 @@ class SchedulerScript:
                 self.settings = replace(self.settings, **{name: kind(value)})
                 return []
             case ["chain", highest, *views]:
-                self.chain = fx.Chain(2, number(highest), tuple(stored(self.names.views[v]) for v in views))
+                # removed=a-b,...: links that were removed while an earlier scheduler ruled
+                pairs = [pair.split("-") for pair in keys.get("removed", "").split(",") if pair]
+                wishes = tuple(fx.LinkWish(a, b, False, "removed, an operator asks") for a, b in pairs)
+                known = tuple(stored(self.names.views[v]) for v in views)
+                self.chain = fx.Chain(2, number(highest), known, wishes=wishes)
                 return []
             case ["store", how] if how in ("waits", "writes"):
                 self.store_waits = how == "waits"
@@ -337,6 +341,8 @@ class SchedulerScript:
         for effect in self.machine.on(self.now, event):
             if isinstance(effect, fx.Persist):
                 what = view_words(effect.view) if effect.view is not None else str(effect.number)
+                if effect.wish is not None:
+                    what = f"{'add' if effect.wish.add else 'remove'} {effect.wish.a} {effect.wish.b}"
                 lines.append(f"stores {effect.kind} {what}")
                 self.waiting.append(effect)
             elif isinstance(effect, fx.Send):

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from chaos_lightning.errors import ConfigurationError, StoreError
-from chaos_lightning.membership.effects import Persist
+from chaos_lightning.membership.effects import LinkWish, Persist
 from chaos_lightning.membership.types import GENESIS, NO_VIEW, Header, Kind, Ledger, Member, Spent, View, ViewId
 from chaos_lightning.runtime.memory_store import MemoryStore, Shelf
 from chaos_lightning.runtime.sqlite_store import FileLock, SqliteStore, archive
@@ -43,6 +43,10 @@ def reserve(number: ViewId) -> Persist:
 
 def finish(number: ViewId) -> Persist:
     return Persist(1, "finish", number)
+
+
+def link(a: str, b: str, *, add: bool = False) -> Persist:
+    return Persist(1, "link", NO_VIEW, wish=LinkWish(a, b, add, 'an operator asks: "why not?" (\u20ac)'))
 
 
 @pytest.fixture(params=["memory", "sqlite"])
@@ -92,6 +96,31 @@ def test_what_was_appended_is_loaded_by_the_next_scheduler(opened: Open) -> None
     assert entries[3].hand_on
     assert entries[0].base is None
     assert second.entries(after=3) == entries[3:]
+
+
+def test_wishes_are_loaded_in_their_order_and_take_no_number(opened: Open) -> None:
+    first = opened()
+    first.take_term()
+    wished = [link("a", "b"), link("a", "b", add=True), link("b", "a"), link("b", "c")]
+    assert first.append(wished[0]).ok
+    assert first.tip().highest == NO_VIEW
+    assert first.append(decide(ViewId(1, 1))).ok
+    for effect in wished[1:]:
+        assert first.append(effect).ok
+    assert first.tip().highest == first.tip().last_view == ViewId(1, 1)
+    assert first.append(wished[3]).detail == "was there already", "a writer may repeat what it is not sure of"
+    assert first.append(decide(ViewId(1, 2), ViewId(1, 1))).ok
+    second = opened()
+    second.take_term()
+    chain = second.load()
+    assert chain.wishes == tuple(effect.wish for effect in wished)
+    assert [v.id for v in chain.views] == [ViewId(1, 1), ViewId(1, 2)]
+    assert [e.kind for e in second.entries()] == ["link", "view", "link", "link", "link", "view"]
+    outcome = first.append(link("c", "d"))
+    assert not outcome.ok
+    assert "term 2" in outcome.detail
+    assert second.append(finish(ViewId(2, 3))).ok
+    assert not second.append(link("c", "d")).ok
 
 
 def test_a_reserved_number_is_never_reserved_again(opened: Open) -> None:
@@ -224,6 +253,8 @@ def test_waiting_ends_when_somebody_appends(opened: Open) -> None:
         (Persist(1, "view", ViewId(1, 1)), "without a view"),
         (Persist(1, "reserve", ViewId(1, 1), view(ViewId(1, 1))), "'reserve' with a view"),
         (Persist(1, "view", ViewId(1, 2), view(ViewId(1, 1))), "view 1.1 under the number 1.2"),
+        (Persist(1, "link", NO_VIEW), "'link' without a wish"),
+        (replace(link("a", "b"), kind="reserve", number=ViewId(1, 1)), "'reserve' with a wish"),
     ],
 )
 def test_a_malformed_write_is_an_error(opened: Open, effect: Persist, words: str) -> None:
@@ -333,6 +364,16 @@ def test_a_damaged_view_is_an_error_not_a_shorter_chain(tmp_path: Path) -> None:
         store._connection().execute("UPDATE entry SET view = ?", (b"\xff\xff",))
         with pytest.raises(StoreError, match="no View"):
             store.load()
+
+
+def test_a_damaged_wish_is_an_error_not_a_link_that_comes_back(tmp_path: Path) -> None:
+    with SqliteStore(tmp_path / "chain", "job") as store:
+        store.take_term()
+        store.append(link("a", "b"))
+        for damaged in ('{"a": "a", "b"', '{"a": "a", "b": "b"}'):
+            store._connection().execute("UPDATE entry SET wish = ?", (damaged,))
+            with pytest.raises(StoreError, match="chain: "):
+                store.load()
 
 
 def test_a_full_disk_is_an_error_and_the_chain_stays_whole(tmp_path: Path) -> None:

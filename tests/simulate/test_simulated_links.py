@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from simulate_support import notes, outcome_of, run
 
 from chaos_lightning.membership.topology import links_of, pair
-from chaos_lightning.simulate.wiring import lost_link_plan, removal_plan, split_plan, wired_plan
-from chaos_lightning.simulate.world import World, simulate
+from chaos_lightning.simulate.script import parse
+from chaos_lightning.simulate.wiring import forgetting_plan, lost_link_plan, removal_plan, split_plan, wired_plan
+from chaos_lightning.simulate.world import Fault, World, simulate
 
 pytestmark = pytest.mark.slow  # test_simulated_seeds.py runs plans of all these families in the ordinary run
 
@@ -176,6 +177,24 @@ def test_removed_link_stays_removed_when_the_scheduler_restarts() -> None:
     assert pair("n0", "n1") not in names(world, last(world))
 
 
+def test_removal_outlives_the_scheduler_that_granted_it_though_no_view_lacks_the_link() -> None:
+    world = World(parse(f"{FOUR}program length 600\nat 0.3 remove-link n0 n1"))
+    heed = world.scheduler.on_answer
+
+    def crash(token: int, granted: bool) -> None:
+        heed(token, granted)
+        world._todo += 1
+        world.kernel.after(0.0, lambda: world._strike(Fault(action="sched-crash", lasts=0.3)))
+
+    world.scheduler.on_answer = crash
+    outcome = world.run()
+    assert outcome.violation == ""
+    assert outcome.ejections == 0
+    assert all(pair("n0", "n1") in names(world, v.id.number) for v in world.store.views if v.id.term == 1)
+    assert world.store.views[-1].id.term == 2
+    assert pair("n0", "n1") not in names(world, last(world))
+
+
 def test_plan_follows_a_link_that_collapses() -> None:
     world, outcome = run(f"{FOUR}plan auto\nmeasured\nprogram length 600\nat 1 rate n0 n1 1e6")
     assert outcome.ejections == 0
@@ -204,7 +223,7 @@ def test_any_graph_of_links_holds_all_contracts(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("plan", [lost_link_plan, removal_plan, split_plan])
+@pytest.mark.parametrize("plan", [lost_link_plan, removal_plan, forgetting_plan, split_plan])
 def test_aimed_plans_hold_all_contracts(plan: object, seed: int) -> None:
     assert simulate(plan(seed)).violation == ""  # type: ignore[operator]
 
