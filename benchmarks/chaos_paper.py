@@ -33,7 +33,7 @@ from benchmarks.paper.figure import Claim, FigureResult, Scale, progress
 from benchmarks.paper.tables import markdown, rounded, terminal
 
 FIGURES = {
-    "3": ("delays", "fig3"),
+    "3": ("parts", "fig3"),
     "7": ("delays", "fig7"),
     "8": ("delays", "fig8"),
     "9": ("links", "fig9"),

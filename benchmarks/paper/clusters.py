@@ -78,13 +78,14 @@ class Join:
         }
 
 
-def growth(seed: int, last: int, *, first: int = FIRST) -> Iterator[Join]:
+def growth(seed: int, last: int, *, first: int = FIRST, neighbours: int = 0) -> Iterator[Join]:
     """All joins of one history, from `first` running nodes to `last`.
 
     Args:
         seed: Of overlay, rates and instants.
         last: Nodes that run before the last join.
         first: Nodes that run before the first one.
+        neighbours: How many each newcomer has; 0: `several`.
 
     Raises:
         ValueError: A cluster of less than two nodes, or one that shrinks.
@@ -102,12 +103,12 @@ def growth(seed: int, last: int, *, first: int = FIRST) -> Iterator[Join]:
         links.extend(Link(f"n{other}", f"n{index}", rate(), LATENCY_S) for other in sorted(near))
 
     for index in range(1, first):
-        connect(index, several(index))
+        connect(index, neighbours or several(index))
     at_s = 0.0
     for running in count(first):
         if running > last:
             return
-        connect(running, several(running))
+        connect(running, neighbours or several(running))
         at_s += chance.expovariate(1 / MEAN_INTERVAL_S)
         yield Join(
             Topology(

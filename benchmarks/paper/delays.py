@@ -1,4 +1,4 @@
-"""Where a newcomer's time goes (Fig. 3) and how long each system takes to bring it in (Figs. 7, 8 and 15).
+"""How long each system takes to bring a newcomer in (Figs. 7, 8 and 15).
 
 The joins of Figs. 7, 10 and 15 are the same ones (`sweep.py`); they are run once and shown three times.
 """
@@ -8,17 +8,14 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.paper import clusters, emulated, sweep
-from benchmarks.paper.figure import Claim, FigureResult, Scale, canvas
-from benchmarks.paper.states import ALEXNET, GPT2, IMAGES, RESNET101, TEXTS, VGG11, Model
+from benchmarks.paper.figure import Claim, FigureResult, Scale, canvas, settled, span
+from benchmarks.paper.states import IMAGES, RESNET101, TEXTS, VGG11
 from benchmarks.paper.sweep import Plan, Point, chosen, fidelity, growth_of, middle, share, teller
-from benchmarks.workers import scratch
 
-FIG3_BPS = 200e6
 TIGHT = emulated.Factors(smaller=8, slower=4)
 TIGHT_TEXTS = emulated.Factors(smaller=16, slower=4)
 QUICK = emulated.Factors(smaller=32, slower=4)
@@ -36,98 +33,6 @@ LABELS = {
     "Chaos": "Chaos (Algorithms 1 and 2)",
     "adaptive": "this package (adaptive)",
 }
-
-
-def span(values: Sequence[float], unit: str = "s") -> str:
-    """Least to most, in words."""
-    low, high = min(values), max(values)
-    return f"{low:.2g} to {high:.2g} {unit}" if low != high else f"{low:.2g} {unit}"
-
-
-# --- Fig. 3 -----------------------------------------------------------------------------------------------------------
-
-
-def fig3(scale: Scale) -> FigureResult:
-    """Where the time goes when one neighbour sends everything over 200 Mbps."""
-    say = teller("3")
-    factors = scale.pick(emulated.Factors(smaller=40), emulated.Factors())
-    models = scale.pick((RESNET101, GPT2), (RESNET101, ALEXNET, VGG11, GPT2))
-    rows: dict[str, dict[str, float]] = {}
-    with (
-        scratch() as folder,
-        emulated.cluster(clusters.pair(FIG3_BPS), factors, folder, sweep.DISK_BPS) as cluster,
-    ):
-        for model in models:
-            rows[model.name] = _components(cluster, model)
-            say(f"{model.name}: {rows[model.name]['total']:.1f} s at the paper's size")
-    parts = [(r["weights"] + r["optimizer state"]) / r["total"] for r in rows.values()]
-    longest = max(rows, key=lambda name: rows[name]["total"])
-    total = rows[longest]["total"]
-    kind = scale.pick("scaled down", "real")
-    size = scale.pick("at 1/40 of its size", "at full size")
-    return FigureResult(
-        "3",
-        "Where the time goes: one neighbour, one link of 200 Mbps",
-        f"Real pulls {size} by the package's own server and client over one emulated link of 200 Mbps: weights, then the "
-        "optimizer's state (momentum for the image models, Adam's two moments for GPT-2). What the job counts (epoch, "
-        "step, hyperparameters) comes with the vote on the state and the table of hashes, before the first byte.",
-        [
-            Claim(
-                "Model weights and optimizer states take up most of the size",
-                f"they take {span([100 * p for p in parts], '%')} of the delay",
-                kind,
-                min(parts) > 0.9,
-                ""
-                if min(parts) > 0.9
-                else "At this scale the fixed parts of a pull weigh more than they do at full size.",
-            ),
-            Claim(
-                "Even pulling from a neighbour can take up to one minute",
-                f"{total:.0f} s for {longest} with its optimizer's state",
-                kind,
-                45 <= total <= 75,
-                "" if 45 <= total <= 75 else "Bytes over 200 Mbps; the paper does not say which model took its minute.",
-            ),
-        ],
-        {"rows": rows, "rate_bps": FIG3_BPS},
-    )
-
-
-def _components(cluster: emulated.Cluster, model: Model) -> dict[str, float]:
-    """Seconds of each part of a pull, at the paper's size."""
-    smaller = cluster.factors.smaller
-    weights = model.layout(model.nbytes / smaller)
-    cluster.load(weights * (1 + model.moments))
-    marks: list[tuple[float, int]] = []
-    moved = cluster.pull("single", lambda now, nbytes: marks.append((now, nbytes)))
-    begun = marks[0][0]
-    half = next(now for now, nbytes in marks if nbytes >= sum(weights))
-    end = marks[-1][0]
-    parts = {
-        "vote, counters, table of hashes": begun,
-        "weights": half - begun,
-        "optimizer state": end - half,
-        "proof": max(0.0, moved.wall_s - end),
-    }
-    parts = {name: seconds * smaller for name, seconds in parts.items()}
-    return {**parts, "total": sum(parts.values()), "mib": model.size_mib * (1 + model.moments)}
-
-
-def plot_fig3(result: FigureResult, path: Path) -> None:
-    """Bars of parts, one for each model."""
-    rows = result.data["rows"]
-    with canvas(path, width_in=6.4, height_in=3.4) as (_, (ax,)):
-        names = list(rows)
-        left = [0.0] * len(names)
-        for part in ("vote, counters, table of hashes", "weights", "optimizer state", "proof"):
-            widths = [rows[name][part] for name in names]
-            ax.barh(names, widths, left=left, label=part)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-        for name, end in zip(names, left, strict=True):
-            ax.annotate(f" {end:.1f} s, {rows[name]['mib']:.0f} MiB", (end, name), va="center", fontsize=8)
-        ax.set_xlim(0, max(left) * 1.3)
-        ax.set_xlabel("s, from one neighbour over 200 Mbps")
-        ax.legend(fontsize=7)
 
 
 # --- the joins of Figs. 7, 10 and 15 ----------------------------------------------------------------------------------
@@ -152,7 +57,7 @@ def image_joins(scale: Scale) -> tuple[Point, ...]:
         executed.models,
         (*sizes, *scale.pick((23,), SIMULATED_BEYOND)),
         names,
-        scale.pick(1, 4),
+        scale.pick(2, 10),
         emulated.Factors(),
         scale.seed,
     )
@@ -165,9 +70,10 @@ def how_joins(points: Sequence[Point], factors: emulated.Factors, what: str = "R
     largest = max(p.size for p in points)
     repeats = len({p.repeat for p in executed})
     return (
-        f"{what}. Clusters of up to {max(p.size for p in executed) + 1} nodes: pulls really executed between processes "
-        f"over emulated links of 100 to 1000 Mbps that change every 3 minutes, {factors.words()}, times brought back to "
-        f"the paper's sizes, {repeats} random histories. Up to {largest + 1} nodes: the same policies at full size in "
+        f"{what}. Clusters of up to {max(p.size for p in executed) + 1} nodes: pulls really executed between "
+        f"processes over emulated links of 100 to 1000 Mbps that change every 3 minutes, {factors.words()}, times "
+        f"brought back to the paper's sizes; random histories: {repeats}. A newcomer has links with 40% of the nodes, "
+        f"2 to {clusters.MOST} of them. Up to {largest + 1} nodes: the same policies at full size in "
         "virtual time. Where both exist, executed takes "
         f"{fidelity(points):.2f} times what is simulated (median): hashing, votes and processors. Pollux: one node's "
         "write and one read executed, the reads of the others from the same disk (100 MB/s) and a restart added."
@@ -186,10 +92,10 @@ def lines(points: Sequence[Point]) -> dict[str, Any]:
 def draw(axes: Any, table: dict[str, Any], systems: Sequence[str]) -> None:
     """Delay over cluster size: executed as dots on a line, simulated dashed."""
     for system in systems:
-        for kind, style in (("scaled down", "o-"), ("simulated", "--")):
+        for kind, style in (("scaled down", "o-"), ("simulated", "--"), ("real", "*")):
             by_size = table.get(kind, {}).get(system, {})
             if by_size:
-                label = LABELS.get(system, system) if style != "--" else None
+                label = LABELS.get(system, system) if kind == "scaled down" else None
                 sizes = sorted(map(int, by_size))
                 values = [statistics.median(by_size[str(size)]) for size in sizes]
                 axes.plot(
@@ -198,9 +104,13 @@ def draw(axes: Any, table: dict[str, Any], systems: Sequence[str]) -> None:
                     style,
                     color=COLOURS[system],
                     label=label,
-                    markersize=4,
+                    markersize=9 if kind == "real" else 4,
                     linewidth=1.2,
                 )
+    sizes = sorted({int(size) for kind in table.values() for by_size in kind.values() for size in by_size})
+    axes.set_xscale("log")
+    axes.set_xticks([s + 1 for s in sizes], [str(s + 1) for s in sizes])
+    axes.minorticks_off()
     axes.set_xlabel("nodes after the join")
     axes.set_ylabel("delay, s")
     axes.set_yscale("log")
@@ -209,106 +119,166 @@ def draw(axes: Any, table: dict[str, Any], systems: Sequence[str]) -> None:
 
 def _plot(result: FigureResult, path: Path, systems: Sequence[str]) -> None:
     table = result.data["lines"]
-    with canvas(path, 1, len(table)) as (_, axes):
+    with canvas(path, 1, len(table)) as (picture, axes):
         for ax, (model, rows) in zip(axes, table.items(), strict=True):
             draw(ax, rows, systems)
-            ax.set_title(f"{model} (dots executed, dashed simulated)", fontsize=8)
-        axes[0].legend(fontsize=7)
+            ax.set_title(f"{model} (dots executed, dashed simulated, stars at full size)", fontsize=8)
+        picture.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(systems), fontsize=8)
 
 
 # --- Fig. 7 -----------------------------------------------------------------------------------------------------------
 
 _FIG7 = ("Pollux", "EDL+", "Autoscaling", "Chaos", "adaptive")
+_ALWAYS = 3
+"""Neighbours of every newcomer where it is asked what a growing number of them does."""
+
+
+@functools.cache
+def full_size(scale: Scale) -> tuple[Point, ...]:
+    """The first join of the first history at the paper's sizes and rates; none if it has to be quick."""
+    if scale.quick:
+        return ()
+    plan = Plan(
+        (RESNET101, VGG11), (6,), ("EDL+", "Autoscaling", "Chaos", "adaptive"), 1, emulated.Factors(), scale.seed
+    )
+    return tuple(sweep.emulate(plan, teller("7, full size")))
+
+
+def always(scale: Scale, sizes: Sequence[int]) -> list[Point]:
+    """EDL+ and Autoscaling, simulated, where a newcomer has as many neighbours in large clusters as in small ones."""
+    plan = Plan(
+        (VGG11,),
+        tuple(sizes),
+        ("EDL+", "Autoscaling"),
+        scale.pick(2, 10),
+        emulated.Factors(),
+        scale.seed,
+        neighbours=_ALWAYS,
+    )
+    return sweep.simulate(plan, teller("7"))
 
 
 def fig7(scale: Scale) -> FigureResult:
     """Scale-out delay of all systems by model and cluster size."""
-    points = [p for p in image_joins(scale) if p.system in _FIG7]
+    points = [p for p in (*image_joins(scale), *full_size(scale)) if p.system in (*_FIG7, sweep.HOP_BY_HOP)]
     executed, computed = chosen(points, kind="scaled down"), chosen(points, kind="simulated")
+    claims = [*_delays(executed), *_growths(scale, executed, computed), *_ours(points)]
+    return FigureResult(
+        "7",
+        "Scale-out delay by system, model and cluster size",
+        how_joins(points, scale.pick(QUICK, TIGHT)),
+        [settled(c) for c in claims],
+        {"lines": lines(points)},
+    )
+
+
+def _delays(executed: Sequence[Point]) -> list[Claim]:
+    """What the paper says of their size."""
     delays = {system: [p.seconds for p in chosen(executed, system=system)] for system in _FIG7}
     vgg = [p.seconds for p in chosen(executed, system="EDL+", model="VGG11")]
-    pollux_last = all(
-        share(executed, system, "Pollux")[0] == share(executed, system, "Pollux")[1] for system in _FIG7[1:]
-    )
-    few, many = min(p.size for p in executed), max(p.size for p in computed)
-    small = middle(executed, system="Autoscaling", size=few) / middle(executed, system="EDL+", size=few)
-    large = middle(computed, system="Autoscaling", size=many) / middle(computed, system="EDL+", size=many)
-    grown = {system: growth_of(computed, system=system) for system in _FIG7}
-    within = growth_of(executed, system="Chaos")
-    wins, of = share(points, "adaptive", "Chaos", 1.02)
-    chaos = statistics.median(delays["Chaos"])
-    claims = [
+    wins, of = map(sum, zip(*(share(executed, system, "Pollux") for system in _FIG7[1:]), strict=True))
+    middle_s = statistics.median(delays["Chaos"])
+    return [
         Claim(
             "Pollux has the highest delay, over 100 s",
-            f"{span(delays['Pollux'])}; {'always' if pollux_last else 'not always'} the highest",
+            f"{span(delays['Pollux'])}; the highest in {wins} of {of} comparisons",
             "scaled down",
-            pollux_last and min(delays["Pollux"]) > 100,
-            "Its order holds, its size does not: a disk of 100 MB/s is shared by all nodes here, and a restart is one fresh "
-            "interpreter. Over 100 s for 178 MiB need a slower disk, or restarts of half a minute and more, neither of "
-            "which the paper names. At 10 MB/s it would be ten times what its disk part is.",
+            wins == of and min(delays["Pollux"]) > 100,
+            "The order holds, the size does not: a disk of 100 MB/s is shared by all nodes here, and a restart is one "
+            f"fresh interpreter ({sweep.restart_s():.0f} s). Over 100 s for 178 MiB need a slower disk or slower "
+            "restarts; the paper names neither.",
         ),
         Claim(
             "EDL+ takes above 10 s for larger models",
             f"{span(vgg)} for VGG11, from the fastest neighbour",
             "scaled down",
             max(vgg) > 10,
-            "528 MiB at 1000 Mbps take 4.4 s, at 443 Mbps 10 s: it depends on how fast the fastest of several random links "
-            "is, which is rarely below that.",
-        ),
-        Claim(
-            "Autoscaling is faster than EDL+ in small setups, slower in large ones",
-            f"{small:.2f} times EDL+'s delay at {few + 1} nodes, {large:.2f} times at {many + 1} (simulated)",
-            "simulated",
-            small < 1 < large,
-            "Shortest paths spread over all of the newcomer's links, and a relay forwards while it receives, so many hops "
-            "cost little. What the paper describes, each hop adding its own transfer, is a store-and-forward relay.",
+            "528 MiB take 10 s at 443 Mbps; the fastest of several random links of 100 to 1000 Mbps is rarely as slow.",
         ),
         Claim(
             "Chaos takes about 1 s (Table I: 0.5 to 5 s)",
-            f"{span(delays['Chaos'])}, median {chaos:.2g} s",
+            f"{span(delays['Chaos'])}, median {middle_s:.2g} s",
             "scaled down",
-            0.5 <= min(delays["Chaos"]) and max(delays["Chaos"]) <= 5.5 and chaos < 3,
-            "With two neighbours behind slow links a large model takes longer than the paper's slowest: bytes over rates.",
+            min(delays["Chaos"]) >= 0.4 and max(delays["Chaos"]) <= 5.5 and middle_s < 3,
+            "A delay is the state over the sum of the newcomer's links: 528 MiB in 1 s take 4.4 Gbps, eight links of "
+            "550 Mbps. With two to four neighbours it is longer than the paper's.",
+        ),
+    ]
+
+
+def _growths(scale: Scale, executed: Sequence[Point], computed: Sequence[Point]) -> list[Claim]:
+    """What the paper says of larger clusters."""
+    few, many = min(p.size for p in executed), max(p.size for p in computed)
+
+    def against_one(system: str, size: int) -> float:
+        return middle(computed, system=system, size=size) / middle(computed, system="EDL+", size=size)
+
+    small, large = against_one("Autoscaling", few), against_one("Autoscaling", many)
+    waiting = against_one(sweep.HOP_BY_HOP, few), against_one(sweep.HOP_BY_HOP, many)
+    grown = {system: growth_of(computed, system=system) for system in _FIG7}
+    within = growth_of(executed, system="Chaos")
+    same = always(scale, sorted({p.size for p in computed}))
+    fixed = {system: growth_of(same, system=system) for system in ("EDL+", "Autoscaling", sweep.HOP_BY_HOP)}
+    return [
+        Claim(
+            "Autoscaling is faster than EDL+ in small clusters, slower in large ones",
+            f"{small:.2f} times EDL+'s delay at {few + 1} nodes, {large:.2f} times at {many + 1}",
+            "simulated",
+            small < 1 < large,
+            "Its shares come in over all of the newcomer's links, and relays forward while they receive. With relays "
+            f"that wait for whole shares it would be {waiting[0]:.2f} times at {few + 1} nodes and {waiting[1]:.2f} at "
+            f"{many + 1}.",
         ),
         Claim(
             "Delays of Pollux, EDL+ and Autoscaling grow with the cluster",
-            f"from {few + 1} to {many + 1} nodes times {grown['Pollux']:.1f}, {grown['EDL+']:.2f} and "
-            f"{grown['Autoscaling']:.2f} (simulated)",
+            f"from {few + 1} to {many + 1} nodes times {grown['Pollux']:.2f}, {grown['EDL+']:.2f} and "
+            f"{grown['Autoscaling']:.2f}",
             "simulated",
             min(grown["Pollux"], grown["EDL+"], grown["Autoscaling"]) > 1.05,
-            "Pollux's grows, since all nodes read one disk. A larger cluster gives a newcomer more links to choose from: "
-            "EDL+ finds a faster fastest one, and Autoscaling's paths enter over more links. They could only grow if the "
-            "number of neighbours did not.",
+            "Pollux's does, since all nodes read one disk. The others gain from links: a newcomer to a larger cluster "
+            f"has more neighbours. With {_ALWAYS} in every cluster EDL+ takes {fixed['EDL+']:.2f} times as long in the "
+            f"large ones, Autoscaling {fixed['Autoscaling']:.2f} times, and with relays that wait for whole shares "
+            f"{fixed[sweep.HOP_BY_HOP]:.2f} times.",
         ),
         Claim(
             "Chaos's delay stays flat as the cluster grows and even drops beyond 10 nodes",
             f"times {within:.2f} within the emulated sizes, {grown['Chaos']:.2f} up to {many + 1} nodes (simulated)",
             "scaled down",
             within < 1.1 and grown["Chaos"] < 1.0,
-            "One random draw of links may hide what more neighbours gain.",
-        ),
-        Claim(
-            "(not in the paper) this package's own policy against Chaos's",
-            f"at most 2% slower in {wins} of {of} joins; median "
-            f"{statistics.median(delays['adaptive']) / chaos:.2f} of Chaos's delay",
-            "scaled down",
-            wins >= 0.9 * of,
-            "While links stay as they were measured, Algorithm 2's shares are as good as any; what is corrected while it "
-            "runs pays when they change (docs/transfer.md).",
+            "A few random histories; in single ones slow links hide what more neighbours gain.",
         ),
     ]
-    return FigureResult(
-        "7",
-        "Scale-out delay by system, model and cluster size",
-        how_joins(points, scale.pick(QUICK, TIGHT)),
-        [settled(c) for c in claims],
-        {"lines": lines(points), "points": [asdict(p) for p in points]},
-    )
 
 
-def settled(claim: Claim) -> Claim:
-    """A claim that holds needs no reason for a difference."""
-    return Claim(claim.paper, claim.ours, claim.kind, claim.agrees) if claim.agrees else claim
+def _ours(points: Sequence[Point]) -> list[Claim]:
+    """What the paper does not say."""
+    executed, whole = chosen(points, kind="scaled down"), chosen(points, kind="real")
+    wins, of = share(executed, "adaptive", "Chaos", 1.02)
+    ratio = middle(executed, system="adaptive") / middle(executed, system="Chaos")
+    claims = [
+        Claim(
+            "(ours) The adaptive policy is as fast as Chaos's",
+            f"at most 2% slower in {wins} of {of} joins; median delay {ratio:.2f} times Chaos's",
+            "scaled down",
+            ratio <= 1.02,
+            "While links stay as they were measured Algorithm 2's shares are as good as any. What is corrected while "
+            "it runs pays when they do not (docs/transfer.md).",
+        )
+    ]
+    if whole:
+        close = fidelity(points, "real", "scaled down")
+        told = ", ".join(f"{LABELS.get(p.system, p.system)} {p.seconds:.1f} s" for p in chosen(whole, model="VGG11"))
+        claims.append(
+            Claim(
+                "(ours) Scaled-down joins stand for full ones",
+                f"6 to 7 nodes at full size and rates take {close:.2f} times what is told of the scaled-down ones "
+                f"(median); VGG11: {told}",
+                "real",
+                0.85 <= close <= 1.15,
+                "Two cores that hash, send and receive at over a gigabit per second are themselves a bottleneck.",
+            )
+        )
+    return claims
 
 
 def plot_fig7(result: FigureResult, path: Path) -> None:
@@ -327,7 +297,12 @@ def fig8(scale: Scale) -> FigureResult:
     factors = scale.pick(emulated.Factors(smaller=128, slower=4), TIGHT_TEXTS)
     executed_plan = Plan(TEXTS, sizes, systems, scale.pick(1, 3), factors, scale.seed, scale.budget_s)
     computed_plan = Plan(
-        TEXTS, (*sizes, *scale.pick((23,), SIMULATED_BEYOND)), systems, scale.pick(1, 4), emulated.Factors(), scale.seed
+        TEXTS,
+        (*sizes, *scale.pick((23,), SIMULATED_BEYOND)),
+        systems,
+        scale.pick(2, 10),
+        emulated.Factors(),
+        scale.seed,
     )
     points = [*sweep.emulate(executed_plan, say), *sweep.simulate(computed_plan, say)]
     executed, computed = chosen(points, kind="scaled down"), chosen(points, kind="simulated")
@@ -350,8 +325,8 @@ def fig8(scale: Scale) -> FigureResult:
             f"{max(p.size for p in computed) + 1} nodes (simulated)",
             "scaled down",
             0.8 <= within <= 1.2,
-            "They fall: a newcomer to a larger cluster has more neighbours, whose links add up. They would be stable if "
-            "the number of neighbours were.",
+            "They fall: a newcomer to a larger cluster has more neighbours, whose links add up. They would be stable "
+            "if the number of neighbours were.",
         ),
     ]
     what = "GPT-2 (468 MiB), medium (1354 MiB) and large (3050 MiB)"
@@ -393,8 +368,8 @@ def fig15(scale: Scale) -> FigureResult:
             "scaled down",
             beats_one > 0.8 * of,
             "Equal shares end with the slowest link: over k links of 100 to 1000 Mbps the slowest carries 1/k of the "
-            "state, and where it is k times slower than the fastest, one source alone is as fast. Shares must follow the "
-            "links, as Algorithm 2's and the adaptive ones do.",
+            "state, and where it is k times slower than the fastest, one source alone is as fast. Shares must follow "
+            "the links, as Algorithm 2's and the adaptive ones do.",
         ),
         Claim(
             "Multi-neighbour replication with equal shares is much faster than multi-source",
@@ -409,8 +384,8 @@ def fig15(scale: Scale) -> FigureResult:
             f"it is in {one_beats_all} of {of} joins",
             "scaled down",
             one_beats_all > 0.5 * of,
-            "Relays forward while they receive, so hops do not add up, and several links carry the sum. Fig. 1's example "
-            "comes out as printed only with hops that wait for whole shards (docs/transfer.md).",
+            "Several links carry the sum, and relays forward while they receive, so hops do not add up (Fig. 7 has "
+            "the delays with relays that wait for whole shares).",
         ),
     ]
     return FigureResult(

@@ -43,6 +43,18 @@ class Factors:
         """Seconds at the paper's size for each second in which bytes move here."""
         return self.smaller / self.slower
 
+    def paper_s(self, seconds: float, moving_s: float, hashing_s: float) -> float:
+        """What a pull here stands for at the paper's size, s.
+
+        Args:
+            seconds: All of it, here.
+            moving_s: Of that, while bytes moved.
+            hashing_s: Of the rest, what hashing takes, before and after.
+        """
+        rest_s = max(0.0, seconds - moving_s)
+        hashing_s = min(rest_s, hashing_s)
+        return self.moving * moving_s + self.smaller * hashing_s + rest_s - hashing_s
+
     def words(self) -> str:
         return f"states 1/{self.smaller:g}, rates 1/{self.slower:g}"
 
@@ -137,12 +149,9 @@ class Cluster:
         report = self._pulled(policy, options, progress)
         wall_s = time.monotonic() - began
         changes.undo()
-        moving_s = self.factors.moving * report.moving_s
-        rest_s = report.seconds - report.moving_s
-        hashing_s = min(rest_s, 2 * self._hashing_s)
         return Moved(
-            seconds=moving_s + self.factors.smaller * hashing_s + rest_s - hashing_s,
-            moving_s=moving_s,
+            seconds=self.factors.paper_s(report.seconds, report.moving_s, 2 * self._hashing_s),
+            moving_s=self.factors.moving * report.moving_s,
             served_s={name: self.factors.moving * s.busy_s for name, s in report.sources.items()},
             nbytes={name: self.factors.smaller * n for name, n in report.by_source.items()},
             changed=changes.made,

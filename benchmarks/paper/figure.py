@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -108,6 +108,17 @@ class FigureResult:
             TypeError: the record lacks a field or has one that is unknown.
         """
         return FigureResult(**record | {"claims": [Claim(**claim) for claim in record["claims"]]})
+
+
+def settled(claim: Claim) -> Claim:
+    """A claim that holds needs no reason for a difference."""
+    return Claim(claim.paper, claim.ours, claim.kind, claim.agrees) if claim.agrees else claim
+
+
+def span(values: Sequence[float], unit: str = "s") -> str:
+    """Least to most, in words."""
+    low, high = (f"{v:.0f}" if v >= 9.95 else f"{v:.2g}" for v in (min(values), max(values)))
+    return f"{low} to {high} {unit}" if low != high else f"{low} {unit}"
 
 
 def progress(number: str, text: str) -> None:

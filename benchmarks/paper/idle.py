@@ -1,15 +1,15 @@
 """How much computing a join wastes across the cluster (Fig. 10).
 
-Theory of operation. Two sources. *Observed*: whole joins of the product on an emulated edge (`hosts.py`); what each host's
-steps take beyond the usual one is added up, whatever the cause. *Modelled*, from the pulls of Fig. 7, executed and
-simulated: who stands still, times how long.
+Theory of operation. Two sources. *Observed*: whole joins of the product on an emulated edge (`hosts.py`); what each
+host's steps take beyond the usual one is added up, whatever the cause. *Modelled*, from the pulls of Fig. 7, executed
+and simulated: who stands still, times how long.
 
   Pollux       all running nodes, from the checkpoint's first byte until the restart is over;
   EDL+         all running nodes, as long as the pull takes: its barrier;
   Autoscaling  all running nodes, as long as the pull takes: all of them send or relay;
   Chaos        each neighbour, as long as it has bytes to send; all others train;
-  adaptive     nobody: the newcomer replays what the others commit (docs/replay.md). What it costs them in processor time
-               and bandwidth is in the observed joins only.
+  adaptive     nobody: the newcomer replays what the others commit (docs/replay.md). What it costs them in processor
+               time and bandwidth is in the observed joins only.
 
 That gradients are computed while a node sends (the paper overlaps them) is not subtracted.
 """
@@ -22,8 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.paper.clusters import growth
-from benchmarks.paper.delays import COLOURS, LABELS, QUICK, TIGHT, how_joins, image_joins, settled, span
-from benchmarks.paper.figure import Claim, FigureResult, Scale, canvas
+from benchmarks.paper.delays import COLOURS, LABELS, QUICK, TIGHT, how_joins, image_joins
+from benchmarks.paper.figure import Claim, FigureResult, Scale, canvas, settled, span
 from benchmarks.paper.hosts import Visit, Way, hosts
 from benchmarks.paper.states import RESNET101
 from benchmarks.paper.sweep import Point, chosen, teller
@@ -103,17 +103,18 @@ def fig10(scale: Scale) -> FigureResult:
         ),
         Claim(
             "Chaos: under 10 s, whatever the cluster's size",
-            f"{span(lost['Chaos'])}; {chaos[few]:.1f} s at {few + 1} nodes, {chaos[many]:.1f} s at {many + 1} (simulated)",
+            f"{span(lost['Chaos'])}; {chaos[few]:.1f} s at {few + 1} nodes, {chaos[many]:.1f} s at {many + 1} "
+            "(simulated)",
             "scaled down",
             max(lost["Chaos"]) < 10 and chaos[many] < 1.5 * chaos[few],
-            "Neighbours times the time in which they send. All links end together, so with k neighbours it is k times the "
-            "delay, which is the state's bytes over their mean rate, whatever k is.",
+            "Neighbours times the time in which they send. All links end together, so it is the state's bytes over the "
+            "mean rate of the links, however many they are: 528 MiB at 443 Mbps take 10 s.",
         ),
         Claim(
             "Chaos wastes least",
             f"observed at {size} to {size + 1} nodes: pause and one source (EDL+) {idle['EDL+']:.2f} s, pause and "
-            f"Algorithms 1 and 2 {idle['Chaos']:.2f} s, this package's join by replay {idle['adaptive']:.2f} s, as many "
-            f"steps without a join {calm:.2f} s",
+            f"Algorithms 1 and 2 {idle['Chaos']:.2f} s, this package's join by replay {idle['adaptive']:.2f} s; as "
+            f"many steps without a join {calm:.2f} s",
             "scaled down",
             idle["Chaos"] < idle["EDL+"] and idle["adaptive"] <= idle["Chaos"],
             "On two cores the newcomer's own work slows all hosts' steps, which counts as idle time here.",
@@ -123,9 +124,9 @@ def fig10(scale: Scale) -> FigureResult:
         "10",
         "Idle time across the cluster during a scale-out",
         "Observed: whole joins of this package into "
-        f"{size} training processes on an emulated edge (ResNet101's size, {factors.words()}, seconds as they were); what "
-        "each step takes beyond the usual one, added up over nodes. Modelled from pulls, for the paper's systems: Pollux, "
-        "EDL+ and Autoscaling stop all running nodes for the delay, Chaos each neighbour while it sends. "
+        f"{size} training processes on an emulated edge (ResNet101's size, {factors.words()}, seconds as they were); "
+        "what each step takes beyond the usual one, added up over nodes. Modelled from pulls, for the paper's systems: "
+        "Pollux, EDL+ and Autoscaling stop all running nodes for the delay, Chaos each neighbour while it sends. "
         + how_joins(points, factors),
         [settled(c) for c in claims],
         {

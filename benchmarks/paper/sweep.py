@@ -36,6 +36,8 @@ SYSTEMS = {
     "adaptive": "adaptive",
 }
 """Policies by the names that the figures use."""
+HOP_BY_HOP = "hop by hop"
+"""Simulated beside Autoscaling: its relays wait for whole shares (`virtual.hop_by_hop_s`)."""
 DISK_BPS = 800e6
 """The disk with Pollux's checkpoints, each way: 100 MB/s."""
 
@@ -45,7 +47,7 @@ class Point:
     """One join.
 
     Attributes:
-        kind: "scaled down" (executed) or "simulated".
+        kind: "real" or "scaled down" (executed), or "simulated".
         model: Name of the state.
         size: Nodes that ran before.
         repeat: Which history.
@@ -80,7 +82,8 @@ class Plan:
         repeats: Histories.
         factors: Of the emulation.
         seed: Of the first history.
-        budget_s: The emulation begins no further repetition after so long.
+        budget_s: The emulation begins no repetition that would end after so long.
+        neighbours: Of each newcomer; 0: as many as `clusters.several` says.
     """
 
     models: tuple[Model, ...]
@@ -90,11 +93,13 @@ class Plan:
     factors: emulated.Factors
     seed: int = 0
     budget_s: float = 300.0
+    neighbours: int = 0
 
 
 def joins(plan: Plan, repeat: int) -> list[Join]:
     """The joins of one history, smallest cluster first."""
-    history = growth(plan.seed + repeat, max(plan.sizes), first=min(FIRST, *plan.sizes))
+    first = min(FIRST, *plan.sizes)
+    history = growth(plan.seed + repeat, max(plan.sizes), first=first, neighbours=plan.neighbours)
     return [join for join in history if join.size in plan.sizes]
 
 
@@ -148,7 +153,16 @@ def _emulated(plan: Plan, cluster: emulated.Cluster, model: Model, repeat: int) 
         if system == "Pollux":
             seconds = stop_resume_s(model.nbytes, join.size, seconds, restart_s())
         yield Point(
-            "scaled down", model.name, join.size, repeat, system, seconds, serving, len(join.near), bound, moved.changed
+            "real" if plan.factors == emulated.Factors() else "scaled down",
+            model.name,
+            join.size,
+            repeat,
+            system,
+            seconds,
+            serving,
+            len(join.near),
+            bound,
+            moved.changed,
         )
 
 
@@ -174,6 +188,9 @@ def _simulated(plan: Plan, join: Join, model: Model, repeat: int) -> Iterable[Po
             pulled = virtual.pull(join, model.nbytes, SYSTEMS[system], layer_nbytes=layers)
             seconds, serving = pulled.seconds, sum(pulled.served_s.values())
         yield Point("simulated", model.name, join.size, repeat, system, seconds, serving, len(join.near), bound)
+        if system == "Autoscaling":
+            waiting_s = virtual.hop_by_hop_s(join, model.nbytes)
+            yield Point("simulated", model.name, join.size, repeat, HOP_BY_HOP, waiting_s, 0.0, len(join.near), bound)
 
 
 # --- what points say --------------------------------------------------------------------------------------------------
@@ -208,13 +225,13 @@ def share(points: Sequence[Point], faster: str, slower: str, factor: float = 1.0
     return sum(a < factor * b for a, b in both), len(both)
 
 
-def fidelity(points: Sequence[Point]) -> float:
-    """Median of executed over simulated delays of the same joins, without Pollux; NaN if none is both."""
-    simulated = {(p.model, p.size, p.repeat, p.system): p.seconds for p in chosen(points, kind="simulated")}
+def fidelity(points: Sequence[Point], kind: Kind = "scaled down", to: Kind = "simulated") -> float:
+    """Median of the delays of one kind over those of another of the same joins, without Pollux; NaN if none is both."""
+    others = {(p.model, p.size, p.repeat, p.system): p.seconds for p in chosen(points, kind=to)}
     ratios = [
         p.seconds / other
-        for p in chosen(points, kind="scaled down")
-        if p.system != "Pollux" and (other := simulated.get((p.model, p.size, p.repeat, p.system)))
+        for p in chosen(points, kind=kind)
+        if p.system != "Pollux" and (other := others.get((p.model, p.size, p.repeat, p.system)))
     ]
     return statistics.median(ratios) if ratios else float("nan")
 

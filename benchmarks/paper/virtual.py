@@ -223,3 +223,22 @@ def bound_s(join: Join, nbytes: int) -> float:
     """All the newcomer's links busy to the end, at the rates that they have when it comes."""
     near = [shards.Neighbour(n, 2 * latency, 8 / rate) for n, (latency, rate) in join.estimates().items()]
     return shards.bound_s(nbytes, near)
+
+
+def hop_by_hop_s(join: Join, nbytes: int) -> float:
+    """Multi-source with relays that pass a share on only when all of it has come: what hops cost at most, s.
+
+    The same shares and routes as the policy's; each link on a route carries all that uses it before the next begins.
+    """
+    links = {pair: (LATENCY_S, 8 / rate) for pair, rate in join.rates().items()}
+    plan = shards.multi_source(nbytes, links, join.newcomer)
+    ways = {
+        source: list(zip(plan.routes[source], (join.newcomer, *plan.routes[source][:-1]), strict=True))
+        for source in plan.shares
+    }
+    load: dict[Edge, int] = {}
+    for source, edges in ways.items():
+        for edge in edges:
+            load[edge] = load.get(edge, 0) + plan.shares[source]
+    cost = {**links, **{(b, a): value for (a, b), value in links.items()}}
+    return max(sum(cost[e][0] + load[e] * cost[e][1] for e in edges) for edges in ways.values())
