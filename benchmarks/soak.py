@@ -1,15 +1,18 @@
-"""Ten minutes in which members of a real job join, leave, die and freeze, and what the training made of it.
+"""Ten minutes in which members of a real job come, go, die, freeze and lose their links, and what training made of it.
 
 Processes train scikit-learn's digits with the plain `Trainer`; every few seconds one of them is hurt, as drawn by
 `FaultPlan.random` from a seed: a join, a polite leave, SIGKILL at a random place of the loop or from outside, SIGSTOP
-and waking. Each dozen of events keeps two members unhurt, and who they are is drawn anew, so the commit root dies, too.
-Steps are slowed down by a pause (`--pace-s`) that stands for heavier computing: events need time, not load.
+and waking. Who stays unhurt is drawn anew for each dozen of events, so the commit root dies, too. Meanwhile links
+between them, which all pass through a relay, are cut, stalled, slowed down, removed and restored (soak_links.py);
+now and then a member or two lose all links to the others, with or without the scheduler, for so long that they must be
+put out. Steps are slowed down by a pause (`--pace-s`) that stands for heavier computing: events need time, not load.
 
 Judged are DESIGN.md's points 1 to 5, twice: by the audit of the event logs, and by soak_checks.py from journals that
-the members wrote on their own (states at every step, samples as the data set handed them out). The peer is training
-that nobody disturbed, in the same run: the same epochs without pause, with several world sizes and seeds. The final
-loss must lie within the 95 % prediction interval for one more such run, and within the 99 % interval of what as many
-steps would have given (log loss over log steps: more members make fewer and larger steps of the same epochs).
+the members wrote on their own (states at every step, samples as the data set handed them out). soak_link_checks.py
+looks whether links that were mended came back into views. The peer is training that nobody disturbed, in the same run:
+the same epochs without pause, with several world sizes and seeds. The final loss must lie within the 95 % prediction
+interval for one more such run, and within the 99 % interval of what as many steps would have given (log loss over log
+steps: more members make fewer and larger steps of the same epochs).
 """
 
 from __future__ import annotations
@@ -17,194 +20,27 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
-import random
-import signal
 import statistics
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import wait
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.common import Result, parser, run
-from benchmarks.soak_checks import Freeze, Verdict, check, read
-from benchmarks.soak_member import HELD_OUT, QUOTA, digits, make, member, training_length
+from benchmarks.soak_checks import Parting, Verdict, check, read
+from benchmarks.soak_crew import FOUNDERS, MOST, Crew, Driver
+from benchmarks.soak_link_checks import LinkVerdict, check_links, read_lines
+from benchmarks.soak_links import KINDS, PARTING, Hurt, Links
+from benchmarks.soak_member import HELD_OUT, QUOTA, digits, make, training_length
 from benchmarks.victims import fingerprint
-from benchmarks.workers import Worker, context, scheduler, scratch
+from benchmarks.workers import scheduler, scratch
 
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 T_99 = {1: 63.657, 2: 9.925, 3: 5.841, 4: 4.604, 5: 4.032, 6: 3.707, 7: 3.499, 8: 3.355, 9: 3.250}
 """Two-sided quantiles of Student's t by degrees of freedom."""
-MOST, FOUNDERS, KEPT = 6, 4, 2
-DOZEN = 12
-
-
-@dataclass
-class Process:
-    """A member as the parent sees it."""
-
-    name: str
-    worker: Worker
-    inside: bool = False
-    thaw_ns: int = 0
-    """When to continue it; 0: it is not frozen."""
-    froze_ns: int = 0
-    may_die: bool = False
-    word: str = ""
-    """Its last one: done, left or refused."""
-
-    @property
-    def pid(self) -> int:
-        assert self.worker.process.pid is not None
-        return self.worker.process.pid
-
-
-@dataclass
-class Crew:
-    """All processes of one job."""
-
-    endpoint: str
-    folder: Path
-    seed: int
-    epochs: int
-    pace_s: float
-    step: int = 0
-    alive: dict[str, Process] = field(default_factory=dict)
-    freezes: list[Freeze] = field(default_factory=list)
-    killed: set[str] = field(default_factory=set)
-    undeclared: list[str] = field(default_factory=list)
-    over: bool = False
-
-    def start(self, name: str) -> None:
-        ctx = context("benchmarks.soak_member", "torch._dynamo", "chaos_lightning.trainer", "sklearn.datasets")
-        args = (self.endpoint, name, str(self.folder), self.seed, self.epochs, self.pace_s)
-        self.alive[name] = Process(name, Worker(ctx, member, *args))
-
-    def able(self) -> list[Process]:
-        """Those that train right now."""
-        return [p for p in self.alive.values() if p.inside and not p.thaw_ns and not p.may_die]
-
-    def turn(self, seconds: float = 0.05) -> None:
-        """Takes in what the members say, wakes the frozen, notices the dead."""
-        pipes: dict[Any, Process] = {p.worker.pipe: p for p in self.alive.values()}
-        for pipe in wait([*pipes, *(p.worker.process.sentinel for p in self.alive.values())], seconds):
-            if pipe in pipes:
-                self._hear(pipes[pipe])
-        now = time.monotonic_ns()
-        for process in self.alive.values():
-            if process.thaw_ns and process.thaw_ns <= now:
-                self.wake(process)
-        for name, process in list(self.alive.items()):
-            code = process.worker.process.exitcode
-            if code is None:
-                continue
-            self._hear(process)
-            if code != 0:
-                self.killed.add(f"{name}-{process.pid}")
-                if not process.may_die:
-                    self.undeclared.append(f"{name} ended with exit code {code}")
-                    print(f"    {self.undeclared[-1]} at step {self.step}", flush=True)
-            del self.alive[name]
-
-    def _hear(self, process: Process) -> None:
-        try:
-            while process.worker.pipe.poll():
-                word, step = process.worker.pipe.recv()
-                self.step = max(self.step, step)
-                process.inside = process.inside or word == "in"
-                if word in ("done", "left", "refused"):
-                    process.word, process.inside = word, False
-                self.over = self.over or word == "done"
-        except (EOFError, ConnectionResetError):
-            pass
-
-    def freeze(self, process: Process, seconds: float) -> None:
-        process.froze_ns = time.monotonic_ns()
-        process.thaw_ns = process.froze_ns + int(seconds * 1e9)
-        os.kill(process.pid, signal.SIGSTOP)
-
-    def wake(self, process: Process) -> None:
-        self.freezes.append(Freeze(process.name, process.pid, process.froze_ns, time.monotonic_ns()))
-        process.thaw_ns = 0
-        os.kill(process.pid, signal.SIGCONT)
-
-    def close(self) -> None:
-        for process in self.alive.values():
-            process.worker.kill()
-
-
-class Driver:
-    """Draws faults and carries them out, a dozen at a time."""
-
-    def __init__(self, crew: Crew, log: Any, seed: int, every_s: float) -> None:
-        self.crew, self._log, self._every_s = crew, log, every_s
-        self._rng = random.Random(seed)
-        self._seed = seed
-        self._spares = (f"n{i}" for i in itertools.count(FOUNDERS))
-        self._due: list[Any] = []
-        self._began = (time.monotonic(), 0)
-        self.done: list[tuple[int, str, str]] = []
-        """(ns, action, node)."""
-        self.skipped: Counter[str] = Counter()
-        self.plans: list[str] = []
-
-    def turn(self) -> None:
-        if not self._due:
-            self._draw()
-        while self._due and self._due[0].step <= self.crew.step:
-            fault = self._due.pop(0)
-            self.skipped[str(fault.action)] += not self._strike(fault)
-
-    def _draw(self) -> None:
-        from chaos_lightning.testing.faults import FaultPlan
-
-        seconds, steps = time.monotonic() - self._began[0], self.crew.step - self._began[1]
-        pace = steps / seconds if steps else 1.0 / (self.crew.pace_s + 0.01)
-        self._began = (time.monotonic(), self.crew.step)
-        living = [p.name for p in self.crew.able()]
-        self._rng.shuffle(living)
-        self._seed += 1
-        plan = FaultPlan.random(
-            self._seed,
-            nodes=living,
-            spares=[next(self._spares) for _ in range(DOZEN)],
-            steps=max(DOZEN, int(DOZEN * self._every_s * pace)),
-            count=DOZEN,
-            keep=KEPT,
-        )
-        self._due = [replace(f, step=(f.step or 0) + self.crew.step) for f in plan]
-        self.plans += [str(f) for f in self._due]
-
-    def _strike(self, fault: Any) -> bool:
-        """Carries a fault out if the world allows it: two members must stay that are neither dead nor frozen."""
-        from chaos_lightning.testing.faults import Action
-
-        crew, name = self.crew, fault.node
-        process = crew.alive.get(name)
-        if fault.action is Action.JOIN:
-            if process is not None or len(crew.alive) >= MOST:
-                return False
-            crew.start(name)
-        elif process is None or process not in crew.able() or len(crew.able()) <= KEPT:
-            return False
-        elif fault.action is Action.SIGKILL:
-            process.may_die = True
-            if fault.phase is not None:
-                process.worker.pipe.send(("die", str(fault.phase)))
-            else:
-                self._log.emit("fault_injected", kind="sigkill", node=name)
-                os.kill(process.pid, signal.SIGKILL)
-        elif fault.action is Action.SIGSTOP:
-            self._log.emit("fault_injected", kind="sigstop", node=name, seconds=fault.seconds)
-            crew.freeze(process, fault.seconds)
-        else:
-            self._log.emit("fault_injected", kind="sigint", node=name)
-            process.may_die, process.inside = False, False
-            os.kill(process.pid, signal.SIGINT)
-        self.done.append((time.monotonic_ns(), str(fault.action), name))
-        return True
+ACTIONS = ("join", "leave", "sigkill", "sigstop")
 
 
 # ------------------------------------------------------------------------------------------------ runs
@@ -243,9 +79,14 @@ def evaluate(path: Path) -> tuple[dict[str, float], str]:
     }, fingerprint(model, optimizer)
 
 
-def gather(crew: Crew, length: int) -> Run:
+def gather(crew: Crew, length: int, hurts: Sequence[Hurt] = ()) -> Run:
     """Judges a run and evaluates its checkpoints."""
-    verdict = check(read(crew.folder / "journals"), length, crew.freezes, crew.killed)
+    partings = [
+        Parting(h.kind, h.part, h.start, h.stop or time.monotonic_ns(), h.stop - h.start < h.seconds * 0.95e9)
+        for h in hurts
+        if h.kind in PARTING
+    ]
+    verdict = check(read(crew.folder / "journals"), length, crew.freezes, crew.killed, partings)
     curve: dict[float, float] = {}
     finals: dict[str, dict[str, float]] = {}
     for path in sorted((crew.folder / "checkpoints").glob("*.pt")):
@@ -285,10 +126,16 @@ def undisturbed(folder: Path, seed: int, world: int, epochs: int, length: int) -
 def disturbed(folder: Path, args: argparse.Namespace, epochs: int) -> tuple[Crew, Driver, float]:
     """The soak itself; returns the crew, the driver and how long it took, s."""
     from chaos_lightning.observe.events import EventLog
+    from chaos_lightning.testing.relay import LinkRelay
 
     logs = str(folder / "events")
-    with scheduler(2, log_dir=logs) as endpoint, EventLog.in_directory(logs, "soak", role="harness") as log:
-        crew = Crew(endpoint, folder, args.seed, epochs, args.pace_s)
+    with (
+        scheduler(2, log_dir=logs, plan=args.plan) as endpoint,
+        EventLog.in_directory(logs, "soak", role="harness") as log,
+        LinkRelay() if args.links_every_s else nullcontext() as relay,
+    ):
+        crew = Crew(endpoint, folder, args.seed, epochs, args.pace_s, relay.address if relay else "")
+        links = Links(relay, log, endpoint, crew.doors, args.seed, args.links_every_s)
         try:
             for index in range(FOUNDERS):
                 crew.start(f"n{index}")
@@ -296,12 +143,13 @@ def disturbed(folder: Path, args: argparse.Namespace, epochs: int) -> tuple[Crew
             while len(crew.able()) < FOUNDERS and time.monotonic() < patience:
                 crew.turn()
             began, told = time.monotonic(), time.monotonic()
-            driver = Driver(crew, log, args.seed, args.every_s)
+            driver = Driver(crew, log, links, args.seed, args.every_s)
             stuck_at, stuck_since = crew.step, began
             while crew.alive:
                 crew.turn()
                 now = time.monotonic()
                 if crew.over:
+                    links.calm()
                     for process in crew.alive.values():
                         if process.thaw_ns:
                             crew.wake(process)
@@ -348,7 +196,7 @@ def beyond_line(points: list[tuple[float, float]], x: float, y: float) -> float:
 
 
 def draw(path: str, run: Run, others: dict[str, Run], driver: Driver) -> None:
-    """Members over time with the events, and the loss curves."""
+    """Members over time with what struck them, when links were hurt, and the loss curves."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -356,7 +204,9 @@ def draw(path: str, run: Run, others: dict[str, Run], driver: Driver) -> None:
 
     headers = [run.verdict.headers[h] for h in run.verdict.chain if run.verdict.headers[h]["kind"] == "step"]
     zero = headers[0]["ns"]
-    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(10, 8), layout="constrained")
+    figure, (top, middle, bottom) = pyplot.subplots(
+        3, 1, figsize=(10, 11), layout="constrained", height_ratios=(3, 2, 3)
+    )
     seconds = [(h["ns"] - zero) / 1e9 for h in headers]
     top.step(seconds, [len(h["who"]) for h in headers], where="post", color="0.2", linewidth=1)
     marks = {
@@ -368,8 +218,17 @@ def draw(path: str, run: Run, others: dict[str, Run], driver: Driver) -> None:
     for action, (mark, color) in marks.items():
         at = [(ns - zero) / 1e9 for ns, a, _ in driver.done if a == action]
         top.plot(at, [0.4] * len(at), mark, color=color, label=f"{action} ({len(at)})", markersize=5)
-    top.set(xlabel="seconds", ylabel="members that committed the step", ylim=(0, MOST + 0.5))
+    top.set(ylabel="members that committed the step", ylim=(0, MOST + 0.5))
     top.legend(ncols=4, loc="upper center")
+    for row, kind in enumerate(KINDS):
+        hurts = [h for h in driver.links.hurts if h.kind == kind]
+        ends = [h.stop or headers[-1]["ns"] for h in hurts]
+        spans = [((h.start - zero) / 1e9, max(0.5, (end - h.start) / 1e9)) for h, end in zip(hurts, ends, strict=True)]
+        middle.broken_barh(spans, (row - 0.4, 0.8), color=f"C{row}", alpha=0.7)
+    counts = driver.links.counts()
+    middle.set(xlabel="seconds", ylabel="links", xlim=top.get_xlim())
+    middle.set_yticks(range(len(KINDS)), [f"{kind} ({counts[kind]})" for kind in KINDS])
+    middle.invert_yaxis()
     for label, other in others.items():
         bottom.plot(*zip(*other.curve, strict=True), linewidth=1, alpha=0.7, label=label)
     bottom.plot(*zip(*run.curve, strict=True), color="black", linewidth=1.5, label="with all these events")
@@ -378,21 +237,34 @@ def draw(path: str, run: Run, others: dict[str, Run], driver: Driver) -> None:
     figure.savefig(path, dpi=110)
 
 
+def report_links(result: Result, crew: Crew, links: Links) -> LinkVerdict:
+    """Adds what became of links."""
+    found = check_links(read_lines(crew.folder / "events"), links.hurts, crew.freezes)
+    result.add("links: mended", sum(len(h.pairs) for h in links.hurts if h.stop), "count")
+    for what, count in found.counts.items():
+        result.add(f"links: {what}", count, "count")
+    result.add("links: from the mending to the return, median", found.median_delay_s, "s")
+    result.add("links: violations", len(found.problems), "count", 0)
+    for line in found.problems[:5]:
+        print(f"    {line}")
+    return found
+
+
 def report(result: Result, crew: Crew, driver: Driver, run: Run, seconds: float, length: int) -> None:
     """Adds the figures of the disturbed run."""
     from chaos_lightning.observe.audit import NOT_SHOWN, audit, verdict, violations
 
-    counts = Counter(action for _, action, _ in driver.done)
+    counts = Counter(action for _, action, _ in driver.done) + driver.links.counts()
+    kinds = (*ACTIONS, *(KINDS if crew.relay else ()))
     result.add("length", seconds / 60, "min")
-    result.add("events carried out", len(driver.done), "count")
-    for action in ("join", "leave", "sigkill", "sigstop"):
-        result.add(f"events: {action}", counts[action], "count")
-    missing = sum(not counts[a] for a in ("join", "leave", "sigkill", "sigstop"))
-    result.add("kinds of events that did not occur", missing, "count", 0)
+    result.add("events carried out", counts.total(), "count")
+    for kind in kinds:
+        result.add(f"events: {kind}", counts[kind], "count")
+    result.add("kinds of events that did not occur", sum(not counts[k] for k in kinds), "count", 0)
     result.add("processes that ended or stood still undeclared", len(crew.undeclared), "count", 0)
     seen = run.verdict
     for what, count in seen.looked_at.items():
-        result.add(f"journals: {what}", count, "count")
+        result.add(f"journals: {what}", count, "count", 0 if what == "steps lost" else None)
     for point, problems in seen.problems.items():
         result.add(f"journals: violations of contract point {point}", len(problems), "count", 0)
         for line in problems[:3]:
@@ -404,6 +276,7 @@ def report(result: Result, crew: Crew, driver: Driver, run: Run, seconds: float,
         print(f"    {line}")
     result.add("audit of the event logs: points not shown", sum(f.verdict == NOT_SHOWN for f in findings), "count", 0)
     result.add("members whose final checkpoint differs", run.differing, "count", 0)
+    links = report_links(result, crew, driver.links) if crew.relay else LinkVerdict()
     steps = [seen.headers[h]["ns"] for h in seen.chain if seen.headers[h]["kind"] == "step"]
     gaps = [(b - a) / 1e9 for a, b in itertools.pairwise(steps)]
     gaps = gaps or [math.inf]
@@ -414,6 +287,11 @@ def report(result: Result, crew: Crew, driver: Driver, run: Run, seconds: float,
         "problems": seen.problems,
         "undeclared": crew.undeclared,
         "plan": driver.plans,
+        "link problems": links.problems,
+        "link events": [
+            [h.kind, sorted(sorted(p) for p in h.pairs), h.start, h.stop, dict(h.detail)] for h in driver.links.hurts
+        ],
+        "refused": driver.links.refused,
         "skipped": dict(driver.skipped),
         "curve": run.curve,
         "final": run.final,
@@ -422,24 +300,41 @@ def report(result: Result, crew: Crew, driver: Driver, run: Run, seconds: float,
 
 def main() -> int:
     p = parser(__doc__ or "")
-    p.add_argument("--minutes", type=float, default=0.0, help="of events; 0: 10, or 0.7 with --quick")
-    p.add_argument("--seed", type=int, default=1, help="of model, data order and events")
-    p.add_argument("--every-s", type=float, default=3.0, help="mean time between events")
+    p.add_argument("--minutes", type=float, default=0.0, help="of events; 0: 10, or 0.6 with --quick")
+    # By seed 2 the first few events are of all kinds, as a short run needs it.
+    p.add_argument("--seed", type=int, default=2, help="of model, data order and events")
+    p.add_argument(
+        "--every-s",
+        type=float,
+        default=0.0,
+        help="mean time between events that strike processes; 0: 3, or 2 with --quick",
+    )
+    p.add_argument("--links-every-s", type=float, default=-1.0, help="the same for links; -1: as --every-s, 0: none")
+    p.add_argument("--plan", default="", help="how gradients travel, for the scheduler; empty: as by default")
     p.add_argument("--pace-s", type=float, default=0.1, help="pause in each step")
     p.add_argument("--stuck-s", type=float, default=60.0, help="give up after so long without a step")
     p.add_argument("--plot", default="", help="draw members over time and loss curves into this file")
     p.add_argument("--keep", default="", help="folder that keeps event logs, journals and checkpoints")
     args = p.parse_args()
-    minutes = args.minutes or (0.7 if args.quick else 10.0)
+    minutes = args.minutes or (0.6 if args.quick else 10.0)
+    args.every_s = args.every_s or (2.0 if args.quick else 3.0)
+    args.links_every_s = args.every_s if args.links_every_s < 0 else args.links_every_s
     length = training_length()
-    # As measured: 4.4 members on average, each QUOTA samples a step; beyond its pause a step takes some 15 ms.
-    epochs = max(2, round(minutes * 60 / (args.pace_s + 0.015) * 4.4 * QUOTA / length))
+    # As measured: members on average, each with QUOTA samples a step, and the share of time in which steps go on; the
+    # rest is waiting for links. Beyond its pause a step takes some 17 ms.
+    members, share = (3.8, 0.7) if args.links_every_s else (4.4, 1.0)
+    epochs = max(2, round(minutes * 60 * share / (args.pace_s + 0.017) * members * QUOTA / length))
     result = Result("soak")
     with scratch() as scratched:
         root = Path(args.keep) if args.keep else scratched
-        print(f" {epochs} epochs of {length} samples, events every {args.every_s:g} s, seed {args.seed}", flush=True)
+        rates = (
+            f"{args.every_s:g} s, of links every {args.links_every_s:g} s"
+            if args.links_every_s
+            else f"{args.every_s:g} s"
+        )
+        print(f" {epochs} epochs of {length} samples, events every {rates}, seed {args.seed}", flush=True)
         crew, driver, seconds = disturbed(root / "soak", args, epochs)
-        main_run = gather(crew, length)
+        main_run = gather(crew, length, driver.links.hurts)
         report(result, crew, driver, main_run, seconds, length)
         others: dict[str, Run] = {}
         cases = [(2, 1), (3, 2), (5, 3)] if args.quick else [(2, 1), (3, 1), (5, 1), (2, 2), (3, 2), (5, 2)]

@@ -31,6 +31,19 @@ class Freeze:
     stop: int
 
 
+@dataclass(frozen=True)
+class Parting:
+    """Members that were cut off from all others for long enough that the others had to go on without them."""
+
+    kind: str
+    names: tuple[str, ...]
+    start: int
+    """CLOCK_MONOTONIC, ns, as is `stop`."""
+    stop: int
+    cut_short: bool = False
+    """The run ended meanwhile, so nothing follows from it."""
+
+
 @dataclass
 class Verdict:
     """Problems by point of the contract, and how much was looked at."""
@@ -62,6 +75,7 @@ def check(
     length: int,
     freezes: Sequence[Freeze] = (),
     killed: Collection[str] = (),
+    partings: Sequence[Parting] = (),
 ) -> Verdict:
     """Judges one run.
 
@@ -70,12 +84,14 @@ def check(
         length: Samples in an epoch.
         freezes: What the parent stopped.
         killed: Processes ("name-pid") that were killed.
+        partings: Whom the parent cut off.
     """
     verdict = Verdict()
     _chain(journals, verdict)
     _states(journals, verdict)
     _samples(journals, verdict, length)
-    _fences(journals, verdict, freezes, killed)
+    _fences(journals, verdict, freezes, killed, partings)
+    _partings(verdict, partings)
     return verdict
 
 
@@ -107,6 +123,7 @@ def _chain(journals: Mapping[str, Sequence[Line]], verdict: Verdict) -> None:
         if (b["seq"], b["step"]) != (a["seq"] + 1, a["step"] + grown):
             bad.append(f"slot {a['seq']} (step {a['step']}) is followed by slot {b['seq']} (step {b['step']})")
     on_chain = set(verdict.chain)
+    lost: set[str] = set()
     for source, lines in journals.items():
         mine = [x for x in lines if x["what"] in ("commit", "entered", "draw", "fenced")]
         for index, line in enumerate(mine):
@@ -114,10 +131,12 @@ def _chain(journals: Mapping[str, Sequence[Line]], verdict: Verdict) -> None:
             if line["what"] == "commit" and line["head"] not in on_chain and after in ("commit", "draw"):
                 # Only a member whose life ended there may hold a header that the job does not know.
                 verdict.problems[5].append(f"{source} committed slot {line['seq']} as {line['head']}: the job lost it")
+                lost.add(line["head"])
         for a, b in itertools.pairwise(x for x in mine if x["what"] in ("commit", "entered")):
             if b["what"] == "commit" and b["prev"] != a["head"]:
                 bad.append(f"{source} went from slot {a['seq']} to slot {b['seq']} without what is between")
     verdict.looked_at["steps"] = sum(verdict.headers[h]["kind"] == "step" for h in verdict.chain)
+    verdict.looked_at["steps lost"] = len(lost)
     verdict.looked_at["headers known to nobody but their dead"] = len(verdict.headers) - len(on_chain)
 
 
@@ -175,21 +194,43 @@ def _samples(journals: Mapping[str, Sequence[Line]], verdict: Verdict, length: i
 
 
 def _fences(
-    journals: Mapping[str, Sequence[Line]], verdict: Verdict, freezes: Sequence[Freeze], killed: Collection[str]
+    journals: Mapping[str, Sequence[Line]],
+    verdict: Verdict,
+    freezes: Sequence[Freeze],
+    killed: Collection[str],
+    partings: Sequence[Parting],
 ) -> None:
-    """Point 5: nobody was put out who had not been frozen, and whoever was, came back."""
+    """Point 5: nobody was put out who had been neither frozen nor cut off, and whoever was, came back."""
     bad = verdict.problems[5]
     count = 0
     for source, lines in journals.items():
-        mine = [f for f in freezes if f"{f.name}-{f.pid}" == source]
+        name = source.rpartition("-")[0]
+        hurt = [(f.start, f.stop) for f in freezes if f"{f.name}-{f.pid}" == source]
+        hurt += [(p.start, p.stop) for p in partings if name in p.names]
         for index, line in enumerate(lines):
             if line["what"] != "fenced":
                 continue
             count += 1
-            earlier = [f.stop for f in mine if f.start <= line["ns"]]
+            earlier = [stop for start, stop in hurt if start <= line["ns"]]
             if not earlier or line["ns"] - max(earlier) > WAKING_S * 1e9:
-                bad.append(f"{source} was put out though nobody had frozen it")
+                bad.append(f"{source} was put out though nobody had frozen it or cut it off")
             back = any(x["what"] in ("entered", "refused") for x in lines[index + 1 :])
             if not back and source not in killed:
                 bad.append(f"{source} was put out and did not come back")
     verdict.looked_at["members put out that came back"] = count
+
+
+def _partings(verdict: Verdict, partings: Sequence[Parting]) -> None:
+    """Point 5: where members are cut off, the others go on, and without them."""
+    steps = [h for head in verdict.chain if (h := verdict.headers[head])["kind"] == "step"]
+    went_on = 0
+    for one in (p for p in partings if not p.cut_short):
+        during = [h for h in steps if one.start < h["ns"] <= one.stop]
+        without = [h for h in during if not {who.rpartition("~")[0] for who, _ in h["who"]} & set(one.names)]
+        went_on += bool(without)
+        if not without:
+            words = f"{', '.join(one.names)} ({one.kind}, {(one.stop - one.start) / 1e9:.1f} s)"
+            verdict.problems[5].append(f"no step was committed without {words} while it was cut off")
+        elif during[-1] not in without:
+            verdict.problems[5].append(f"a step with {', '.join(one.names)} was committed though it was cut off")
+    verdict.looked_at["graphs cut in two of which one side went on"] = went_on

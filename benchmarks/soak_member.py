@@ -10,6 +10,7 @@ Orders come over the pipe: ("die", phase) kills this process at its next passage
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
@@ -95,16 +96,23 @@ class Fate:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def member(pipe: Connection, endpoint: str, name: str, folder: str, seed: int, epochs: int, pace_s: float) -> None:
-    """Trains until the epochs are spent, it is told to leave, or it is killed."""
+def member(
+    pipe: Connection, endpoint: str, name: str, folder: str, seed: int, epochs: int, pace_s: float, relay: str = ""
+) -> None:
+    """Trains until the epochs are spent, it is told to leave, or it is killed. With a relay, its links pass there."""
     import torch
     from torch.utils.data import DataLoader
 
-    from chaos_lightning.errors import RefusedError
+    from chaos_lightning.errors import DepartedError, RefusedError
     from chaos_lightning.testing.processes import die_with_parent
     from chaos_lightning.trainer import Trainer
+    from chaos_lightning.transport.handshake import RELAY
 
     die_with_parent()
+    if relay:
+        os.environ[RELAY] = relay
+        # What a member waits for, which is much here, is in the event log as well.
+        logging.getLogger("chaos_lightning").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     images, labels = digits()
     model, optimizer = make(seed)
@@ -118,7 +126,7 @@ def member(pipe: Connection, endpoint: str, name: str, folder: str, seed: int, e
             _train(pipe, journal, trainer, model, optimizer, loader, (root, seed, epochs, pace_s))
             out = trainer.engine.out
         word = "left" if out else "done"
-    except RefusedError as error:
+    except (RefusedError, DepartedError) as error:  # the job ended while it waited to come in
         trainer.close()
         journal.write("refused", reason=str(error))
         word = "refused"

@@ -9,7 +9,8 @@ acquit the engine here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from chaos_lightning.observe import fields as f
@@ -19,11 +20,16 @@ from chaos_lightning.testing.history import Commit
 
 _STOPS = frozenset({"sigstop", "freeze"})
 _KILLS = frozenset({"sigkill", "kill", "crash"})
-_CUTS = frozenset({"cut"})
+_BREAKS = frozenset({"cut", "stall"})
+_DETECTION_S = 30.0
+"""What was done to a member or a link may be noticed so long after it."""
+_MENDING_S = 5.0
+"""A link that was mended may take so long until it is made again."""
 _GOODBYES = frozenset({"left", "finished", "closed"})
 
 
 Views = dict[tuple[int, int], tuple[str, ...]]
+Ends = frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +111,26 @@ class _Witness:
     last_name: str = ""
     joined: float | None = None
 
+    def came_in_after(self, t: float) -> bool:
+        """Whether it was in no view yet at t; what became of it later says nothing of that."""
+        return self.joined is not None and self.joined > t and (self.fenced is None or self.fenced > self.joined)
+
 
 @dataclass(slots=True)
 class _Pass:
     facts: Facts = field(default_factory=Facts)
     who: dict[str, _Witness] = field(default_factory=dict)
     faults: list[tuple[float, str, str, float]] = field(default_factory=list)
-    """(t, kind, node, seconds)."""
+    """(t, kind, node, seconds); of processes."""
+    broken: list[tuple[float, float, Ends]] = field(default_factory=list)
+    """(from, to, nodes) of each link that was cut or stalled; until it was mended, else for good."""
     deaths: dict[str, float] = field(default_factory=dict)
     leaves: set[str] = field(default_factory=set)
     roles: dict[str, str] = field(default_factory=dict)
     """Source -> role."""
     view_times: list[dict[tuple[int, int], float]] = field(default_factory=list)
+    view_links: list[dict[tuple[int, int], frozenset[Ends]]] = field(default_factory=list)
+    """As members have them; views of which every pair has a link are missing."""
     ends: dict[str, float] = field(default_factory=dict)
     """Source -> time of its last line."""
     finished: float | None = None
@@ -130,7 +144,10 @@ class _Pass:
             facts.lost += f.integer(r.get("count"))
         if r.name == "fault_injected":
             facts.injected = True
-            self.faults.append((r.t, str(r.get("kind", "")), r.node, f.number(r.get("seconds"))))
+            if r.get("peer"):
+                self._link(r, frozenset((r.node, str(r["peer"]))))
+            else:
+                self.faults.append((r.t, str(r.get("kind", "")), r.node, f.number(r.get("seconds"))))
         if r.name == "death":
             self.deaths.setdefault(r.member, r.t)
         if r.name in ("leave", "left"):  # the member's own word, or the scheduler's about it
@@ -150,6 +167,14 @@ class _Pass:
         witness.last_name = r.name
         self._own(r, witness)
 
+    def _link(self, r: Record, ends: Ends) -> None:
+        """A declared fault of a link, or its end."""
+        kind = str(r.get("kind", ""))
+        if kind in _BREAKS:
+            self.broken.append((r.t, float("inf"), ends))
+        elif kind == "restore":
+            self.broken = [(a, min(b, r.t) if pair == ends else b, pair) for a, b, pair in self.broken]
+
     def _view(self, r: Record) -> None:
         number = f.view_number(r.get("id", r.get("view")))
         members = f.ids(r.get("members"))
@@ -158,8 +183,11 @@ class _Pass:
         if not self.facts.views or self.facts.views[-1][1].get(number, members) != members:
             self.facts.views.append((r.t, {}))
             self.view_times.append({})
+            self.view_links.append({})
         self.facts.views[-1][1].setdefault(number, members)
         self.view_times[-1].setdefault(number, r.t)
+        if r.get("links"):
+            self.view_links[-1].setdefault(number, frozenset(frozenset(f.ids(link)) for link in r["links"]))
 
     def _own(self, r: Record, witness: _Witness) -> None:
         facts = self.facts
@@ -177,7 +205,8 @@ class _Pass:
             witness.head = str(r.get("head", ""))
         elif r.name == "pull_done":
             head = str(r.get("head", "") or witness.head)
-            facts.pulls.append(Pulled(r.member, head, str(r.get("hash", ""))))
+            if not r.get("observed"):  # what an observer reads counts for nothing before the pull that lets it in
+                facts.pulls.append(Pulled(r.member, head, str(r.get("hash", ""))))
             if head and r.get("hash"):
                 facts.hashes.append((head, r.member, str(r["hash"]), "pull"))
         elif r.name == "joined":
@@ -213,7 +242,7 @@ class _Pass:
                 continue
             if member not in self.leaves and not witness.ends:
                 self.facts.losses.append(Loss(t, member, "death", False))
-                if not self._fault_on(witness.node, t):
+                if not self._fault_on(witness.node, t) and not self._parted(member, t):
                     self.facts.unexplained[member] = "died without a declared fault"
         for member, witness in self.who.items():
             # A leaver may be released before it sees the header that lets it go: the others need it no more by then.
@@ -230,11 +259,50 @@ class _Pass:
         return max(mine)[1] if mine else None
 
     def _fault_on(self, node: str, t: float) -> str:
-        """A declared fault on this node up to t (with its duration and half a minute for detection)."""
+        """A declared fault on this node's process up to t (with its duration and half a minute for detection)."""
         for at, kind, victim, seconds in reversed(self.faults):
-            if victim == node and at <= t <= at + seconds + 30.0:
+            if victim == node and at <= t <= at + seconds + _DETECTION_S:
                 return kind
         return ""
+
+    def _parted(self, member: str, t: float) -> bool:
+        """Whether links that were declared broken at t, or shortly before, cut a member off from at least half of all.
+
+        Of those that went on, one at least.
+        """
+        run = sum(start <= t for start, _ in self.facts.views) - 1
+        views = self.facts.views[run][1] if run >= 0 else {}
+        holding = [number for number in views if member in views[number]]
+        if not holding:
+            return False
+        before = max(holding)
+        after = min((number for number in views if number > before), default=before)
+        stayed = set(views[after]) - {member}
+        # Whoever was hurt himself passes nothing on.
+        able = {m for m in views[before] if m in stayed or not self._fault_on(self._node(m), t)} | {member}
+        links = self.view_links[run].get(before) or {frozenset(p) for p in itertools.combinations(views[before], 2)}
+        moments = [a for a, _, _ in self.broken if t - _DETECTION_S <= a <= t]
+        sides = [self._reached(member, able, links, at) for at in {*moments, t}]
+        return any(stayed - side and 2 * len(side) <= len(able) for side in sides)
+
+    def _reached(self, member: str, able: set[str], links: Collection[Ends], t: float) -> set[str]:
+        """Whom a member had a way to over links that were not broken at t."""
+        bad = {ends for begin, end, ends in self.broken if begin <= t <= end + _MENDING_S}
+        # Faults name members, or nodes of members that are called NODE-RANK.
+        names = {m: {self._node(m), re.sub(r"-\d+$", "", self._node(m))} for m in able}
+        reached, edge = {member}, [member]
+        while edge:
+            here = edge.pop()
+            for there in able - reached:
+                hurt = any(frozenset((a, b)) in bad for a in names[here] for b in names[there])
+                if frozenset((here, there)) in links and not hurt:
+                    reached.add(there)
+                    edge.append(there)
+        return reached
+
+    def _node(self, member: str) -> str:
+        witness = self.who.get(member)
+        return witness.node if witness is not None else f.node_of(member)
 
     def _exclusions(self) -> None:
         for (_, views), times in zip(self.facts.views, self.view_times, strict=True):
@@ -261,9 +329,11 @@ class _Pass:
                     why = "leave"
                 node = witness.node if witness is not None else f.node_of(member)
                 why = why or self._fault_on(node, t)
+                if not why and self._parted(member, t):
+                    why = "cut off"
                 if not why and witness is not None and witness.joined is None:
                     why = "never came in"
-                if not why and witness is not None and witness.fenced is None and (witness.joined or t) > t:
+                if not why and witness is not None and witness.came_in_after(t):
                     why = "a recovery came first"  # no header carried the view with this newcomer; a later one did
                 if not why and member in self.deaths and not later:
                     why = "death"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak_checks import Freeze, Line, check, read
+from benchmarks.soak_checks import Freeze, Line, Parting, check, read
 
 LENGTH = 12
 
@@ -119,10 +119,12 @@ def test_point_4_a_joiner_with_another_state(journals):
 
 
 def test_point_5_a_committed_step_that_the_job_lost(journals):
+    assert check(journals, LENGTH).looked_at["steps lost"] == 0
     lost = copy.deepcopy(line(journals["b-2"], "commit", seq=6)) | {"head": "lost", "seq": 5, "prev": "h4", "step": 4}
     at = journals["b-2"].index(line(journals["b-2"], "commit", seq=5))
     journals["b-2"].insert(at, lost)
     assert 5 in violated(journals)
+    assert check(journals, LENGTH).looked_at["steps lost"] == 1
 
 
 def test_a_header_that_died_with_its_only_holder_is_no_violation(journals):
@@ -158,6 +160,42 @@ def test_a_frozen_member_may_be_put_out_if_it_comes_back(journals):
 def test_a_frozen_member_that_is_put_out_comes_back_unless_it_was_killed(journals, killed, points):
     ns = fence(journals, back=False)
     assert violated(journals, freezes=[Freeze("c", 3, ns - 900, ns - 100)], killed=killed) == points
+
+
+def parting(journals: dict[str, list[Line]], *names: str, cut_short: bool = False) -> Parting:
+    """These are cut off while the second epoch runs."""
+    during = [x["ns"] for x in journals["a-1"] if x["what"] == "commit" and x["seq"] > 3]
+    return Parting("split", names, min(during) - 1, max(during) + 2000, cut_short)
+
+
+def without_c(journals: dict[str, list[Line]]) -> dict[str, list[Line]]:
+    """c contributes nothing more after it came in, and does not come back; a uses its samples."""
+    journals["c-3"] = journals["c-3"][:1]
+    indices = {"h3": [5, 4, 1, 0], "h4": [11, 10, 7]}
+    for lines in journals.values():
+        for x in lines:
+            x["who"] = [w for w in x["who"] if w[0] != "c~3"] if "who" in x else []
+            if x["what"] == "draw" and x["member"] == "a~1":
+                x["indices"] = indices.get(x["prev"], x["indices"])
+    return journals
+
+
+def test_a_member_that_is_cut_off_may_be_put_out_if_it_comes_back(journals):
+    without_c(journals)
+    ns = fence(journals, back=True)
+    assert not violated(journals, partings=[parting(journals, "c")])
+    late = Parting("split", ("c",), ns - 9_000_000_000, ns - 8_000_000_000, cut_short=True)
+    assert violated(journals, partings=[late]) == {5}
+
+
+def test_point_5_nobody_goes_on_without_a_member_that_is_cut_off(journals):
+    assert violated(journals, partings=[parting(journals, "c")]) == {5}
+    assert not violated(journals, partings=[parting(journals, "c", cut_short=True)])
+
+
+def test_graphs_cut_in_two_are_counted(journals):
+    verdict = check(without_c(journals), LENGTH, partings=[parting(journals, "c")])
+    assert verdict.looked_at["graphs cut in two of which one side went on"] == 1
 
 
 def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
