@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.paper import clusters, emulated, sweep
 from benchmarks.paper.figure import Claim, FigureResult, Scale, canvas, settled, span
-from benchmarks.paper.states import IMAGES, RESNET101, TEXTS, VGG11
+from benchmarks.paper.states import GPT2, GPT2_LARGE, IMAGES, RESNET101, TEXTS, VGG11
 from benchmarks.paper.sweep import Plan, Point, chosen, fidelity, growth_of, middle, share, teller
 
 TIGHT = emulated.Factors(smaller=8, slower=4)
@@ -294,10 +294,11 @@ def fig8(scale: Scale) -> FigureResult:
     say = teller("8")
     systems = ("Chaos", "adaptive")
     sizes = scale.pick((6, 11), tuple(range(6, 12)))
-    factors = scale.pick(emulated.Factors(smaller=128, slower=4), TIGHT_TEXTS)
-    executed_plan = Plan(TEXTS, sizes, systems, scale.pick(1, 3), factors, scale.seed, scale.budget_s)
+    factors = scale.pick(emulated.Factors(smaller=48, slower=4), TIGHT_TEXTS)
+    models = scale.pick((GPT2, GPT2_LARGE), TEXTS)
+    executed_plan = Plan(models, sizes, systems, scale.pick(1, 3), factors, scale.seed, scale.budget_s)
     computed_plan = Plan(
-        TEXTS,
+        models,
         (*sizes, *scale.pick((23,), SIMULATED_BEYOND)),
         systems,
         scale.pick(2, 10),
@@ -307,7 +308,7 @@ def fig8(scale: Scale) -> FigureResult:
     points = [*sweep.emulate(executed_plan, say), *sweep.simulate(computed_plan, say)]
     executed, computed = chosen(points, kind="scaled down"), chosen(points, kind="simulated")
     per_gib = {
-        model.name: middle(executed, system="Chaos", model=model.name) / (model.size_mib / 1024) for model in TEXTS
+        model.name: middle(executed, system="Chaos", model=model.name) / (model.size_mib / 1024) for model in models
     }
     straight = max(per_gib.values()) / min(per_gib.values())
     within, beyond = growth_of(executed, system="Chaos"), growth_of(computed, system="Chaos")

@@ -2,8 +2,10 @@
 
 Theory of operation. Every node of a join's cluster is a process with the package's engine, which trains a small model
 beside a large frozen one: the frozen weights make the state as large as it is to be, the small model keeps steps short,
-so that what a step loses can be seen. All links go through the relay of `testing/edge.py`, with the topology's rates;
-a scheduler of its own runs beside. The newcomer has built everything and waits for its word to join. Per join:
+so that what a step loses can be seen. Its compute stands for a device's: the processor is free for most of a step, so
+that what hosts lose is the time in which they wait, not that of a few processors. All links go through the relay of
+`testing/edge.py`, with the topology's rates; a scheduler of its own runs beside. The newcomer has built everything and
+waits for its word to join. Per join:
 
   delay_s    from the newcomer's call of `join` to the commit of the first step with its gradient in it;
   idle_s     over all hosts and all their steps from that call to the second joint step: what they took together beyond
@@ -40,6 +42,8 @@ SETTLED = 3
 AFTERMATH = 2
 """Joint steps that still count as the join."""
 WIDTH, BATCH = 64, 16
+DEVICE_S = 0.05
+"""What a device would take for a step."""
 PATIENCE_S = 120.0
 
 
@@ -82,7 +86,9 @@ def trainee(pipe: Connection, settings: dict[str, Any], environment: dict[str, s
                 engine.leave("the benchmark's newcomer goes")
         optimizer.zero_grad(set_to_none=True)
         engine.arm(coefficient=1.0)
-        model(torch.randn(BATCH, WIDTH, generator=draw)).square().mean().backward()
+        loss = model(torch.randn(BATCH, WIDTH, generator=draw)).square().mean()
+        time.sleep(DEVICE_S)
+        loss.backward()
         try:
             header = engine.step(weight=1.0, coefficient=1.0)
         except DepartedError:

@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks.paper.clusters import growth
 from benchmarks.paper.delays import COLOURS, LABELS, QUICK, TIGHT, how_joins, image_joins
 from benchmarks.paper.figure import Claim, FigureResult, Scale, canvas, settled, span
-from benchmarks.paper.hosts import Visit, Way, hosts
+from benchmarks.paper.hosts import DEVICE_S, Visit, Way, hosts
 from benchmarks.paper.states import RESNET101
 from benchmarks.paper.sweep import Point, chosen, teller
 
@@ -65,7 +65,7 @@ def observed(scale: Scale, size: int) -> dict[str, list[Visit]]:
 def fig10(scale: Scale) -> FigureResult:
     """Cluster idle time of each system."""
     points = list(image_joins(scale))
-    size = scale.pick(3, 6)
+    size = scale.pick(2, 6)
     seen = observed(scale, size)
     factors = scale.pick(QUICK, TIGHT)
     executed, computed = chosen(points, kind="scaled down"), chosen(points, kind="simulated")
@@ -124,7 +124,8 @@ def fig10(scale: Scale) -> FigureResult:
         "10",
         "Idle time across the cluster during a scale-out",
         "Observed: whole joins of this package into "
-        f"{size} training processes on an emulated edge (ResNet101's size, {factors.words()}, seconds as they were); "
+        f"{size} training processes on an emulated edge (ResNet101's size, {factors.words()}, seconds as they were, a "
+        f"step's compute stands for a device's and takes {1e3 * DEVICE_S:.0f} ms); "
         "what each step takes beyond the usual one, added up over nodes. Modelled from pulls, for the paper's systems: "
         "Pollux, EDL+ and Autoscaling stop all running nodes for the delay, Chaos each neighbour while it sends. "
         + how_joins(points, factors),
