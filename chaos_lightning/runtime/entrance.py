@@ -3,6 +3,9 @@
 Theory of operation. The I/O thread leaves in the mailbox what was decided about this newcomer: a view it founds, a
 header to observe from, or a header at which it is let in and pulls the state. These come in any order and any number
 (the job may lose members meanwhile), so `enter` is a loop over the mailbox that ends with a state or with an error.
+
+A pull that was begun and not ended leaves a mixture (`Transfer.mixed`), also over `Engine.rejoin`: a member with that
+may get a state from others, but founds no job.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ class Entrance:
         Raises:
             FencedError, RefusedError, DepartedError, DeadlineError, StateError: See errors.py.
         """
-        mail, observed = self._mail, False
+        mail = self._mail
         while True:
             with mail.changed:
                 mail.wait(
@@ -78,21 +81,22 @@ class Entrance:
                 view = mail.view
             if pull is not None:
                 if self._transfer.fetch(*pull, state, deadline):
+                    self._transfer.mixed = ""
                     loaded = fx.StateLoaded(pull[0].hash)
                     self._shell.loop.call(partial(self._shell.feed, loaded))
                     return Place("joiner", *pull)
             elif view is None:
                 assert observe is not None
-                observed = True
                 if replay is not None:
                     Observation(self._transfer, mail, self._shell.events, window, replay, self._shell.to_scheduler).run(
                         *observe, state, deadline
                     )
-            elif observed and mail.who() not in view.joiners:
+            elif self._transfer.mixed and mail.who() not in view.joiners:
                 # Those whose state it was about to take are gone, and what lies here is neither theirs nor its own.
                 raise StateError(
-                    f"{mail.who()} would found the job again, but its state is a mixture: it was replaying that of "
-                    "members that are all gone; start this process again"
+                    f"{mail.who()} would found the job again, but its state is a mixture: it was getting that of "
+                    f"{self._transfer.mixed}, and all members that had it are gone; start this process again (torchrun "
+                    "does so by itself with --max-restarts)"
                 )
             elif mail.who() in view.joiners:
                 with mail.changed:

@@ -6,6 +6,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import Tensor
 
 from chaos_lightning.collectives.layout import Layout
 from chaos_lightning.collectives.memory import Memory
@@ -20,6 +23,7 @@ from chaos_lightning.replication.pull import PullReport, pull_result, pull_state
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.session import PullProgress
 from chaos_lightning.replication.snapshot import Snapshot
+from chaos_lightning.replication.table import StateTable
 from chaos_lightning.runtime.mailbox import Mailbox
 from chaos_lightning.runtime.process_table import host_identity
 from chaos_lightning.runtime.sources import endpoint, endpoints
@@ -30,12 +34,36 @@ HAND_ON_DEADLINE_S = 30.0
 TOLD_EVERY_S = 1.0
 
 
+class _Watched:
+    """A training state that tells when a pull begins to change it; else it is the other one."""
+
+    def __init__(self, state: StateAccess, begun: Callable[[], None]) -> None:
+        self._state = state
+        self._begun = begun
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        return self._state.tensors()
+
+    def manifest(self) -> dict[str, object]:
+        return self._state.manifest()
+
+    def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
+        self._begun()
+        self._state.prepare(manifest, table)
+
+    def adopt(self, manifest: Mapping[str, Any]) -> None:
+        self._state.adopt(manifest)
+
+
 class Transfer:
     """One member's transfers, in both directions."""
 
     def __init__(self, job: str, token: bytes, mail: Mailbox, events: EventLog) -> None:
         self.server = StateServer()
         self.report: PullReport | None = None
+        self.mixed = ""
+        """What a pull has begun to write over this member's own state, in words; whoever knows that it stands in a view
+        with the whole of it clears this."""
         self.policy = "adaptive"
         self.estimates: Callable[[], Mapping[str, tuple[float, float]]] = dict
         """What is known of the links: {member: (latency in s, rate in bits per second)}."""
@@ -113,6 +141,10 @@ class Transfer:
             StateError: No donor is left, or the state does not fit.
         """
         sources = [m for m in view.members if m.id not in view.joiners]
+
+        def begun() -> None:
+            self.mixed = f"step {header.step}"
+
         self._events.emit("pull_started", seq=header.seq, head=header.hash, sources=[m.id for m in sources])
         try:
             report = pull_state(
@@ -120,7 +152,7 @@ class Transfer:
                 self.dial,
                 head=header.hash,
                 seq=header.seq,
-                state=state,
+                state=_Watched(state, begun),
                 config=PullConfig(deadline_s=max(0.1, deadline - time.monotonic())),
                 policy=make_policy(self.policy, self.estimates()),
                 progress=self._progress("prove" if superseded is None else "pull"),
