@@ -15,6 +15,7 @@ from chaos_lightning.membership.detector import Held
 from chaos_lightning.membership.effects import Look
 from chaos_lightning.membership.roster import Peer, Standing
 from chaos_lightning.membership.scheduler_state import Phase
+from chaos_lightning.membership.topology import in_words, parts
 from chaos_lightning.membership.types import Notice, Probe
 
 
@@ -84,6 +85,17 @@ class Judging(Admission):
             if peer.conn is not None and peer.told != (peer.conn, text):
                 peer.told = (peer.conn, text)
                 self._send(peer, Notice(text, waiting=True))
+
+    def _tell_apart(self, founders: Sequence[Peer]) -> None:
+        """Founders that are enough and all ready learn what they wait for, if no links hold them together."""
+        ids = [p.id for p in founders]
+        groups = parts(ids, self._graph(ids))
+        if len(groups) > 1:
+            text = (
+                f"the job waits for links: {len(ids)} members are here (min_nodes={self.settings.min_nodes}), but no "
+                f"link leads between {in_words(groups)}; check which neighbours they name and whether they reach these"
+            )
+            self._tell(text, founders)
 
     def _words(self, held: Sequence[Held]) -> str:
         members = [self.peers[h.member].member for h in held]

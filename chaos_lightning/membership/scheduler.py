@@ -176,6 +176,8 @@ class SchedulerMachine(Rewiring):
             if len(here) < self.settings.min_nodes:
                 verb = "is" if len(here) == 1 else "are"
                 self._tell(f"the job waits for min_nodes={self.settings.min_nodes}: {len(here)} {verb} here", here)
+            elif all(p.standing is Standing.READY for p in here):
+                self._tell_apart(here)
             return False
         assert self.reference is not None
         view = founding_view(

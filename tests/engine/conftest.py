@@ -20,7 +20,7 @@ def a_job(folder: Path, relay: LinkRelay | None = None) -> Iterator[Job]:
     env = {"XDG_STATE_HOME": str(folder / "state"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with Harness(folder, env=env, deadline_s=60, relay=relay) as harness:
         try:
-            yield Job(harness, folder)
+            yield Job(harness, folder, relay)
         finally:
             end_schedulers(harness.logs)
 

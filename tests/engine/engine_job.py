@@ -14,6 +14,7 @@ import engine_members
 
 from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.testing.harness import Harness
+from chaos_lightning.testing.relay import LinkRelay
 
 PRELOAD = ("torch", "chaos_lightning.trainer", "chaos_lightning.runtime.agent", "lightning.pytorch")
 
@@ -21,9 +22,10 @@ PRELOAD = ("torch", "chaos_lightning.trainer", "chaos_lightning.runtime.agent", 
 class Job:
     """Members by name; the first one hosts the scheduler."""
 
-    def __init__(self, harness: Harness, folder: Path) -> None:
+    def __init__(self, harness: Harness, folder: Path, relay: LinkRelay | None = None) -> None:
         self.harness = harness
         self.folder = folder
+        self._relay = relay
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -35,6 +37,12 @@ class Job:
         env = {**(env or {}), **({"CHAOS_SETTINGS": json.dumps(rules)} if rules else {})}
         full = {"name": name, "endpoint": self.endpoint, "report": str(self.folder / f"{name}.pt"), **spec}
         self.harness.start_function(name, engine_members.train, full, env=env, preload=PRELOAD)
+
+    @property
+    def relay(self) -> LinkRelay:
+        """Through which its links pass."""
+        assert self._relay is not None, "take the fixture routed_job"
+        return self._relay
 
     def gate(self, name: str) -> str:
         path = self.folder / f"{name}.gate"
@@ -68,7 +76,18 @@ class Job:
             assert self.harness.wait_exit(name) == 0
         for finding in self.harness.audit():
             assert finding.verdict != "violated", self.harness.dump() + f"\n{finding}"
-        return [engine_members.read(self.folder / f"{name}.pt") for name in names]
+        return [self.report(name) for name in names]
+
+    def report(self, name: str) -> dict[str, Any]:
+        """How a member that has ended says that it ended."""
+        return engine_members.read(self.folder / f"{name}.pt")
+
+    def leave(self, *names: str) -> None:
+        """They leave one after the other; whoever is last takes the state along."""
+        for name in names:
+            self.harness.terminate(name)
+        for report in self.finish(*names):
+            assert report["step"] > 0, report
 
 
 def end_schedulers(logs: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from chaos_lightning.membership.types import Header
+from chaos_lightning.replication.replay import ModuleReplay
 from chaos_lightning.replication.table import state_hash
 from chaos_lightning.trainer import Trainer, capture_exit_event
 
@@ -25,7 +29,9 @@ def train(spec: dict[str, Any]) -> None:
 
     Args:
         spec: name, endpoint, report (file), samples, batch, epochs, width, settings, gates {step: fifo},
-            drift_at (step), die_at {"when": "after_first_header", "world": members}, load_gate (fifo).
+            drift_at (step), die_at {"when": "after_first_header", "world": members}, load_gate (fifo),
+            apply_gate (fifo), step_s (what a step computes beside its own little work), kept {field of the state
+            server's ServerConfig: value}.
     """
     torch.set_num_threads(1)
     torch.manual_seed(spec.get("seed", 7))
@@ -39,6 +45,11 @@ def train(spec: dict[str, Any]) -> None:
     die_at = spec.get("die_at", {})
     if "load_gate" in spec:
         hold_the_load(trainer, spec["load_gate"])
+    if "apply_gate" in spec:
+        hold_the_replay(trainer, spec["apply_gate"])
+    server = trainer.engine._transfer.server
+    server.config = replace(server.config, **spec.get("kept", {}))
+    server.log.cap_nbytes = server.config.log_cap_nbytes
     with trainer:
         model = network(width)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -47,6 +58,7 @@ def train(spec: dict[str, Any]) -> None:
             optimizer.zero_grad()
             loss = (model(x) - y).square().mean()
             loss.backward()
+            time.sleep(spec.get("step_s", 0.0))
             if die_at and die_at["when"] == "after_first_header" and trainer.world_size == die_at["world"]:
                 die_after_first_header(trainer)
             if spec.get("drift_at") == trainer.step:
@@ -86,6 +98,20 @@ def hold_the_load(trainer: Trainer, gate: str) -> None:
         return fetch(*args, **more)
 
     transfer.fetch = held  # type: ignore[method-assign]
+
+
+def hold_the_replay(trainer: Trainer, gate: str) -> None:
+    """A newcomer that says when it is about to apply the first entry of the log, and does so once the gate is open."""
+    apply = ModuleReplay.replay
+
+    def held(self: ModuleReplay, header: Header) -> None:
+        ModuleReplay.replay = apply  # type: ignore[method-assign]
+        trainer.engine.events.emit("notice", text="about to apply")
+        with open(gate) as opened:
+            opened.read()
+        apply(self, header)
+
+    ModuleReplay.replay = held  # type: ignore[method-assign]
 
 
 def die_after_first_header(trainer: Trainer) -> None:

@@ -47,3 +47,14 @@ def test_vain_wait_says_for_what_where_and_what_to_do(job: Job) -> None:
         f"`chaos-lightning status --endpoint {job.endpoint}`",
     ):
         assert part in words
+
+
+def test_founders_between_whom_no_link_leads_are_told_so(job: Job) -> None:
+    """Enough of them are here, so it would not help to start another one."""
+    job.harness.declare("a", "b")
+    for name, neighbour in (("a", "x"), ("b", "y")):
+        job.start(name, settings={"min_nodes": 2, "join_timeout_s": 3.0, "neighbours": neighbour})
+        job.harness.wait_for("welcomed", node=name)
+    assert [job.harness.wait_exit(name) for name in "ab"] == [1, 1]
+    words = job.harness.children["a"].tail().splitlines()[-1]
+    assert "the job waits for links: 2 members are here (min_nodes=2), but no link leads between a~1 | b~2" in words

@@ -68,7 +68,7 @@ def test_a_donor_dies_while_it_is_needed(job: Job, victim: str) -> None:
     job.open(gate)
     joined = job.harness.wait_for("joined", node="c")
     job.harness.wait_for("committed", node="c", after=joined)
-    leave(job, survivor, "c")
+    job.leave(survivor, "c")
     assert ways(job)["c"] == ["replay"]
 
 
@@ -79,7 +79,7 @@ def test_an_observer_that_dies_leaves_the_others_alone(job: Job) -> None:
     gone = job.harness.wait_for("released", node="a")
     job.start("d", epochs=1000, width=300, settings=BY_REPLAY)
     job.harness.wait_for("joined", node="d", after=gone)
-    leave(job, "a", "b", "d")
+    job.leave("a", "b", "d")
     assert not [r for r in job.harness.records if r.name == "decide" and "c~" in str(r.get("reason"))]
 
 
@@ -89,13 +89,5 @@ def test_three_newcomers_at_once_share_one_snapshot(job: Job) -> None:
         job.start(name, seed=2, epochs=1000, width=300, settings=BY_REPLAY)
     for name in "cde":
         job.harness.wait_for("joined", node=name)
-    leave(job, *"abcde")
+    job.leave(*"abcde")
     assert all(way == ["replay"] for way in ways(job).values() if way != ["pause"])
-
-
-def leave(job: Job, *names: str) -> None:
-    """All leave, one after the other; whoever is last takes the state along."""
-    for name in names:
-        job.harness.terminate(name)
-    reports = job.finish(*names)
-    assert all(r["step"] > 0 for r in reports)

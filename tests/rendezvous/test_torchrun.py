@@ -337,6 +337,31 @@ def test_a_worker_restarted_as_its_job_ends_begins_no_new_one(training: Training
 
 
 @pytest.mark.slow
+def test_a_worker_whose_donors_all_die_is_restarted_and_begins_anew(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It observed them, so that its state is a mixture: it ends with an error, and its second life founds the job."""
+    one = training.start("one", epochs=1000)
+    training.harness.wait_step(2)
+    monkeypatch.setenv("CHAOS_JOIN_BY", "replay")
+    two = training.start("two", "--max-restarts=1", epochs=1000, apply=training.gate("apply"))
+    two.wait("observing")
+    training.harness.declare("one-0")
+    os.kill(one.workers()[0], signal.SIGKILL)
+    assert one.wait_ended() != 0
+    death = training.harness.wait_for("death", lambda r: r.member.startswith("one-0~"))
+    training.open("apply")
+    founded = training.harness.wait_for("joined", node="two-0", after=death)
+    assert (founded["role"], founded["step"]) == ("founder", 0)
+    training.harness.wait_for("committed", node="two-0", after=founded)
+    two.process.send_signal(signal.SIGTERM)
+    assert two.wait("done")["restarts"] == 1
+    assert two.wait_ended() == 0
+    assert "its state is a mixture" in "".join(two.noise)
+    training.harness.audit()
+
+
+@pytest.mark.slow
 def test_a_standby_agent_trains_once_a_place_is_free(training: Training) -> None:
     """Two places, three agents: the third one's worker waits until the second leaves, and ends with the first."""
     one = training.start(

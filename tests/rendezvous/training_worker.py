@@ -2,7 +2,8 @@
 
 Its argument is JSON: gates {step: FIFO to wait at}, third (FIFO to wait at after three steps in company), alone (FIFO
 to wait at once the others are gone), crash_in (the life, counted from 0, that ends without a word after three steps in
-company), late (FIFO to wait at in the second life before it joins).
+company), late (FIFO to wait at in the second life before it joins), apply (FIFO to wait at in the first life before
+the first entry of the log is applied), epochs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from chaos_lightning.membership.types import Header
+from chaos_lightning.replication.replay import ModuleReplay
 from chaos_lightning.replication.table import state_hash
 from chaos_lightning.trainer import Trainer, capture_exit_event
 
@@ -36,6 +39,20 @@ def wait_at(gate: str) -> None:
 
 torch.set_num_threads(1)
 torch.manual_seed(os.getpid())
+
+
+def hold_the_replay(gate: str) -> None:
+    apply = ModuleReplay.replay
+
+    def held(self: ModuleReplay, header: Header) -> None:
+        ModuleReplay.replay = apply  # type: ignore[method-assign]
+        say("observing")
+        wait_at(gate)
+        apply(self, header)
+
+    ModuleReplay.replay = held  # type: ignore[method-assign]
+
+
 generator = torch.Generator().manual_seed(1)
 data = TensorDataset(torch.randn(240, 8, generator=generator), torch.randn(240, 4, generator=generator))
 gates = {int(step): gate for step, gate in spec.get("gates", {}).items()}
@@ -44,10 +61,12 @@ company = 0
 say("start")
 if restarts and "late" in spec:
     wait_at(spec["late"])
+if not restarts and "apply" in spec:
+    hold_the_replay(spec["apply"])
 with Trainer() as trainer:
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for x, y in trainer.prepare(model, optimizer, DataLoader(data, 4, shuffle=True), epochs=2):
+    for x, y in trainer.prepare(model, optimizer, DataLoader(data, 4, shuffle=True), epochs=spec.get("epochs", 2)):
         optimizer.zero_grad()
         (model(x) - y).square().mean().backward()
         trainer.update()

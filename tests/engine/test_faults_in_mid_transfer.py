@@ -1,0 +1,133 @@
+"""Somebody dies while the state is on its way: a donor, the last one, the newcomer itself, the scheduler.
+
+Links to the newcomer are slow from the start, so what is done to it once some of the state has passed is done in the
+middle of the transfer, however busy the machine is.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from engine_job import Job
+
+from chaos_lightning.runtime.channel import fetch_status
+from chaos_lightning.testing.relay import LinkRelay
+
+WIDTH = 4000
+"""Some 700 KB of training state."""
+SLOW_BPS, FAST_BPS = 2e6, 1e9
+SOME_NBYTES = 150_000
+NEWCOMER = "d"
+SPEC: dict[str, Any] = {"epochs": 1000, "width": WIDTH, "step_s": 0.02}
+HASHED = {"state_hash_every": 10}
+WAYS = pytest.mark.parametrize("way", ["pause", "replay"])
+
+
+def training(job: Job, names: Sequence[str]) -> LinkRelay:
+    """These train; the links that a newcomer is going to have are slow."""
+    relay = job.relay
+    for name in names:
+        relay.shape(name, NEWCOMER, rate_bps=SLOW_BPS)
+        job.start(name, settings=HASHED, **SPEC)
+        job.harness.wait_for("joined", node=name)
+    job.harness.wait_for("committed", lambda r: len(r["contributors"]) == len(names))
+    return relay
+
+
+def begin_transfer(job: Job, relay: LinkRelay, way: str) -> None:
+    """Until some of the state is with the newcomer, and most of it is not."""
+    job.start(NEWCOMER, seed=2, settings={"join_by": way, **HASHED}, **SPEC)
+    job.harness.wait_for("pull_started", node=NEWCOMER)
+
+    def passed() -> bool:
+        return sum(n for (_, to), n in relay.passed().items() if to == NEWCOMER) > SOME_NBYTES
+
+    job.harness.wait_until(passed, "some of the state")
+    assert not [r for r in job.harness.records if r.name == "pull_done" and r.node == NEWCOMER]
+
+
+def hurry(relay: LinkRelay, names: Sequence[str]) -> None:
+    for name in names:
+        relay.shape(name, NEWCOMER, rate_bps=FAST_BPS)
+
+
+def end(job: Job, names: Sequence[str]) -> None:
+    """All train together and hold the same state; then they leave."""
+    joined = job.harness.wait_for("joined", node=NEWCOMER)
+    hashed = job.harness.wait_for("state_hash", node=NEWCOMER, after=joined)
+    for name in names:
+        alike = job.harness.wait_for("state_hash", lambda r: r["head"] == hashed["head"], node=name)
+        assert alike["hash"] == hashed["hash"], name
+    nobody_was_put_out(job)
+    job.leave(*names)
+
+
+def nobody_was_put_out(job: Job) -> None:
+    out = [r for r in job.harness.records if r.name in ("fenced", "rejoin")]
+    assert not out, out
+
+
+@WAYS
+def test_a_donor_dies(routed_job: Job, way: str) -> None:
+    job = routed_job
+    relay = training(job, "abc")
+    begin_transfer(job, relay, way)
+    job.harness.kill("c")
+    hurry(relay, "ab")
+    end(job, "abd")
+
+
+@WAYS
+def test_the_last_donor_dies(routed_job: Job, way: str) -> None:
+    """What lies at the newcomer is a mixture then: it says so and ends, and whoever comes next begins anew."""
+    job = routed_job
+    relay = training(job, "a")
+    begin_transfer(job, relay, way)
+    job.harness.declare(NEWCOMER)
+    job.harness.kill("a")
+    assert job.harness.wait_exit(NEWCOMER) == 1
+    words = job.harness.children[NEWCOMER].tail().splitlines()[-1]
+    assert "StateError" in words
+    for part in ("its state is a mixture", "all members that had it are gone", "start this process again"):
+        assert part in words, words
+    before = job.harness.records[-1]
+    job.start(NEWCOMER, settings=HASHED, **SPEC)  # as torchrun would
+    began = job.harness.wait_for("joined", node=NEWCOMER, after=before)
+    assert (began["role"], began["step"]) == ("founder", 0)
+    job.harness.wait_for("committed", lambda r: r["step"] == 1, node=NEWCOMER, after=began)
+    job.leave(NEWCOMER)
+
+
+@WAYS
+def test_the_newcomer_dies(routed_job: Job, way: str) -> None:
+    job = routed_job
+    relay = training(job, "ab")
+    begin_transfer(job, relay, way)
+    job.harness.kill(NEWCOMER)
+    if way == "pause":
+        gone = job.harness.wait_for("death", lambda r: r.member.startswith(f"{NEWCOMER}~"))
+    else:
+        gone = job.harness.wait_for("released", node="a")
+    for name in "ab":
+        job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node=name, after=gone)
+    nobody_was_put_out(job)
+    job.leave("a", "b")
+
+
+@WAYS
+def test_the_scheduler_dies(routed_job: Job, way: str) -> None:
+    """No byte of the state passes through it. Another one is started, and the newcomer comes in under that."""
+    job = routed_job
+    relay = training(job, "ab")
+    begin_transfer(job, relay, way)
+    os.kill(fetch_status(job.endpoint)["pid"], signal.SIGKILL)
+    lost = job.harness.wait_for("scheduler", lambda r: str(r["state"]).startswith("lost"), node=NEWCOMER)
+    job.harness.wait_for("scheduler", lambda r: r["state"] == "connected", node=NEWCOMER, after=lost)
+    assert fetch_status(job.endpoint)["term"] == 2
+    hurry(relay, "ab")
+    end(job, "abd")
+    assert not [r for r in job.harness.records if r.name == "death"]

@@ -1,0 +1,124 @@
+"""Newcomers that come in under odd conditions, in real processes: late, in crowds, again and again, without a link."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from engine_job import Job
+
+from chaos_lightning.observe.events import Record
+
+SPEC: dict[str, Any] = {"epochs": 1000, "width": 300, "step_s": 0.01}
+HASHED = {"state_hash_every": 10}
+WAYS = pytest.mark.parametrize("way", ["pause", "replay"])
+
+
+def two_train(job: Job, **more: Any) -> None:
+    """Members a and b train together; `more` is by name of a member what it is told beside the usual."""
+    for name in "ab":
+        job.start(name, settings=HASHED, **SPEC, **more.get(name, {}))
+        job.harness.wait_for("joined", node=name)
+    job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2)
+
+
+def come(job: Job, name: str, way: str = "replay", **more: Any) -> None:
+    job.start(name, seed=2, settings={"join_by": way, **HASHED}, **SPEC, **more)
+
+
+def ways(job: Job, name: str) -> list[tuple[str, str]]:
+    """The ways in that a newcomer was given, each with its reason."""
+    given = [r for r in job.harness.records if r.name == "way_in" and r.member.startswith(f"{name}~")]
+    return [(str(r["way"]), str(r["reason"])) for r in given]
+
+
+def hold_the_same(job: Job, names: Sequence[str], after: Record) -> None:
+    """All of them have this state at some header that was committed later."""
+    first = job.harness.wait_for("state_hash", node=names[0], after=after)
+    heads = {names[0]: str(first["hash"])}
+    for name in names[1:]:
+        found = job.harness.wait_for("state_hash", lambda r: r["head"] == first["head"], node=name)
+        heads[name] = str(found["hash"])
+    assert len(set(heads.values())) == 1, heads
+
+
+def nobody_was_put_out(job: Job, but: str = "-") -> None:
+    records = [r for r in job.harness.records if r.name in ("fenced", "rejoin", "death")]
+    out = [r for r in records if not r.member.startswith(f"{but}~")]
+    assert not out, out
+
+
+@pytest.mark.parametrize("poor", ["a", "ab"])
+def test_members_without_memory_for_a_copy(job: Job, poor: str) -> None:
+    """One of them: the other one serves. Both: the newcomer comes in by a pause, for which nothing is copied."""
+    two_train(job, **{name: {"kept": {"snapshot_cap_nbytes": 1000}} for name in poor})
+    come(job, "c")
+    joined = job.harness.wait_for("joined", node="c")
+    hold_the_same(job, "abc", joined)
+    job.leave("a", "b", "c")
+    refused = [r for r in job.harness.records if r.name == "error" and r.get("what") == "snapshot"]
+    assert {r.node for r in refused} == set(poor)
+    assert all("over the limit of 1000" in str(r["reason"]) for r in refused)
+    if poor == "a":
+        assert [way for way, _ in ways(job, "c")] == ["replay"]
+        first = next(r for r in job.harness.records if r.name == "pull_source" and r.node == "c")
+        assert str(first["source"]).startswith("b~")
+    else:
+        (_, _), (way, why) = ways(job, "c")
+        assert way == "pause"
+        assert "over the limit of 1000" in why, why
+
+
+@WAYS
+def test_one_that_comes_and_goes_again_and_again(job: Job, way: str) -> None:
+    """It leaves as soon as it is in, in turn politely and by SIGKILL; others train on, another one comes to stay."""
+    two_train(job)
+    come(job, "d", way)
+    for turn in range(3):
+        started = job.harness.records[-1]
+        come(job, "c", way)
+        job.harness.wait_for("joined", node="c", after=started)
+        if turn % 2:
+            job.harness.kill("c")
+        else:
+            job.harness.terminate("c")
+        assert job.harness.wait_exit("c") == (-9 if turn % 2 else 0)
+    stays = job.harness.wait_for("joined", node="d")
+    gone = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="a", after=stays)
+    hold_the_same(job, "abd", gone)
+    nobody_was_put_out(job, but="c")
+    job.leave("a", "b", "d")
+
+
+@pytest.mark.slow
+@WAYS
+def test_ten_newcomers_at_once(job: Job, way: str) -> None:
+    two_train(job)
+    names = [f"n{i}" for i in range(10)]
+    for name in names:
+        come(job, name, way)
+    joined = [job.harness.wait_for("joined", node=name) for name in names]
+    last = max(joined, key=job.harness.records.index)
+    hold_the_same(job, ["a", "b", *names], last)
+    nobody_was_put_out(job)
+    views = [r for r in job.harness.records if r.name == "view" and r.node == "default"]
+    assert max(len(r["members"]) for r in views) == 12
+    assert all(ways(job, name)[0][0] == way for name in names)
+    job.leave("a", "b", *names)
+
+
+@WAYS
+def test_a_neighbour_that_refuses_is_left_out(routed_job: Job, way: str) -> None:
+    """The newcomer has the state from the other one, and letters reach the first through that."""
+    job = routed_job
+    job.relay.cut("a", "c")
+    two_train(job)
+    come(job, "c", way)
+    told = job.harness.wait_for("notice", lambda r: "comes in without its links to" in str(r["text"]), node="c")
+    assert "a~" in str(told["text"])
+    joined = job.harness.wait_for("joined", node="c")
+    hold_the_same(job, "abc", joined)
+    assert not [r for r in job.harness.records if r.name == "link_up" and r.node == "c" and r["peer"].startswith("a~")]
+    nobody_was_put_out(job)
+    job.leave("a", "b", "c")
