@@ -1,10 +1,11 @@
-"""A link drops to a tenth while six members train: how long until other trees rule, and what that cost.
+"""A link drops to a tenth while six members train, and recovers: how long until other trees rule, and what that cost.
 
 Six processes train a plain loop on the engine, over the overlay's eight links only (each names its neighbours), paced
 at both ends, with the plan "auto". When every link was measured and the plan stays, the pacing of the link that the
 trees fill most is set to a tenth at both ends. Nobody is told. From that instant the time is taken until all six have
-committed a step in a view with other trees. The steps that each member committed must be consecutive, none of them may
-have been reduced twice, and the audit of the event logs must be clean.
+committed a step in a view with other trees. Some steps later the link has its old rate again, of which nobody is told
+either, and the time is taken until trees rule that send more over it. The steps that each member committed must be
+consecutive, none of them may have been reduced twice, and the audit of the event logs must be clean.
 """
 
 from __future__ import annotations
@@ -157,14 +158,20 @@ def _rates_of(name: str, rates: dict[tuple[str, str], float]) -> dict[str, float
     return {(b if a == name else a): bps for (a, b), bps in rates.items() if name in (a, b)}
 
 
-def _busiest(trees: Any) -> tuple[str, str]:
-    """The link that most of the buffer crosses, by members' names; of equal ones the slowest."""
+def _loads(trees: Any) -> Counter[tuple[str, str]]:
+    """How much of the buffer crosses each link, by members' names."""
     load: Counter[tuple[str, str]] = Counter()
     for weight, members, parents in trees:
         for one, other in zip(members, parents, strict=True):
             if other:
                 a, b = sorted((one.partition("~")[0], other.partition("~")[0]))
                 load[a, b] += weight
+    return load
+
+
+def _busiest(trees: Any) -> tuple[str, str]:
+    """The link that most of the buffer crosses; of equal ones the slowest."""
+    load = _loads(trees)
     return max(load, key=lambda pair: (load[pair] / MBPS[pair], load[pair]))
 
 
@@ -193,6 +200,15 @@ def measure(result: Result, state_mib: float, scale: float) -> None:
                     lambda: all(len(s) >= floor[n] + AFTERWARDS for n, s in said.steps.items()),
                     CHANGE_S,
                 )
+                less = _loads(said.trees[NAMES[0]])[pair]
+                restored_at = time.monotonic()
+                said.pace(rates)
+                said.until(
+                    "trees that use the recovered link",
+                    lambda: all(_loads(said.trees[n])[pair] > less for n in NAMES),
+                    CHANGE_S,
+                )
+                back_s = time.monotonic() - restored_at
                 last = max(steps[-1][1] for steps in said.steps.values()) + 5
                 for worker in members.values():
                     worker.pipe.send(("end", last))
@@ -202,7 +218,9 @@ def measure(result: Result, state_mib: float, scale: float) -> None:
                     worker.kill()
         findings = audit(logs)
         records = list(read_events(logs))
-    _report(result, said, pair, settled_at, dropped_at, records, violations(findings))
+    _report(result, said, pair, (settled_at, dropped_at, restored_at), records, violations(findings))
+    words = f"link {'-'.join(pair)} as before, after {restored_at - dropped_at:.0f} s"
+    result.add(f"{words}, until all committed by trees over it", back_s, "s")
     result.details["replan, audit"] = verdict(findings).splitlines()
 
 
@@ -210,11 +228,12 @@ def _report(
     result: Result,
     said: Run,
     pair: tuple[str, str],
-    settled_at: float,
-    dropped_at: float,
+    times: tuple[float, float, float],
     records: list[Any],
     problems: list[str],
 ) -> None:
+    """Figures of the drop; `times` (CLOCK_MONOTONIC, s): the plan stayed, the link dropped, the link was restored."""
+    settled_at, dropped_at, restored_at = times
     started_at = min(steps[0][0] for steps in said.steps.values())
     result.add("first step, until the plan that stayed ruled", settled_at - started_at, "s")
     old = {n: next(v for at_s, _, v, _ in reversed(s) if at_s <= dropped_at) for n, s in said.steps.items()}
@@ -226,7 +245,7 @@ def _report(
     phases = {
         "before": (0.0, dropped_at),
         "over the slow link": (dropped_at, ruled_at),
-        "over other trees": (ruled_at, float("inf")),
+        "over other trees": (ruled_at, restored_at),
     }
     result.details["replan, link"] = "-".join(pair)
     result.add(f"link {'-'.join(pair)} to a tenth, until all committed by other trees", ruled_at - dropped_at, "s")

@@ -86,6 +86,8 @@ class Event(enum.StrEnum):
     # --- trouble
     LINK_UP = "link_up"
     LINK_DOWN = "link_down"
+    LINK_MEASURED = "link_measured"
+    LINKS = "links"
     SUSPECT = "suspect"
     DEATH = "death"
     ERROR = "error"
@@ -148,6 +150,11 @@ FIELDS: Mapping[Event, tuple[str, ...]] = {
     Event.PULL_DONE: ("nbytes", "skipped", "seconds", "hash"),
     Event.LINK_UP: ("peer",),
     Event.LINK_DOWN: ("peer", "evidence"),
+    # From this member to the peer: half a round trip in s, bits per second; why it was measured.
+    Event.LINK_MEASURED: ("peer", "latency_s", "rate_bps", "evidence"),
+    # Every few seconds; links: one object per link with peer, sent_bps and received_bps (bits per second since the last
+    # such event), byte counts, and rate_bps and latency_s where it was measured. Letters of others: relayed, waiting.
+    Event.LINKS: ("links", "relayed", "waiting"),
     # member: who is suspected / dead (not the writer).
     Event.SUSPECT: ("member", "evidence"),
     Event.DEATH: ("member", "evidence"),

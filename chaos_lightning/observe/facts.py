@@ -146,6 +146,18 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class Flow:
+    """What one member's link to another carried lately, and what it can."""
+
+    t: float
+    sent_bps: float
+    received_bps: float
+    rate_bps: float | None
+    """Measured, towards the other one; None: nobody measured it."""
+    latency_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """An event that is shown as a line of text."""
 

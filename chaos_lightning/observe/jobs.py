@@ -25,7 +25,7 @@ from chaos_lightning.observe.reader import Record
 __all__ = ["Live", "jobs", "latest"]
 
 _OVER = frozenset({"finished", "left", "closed"})
-_AFTERWARDS = frozenset({"finished", "left", "closed", "link_up", "link_down", "lost"})
+_AFTERWARDS = frozenset({"finished", "left", "closed", "link_up", "link_down", "link_measured", "links", "lost"})
 """What a member may still write when it is over; none of it is training."""
 
 

@@ -1,12 +1,14 @@
 """The live view: a board of who is here and what the job is doing, drawn with rich; `top` and `LiveView` share it.
 
 Theory of operation. A board is a pure function of facts and the present time. `Board` holds the facts in one shape,
-whether they come from event logs (everything, joins with progress, step times) or from a scheduler's status (who,
-rank, step, silence: the scheduler sees no bytes), and `draw` makes a renderable of it that fits 80 columns.
+whether they come from event logs (everything, joins with progress, step times, what links carry just now) or from a
+scheduler's status (who, rank, step, silence, what links can carry: the scheduler sees no bytes), and `draw` makes a
+renderable of it that fits 80 columns.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +23,7 @@ from rich.text import Text
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe import folds
 from chaos_lightning.observe.timeline import Life, Timeline
-from chaos_lightning.observe.units import amount, duration
+from chaos_lightning.observe.units import amount, duration, rate
 
 _COLOURS = {
     "training": "green",
@@ -41,6 +43,10 @@ _COLOURS = {
     "left": "dim",
     "finished": "dim",
 }
+LINKS_SHOWN = 12
+"""Of more links, those that carry most, or else the slowest ones."""
+FLOW_SHOWN_S = 10.0
+"""What a link carried so long ago is not shown any more."""
 ENDED_SHOWN_S = 30.0
 """How long an ended member stays on the board."""
 
@@ -63,6 +69,22 @@ class Row:
     remark: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class LinkRow:
+    """One link on the board; there is from a to b. Rates in bits per second, None where nobody knows."""
+
+    a: str
+    b: str
+    there_bps: float | None = None
+    """What it carries just now."""
+    back_bps: float | None = None
+    can_there_bps: float | None = None
+    """What it was measured to carry."""
+    can_back_bps: float | None = None
+    latency_s: float | None = None
+    state: str = ""
+
+
 @dataclass(slots=True)
 class Board:
     """Everything that is shown."""
@@ -73,6 +95,7 @@ class Board:
     rows: list[Row] = field(default_factory=list)
     figures: list[tuple[str, str]] = field(default_factory=list)
     """(what, value) for the head line."""
+    links: list[LinkRow] = field(default_factory=list)
     lines: list[tuple[float, str, str]] = field(default_factory=list)
     """Latest happenings: (seconds ago, who, words)."""
     waiting: str = ""
@@ -93,6 +116,7 @@ def from_timeline(timeline: Timeline, now: float, *, title: str = "chaos-lightni
         if life.ended is None or now - life.ended <= ENDED_SHOWN_S:
             board.rows.append(_row(life, ranks, recent, now))
     board.figures = _figures(timeline, chain, now)
+    board.links = _links(timeline, list(ranks), now)
     begun = {m: t for t, m, waiting in timeline.waits if waiting}
     if begun and (not chain or max(begun.values()) > chain[-1].complete):
         board.waiting = next((n.text for n in reversed(timeline.notes) if n.name == "notice"), "waiting")
@@ -123,6 +147,29 @@ def _row(life: Life, ranks: Mapping[str, int], recent: Sequence[Any], now: float
         progress=progress,
         remark=remark,
     )
+
+
+def _links(timeline: Timeline, members: Sequence[str], now: float) -> list[LinkRow]:
+    """The links among these members, of which either end has told lately what they carry."""
+    rows = []
+    fresh = {ends: flow for ends, flow in timeline.flows.items() if now - flow.t <= FLOW_SHOWN_S}
+    for a, b in itertools.combinations(members, 2):
+        here, there = fresh.get((a, b)), fresh.get((b, a))
+        told = here or there
+        if told is None:
+            continue
+        rows.append(
+            LinkRow(
+                a,
+                b,
+                here.sent_bps if here is not None else told.received_bps,
+                there.sent_bps if there is not None else told.received_bps,
+                here.rate_bps if here is not None else None,
+                there.rate_bps if there is not None else None,
+                told.latency_s,
+            )
+        )
+    return rows
 
 
 def _figures(timeline: Timeline, chain: Sequence[Any], now: float) -> list[tuple[str, str]]:
@@ -164,11 +211,29 @@ def from_status(facts: Mapping[str, Any]) -> Board:
     for rank, member in enumerate(members):
         board.rows.append(_status_row(member, rank))
     board.rows += [_status_row(member, None) for member in others]
+    board.links = [_status_link(link) for link in machine.get("links", ()) if isinstance(link, Mapping)]
+    # What is simply there is not worth a line.
+    board.links = [link for link in board.links if link.state or link.can_there_bps is not None]
     steps = [f.integer(m.get("step")) for m in members]
     board.figures = [("phase", phase or "-"), ("members", str(len(members)))]
     if steps:
         board.figures.insert(0, ("step", str(max(steps))))
     return board
+
+
+def _status_link(link: Mapping[str, Any]) -> LinkRow:
+    def known(key: str) -> float | None:
+        return None if link.get(key) is None else f.number(link[key])
+
+    state = str(link.get("state", ""))
+    return LinkRow(
+        str(link.get("a", "")),
+        str(link.get("b", "")),
+        can_there_bps=known("there_bps"),
+        can_back_bps=known("back_bps"),
+        latency_s=known("latency_s"),
+        state="" if state == "in use" else state,
+    )
 
 
 def _status_row(member: Mapping[str, Any], rank: int | None) -> Row:
@@ -213,6 +278,8 @@ def draw(board: Board) -> RenderableType:
     if board.waiting:
         parts.append(Text(f"standing still: {board.waiting}", style="bold magenta"))
     parts.append(_table(board.rows))
+    if board.links:
+        parts += [Text(), _link_table(board.links)]
     if board.lines:
         parts.append(Text())
         grid = Table.grid(padding=(0, 1))
@@ -252,6 +319,35 @@ def _table(rows: Sequence[Row]) -> RenderableType:
             "-" if row.age_s is None else duration(row.age_s),
             last,
         )
+    return table
+
+
+def _link_table(links: Sequence[LinkRow]) -> RenderableType:
+    def slowest(row: LinkRow) -> float:
+        known = [r for r in (row.can_there_bps, row.can_back_bps) if r is not None]
+        return min(known, default=float("inf"))
+
+    def told(*rates_bps: float | None) -> list[str]:
+        return ["-" if r is None else rate(r) for r in rates_bps]
+
+    shown = sorted(links, key=lambda r: (-(r.there_bps or 0.0) - (r.back_bps or 0.0), not r.state, slowest(r)))
+    shown = shown[:LINKS_SHOWN]
+    live = any(row.there_bps is not None for row in shown)
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("link", no_wrap=True)
+    for column in (("now there", "now back") if live else ()) + ("can there", "can back", "latency"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("")
+    for row in (r for r in links if r in shown):
+        table.add_row(
+            escape(f"{row.a} {row.b}"),
+            *(told(row.there_bps, row.back_bps) if live else ()),
+            *told(row.can_there_bps, row.can_back_bps),
+            "-" if row.latency_s is None else duration(row.latency_s),
+            Text(row.state, overflow="ellipsis", no_wrap=True, style="yellow"),
+        )
+    if len(links) > len(shown):
+        table.add_row(Text(f"and {len(links) - len(shown)} more", style="dim"))
     return table
 
 

@@ -9,12 +9,12 @@ injected fault) come from other writers' events; what a member did comes from it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe.events import Event
-from chaos_lightning.observe.facts import FREEZES, KILLS, THAWS, Commit, Fault, Life, Note, Pull, Slot, ViewFact
+from chaos_lightning.observe.facts import FREEZES, KILLS, THAWS, Commit, Fault, Flow, Life, Note, Pull, Slot, ViewFact
 from chaos_lightning.observe.reader import Record
 
 __all__ = ["FREEZES", "KILLS", "THAWS", "Commit", "Fault", "Life", "Note", "Pull", "Slot", "Timeline", "ViewFact"]
@@ -44,6 +44,8 @@ class Timeline:
     redos: list[tuple[float, int, str]] = field(default_factory=list)
     waits: list[tuple[float, str, bool]] = field(default_factory=list)
     """(time, member, waiting begins) from `notice` events below min_nodes."""
+    flows: dict[tuple[str, str], Flow] = field(default_factory=dict)
+    """(member, peer) -> what the member told last about its link to the peer."""
     epochs: dict[f.Stream, int] = field(default_factory=dict)
     """(stream, epoch) -> samples."""
     schedulers: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -305,6 +307,19 @@ class Timeline:
         elif kind in THAWS:
             victim.freezes = [(a, record.t if b is None else b) for a, b in victim.freezes]
 
+    def _links(self, record: Record, life: Life | None) -> None:
+        rows = record.get("links")
+        self.flows = {ends: flow for ends, flow in self.flows.items() if ends[0] != record.member}
+        for row in rows if isinstance(rows, Sequence) and not isinstance(rows, str) else ():
+            if isinstance(row, Mapping):
+                self.flows[record.member, str(row.get("peer", ""))] = Flow(
+                    record.t,
+                    f.number(row.get("sent_bps")),
+                    f.number(row.get("received_bps")),
+                    f.number(row["rate_bps"]) if "rate_bps" in row else None,
+                    f.number(row["latency_s"]) if "latency_s" in row else None,
+                )
+
     def _epoch(self, record: Record, life: Life | None) -> None:
         self.epochs[str(record.get("stream", "")), f.integer(record.get("epoch"))] = f.integer(record.get("length"))
 
@@ -382,6 +397,7 @@ _HANDLERS = {
     Event.NOTICE.value: Timeline._notice,
     Event.ERROR.value: Timeline._error,
     Event.FAULT_INJECTED.value: Timeline._fault,
+    Event.LINKS.value: Timeline._links,
     Event.EPOCH.value: Timeline._epoch,
     Event.LOST.value: Timeline._lost,
 }

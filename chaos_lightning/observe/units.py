@@ -20,6 +20,14 @@ def amount(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def rate(bits_per_s: float) -> str:
+    """Bits per second in words: 12.3 Mbps."""
+    for unit, size in (("Gbps", 1e9), ("Mbps", 1e6), ("kbps", 1e3)):
+        if bits_per_s >= 0.9995 * size:
+            return f"{bits_per_s / size:.3g} {unit}" if bits_per_s < 999.5 * size else f"{bits_per_s / size:.0f} {unit}"
+    return f"{bits_per_s:.0f} bps"
+
+
 def time_unit(seconds: float) -> tuple[float, str]:
     """Divisor and name of the unit that suits a span of this many seconds."""
     if seconds < 600:

@@ -14,6 +14,10 @@ differs by more than `CHANGE` from what was last told is told.
 A pause of the sender, a slow reader on the other machine or a link that is not filled gives no sample, or too low a one
 only where the peer does not take its bytes, which is no less true of the link as the job has it. A link that nobody
 uses gives none either: probes look after those (`Meter.stale`).
+
+A link that fell behind is the likeliest to be unused, for trees go round it, and the likeliest to change again. So
+`Lookout` has it probed soon, and the less often the longer it has been so: its recovery is noticed after a quarter of
+the time that it took, and a link that stays slow costs some twenty probes in all.
 """
 
 from __future__ import annotations
@@ -27,6 +31,9 @@ from typing import NamedTuple
 
 CHANGE = 0.25
 """Part by which an estimate must differ from what was told."""
+SOONEST_S = 1.0
+PART_OF_OUTAGE = 0.25
+"""A link that fell behind is probed after so long at the soonest, and after this part of the time since it fell."""
 SAMPLE_NBYTES = 256 << 10
 SAMPLE_S = 0.1
 SLOW_NBYTES = 32 << 10
@@ -123,6 +130,45 @@ def _near(rate: float, other: float) -> bool:
     return abs(rate - other) <= CHANGE * other
 
 
+class Lookout:
+    """How long a link may go unheard of before it is probed; pure bookkeeping for one link.
+
+    Args:
+        usual_s: For links that carry what they did.
+    """
+
+    def __init__(self, usual_s: float) -> None:
+        self.usual_s = usual_s
+        self.best_bps = 1.0
+        """What the link carried before it fell behind; a link that carries nothing is behind from the start."""
+        self._rate_bps = self.best_bps
+        self._fell_at: float | None = None
+
+    def heard(self, rate_bps: float, now: float) -> None:
+        """The link carries so much now."""
+        changed = not _near(rate_bps, self._rate_bps)
+        self._rate_bps = rate_bps
+        if rate_bps >= (1 - CHANGE) * self.best_bps:
+            self.best_bps, self._fell_at = max(self.best_bps, rate_bps), None
+        elif changed or self._fell_at is None:
+            self._fell_at = now  # it fell, or rose in part: it may go on doing so
+
+    def pause_s(self, now: float) -> float:
+        """So long, as of now."""
+        if self._fell_at is None:
+            return self.usual_s
+        pause_s = max(SOONEST_S, PART_OF_OUTAGE * (now - self._fell_at))
+        if pause_s < self.usual_s:
+            return pause_s
+        self.best_bps, self._fell_at = self._rate_bps, None  # this is what it carries
+        return self.usual_s
+
+    @property
+    def behind(self) -> bool:
+        """Whether it carries clearly less than it did not long ago."""
+        return self._fell_at is not None
+
+
 @dataclass(slots=True)
 class _Peer:
     estimate: Estimate = field(default_factory=Estimate)
@@ -170,8 +216,14 @@ class Meter:
         """Whether neither a probe nor traffic has said anything about this peer's link for so long."""
         return peer in self._peers and now - self._peers[peer].estimate.at_s > age_s
 
-    def carried(self, peer: str, nbytes: int, seconds: float, now: float) -> None:
-        """Somebody who filled the link by himself says what it carried."""
+    def waiting(self, peer: str) -> list[socket.socket]:
+        """Connections to this peer that had bytes to send at the last reading."""
+        if peer not in self._peers:
+            return []
+        return [sock for sock, r in self._peers[peer].socks.items() if r is not None and r.unsent_nbytes > 0]
+
+    def _carried(self, peer: str, nbytes: int, seconds: float, now: float) -> None:
+        """The filled link carried so much."""
         rate = self._peers.setdefault(peer, _Peer()).estimate.fold(nbytes, seconds, now)
         if rate is not None:
             self._tell(peer, rate)
@@ -198,7 +250,7 @@ class Meter:
                 acked += reading.acked_nbytes - before.acked_nbytes
                 filled |= _filled(before, reading)
             if filled and not skip(name):
-                self.carried(name, acked, seconds, now)
+                self._carried(name, acked, seconds, now)
         return waiting
 
 

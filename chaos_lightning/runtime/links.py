@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from chaos_lightning.errors import ChaosError, ConfigurationError
@@ -394,14 +394,6 @@ class Links:
 
     # ------------------------------------------------------------------ measuring
 
-    def measure(self, peers: Iterable[str] | None = None, why: str = "asked") -> list[str]:
-        """Probes the links to these peers (None: to all); returns those that are measured and will be reported."""
-        return [peer for peer in (list(self._links) if peers is None else peers) if self._measuring.measure(peer, why)]
-
-    def carried(self, peer: str, nbytes: int, seconds: float) -> None:
-        """Any thread: bytes sent to this peer beside its link, by somebody who kept the path filled for so long."""
-        self._loop.call(lambda: self._measuring.carried(peer, nbytes, seconds))
-
     def emulate(self, rates: Mapping[str, float]) -> None:
         """Sends at most so many bits per second to these peers (ids, names or nodes); others are not bounded.
 
@@ -415,8 +407,8 @@ class Links:
         return list(self._measuring.reports.values())
 
     def facts(self) -> dict[str, object]:
-        """Any thread: bytes and rates per link, and letters that passed here; at most one ping interval old."""
-        links = self._measuring.facts
+        """Bytes and rates per link, the latter since the last call, and letters that passed here or wait."""
+        links = self._measuring.facts(time.monotonic())
         return {"links": links, "relayed": self.relayed, "waiting": len(self._letters)}
 
     def close(self, *, bye: bool = True) -> None:

@@ -1,8 +1,9 @@
-"""What this member knows of its links: latency and rate for the scheduler, bytes and rates for status and heartbeats.
+"""What this member knows of its links: latency and rate for the scheduler, bytes and rates for the event log.
 
-Theory of operation. Rates come from two sources. A probe measures a link when it is made, when somebody asks, and when
-nothing was heard of its rate for `RENEW_S`; the meter learns from the job's own bytes. Each result becomes a
-LinkReport, and the last one of each link is kept, so that a scheduler that was restarted can be told again.
+Theory of operation. Rates come from two sources. A probe measures a link when it is made, and when nothing was heard of
+its rate for `RENEW_S`, or for much less if it fell behind (`Lookout`); the meter learns from the job's own bytes, those
+of state transfers included. Each result becomes a LinkReport, and the last one of each link is kept, so that a
+scheduler that was restarted can be told again.
 
 Links between processes of one machine are not measured: their bytes cross no medium. Unless the medium is emulated, by
 a table of rates (transport/pacing.py) or a relay (testing/relay.py); such links send nothing by reference either, since
@@ -14,23 +15,21 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 from chaos_lightning.membership.types import LinkReport
-from chaos_lightning.runtime.link_meter import Meter
+from chaos_lightning.runtime.link_meter import Lookout, Meter
 from chaos_lightning.transport.frames import Frame
 from chaos_lightning.transport.handshake import RELAY
 from chaos_lightning.transport.link import Link, on_this_machine
-from chaos_lightning.transport.pacing import EMULATE, checked, pace, rate_to, rates_from
+from chaos_lightning.transport.pacing import EMULATE, IDLE_PART, Shares, checked, pace, rate_to, rates_from
 from chaos_lightning.transport.probe import ProbeConfig, Probes
 
 RENEW_S = 60.0
 """A link of whose rate nothing was heard for so long is probed again."""
 _SOON_S = 0.025
-_WINDOW_S = 1.0
-"""Over which bytes per second are shown."""
 
 
 @dataclass(slots=True)
@@ -39,19 +38,17 @@ class _Flow:
 
     sent_before: int = 0
     received_before: int = 0
-    window: deque[tuple[float, int, int]] = field(default_factory=deque)
+    read: tuple[float, int, int] | None = None
+    """When it was read last (monotonic, s), and the bytes then."""
 
     def rates(self, now: float, sent: int, received: int) -> tuple[float, float]:
-        """Bits per second over the window that ends now."""
-        window = self.window
-        window.append((now, sent, received))
-        while window[0][0] < now - _WINDOW_S and len(window) > 1:
-            window.popleft()
-        at, sent_then, received_then = window[0]
+        """Bits per second since it was read last; of the first reading nothing is known."""
+        at, sent_then, received_then = self.read or (now, sent, received)
+        self.read = (now, sent, received)
         seconds = now - at
-        return (
-            ((sent - sent_then) * 8 / seconds, (received - received_then) * 8 / seconds) if seconds > 0 else (0.0, 0.0)
-        )
+        if seconds <= 0:
+            return 0.0, 0.0
+        return (sent - sent_then) * 8 / seconds, (received - received_then) * 8 / seconds
 
 
 class Measuring:
@@ -78,11 +75,11 @@ class Measuring:
         self._links: dict[str, Link] = {}
         self._asked_at: dict[str, float] = {}
         self._flows: dict[str, _Flow] = {}
+        self._shares: dict[str, Shares] = {}
+        self._lookouts: dict[str, Lookout] = {}
         self._soon = False
         self.reports: dict[str, LinkReport] = {}
         """The last one of each link that stands."""
-        self.facts: dict[str, dict[str, object]] = {}
-        """By peer; replaced as a whole at each tick, so that any thread may read it."""
 
     # ------------------------------------------------------------------ emulation
 
@@ -93,17 +90,30 @@ class Measuring:
     def emulate(self, rates: Mapping[str, float]) -> None:
         """From now on this member sends to these peers (ids, names or nodes) at most so many bits per second."""
         self._rates = checked(rates)
-        for peer, link in self._links.items():
-            link.pace(rate_to(self._rates, peer))
+        now = time.monotonic()
+        for peer, shares in self._shares.items():
+            shares.rate_bps = rate_to(self._rates, peer)
+            shares.settle(now, self._meter.waiting(peer))
+
+    def _share(self, peer: str, sock: socket.socket, bound: Callable[[float | None], None]) -> None:
+        """A connection on which this member sends to this peer."""
+        if peer not in self._shares:
+            self._shares[peer] = Shares(rate_to(self._rates, peer))
+        self._shares[peer].join(sock, bound, time.monotonic())
+
+    def _share_no_more(self, peer: str, sock: socket.socket) -> None:
+        shares = self._shares.get(peer)
+        if shares is not None:
+            shares.leave(sock, time.monotonic())
+            if not shares:
+                del self._shares[peer]
 
     # ------------------------------------------------------------------ links
 
     def added(self, peer: str, link: Link) -> None:
         """A link was made."""
         self._links[peer] = link
-        rate = rate_to(self._rates, peer)
-        if rate is not None:
-            link.pace(rate)
+        self._share(peer, link.sock, link.pace)
         if self._measured(peer, link):
             self._meter.watch(peer, link.sock)
             self._probe(peer, link, "link made")
@@ -118,20 +128,14 @@ class Measuring:
         flow.received_before += link.received_nbytes
         self._probes.lost(peer, link)
         self._meter.unwatch(peer, link.sock)
+        self._share_no_more(peer, link.sock)
 
     def forget(self, peer: str) -> None:
         """This peer is not wanted any more."""
         self._meter.forget(peer)
         self._flows.pop(peer, None)
         self._asked_at.pop(peer, None)
-
-    def measure(self, peer: str, why: str) -> bool:
-        """Probes the link to this peer; False if there is none, or its bytes cross no medium."""
-        link = self._links.get(peer)
-        if link is None or not self._measured(peer, link):
-            return False
-        self._probe(peer, link, why)
-        return True
+        self._lookouts.pop(peer, None)
 
     def _measured(self, peer: str, link: Link) -> bool:
         return not link.local or self.emulated(peer)
@@ -154,53 +158,63 @@ class Measuring:
         """Paces a bulk connection on which this member sends; says whether to `watch_bulk` it. Any thread."""
         rate = rate_to(self._rates, peer)
         if rate is not None:
-            pace(sock, rate)
+            pace(sock, rate * IDLE_PART)  # until the loop's thread gives it its share
         return not on_this_machine(sock) or self.emulated(peer)
 
     def watch_bulk(self, peer: str, sock: socket.socket) -> None:
         self._meter.watch(peer, sock)
+        self._share(peer, sock, partial(pace, sock))
 
     def end_bulk(self, peer: str, sock: socket.socket) -> None:
         self._meter.unwatch(peer, sock)
+        self._share_no_more(peer, sock)
         if peer not in self._links:
             self._meter.forget(peer)
-
-    def carried(self, peer: str, nbytes: int, seconds: float) -> None:
-        """Somebody who kept the link to this peer filled for so long says what it carried."""
-        self._meter.carried(peer, nbytes, seconds, time.monotonic())
 
     # ------------------------------------------------------------------ time
 
     def tick(self, now: float) -> None:
-        """Reads the counters; call it several times a second."""
+        """Reads the counters, and probes what was not heard of for too long; call it several times a second."""
         self._read(now)
-        facts: dict[str, dict[str, object]] = {}
         for peer, link in list(self._links.items()):
+            lookout = self._lookouts.get(peer)
+            pause_s = RENEW_S if lookout is None else lookout.pause_s(now)
+            if now - self._asked_at.get(peer, 0.0) <= pause_s or not self._meter.stale(peer, now, pause_s):
+                continue
+            if self._measured(peer, link):
+                why = f"nothing was heard of its rate for {RENEW_S:g} s"
+                if lookout is not None and lookout.behind:
+                    why = f"it carried {lookout.best_bps / 1e6:.3g} Mbit/s before"
+                self._probe(peer, link, why)
+
+    def facts(self, now: float) -> list[dict[str, object]]:
+        """By link: bytes so far, bits per second since the last call, and what was measured."""
+        rows: list[dict[str, object]] = []
+        for peer, link in self._links.items():
             flow = self._flows.setdefault(peer, _Flow())
             sent, received = flow.sent_before + link.sent_nbytes, flow.received_before + link.received_nbytes
             sent_bps, received_bps = flow.rates(now, sent, received)
-            facts[peer] = {
+            row: dict[str, object] = {
+                "peer": peer,
                 "sent_nbytes": sent,
                 "received_nbytes": received,
-                "sent_bps": sent_bps,
-                "received_bps": received_bps,
+                "sent_bps": round(sent_bps),
+                "received_bps": round(received_bps),
                 "queued_nbytes": link.queued_nbytes,
                 "by_reference": link.by_reference,
-                **self._known(peer),
             }
-            asked = now - self._asked_at.get(peer, 0.0) > RENEW_S
-            if asked and self._measured(peer, link) and self._meter.stale(peer, now, RENEW_S):
-                self._probe(peer, link, f"nothing was heard of its rate for {RENEW_S:g} s")
-        self.facts = facts
-
-    def _known(self, peer: str) -> dict[str, object]:
-        report = self.reports.get(peer)
-        if report is None:
-            return {}
-        return {"rate_bps": self._meter.rate(peer), "latency_s": report.latency_s, "evidence": report.evidence}
+            report = self.reports.get(peer)
+            if report is not None:
+                row |= {"rate_bps": round(self._meter.rate(peer)), "latency_s": report.latency_s}
+            rows.append(row)
+        return rows
 
     def _read(self, now: float) -> None:
-        if self._meter.tick(now, self._probes.measuring) and not self._soon:
+        waiting = self._meter.tick(now, self._probes.measuring)
+        for peer, shares in self._shares.items():
+            if shares.rate_bps is not None and len(shares) > 1:
+                shares.settle(now, self._meter.waiting(peer))
+        if waiting and not self._soon:
             self._soon = True
             self._later(_SOON_S, self._again)
 
@@ -212,8 +226,7 @@ class Measuring:
 
     def _on_probe(self, report: LinkReport) -> None:
         self._meter.known(report.peer, report.rate_bps, time.monotonic())
-        self.reports[report.peer] = report
-        self._report(report)
+        self._heard(report)
 
     def _on_transfer(self, peer: str, rate_bps: float) -> None:
         if peer not in self._links:
@@ -222,5 +235,9 @@ class Measuring:
         words = f"transfer (it carries {rate_bps / 1e6:.3g} Mbit/s"
         words += f", before {before.rate_bps / 1e6:.3g})" if before is not None else ")"
         report = LinkReport(peer, before.latency_s if before is not None else 0.0, rate_bps, words)
-        self.reports[peer] = report
+        self._heard(report)
+
+    def _heard(self, report: LinkReport) -> None:
+        self._lookouts.setdefault(report.peer, Lookout(RENEW_S)).heard(report.rate_bps, time.monotonic())
+        self.reports[report.peer] = report
         self._report(report)

@@ -51,6 +51,9 @@ from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.reference import Reference
 
+LINKS_EVERY_S = 2.0
+"""What each link carries goes into the event log so often."""
+
 
 class Shell:
     """See the module.
@@ -84,7 +87,7 @@ class Shell:
         self.to_scheduler = to_scheduler
         self._observed = False
         self._contribution: Contribution | None = None
-        self._beat_at = 0.0
+        self._beat_at = self._links_at = 0.0
         self._contributed_at = self._committed_at = time.monotonic()
 
     # ------------------------------------------------------------------ set-up
@@ -106,8 +109,17 @@ class Shell:
         self._beat_at = time.monotonic()
         if self.links is not None:
             self.links.ping()
+            self._log_links(self.links)
         self.feed(fx.Tick())
         self.loop.later(PING_INTERVAL_S, self.beat)
+
+    def _log_links(self, links: Links) -> None:
+        if self.events.path is None or self._beat_at - self._links_at < LINKS_EVERY_S:
+            return
+        self._links_at = self._beat_at
+        facts = links.facts()
+        if facts["links"]:
+            self.events.emit(Event.LINKS, **facts)
 
     def heartbeat(self) -> Heartbeat:
         """For the agent's thread: values may be one slot old."""
@@ -191,7 +203,7 @@ class Shell:
 
     def measured(self, report: LinkReport) -> None:
         self.events.emit(
-            "link_measured",
+            Event.LINK_MEASURED,
             peer=report.peer,
             latency_s=report.latency_s,
             rate_bps=report.rate_bps,

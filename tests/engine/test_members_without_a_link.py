@@ -49,6 +49,11 @@ def test_links_that_are_emulated_are_measured_by_both_ends_while_the_job_trains(
             assert str(measured.get("evidence")).startswith("probe")
             assert 0 < float(measured.get("rate_bps") or 0) < 1e9, "this machine's own loopback is many times as fast"
     for name in "abc":
+        told = job.harness.wait_for(
+            "links", lambda r: sum("rate_bps" in x and x["sent_bps"] > 0 for x in r["links"]) == 2, node=name
+        )
+        assert {str(x["peer"]).partition("~")[0] for x in told["links"]} == set("abc") - {name}
+    for name in "abc":
         job.harness.terminate(name)
     job.finish(*"abc")
 

@@ -86,7 +86,7 @@ def test_where_every_pair_has_a_link_nobody_relays_and_messages_wait_for_theirs(
     a.say(c.id, b"early")
     settled(a, b, c)
     assert not c.messages
-    assert a.links.facts()["waiting"] == 1
+    assert a.do(a.links.facts)["waiting"] == 1
     connect(nodes, "ab bc ac")
     c.wait(lambda: c.messages)
     assert c.messages == [(a.id, b"early")]
@@ -221,10 +221,10 @@ def test_letters_of_a_member_that_is_out_are_dropped_with_the_view(build: Build)
     a, b, c = nodes.values()
     a.rule(a_view(1, (a, b, c), "ab ac"))
     a.say(c.id, b"x")
-    assert a.links.facts()["waiting"] == 1
+    assert a.do(a.links.facts)["waiting"] == 1
     a.rule(a_view(2, (a, b), ""))
     assert a.undone == [(c.id, a.id, "no way to it is known")]
-    assert a.links.facts()["waiting"] == 0
+    assert a.do(a.links.facts)["waiting"] == 0
 
 
 def test_too_many_waiting_messages_are_dropped_and_told(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:

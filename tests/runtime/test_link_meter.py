@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos_lightning.runtime.link_meter import SAMPLE_NBYTES, Estimate, Meter, Reading, read_counters
+from chaos_lightning.runtime.link_meter import (
+    PART_OF_OUTAGE,
+    SAMPLE_NBYTES,
+    SOONEST_S,
+    Estimate,
+    Lookout,
+    Meter,
+    Reading,
+    read_counters,
+)
 from chaos_lightning.transport.pacing import pace
 
 MBIT = 1e6
@@ -179,11 +188,81 @@ def test_a_connection_that_is_not_watched_any_more_is_not_read() -> None:
     assert not counters.meter.stale("b", 1e9, 1.0)
 
 
-def test_what_somebody_else_measured_counts_as_well() -> None:
-    counters = Counters()
-    for at_s in (5.0, 6.0):
-        counters.meter.carried("b", 10_000_000, 1.0, at_s)
-    assert counters.told == [("b", 80 * MBIT)]
+def test_who_has_bytes_to_send_is_known() -> None:
+    counters = watched("link", "bulk")
+    counters.go(0.1, "link", 20 * MBIT, unsent=0)
+    counters.go(0.1, "bulk", 60 * MBIT)
+    counters.tick()
+    assert counters.meter.waiting("b") == ["bulk"]
+    assert counters.meter.waiting("nobody") == []
+
+
+# ---------------------------------------------------------------------- when to probe again
+
+
+def watch(lookout: Lookout, from_s: float, until_s: float, rate_bps: float) -> list[float]:
+    """When a link that carries this much is probed, by a member that looks ten times a second."""
+    probed, heard_at = [], from_s
+    for tick in range(round(10 * from_s), round(10 * until_s)):
+        if tick / 10 - heard_at > lookout.pause_s(tick / 10):
+            heard_at = tick / 10
+            probed.append(heard_at)
+            lookout.heard(rate_bps, heard_at)
+    return probed
+
+
+def test_a_link_that_carries_what_it_did_is_probed_seldom() -> None:
+    lookout = Lookout(60.0)
+    for at_s, rate_bps in ((0.0, 100 * MBIT), (1.0, 80 * MBIT), (2.0, 300 * MBIT), (3.0, 230 * MBIT)):
+        lookout.heard(rate_bps, at_s)
+        assert not lookout.behind
+    assert len(watch(lookout, 3.0, 303.0, 230 * MBIT)) == 4
+
+
+@pytest.mark.parametrize("slow_bps", [0.0, 5 * MBIT, 70 * MBIT])
+@pytest.mark.parametrize("outage_s", [1.0, 5.0, 20.0, 100.0, 1000.0])
+def test_a_recovery_is_noticed_after_a_part_of_the_outage(slow_bps: float, outage_s: float) -> None:
+    lookout = Lookout(60.0)
+    lookout.heard(100 * MBIT, 0.0)
+    lookout.heard(slow_bps, 50.0)
+    assert lookout.behind
+    back_s = 50.0 + outage_s
+    probed = watch(lookout, 50.0, back_s + 61.0, slow_bps)
+    noticed_s = next(at_s for at_s in probed if at_s >= back_s) - back_s
+    assert noticed_s <= min(60.2, max(SOONEST_S, PART_OF_OUTAGE * (outage_s + noticed_s)) + 0.2)
+
+
+def test_a_link_that_stays_slow_costs_few_probes_and_is_then_taken_as_it_is() -> None:
+    lookout = Lookout(60.0)
+    lookout.heard(100 * MBIT, 0.0)
+    lookout.heard(10 * MBIT, 0.0)
+    probed = watch(lookout, 0.0, 3600.0, 10 * MBIT)
+    assert len([at_s for at_s in probed if at_s < 300]) < 30
+    assert len([at_s for at_s in probed if at_s >= 300]) <= 55
+    assert not lookout.behind
+    lookout.heard(5 * MBIT, 3600.0)
+    assert lookout.behind, "it can fall again"
+
+
+def test_a_link_that_carries_nothing_for_good_is_left_alone() -> None:
+    lookout = Lookout(60.0)
+    lookout.heard(0.0, 0.0)
+    assert lookout.behind, "from the start"
+    watch(lookout, 0.0, 400.0, 0.0)
+    assert len(watch(lookout, 400.0, 1000.0, 0.0)) <= 10
+    lookout.heard(100 * MBIT, 1000.0)
+    assert not lookout.behind
+
+
+def test_a_link_that_recovers_in_part_is_watched_closely_again() -> None:
+    lookout = Lookout(60.0)
+    lookout.heard(100 * MBIT, 0.0)
+    lookout.heard(10 * MBIT, 0.0)
+    assert lookout.pause_s(100.0) == 25.0
+    lookout.heard(50 * MBIT, 100.0)
+    assert lookout.pause_s(100.5) == SOONEST_S
+    lookout.heard(80 * MBIT, 102.0)
+    assert lookout.pause_s(102.0) == 60.0
 
 
 def test_the_kernel_counts_what_a_real_connection_carries() -> None:
