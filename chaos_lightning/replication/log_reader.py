@@ -41,6 +41,8 @@ class LogEntry:
     raw: memoryview | None
     newest: int
     """The last slot in the log of whoever gave this one, then."""
+    told_at: float = 0.0
+    """When that was told, by `time.monotonic()`: it may have waited for its turn since."""
 
 
 @dataclass
@@ -139,6 +141,7 @@ class LogReader:
         try:
             while not self._closed:
                 header, newest, inline = self._next(at)
+                told_at = time.monotonic()
                 raw: memoryview | None = None
                 spans = self._scope(header)
                 if spans:
@@ -150,7 +153,7 @@ class LogReader:
                     else:
                         self._fetch(header, raw, spans)
                 self.newest = max(self.newest, newest)
-                self._ready.put(LogEntry(header, raw, newest))
+                self._ready.put(LogEntry(header, raw, newest, told_at))
                 at = header
         except (ChaosError, OSError) as error:
             if not self._closed:

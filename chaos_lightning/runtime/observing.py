@@ -93,15 +93,18 @@ class Observation:
 
     def _follow(self, reader: LogReader, at: Header) -> Header:
         caught_up, told = False, time.monotonic()
+        began, fresh = told, False
         while not self._called():
             entry = reader.take(0.1)
             if entry is not None:
+                # What was told before the entry before this one was begun says nothing about how far others are now.
+                fresh, began = entry.told_at >= began, time.monotonic()
                 at = self._apply(reader, entry, at)
             elif reader.error:
                 self._give_up(at, reader.error)
                 return at
             lag = reader.newest - at.seq
-            if not caught_up and reader.waiting and lag <= 1 and self._applied:
+            if not caught_up and reader.waiting and lag <= 1 and self._applied and fresh:
                 caught_up = True
                 self._send(CatchUp(at.seq))
             if entry is not None and not caught_up and self._hopeless(lag, time.monotonic()):

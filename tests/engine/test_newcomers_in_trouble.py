@@ -49,6 +49,23 @@ def nobody_was_put_out(job: Job, but: str = "-") -> None:
     assert not out, out
 
 
+def test_one_that_applies_slower_than_the_log_grows_comes_in_by_a_pause(job: Job) -> None:
+    """Members keep four entries; thirty are committed while the newcomer applies its first one."""
+    two_train(job, a={"kept": {"log_cap_nbytes": 1}}, b={"kept": {"log_cap_nbytes": 1}})
+    gate = job.gate("c")
+    come(job, "c", apply_gate=gate)
+    applies = job.harness.wait_for("notice", lambda r: r["text"] == "about to apply", node="c")
+    slot = job.harness.wait_for("committed", node="a", after=applies)
+    job.harness.wait_for("committed", lambda r: r["seq"] > slot["seq"] + 30, node="a")
+    job.open(gate)
+    joined = job.harness.wait_for("joined", node="c")
+    hold_the_same(job, "abc", joined)
+    job.leave("a", "b", "c")
+    (first, _), (second, why) = ways(job, "c")
+    assert (first, second) == ("replay", "pause")
+    assert "was cut before" in why, why
+
+
 @pytest.mark.parametrize("poor", ["a", "ab"])
 def test_members_without_memory_for_a_copy(job: Job, poor: str) -> None:
     """One of them: the other one serves. Both: the newcomer comes in by a pause, for which nothing is copied."""
