@@ -322,7 +322,7 @@ def main() -> int:
     length = training_length()
     # As measured: members on average, each with QUOTA samples a step, and the share of time in which steps go on; the
     # rest is waiting for links. Beyond its pause a step takes some 17 ms.
-    members, share = (3.8, 0.7) if args.links_every_s else (4.4, 1.0)
+    members, share = (4.5, 0.7) if args.links_every_s else (4.4, 1.0)
     epochs = max(2, round(minutes * 60 * share / (args.pace_s + 0.017) * members * QUOTA / length))
     result = Result("soak")
     with scratch() as scratched:

@@ -26,7 +26,7 @@ from benchmarks.soak_links import Links
 from benchmarks.soak_member import member
 from benchmarks.workers import Worker, context
 
-MOST, FOUNDERS, KEPT = 6, 4, 2
+MOST, FOUNDERS, KEPT = 7, 5, 2
 DOZEN = 12
 CALM_S = 4.0
 """Whoever was hurt counts as steady so long after it, or when it says that it is back."""
@@ -159,7 +159,7 @@ class Driver:
         self._seed = seed
         self._spares = (f"n{i}" for i in itertools.count(FOUNDERS))
         self._due: list[Any] = []
-        self._began = (time.monotonic(), 0)
+        self._began = (time.monotonic(), crew.step)
         self._tried = 0.0
         """Since when the next fault could not be carried out."""
         self.done: list[tuple[int, str, str]] = []
@@ -185,7 +185,7 @@ class Driver:
         from chaos_lightning.testing.faults import FaultPlan
 
         seconds, steps = time.monotonic() - self._began[0], self.crew.step - self._began[1]
-        pace = steps / seconds if steps else 1.0 / (self.crew.pace_s + 0.01)
+        pace = steps / seconds if steps else 0.7 / (self.crew.pace_s + 0.02)
         self._began = (time.monotonic(), self.crew.step)
         living = [p.name for p in self.crew.able()]
         self._rng.shuffle(living)
