@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Result, parser, run
-from benchmarks.paper.figure import Claim, FigureResult, Scale, progress
+from benchmarks.paper.figure import Claim, FigureResult, Scale, need_matplotlib, progress
 from benchmarks.paper.tables import markdown, rounded, terminal
 
 FIGURES = {
@@ -175,6 +175,11 @@ def main() -> int:
     args = p.parse_args()
     if args.draw and not args.docs:
         p.error("--draw needs --docs DIR, the folder whose paper/results.json is to be drawn")
+    if args.docs:
+        try:
+            need_matplotlib()
+        except ImportError as error:
+            p.error(str(error))
     scale = Scale.small(args.seed) if args.quick else Scale.full(args.seed)
     numbers = [number for number in FIGURES if number in (args.figure or FIGURES)]
     made, failed = make([] if args.draw else numbers, scale)
@@ -184,8 +189,8 @@ def main() -> int:
         shown = results if args.draw else made
         print(f"wrote {Path(args.docs) / 'paper.md'} and {len(results)} pictures", file=sys.stderr)
     print(terminal(shown))
-    for number, error in failed.items():
-        print(f"figure {number} failed: {error}", file=sys.stderr)
+    for number, words in failed.items():
+        print(f"figure {number} failed: {words}", file=sys.stderr)
     result = Result("chaos_paper")
     tell(result, shown, failed, args)
     status = result.finish(args)

@@ -12,6 +12,7 @@ with string keys, lists, numbers, strings, None), so pictures can be drawn again
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -126,6 +127,18 @@ def progress(number: str, text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] fig {number}: {text}", file=sys.stderr, flush=True)
 
 
+def need_matplotlib() -> None:
+    """To be asked before hours of measuring.
+
+    Raises:
+        ImportError: matplotlib is not installed; says how to install it.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(
+            "pictures need matplotlib, which is not installed; run: pip install 'chaos-lightning[report]'"
+        )
+
+
 @contextlib.contextmanager
 def canvas(
     path: Path, rows: int = 1, columns: int = 1, width_in: float = 4.2, height_in: float = 3.0
@@ -141,7 +154,11 @@ def canvas(
 
     Yields:
         matplotlib's figure and the flat list of its axes.
+
+    Raises:
+        ImportError: matplotlib is not installed.
     """
+    need_matplotlib()
     import matplotlib
 
     matplotlib.use("Agg")

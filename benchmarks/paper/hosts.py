@@ -172,7 +172,7 @@ class Hosts(World):
 
         self.pump(lambda: all(passed(h) for h in self.hosts), f"{count} steps of {size} members")
 
-    def usual(self, size: int) -> float:
+    def usual_of(self, size: int) -> float:
         """Median of the hosts' last steps of so many members, s."""
         return median(
             [t for h in self.hosts for s, t in intervals(self.members[h].steps[-CALM:]) if s.contributors == size]
@@ -186,11 +186,11 @@ class Hosts(World):
         notes, seen = self.notes[guest], self.members[guest]
         self.pump(lambda: "ready" in notes, f"{guest} to be ready")
         self.calm(size)
-        usual = {size: self.usual(size)}
+        usual = {size: self.usual_of(size)}
         seen.worker.pipe.send(("go",))
         self.pump(lambda: "contributed" in notes, f"the first contribution of {guest}")
         self.calm(size + 1, CALM + SETTLED)
-        usual[size + 1] = self.usual(size + 1)
+        usual[size + 1] = self.usual_of(size + 1)
         idle_s, calm_s, steps = 0.0, 0.0, 0
         for host in self.hosts:
             idle, calm, count = beyond(self.members[host].steps, notes["going"], size, usual)
