@@ -49,8 +49,12 @@ def nobody_was_put_out(job: Job, but: str = "-") -> None:
     assert not out, out
 
 
-def test_one_that_applies_slower_than_the_log_grows_comes_in_by_a_pause(job: Job) -> None:
-    """Members keep four entries; thirty are committed while the newcomer applies its first one."""
+def test_one_that_applies_slower_than_the_log_grows_comes_in_by_a_pause(routed_job: Job) -> None:
+    """Members keep four entries; thirty are committed while the newcomer applies its first one.
+
+    Through the relay nothing is read out of others' memory, which is so quick that it may have nothing to apply.
+    """
+    job = routed_job
     two_train(job, a={"kept": {"log_cap_nbytes": 1}}, b={"kept": {"log_cap_nbytes": 1}})
     gate = job.gate("c")
     come(job, "c", apply_gate=gate)
