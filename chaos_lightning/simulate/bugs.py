@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
@@ -131,17 +132,8 @@ class BlindMachine(MemberMachine):
 class HastyScheduler(SchedulerMachine):
     """Announces a view before it is stored."""
 
-    def _persist(
-        self,
-        kind: str,
-        number: ViewId,
-        then: Callable[[], None],
-        *,
-        view: View | None = None,
-        base: Header | None = None,
-        hand_on: bool = False,
-    ) -> None:
-        super()._persist(kind, number, lambda: None, view=view, base=base, hand_on=hand_on)
+    def _persist(self, kind: str, number: ViewId, then: Callable[[], None], **fields: Any) -> None:
+        super()._persist(kind, number, lambda: None, **fields)
         then()
 
 
