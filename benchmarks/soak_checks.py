@@ -125,11 +125,12 @@ def _chain(journals: Mapping[str, Sequence[Line]], verdict: Verdict) -> None:
     on_chain = set(verdict.chain)
     lost: set[str] = set()
     for source, lines in journals.items():
-        mine = [x for x in lines if x["what"] in ("commit", "entered", "draw", "fenced")]
+        mine = [x for x in lines if x["what"] in ("commit", "entered", "fenced")]
         for index, line in enumerate(mine):
             after = mine[index + 1]["what"] if index + 1 < len(mine) else "nothing"
-            if line["what"] == "commit" and line["head"] not in on_chain and after in ("commit", "draw"):
-                # Only a member whose life ended there may hold a header that the job does not know.
+            if line["what"] == "commit" and line["head"] not in on_chain and after == "commit":
+                # Only a member whose life ended there may hold a header that the job does not know. One that slept
+                # may have drawn its next samples before it hears that it is out.
                 verdict.problems[5].append(f"{source} committed slot {line['seq']} as {line['head']}: the job lost it")
                 lost.add(line["head"])
         for a, b in itertools.pairwise(x for x in mine if x["what"] in ("commit", "entered")):

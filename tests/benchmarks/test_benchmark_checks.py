@@ -136,6 +136,15 @@ def test_a_header_that_died_with_its_only_holder_is_no_violation(journals):
     assert verdict.looked_at["headers known to nobody but their dead"] == 1
 
 
+def test_a_thawed_root_may_draw_once_more_before_it_hears_that_its_last_header_counts_nowhere(journals):
+    last = copy.deepcopy(line(journals["c-3"], "commit", seq=6)) | {"head": "rival", "sha": "unknown"}
+    at = journals["c-3"].index(line(journals["c-3"], "commit", seq=6))
+    journals["c-3"] = [*journals["c-3"][:at], last]
+    journals["c-3"].append({"what": "draw", "ns": last["ns"], "member": "c~3", "prev": "rival", "indices": [0]})
+    ns = fence(journals, back=True)
+    assert not violated(journals, freezes=[Freeze("c", 3, ns - 900, ns - 100)])
+
+
 def fence(journals: dict[str, list[Line]], *, back: bool) -> int:
     ns = journals["c-3"][-1]["ns"] + 1000
     journals["c-3"].append({"what": "fenced", "ns": ns})
