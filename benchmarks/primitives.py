@@ -57,6 +57,8 @@ BOUND_S = 0.001
 KINDS = ("connect-link", "disconnect-link", "scale-in")
 WIDTH = 15
 """Undisturbed steps of which a median is taken."""
+FOREIGN = 0.1
+"""Part of the processors' time; a machine on which other work takes more is not idle."""
 SLACK = 6
 """Undisturbed steps beyond those that a control needs, so that its place is random."""
 
@@ -84,6 +86,8 @@ class Outcome:
     size: int = 0
     busy: float = 0.0
     """Part of the machine's processor time that was used meanwhile, 0 to 1."""
+    foreign: float = 0.0
+    """Part that was used by other work than the benchmark's."""
     unequal: int = 0
     """1 if the members' states differed in the end."""
     entries: list[tuple[float, float]] = field(default_factory=list)
@@ -97,20 +101,32 @@ class Outcome:
 
 
 class Processors:
-    """Part of the machine's processor time that is used from here on."""
+    """What the machine's processors do from here on, as parts of their time, 0 to 1.
 
-    def __init__(self) -> None:
-        self._before = self._read()
+    Args:
+        pids: The benchmark's processes; they must live until `read` is called.
+    """
 
-    @staticmethod
-    def _read() -> tuple[int, int]:
-        """(idle, all) in ticks since the machine was started."""
+    def __init__(self, pids: list[int]) -> None:
+        self._pids = pids
+        self._before = self._ticks()
+
+    def _ticks(self) -> tuple[int, int, int]:
+        """(idle, all, used by the benchmark) so far."""
         ticks = [int(t) for t in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        return ticks[3] + ticks[4], sum(ticks)
+        own = 0
+        for pid in self._pids:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            own += int(fields[11]) + int(fields[12])
+        return ticks[3] + ticks[4], sum(ticks), own
 
-    def busy(self) -> float:
-        idle, total = (now - then for now, then in zip(self._read(), self._before, strict=True))
-        return 1.0 - idle / total if total else 0.0
+    def read(self) -> tuple[float, float]:
+        """(busy, busy with other work than the benchmark's)."""
+        idle, total, own = (now - then for now, then in zip(self._ticks(), self._before, strict=True))
+        if not total:
+            return 0.0, 0.0
+        busy = 1.0 - idle / total
+        return busy, max(0.0, busy - own / total)
 
 
 class Log:
@@ -166,7 +182,7 @@ def links(size: int, work: Work, events: int, rng: random.Random) -> dict[str, O
         for add in (True, False):  # what is done for the first time costs more
             made.change_link(made.absent() if add else made.spare(), add=add)
         made.settle(size)
-        log, processors = Log(made), Processors()
+        log, processors = Log(made), Processors(made.pids())
         log.rest()
         for index in range(events):
             log.changed("connect-link", made.change_link(made.absent(), add=True))
@@ -182,7 +198,7 @@ def leaves(size: int, work: Work, events: int, rng: random.Random) -> dict[str, 
         made.leave(names[0])
         made.come_again(names[0])
         made.settle(size)
-        log, processors = Log(made), Processors()
+        log, processors = Log(made), Processors(made.pids())
         log.rest()
         for index in range(events):
             name = names[(index + 1) % size]
@@ -193,12 +209,12 @@ def leaves(size: int, work: Work, events: int, rng: random.Random) -> dict[str, 
 
 
 def _closed(made: Crew, log: Log, processors: Processors, rng: random.Random) -> dict[str, Outcome]:
-    busy = processors.busy()
+    busy, foreign = processors.read()
     unequal = int(len(made.hashes()) != 1)
     made.end()
     outcomes = log.outcomes(made.durations(), rng)
     for outcome in outcomes.values():
-        outcome.busy, outcome.unequal, outcome.size = busy, unequal, made.size
+        outcome.busy, outcome.foreign, outcome.unequal, outcome.size = busy, foreign, unequal, made.size
     return outcomes
 
 
@@ -219,7 +235,13 @@ def report(result: Result, title: str, outcome: Outcome, *, bounded: bool) -> No
         "s",
         BOUND_S if bounded else None,
     )
-    print(f"    (95 % interval of that median: {low * 1e3:.3f} to {high * 1e3:.3f} ms)", flush=True)
+    note = f"{title}: 95 % interval of that median {low * 1e3:.3f} to {high * 1e3:.3f} ms"
+    if high - low > 2 * BOUND_S:
+        note += ", too wide to tell 1 ms"
+    if outcome.foreign > FOREIGN:
+        note += f"; other work took {outcome.foreign:.0%} of the processors, so nothing here counts"
+    print(f"    ({note})", flush=True)
+    result.notes.append(note)
     result.add(f"{title}: exposed delay beyond its control, p99", percentile(beyond, 99), "s")
     for what, words in (
         ("event", "exposed delay"),
@@ -238,6 +260,7 @@ def report(result: Result, title: str, outcome: Outcome, *, bounded: bool) -> No
     result.add(f"{title}: steps charged, median", median(outcome.of("event.steps")), "count")
     result.add(f"{title}: request to its header, p50", median([s.waited_s for s in outcome.samples]), "s")
     result.add(f"{title}: processors busy", outcome.busy, "ratio")
+    result.add(f"{title}: processors busy with other work", outcome.foreign, "ratio")
     result.add(f"{title}: runs after which states differ", outcome.unequal, "count", 0)
     if outcome.entries:
         ready, cost = zip(*outcome.entries, strict=True)

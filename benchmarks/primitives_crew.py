@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -70,14 +72,16 @@ class Operator:
     """Asks for links as `chaos-lightning link` does, over a channel that stays open."""
 
     def __init__(self, endpoint: str) -> None:
-        from chaos_lightning.runtime import channel
+        from chaos_lightning.runtime.channel import CLIENT_OPTIONS, grpc  # type: ignore[attr-defined]
         from chaos_lightning.runtime.chaos_pb2 import LinkChangeRequest, StatusRequest
         from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerStub
 
         self._request = LinkChangeRequest
-        self._channel = channel.grpc.insecure_channel(endpoint, options=channel.CLIENT_OPTIONS)
+        self._channel = grpc.insecure_channel(endpoint, options=CLIENT_OPTIONS)
         self._stub = SchedulerStub(self._channel)
-        self._stub.Status(StatusRequest(), timeout=10.0)  # the connection is made before anything is measured
+        # The connection is made before anything is measured.
+        status = json.loads(self._stub.Status(StatusRequest(), timeout=10.0).json)
+        self.scheduler_pid = int(status["pid"])
 
     def link(self, pair: Pair, *, add: bool) -> None:
         """Asks that the link comes or goes.
@@ -180,6 +184,11 @@ class Crew(World):
         self.marks.setdefault(name, {})[step] = mark
         if number:
             self.views[number] = step
+
+    def pids(self) -> list[int]:
+        """All processes of the benchmark that do anything: members, scheduler, and this one."""
+        members = [s.worker.process.pid for s in self.members.values()]
+        return [os.getpid(), self._operator.scheduler_pid, *(p for p in members if p is not None)]
 
     def inside(self) -> list[str]:
         """Who is in the job, by name."""

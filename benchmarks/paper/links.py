@@ -218,6 +218,7 @@ def _facts(outcome: primitives.Outcome) -> dict[str, Any]:
         "usual_step_s": median(outcome.of("event.usual_before")),
         "request_to_header_s": median([s.waited_s for s in outcome.samples]),
         "processors_busy": outcome.busy,
+        "processors_busy_with_other_work": outcome.foreign,
     }
 
 
@@ -276,7 +277,9 @@ def table1(scale: Scale) -> FigureResult:
         progress("I", f"{events} departures and returns by {way} among {size} members")
         work = Work(grad_mib=WORK.grad_mib, layers=WORK.layers, device_s=WORK.device_s, join_by=way)
         left = primitives.leaves(size, work, events, random.Random(scale.seed))["scale-in"]
-        outcomes.setdefault("scale-in", primitives.Outcome(busy=left.busy)).samples.extend(left.samples)
+        outcomes.setdefault("scale-in", primitives.Outcome(busy=left.busy, foreign=left.foreign)).samples.extend(
+            left.samples
+        )
         ready, cost = zip(*left.entries, strict=True)
         rows[title] = {"delay_s": median(ready), "exposed_p50_s": median(cost), "count": len(ready)}
     for kind in ("scale-in", "connect-link", "disconnect-link"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +75,8 @@ def test_a_world_that_becomes_faster_hides_no_delay() -> None:
     assert found.against_before == pytest.approx(-0.012)
     assert found.against_after == pytest.approx(0.012)
     assert found.against_slower == pytest.approx(-0.012)
-    assert (found.usual_before, found.usual_after) == (pytest.approx(0.020), pytest.approx(0.012))
+    assert found.usual_before == pytest.approx(0.020)
+    assert found.usual_after == pytest.approx(0.012)
 
 
 def test_a_world_that_becomes_slower_is_not_charged_for_it() -> None:
@@ -281,21 +284,59 @@ def exposure(total: float, longest: float = 0.0) -> Exposure:
 def test_the_bound_is_on_what_an_event_costs_beyond_its_control(event: float, missed: int) -> None:
     samples = [Sample(exposure(event), exposure(0.0004), 0.05)] * 5
     result = Result("primitives")
-    report(result, "scale-in", Outcome(samples, 4, 0.5, 0, [(0.4, 0.1)]), bounded=True)
+    report(result, "scale-in", Outcome(samples, 4, 0.5, entries=[(0.4, 0.1)]), bounded=True)
     found = [f.name for f in result.figures if f.ok is False]
     assert len(found) == missed
     assert all("beyond its control, p50" in name for name in found)
     values = {f.name: f.value for f in result.figures}
     assert values["scale-in: exposed delay beyond its control, p99"] == pytest.approx(event - 0.0004)
     assert values["scale-in: control, p50"] == pytest.approx(0.0004)
-    report(free := Result("primitives"), "scale-in", Outcome(samples, 4, 0.5, 0), bounded=False)
+    report(free := Result("primitives"), "scale-in", Outcome(samples, 4, 0.5), bounded=False)
     assert [f.name for f in free.figures if f.bound is not None] == ["scale-in: runs after which states differ"]
+
+
+def test_a_machine_that_is_not_idle_is_said() -> None:
+    outcome = Outcome([Sample(exposure(i / 1e3), exposure(0.0), 0.05) for i in range(9)], 4, 0.9, 0.4)
+    report(result := Result("primitives"), "scale-in", outcome, bounded=True)
+    (note,) = result.notes
+    assert "too wide to tell 1 ms; other work took 40% of the processors" in note
+
+
+def test_processors_know_their_own_work_from_others() -> None:
+    own, nobody = primitives.Processors([os.getpid()]), primitives.Processors([])
+    until = time.process_time() + 0.3
+    while time.process_time() < until:
+        sum(range(10000))
+    busy, foreign = own.read()
+    assert nobody.read()[1] > foreign
+    assert 0.0 < busy <= 1.0
+    assert 0.0 <= foreign < busy
 
 
 def test_states_that_differ_are_a_miss() -> None:
     outcome = Outcome([Sample(exposure(0.0), exposure(0.0), 0.05)] * 3)
     report(result := Result("primitives"), "scale-in", replace(outcome, unequal=1), bounded=True)
     assert [f.name for f in result.figures if f.ok is False] == ["scale-in: runs after which states differ"]
+
+
+def test_its_help_tells_what_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["primitives", "--help"])
+    with pytest.raises(SystemExit) as end:
+        primitives.main()
+    told = capsys.readouterr().out
+    assert end.value.code == 0
+    assert all(
+        words in told for words in ("--out", "--quick", "--check", "What is charged", "Control", "disconnect-link")
+    )
+
+
+def test_too_few_members_are_refused_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["primitives", "--members", "2"])
+    with pytest.raises(SystemExit):
+        primitives.main()
+    assert "--members 2" in capsys.readouterr().err
 
 
 @pytest.mark.slow

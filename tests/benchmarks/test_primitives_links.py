@@ -25,7 +25,7 @@ def exposure(total: float) -> Exposure:
 
 def outcome(beyond_s: float, count: int = 9) -> Outcome:
     samples = [Sample(exposure(0.002 + beyond_s + i * 1e-6), exposure(0.002), 0.05) for i in range(count)]
-    return Outcome(samples, 4, 0.4, 0, [(0.4, 0.02)] * count)
+    return Outcome(samples, 4, 0.4, entries=[(0.4, 0.02)] * count)
 
 
 class Fakes:
