@@ -139,7 +139,8 @@ FIELDS: Mapping[Event, tuple[str, ...]] = {
     Event.RESUMED: ("step", "ledger"),
     # Member: the state at a header is kept for observers. Newcomer: it observes; it has applied the log up to seq.
     Event.SNAPSHOT: ("seq", "head"),
-    Event.RELEASED: ("seq",),
+    # left_out: logged slots whose bytes were used again before they were copied.
+    Event.RELEASED: ("seq", "left_out"),
     Event.OBSERVING: ("seq", "head", "sources"),
     Event.REPLAYED: ("seq", "step", "steps"),
     Event.PUBLISHED: ("seq", "head"),

@@ -81,6 +81,8 @@ class SlotLog:
         self._newest = -1
         self.gone = -1
         """The last slot of a log that was ended."""
+        self._left: set[int] = set()
+        """Slots of this log that were left out."""
         self._generation = 0
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -114,6 +116,7 @@ class SlotLog:
             self._generation += 1
             self.gone = max(self.gone, self.newest)
             self._entries.clear()
+            self._left.clear()
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -133,6 +136,18 @@ class SlotLog:
         entry = self._entries.get(seq)
         return entry if entry is not None and entry.head == head else None
 
+    def lacks(self, seq: int) -> bool:
+        """The slot was committed; that its entry is not here will not change."""
+        return seq in self._left or seq <= max(self.newest, self.gone)
+
+    def why_not(self, seq: int) -> str:
+        """Why an entry is lacking."""
+        if seq in self._left:
+            return "its bytes were used again before they were copied"
+        if not self._entries:
+            return f"the log was ended at slot {self.gone}, as nobody observed any more"
+        return f"it reaches to slot {self.newest} and was cut before"
+
     @property
     def newest(self) -> int:
         """The last slot that was kept; -1 if none is."""
@@ -148,6 +163,9 @@ class SlotLog:
                 copy = _copy(source, entry.spans)
                 if not order.still():
                     self.late += 1
+                    with self._changed:
+                        self._left |= {entry.seq} if order.generation == self._generation else set()
+                        self._changed.notify_all()
                     continue
             with self._changed:
                 if order.generation != self._generation:

@@ -454,8 +454,8 @@ class StateServer:
                 asked = f"slot {request.seq} after header {request.head} is not in the log"
                 if self._closed:
                     raise _RefusalError(f"{asked}: this member is leaving or was excluded")
-                if request.seq <= max(self.log.newest, self.log.gone):
-                    raise _RefusalError(f"{asked}: it reaches to slot {self.log.newest} and was cut before")
+                if self.log.lacks(request.seq):
+                    raise _RefusalError(f"{asked}: {self.log.why_not(request.seq)}")
                 left = give_up - time.monotonic()
                 if left <= 0:
                     raise _RefusalError(f"{asked}: nothing was committed for {self.config.publish_timeout_s:g} s")

@@ -86,6 +86,8 @@ class Shell:
         self.welcome: Welcome | None = None
         self.to_scheduler = to_scheduler
         self._observed = False
+        self._left_out = 0
+        """Entries that were left out of earlier logs."""
         self._contribution: Contribution | None = None
         self._beat_at = self._links_at = 0.0
         self._contributed_at = self._committed_at = time.monotonic()
@@ -333,8 +335,9 @@ class Shell:
                 lambda: machine.seq <= header.seq,
             )
         if self._observed and (not header.observers or self.server.expire(time.monotonic())):
+            left_out, self._left_out = self.server.log.late - self._left_out, self.server.log.late
             self.server.release()
-            self.events.emit("released", seq=header.seq)
+            self.events.emit("released", seq=header.seq, left_out=left_out)
         self._observed = bool(header.observers)
 
     def near(self) -> frozenset[str]:

@@ -14,6 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from chaos_lightning.membership.types import Header
+from chaos_lightning.replication import log as log_module
+from chaos_lightning.replication.log import SlotLog
 from chaos_lightning.replication.replay import ModuleReplay
 from chaos_lightning.replication.table import state_hash
 from chaos_lightning.trainer import Trainer, capture_exit_event
@@ -31,7 +33,7 @@ def train(spec: dict[str, Any]) -> None:
         spec: name, endpoint, report (file), samples, batch, epochs, width, settings, gates {step: fifo},
             drift_at (step), die_at {"when": "after_first_header", "world": members}, load_gate (fifo),
             apply_gate (fifo), step_s (what a step computes beside its own little work), kept {field of the state
-            server's ServerConfig: value}.
+            server's ServerConfig: value}, late_log (it never copies a slot in time for its log).
     """
     torch.set_num_threads(1)
     torch.manual_seed(spec.get("seed", 7))
@@ -50,6 +52,8 @@ def train(spec: dict[str, Any]) -> None:
     server = trainer.engine._transfer.server
     server.config = replace(server.config, **spec.get("kept", {}))
     server.log.cap_nbytes = server.config.log_cap_nbytes
+    if spec.get("late_log"):
+        copy_too_late(server.log)
     with trainer:
         model = network(width)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -112,6 +116,17 @@ def hold_the_replay(trainer: Trainer, gate: str) -> None:
         apply(self, header)
 
     ModuleReplay.replay = held  # type: ignore[method-assign]
+
+
+def copy_too_late(log: SlotLog) -> None:
+    """Buffers are used again before the log has copied them, as with large models that do other work between steps."""
+    keep = log.keep
+    log_module.AT_ONCE_NBYTES = 0
+
+    def late(header: Header, encoded: bytes, raw: Any, spans: Any, still: Any, **more: Any) -> None:
+        keep(header, encoded, raw, spans, lambda: False, **more)
+
+    log.keep = late  # type: ignore[method-assign]
 
 
 def die_after_first_header(trainer: Trainer) -> None:

@@ -70,6 +70,25 @@ def test_one_that_applies_slower_than_the_log_grows_comes_in_by_a_pause(routed_j
     assert "was cut before" in why, why
 
 
+@pytest.mark.parametrize("late", ["a", "ab"])
+def test_members_that_cannot_copy_a_slot_in_time(routed_job: Job, late: str) -> None:
+    """They leave it out of their log and say so. Another one has it; or the newcomer comes in by a pause, soon."""
+    job = routed_job
+    two_train(job, **{name: {"late_log": True} for name in late})
+    come(job, "c")
+    joined = job.harness.wait_for("joined", node="c")
+    released = job.harness.wait_for("released", node="a")
+    hold_the_same(job, "abc", joined)
+    job.leave("a", "b", "c")
+    assert released["left_out"] > 0
+    if late == "a":
+        assert [way for way, _ in ways(job, "c")] == ["replay"]
+    else:
+        (_, _), (way, why) = ways(job, "c")
+        assert way == "pause"
+        assert "its bytes were used again before they were copied" in why, why
+
+
 @pytest.mark.parametrize("poor", ["a", "ab"])
 def test_members_without_memory_for_a_copy(job: Job, poor: str) -> None:
     """One of them: the other one serves. Both: the newcomer comes in by a pause, for which nothing is copied."""

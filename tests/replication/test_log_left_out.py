@@ -1,0 +1,41 @@
+"""What an observer hears of an entry that a member could not copy in time, and of a log that was ended."""
+
+from __future__ import annotations
+
+import pytest
+from replication_support import LIMIT_S, donors
+from test_log import chain, keep, read, reader_of
+
+from chaos_lightning.replication import log as log_module
+from chaos_lightning.replication.server import ServerConfig
+
+
+@pytest.mark.parametrize("last", [4, 2])
+def test_whoever_asks_for_an_entry_that_was_left_out_hears_why(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it is the last one; nobody waits for the next commit to learn that this one will not come."""
+    monkeypatch.setattr(log_module, "AT_ONCE_NBYTES", 0)  # as if slots were large
+    with donors("a", config=ServerConfig(pending_interval_s=0.01)) as started:
+        for header in chain(last):
+            keep(started[0].server.log, header, still=header.seq != 2)
+        reader = reader_of(started)
+        reader.start()
+        read(reader, 1)
+        assert reader.take(LIMIT_S) is None
+        reader.close()
+    assert "a: slot 2 after header" in reader.error
+    assert "its bytes were used again before they were copied" in reader.error
+
+
+def test_whoever_asks_a_log_that_was_ended_hears_so() -> None:
+    with donors("a", config=ServerConfig(pending_interval_s=0.01)) as started:
+        server = started[0].server
+        for header in chain(3):
+            keep(server.log, header)
+        with server._changed:
+            assert server._changed.wait_for(lambda: server.log.newest == 3, LIMIT_S)
+        server.log.end()
+        reader = reader_of(started)
+        reader.start()
+        assert reader.take(LIMIT_S) is None
+        reader.close()
+    assert "the log was ended at slot 3, as nobody observed any more" in reader.error
