@@ -31,7 +31,7 @@ from pathlib import Path
 from benchmarks.common import Result, parser, run
 from benchmarks.soak_checks import Parting, Verdict, check, read
 from benchmarks.soak_crew import FOUNDERS, MOST, Crew, Driver
-from benchmarks.soak_link_checks import LinkVerdict, check_links, read_lines
+from benchmarks.soak_link_checks import Line, LinkVerdict, check_links, read_lines
 from benchmarks.soak_links import KINDS, PARTING, Hurt, Links
 from benchmarks.soak_member import HELD_OUT, QUOTA, digits, make, training_length
 from benchmarks.victims import fingerprint
@@ -237,9 +237,9 @@ def draw(path: str, run: Run, others: dict[str, Run], driver: Driver) -> None:
     figure.savefig(path, dpi=110)
 
 
-def report_links(result: Result, crew: Crew, links: Links) -> LinkVerdict:
+def report_links(result: Result, crew: Crew, links: Links, lines: Sequence[Line]) -> LinkVerdict:
     """Adds what became of links."""
-    found = check_links(read_lines(crew.folder / "events"), links.hurts, crew.freezes)
+    found = check_links(lines, links.hurts, crew.freezes)
     result.add("links: mended", sum(len(h.pairs) for h in links.hurts if h.stop), "count")
     for what, count in found.counts.items():
         result.add(f"links: {what}", count, "count")
@@ -276,7 +276,9 @@ def report(result: Result, crew: Crew, driver: Driver, run: Run, seconds: float,
         print(f"    {line}")
     result.add("audit of the event logs: points not shown", sum(f.verdict == NOT_SHOWN for f in findings), "count", 0)
     result.add("members whose final checkpoint differs", run.differing, "count", 0)
-    links = report_links(result, crew, driver.links) if crew.relay else LinkVerdict()
+    lines = read_lines(crew.folder / "events")
+    result.add("newcomers that caught up by replay", sum(x["name"] == "caught_up" for x in lines), "count")
+    links = report_links(result, crew, driver.links, lines) if crew.relay else LinkVerdict()
     steps = [seen.headers[h]["ns"] for h in seen.chain if seen.headers[h]["kind"] == "step"]
     gaps = [(b - a) / 1e9 for a, b in itertools.pairwise(steps)]
     gaps = gaps or [math.inf]

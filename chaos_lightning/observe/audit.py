@@ -161,7 +161,7 @@ class _Judge:
         """Contract 4."""
         bad: list[str] = []
         remarks: list[str] = []
-        matched = 0
+        matched, total = 0, len(self.facts.pulls)
         by_head: dict[str, dict[str, str]] = {}
         for head, member, value, how in self.facts.hashes:
             if how != "pull":
@@ -173,7 +173,10 @@ class _Judge:
             elif not donors:
                 # Agreement afterwards is weaker evidence: equal states a few slots on can only come from equal ones.
                 later = self._agrees_later(pull.member)
-                if later is None:
+                if later is None and pull.member in self.facts.never_in:
+                    total -= 1
+                    remarks.append(f"{pull.member} pulled a state and never came in, so it was never asked to be equal")
+                elif later is None:
                     remarks.append(f"{pull.member}: no donor's hash at {pull.head}, and none later to compare with")
                 else:
                     matched += 1
@@ -185,8 +188,8 @@ class _Judge:
         for run in self.runs:
             entered = {p.member: p.head for p in self.facts.pulls if p.head}
             bad += [p.text for p in history.check_members(run, entered) if p.rule == "entry"]
-        text = f"{matched} of {len(self.facts.pulls)} joiners' states matched"
-        return self._finding(4, matched > 0 and matched == len(self.facts.pulls), text, bad, remarks)
+        text = f"{matched} of {total} joiners' states matched"
+        return self._finding(4, matched > 0 and matched == total, text, bad, remarks)
 
     def _agrees_later(self, member: str) -> bool | None:
         by_head: dict[str, dict[str, str]] = {}

@@ -76,6 +76,8 @@ class Facts:
     hashes: list[tuple[str, str, str, str]] = field(default_factory=list)
     """(header, member, state hash, "commit" | "said" | "pull")."""
     pulls: list[Pulled] = field(default_factory=list)
+    never_in: set[str] = field(default_factory=set)
+    """Members that contributed to nothing: the job ended, or they did, before they came in."""
     losses: list[Loss] = field(default_factory=list)
     excluded: list[Exclusion] = field(default_factory=list)
     unexplained: dict[str, str] = field(default_factory=dict)
@@ -244,6 +246,7 @@ class _Pass:
                 self.facts.losses.append(Loss(t, member, "death", False))
                 if not self._fault_on(witness.node, t) and not self._parted(member, t):
                     self.facts.unexplained[member] = "died without a declared fault"
+        self.facts.never_in = {m for m, witness in self.who.items() if witness.joined is None}
         for member, witness in self.who.items():
             # A leaver may be released before it sees the header that lets it go: the others need it no more by then.
             if witness.fenced is not None or member in self.leaves:

@@ -268,6 +268,24 @@ def test_5_a_newcomer_whose_first_view_no_header_carried_was_not_put_out(tmp_pat
     assert violations(audit(run.write(tmp_path))) == []
 
 
+def test_4_an_observer_that_the_end_of_the_job_overtook_owes_no_proof(tmp_path: Path) -> None:
+    """It pulled at a header at which no donor had to take a hash, and was never let in."""
+    run = copy.deepcopy(STORY)
+    run.process("echo", "member-echo-1.jsonl")
+    run.welcome("echo~1", "member-echo-1.jsonl", "joiner")
+    head = commits(run, "delta~1")[-2]["header"]
+    run.say("echo~1", "pull_started", seq=9, head=head, sources=["delta~1"])
+    pulled = run.say("echo~1", "pull_done", nbytes=1, skipped=0, seconds=0.1, hash="unseen", head=head)
+    told = [x for lines in run.lines.values() for x in lines if x.get("header") == head]
+    for line in told:
+        line.pop("state_hash", None)
+    finding = judged(run, tmp_path)[4]
+    assert finding.verdict == OK
+    assert any("echo~1 pulled a state and never came in" in x for x in finding.details)
+    run.say("echo~1", "joined", role="joiner", seq=9, step=9, view=run.view_id, head=head, at=pulled["t"] + 0.1)
+    assert judged(run, tmp_path / "in")[4].verdict == NOT_SHOWN
+
+
 def test_5_an_undeclared_death_in_a_run_with_declared_faults(tmp_path: Path) -> None:
     def change(run: Script) -> None:
         lines = run.lines["member-bravo-1.jsonl"]
