@@ -21,3 +21,10 @@ def test_hashes_are_compared_never_or_every_so_many_steps() -> None:
     with pytest.raises(ConfigurationError, match=r"^state_hash_every -1: expected a number of steps, or 0 for never"):
         EngineConfig(state_hash_every=-1)
     assert EngineConfig(state_hash_every=0).state_hash_every == 0
+
+
+@pytest.mark.parametrize(("text", "words"), [("b,a", "'a' is this member itself"), ("b,c d/e", "'d/e' is no node's")])
+def test_neighbours_that_cannot_be_are_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^neighbours '{text}': {words}"):
+        EngineConfig(name="a", neighbours=text)
+    assert EngineConfig(name="a", neighbours="b, c+d").neighbour_names == ("b", "c", "d")

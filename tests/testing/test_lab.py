@@ -120,8 +120,23 @@ def test_mistakes_are_told_before_anything_starts(network: Path, tmp_path: Path)
         network, "--dir", tmp_path / "new", "--schedule-at", "noon", "--", "true"
     )
     assert "expected one of auto" in wrong(network, "--dir", tmp_path / "new", "--backend", "x", "--", "true")
-    network.write_text(NETWORK.replace("300 Mbps", "0 Mbps"))
-    assert "pair.yaml:3: links[0].rate: 0 bps" in wrong(network, "--", "true")
+    for was, given, words in (
+        ("300 Mbps", "0 Mbps", "pair.yaml:3: links[0].rate: 0 bps: expected a positive rate"),
+        (
+            "between: [edge-1, edge-2]",
+            "between: [edge-1, edge-3]",
+            "pair.yaml:3: links[0].between: unknown node 'edge-3'",
+        ),
+        ("between: [edge-1, edge-2]", "between: [edge-1, edge-1]", "links[0].between: a link from 'edge-1' to itself"),
+        (
+            "nodes: [edge-1,",
+            "nodes: [edge-1, far,",
+            "links: the graph is not connected, it has 2 parts: edge-1, edge-2 | far",
+        ),
+    ):
+        network.write_text(NETWORK.replace(was, given))
+        assert words in wrong(network, "--dir", tmp_path / "never", "--", "true")
+    assert not (tmp_path / "never").exists()
 
 
 def test_the_command_needs_neither_torch_nor_matplotlib() -> None:
