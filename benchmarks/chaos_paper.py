@@ -63,8 +63,15 @@ def picture(number: str) -> str:
     return "table1.png" if number == "I" else f"fig{number}.png"
 
 
-def make(numbers: Sequence[str], scale: Scale) -> tuple[dict[str, FigureResult], dict[str, str]]:
+def make(
+    numbers: Sequence[str], scale: Scale, made_one: Callable[[dict[str, FigureResult]], Any] = lambda made: None
+) -> tuple[dict[str, FigureResult], dict[str, str]]:
     """Runs figures one after the other; one that fails does not stop the others.
+
+    Args:
+        numbers: Which.
+        scale: How large.
+        made_one: Told after each figure what there is, so that what ends a long run does not take all of it along.
 
     Returns:
         Results, and errors in words, both by number.
@@ -84,6 +91,7 @@ def make(numbers: Sequence[str], scale: Scale) -> tuple[dict[str, FigureResult],
         made[number] = result
         agree = sum(claim.agrees for claim in result.claims)
         progress(number, f"{agree} of {len(result.claims)} claims hold here; {result.seconds:.0f} s")
+        made_one(made)
     return made, failed
 
 
@@ -136,16 +144,36 @@ def ordered(results: dict[str, FigureResult]) -> dict[str, FigureResult]:
     return {number: results[number] for number in FIGURES if number in results}
 
 
-def write_docs(folder: Path, made: dict[str, FigureResult], here: dict[str, Any]) -> dict[str, FigureResult]:
-    """Text, pictures and results; figures not made now are kept from before."""
+def merge(folder: Path, made: dict[str, FigureResult], here: dict[str, Any]) -> None:
+    """Keeps what was made; figures not made now are kept from before."""
     store = folder / "paper" / "results.json"
     before, earlier = load(store)
-    results = ordered({**before, **made})
-    machine = here if made else earlier
-    keep(store, results, machine)
-    results, _ = load(store)  # what is drawn is what was kept
+    keep(store, ordered({**before, **made}), here if made else earlier)
+
+
+def mixed(folder: Path, numbers: Sequence[str], quick: bool) -> str:
+    """Why these figures cannot be put beside those that are kept there; empty if they can.
+
+    Raises:
+        ValueError: What is kept there is not ours.
+    """
+    before, earlier = load(folder / "paper" / "results.json")
+    others = [number for number in before if number not in numbers]
+    if not others or earlier.get("quick") is quick:
+        return ""
+    kept, wanted = ("full size", "--quick") if quick else ("--quick", "full size")
+    return (
+        f"{folder} holds figures {', '.join(others)} made with {kept}, and these are to be made with {wanted}: "
+        "make all figures, or name another folder"
+    )
+
+
+def write_docs(folder: Path) -> dict[str, FigureResult]:
+    """Text and pictures of all that is kept there."""
+    results, machine = load(folder / "paper" / "results.json")
     draw(results, folder / "paper")
-    (folder / "paper.md").write_text(markdown(results, machine, picture))
+    if results:
+        (folder / "paper.md").write_text(markdown(results, machine, picture))
     return results
 
 
@@ -175,19 +203,28 @@ def main() -> int:
     args = p.parse_args()
     if args.draw and not args.docs:
         p.error("--draw needs --docs DIR, the folder whose paper/results.json is to be drawn")
+    scale = Scale.small(args.seed) if args.quick else Scale.full(args.seed)
+    numbers = [number for number in FIGURES if number in (args.figure or FIGURES)]
     if args.docs:
         try:
             need_matplotlib()
-        except ImportError as error:
-            p.error(str(error))
-    scale = Scale.small(args.seed) if args.quick else Scale.full(args.seed)
-    numbers = [number for number in FIGURES if number in (args.figure or FIGURES)]
-    made, failed = make([] if args.draw else numbers, scale)
+            problem = "" if args.draw else mixed(Path(args.docs), numbers, args.quick)
+        except (ImportError, ValueError) as error:
+            problem = str(error)
+        if problem:
+            p.error(problem)
+    folder, here = Path(args.docs), about(scale)
+
+    def kept(made: dict[str, FigureResult]) -> None:
+        if args.docs:
+            merge(folder, made, here)
+
+    made, failed = make([] if args.draw else numbers, scale, kept)
     shown = made
     if args.docs:
-        results = write_docs(Path(args.docs), made, about(scale))
+        results = write_docs(folder)
         shown = results if args.draw else made
-        print(f"wrote {Path(args.docs) / 'paper.md'} and {len(results)} pictures", file=sys.stderr)
+        print(f"wrote {folder / 'paper.md'} and {len(results)} pictures", file=sys.stderr)
     print(terminal(shown))
     for number, words in failed.items():
         print(f"figure {number} failed: {words}", file=sys.stderr)

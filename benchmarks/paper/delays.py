@@ -57,7 +57,7 @@ def image_joins(scale: Scale) -> tuple[Point, ...]:
         executed.models,
         (*sizes, *scale.pick((23,), SIMULATED_BEYOND)),
         names,
-        scale.pick(2, 10),
+        scale.pick(2, 8),
         emulated.Factors(),
         scale.seed,
     )
@@ -150,7 +150,7 @@ def always(scale: Scale, sizes: Sequence[int]) -> list[Point]:
         (VGG11,),
         tuple(sizes),
         ("EDL+", "Autoscaling"),
-        scale.pick(2, 10),
+        scale.pick(2, 8),
         emulated.Factors(),
         scale.seed,
         neighbours=_ALWAYS,
@@ -301,7 +301,7 @@ def fig8(scale: Scale) -> FigureResult:
         models,
         (*sizes, *scale.pick((23,), SIMULATED_BEYOND)),
         systems,
-        scale.pick(2, 10),
+        scale.pick(2, 8),
         emulated.Factors(),
         scale.seed,
     )

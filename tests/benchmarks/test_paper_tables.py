@@ -113,19 +113,22 @@ def test_a_figure_that_fails_does_not_stop_the_others(monkeypatch: pytest.Monkey
         return make
 
     monkeypatch.setattr(chaos_paper, "function", function)
-    made, failed = chaos_paper.make(["7", "8", "9"], Scale.small())
+    written: list[list[str]] = []
+    made, failed = chaos_paper.make(["7", "8", "9"], Scale.small(), lambda made: written.append(list(made)))
     assert list(made) == ["7", "9"]
+    assert written == [["7"], ["7", "9"]], "what is made is written at once"
     assert failed == {"8": "RuntimeError: no room"}
 
 
 def test_what_was_not_run_is_kept_from_before_and_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Path] = []
     monkeypatch.setattr(chaos_paper, "function", lambda number, prefix="": lambda result, path: drawn.append(path))
-    chaos_paper.write_docs(tmp_path, {"9": RESULT}, ABOUT)
-    other = FigureResult("16", "Assignment", "Planned.", [HOLDS])
-    results = chaos_paper.write_docs(tmp_path, {"16": other}, ABOUT)
-    assert list(results) == ["9", "16"]
-    assert [path.name for path in drawn] == ["fig9.png", "fig9.png", "fig16.png"]
+    chaos_paper.merge(tmp_path, {"16": FigureResult("16", "Assignment", "Planned.", [HOLDS])}, ABOUT)
+    chaos_paper.merge(tmp_path, {"9": RESULT}, {**ABOUT, "seed": 2})
+    chaos_paper.merge(tmp_path, {}, {**ABOUT, "seed": 3})
+    assert list(chaos_paper.write_docs(tmp_path)) == ["9", "16"]
+    assert [path.name for path in drawn] == ["fig9.png", "fig16.png"]
+    assert "seed 2" in (tmp_path / "paper.md").read_text(), "a run that made nothing has measured nothing"
     assert "Fig. 16: Assignment" in (tmp_path / "paper.md").read_text()
 
 
@@ -137,3 +140,11 @@ def test_it_tells_its_flags_and_refuses_to_draw_nothing() -> None:
     done = subprocess.run([*command, "--draw"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "--draw needs --docs" in done.stderr
+
+
+def test_quick_and_full_figures_are_not_put_on_one_page(tmp_path: Path) -> None:
+    chaos_paper.merge(tmp_path, {"9": RESULT}, ABOUT)
+    assert "holds figures 9 made with full size" in chaos_paper.mixed(tmp_path, ["16"], quick=True)
+    assert chaos_paper.mixed(tmp_path, ["9", "16"], quick=True) == "", "nothing is left of the other kind"
+    assert chaos_paper.mixed(tmp_path, ["16"], quick=False) == ""
+    assert chaos_paper.mixed(tmp_path / "elsewhere", ["16"], quick=True) == ""
