@@ -181,7 +181,7 @@ def plot_fig16(result: FigureResult, path: Path) -> None:
     rows = result.data["rows"]
     models = list(dict.fromkeys(row["model"] for row in rows))
     kinds = {"even": "equal shares", "greedy": "Algorithms 1 and 2", "P2": "best shard size (P2's optimum)"}
-    with canvas(path, width_in=7.5, height_in=3.4) as (_, (ax,)):
+    with canvas(path, width_in=7.5, height_in=3.6) as (sheet, (ax,)):
         for offset, (kind, label) in enumerate(kinds.items()):
             values = [
                 [max(_LEAST, 100 * (row[kind] / row["bound"] - 1)) for row in rows if row["model"] == model]
@@ -196,4 +196,4 @@ def plot_fig16(result: FigureResult, path: Path) -> None:
         ax.set_yscale("log")
         ax.set_ylabel("excess over the bound, %")
         ax.grid(alpha=0.3, axis="y")
-        ax.legend(fontsize=8)
+        sheet.legend(loc="outside lower center", ncols=len(kinds), fontsize=8)

@@ -74,7 +74,7 @@ def how_joins(points: Sequence[Point], factors: emulated.Factors, what: str = "R
         f"processes over emulated links of 100 to 1000 Mbps that change every 3 minutes, {factors.words()}, times "
         f"brought back to the paper's sizes; random histories: {repeats}. A newcomer has links with 40% of the nodes, "
         f"2 to {clusters.MOST} of them. Up to {largest + 1} nodes: the same policies at full size in "
-        "virtual time. Where both exist, executed takes "
+        "virtual time, in more such histories. Where both exist, executed takes "
         f"{fidelity(points):.2f} times what is simulated (median): hashing, votes and processors. Pollux: one node's "
         "write and one read executed, the reads of the others from the same disk (100 MB/s) and a restart added."
     )
@@ -90,31 +90,37 @@ def lines(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def draw(axes: Any, table: dict[str, Any], systems: Sequence[str]) -> None:
-    """Delay over cluster size: executed as dots on a line, simulated dashed."""
+    """Delay over cluster size: executed as dots on a line, simulated dashed, at full size as stars."""
+    sizes = sorted({int(size) for kind in table.values() for by_size in kind.values() for size in by_size})
     for system in systems:
         for kind, style in (("scaled down", "o-"), ("simulated", "--"), ("real", "*")):
             by_size = table.get(kind, {}).get(system, {})
-            if by_size:
-                label = LABELS.get(system, system) if kind == "scaled down" else None
-                sizes = sorted(map(int, by_size))
-                values = [statistics.median(by_size[str(size)]) for size in sizes]
-                axes.plot(
-                    [s + 1 for s in sizes],
-                    values,
-                    style,
-                    color=COLOURS[system],
-                    label=label,
-                    markersize=9 if kind == "real" else 4,
-                    linewidth=1.2,
-                )
-    sizes = sorted({int(size) for kind in table.values() for by_size in kind.values() for size in by_size})
-    axes.set_xscale("log")
-    axes.set_xticks([s + 1 for s in sizes], [str(s + 1) for s in sizes])
-    axes.minorticks_off()
-    axes.set_xlabel("nodes after the join")
+            places = [place for place, size in enumerate(sizes) if str(size) in by_size]
+            axes.plot(
+                places,
+                [statistics.median(by_size[str(sizes[place])]) for place in places],
+                style,
+                color=COLOURS[system],
+                label=LABELS.get(system, system) if kind == "scaled down" else None,
+                markersize=9 if kind == "real" else 4,
+                linewidth=1.2,
+            )
+    log_scale(axes, sizes)
     axes.set_ylabel("delay, s")
+
+
+def log_scale(axes: Any, sizes: Sequence[int]) -> None:
+    """Cluster sizes side by side, and values that vary by factors."""
+    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+
+    axes.set_xticks(range(len(sizes)), [str(size + 1) for size in sizes])
+    axes.set_xlabel("nodes after the join")
     axes.set_yscale("log")
-    axes.grid(alpha=0.3, which="both")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(alpha=0.3)
 
 
 def _plot(result: FigureResult, path: Path, systems: Sequence[str]) -> None:
