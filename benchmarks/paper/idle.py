@@ -132,7 +132,8 @@ def fig10(scale: Scale) -> FigureResult:
         "Observed: whole joins of this package into "
         f"{size} training processes on an emulated edge (ResNet101's size, {factors.words()}, seconds as they were, a "
         f"step's compute stands for a device's and takes {1e3 * DEVICE_S:.0f} ms); "
-        "what each step takes beyond the usual one, added up over nodes. Modelled from pulls, for the paper's systems: "
+        "what each step takes beyond the usual one, added up over nodes; in the package's pause all of them wait, "
+        "whatever the policy. Modelled from pulls, for the paper's systems: "
         "Pollux, EDL+ and Autoscaling stop all running nodes for the delay, Chaos each neighbour while it sends. "
         + how_joins(points, factors),
         [settled(c) for c in claims],

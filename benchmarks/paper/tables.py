@@ -105,10 +105,11 @@ def markdown(results: Mapping[str, FigureResult], about: Mapping[str, Any], pict
         '# The evaluation of the paper "Chaos", repeated',
         "",
         f"Written by `python -m benchmarks.chaos_paper{quick} --docs docs/` on {about['when']}, not by hand: "
-        f"{about['cores']} cores, {about['memory_gib']} GiB, no GPU, Python {about['python']}, seed {about['seed']}, "
+        f"{about['cores']} cores, {about['memory_gib']} GiB, Python {about['python']}, seed {about['seed']}, "
         f"{total / 60:.0f} minutes in all.",
         "",
-        f"Of {len(claims)} claims {agree} hold here. The others are told with the reason why they differ.",
+        f"Of {len(claims)} claims {agree} hold here. The others are told with the reason why they differ. What begins "
+        "with (ours) the paper does not say.",
         "",
         "- *real*: the package at the paper's sizes and rates. Links are emulated, as the paper's are.",
         "- *scaled down*: the package really executed, on smaller states, slower links, fewer nodes, or for a shorter",
