@@ -307,7 +307,7 @@ def fig8(scale: Scale) -> FigureResult:
         models,
         (*sizes, *scale.pick((23,), SIMULATED_BEYOND)),
         systems,
-        scale.pick(2, 8),
+        scale.pick(1, 4),
         emulated.Factors(),
         scale.seed,
     )
