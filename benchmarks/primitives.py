@@ -22,7 +22,8 @@ Always the worst value over the members.
 
 Control. Each event has one: the same computation, on as many steps in a row, at a random place of the undisturbed
 stretch before or after it (in turn), as if something had happened there. Bounded is the median of the
-differences event - control; its 95 % interval is given, and with it what this machine can tell at all.
+differences event - control; its 95 % interval is given, and with it what this machine can tell at all. In the same way
+the CPU seconds are given that the members spent beyond the usual ones, which a busy machine changes less.
 
 The machine. All members share its processors with scheduler and operator, which in a real job have their own. If
 members computed all the time, every microsecond of work anywhere would make somebody's step longer. So in each step a
@@ -71,6 +72,9 @@ class Sample:
     control: Exposure
     waited_s: float
     """From the request to the commit of the header that carried the change."""
+    event_cpu: float = 0.0
+    """CPU seconds of all members together beyond the usual ones, in the charged steps."""
+    control_cpu: float = 0.0
 
     @property
     def beyond(self) -> float:
@@ -157,8 +161,8 @@ class Log:
         self._needs = max(self._needs, len(steps))
         self.rest()
 
-    def outcomes(self, series: Series, rng: random.Random) -> dict[str, Outcome]:
-        """All events with their controls, by kind."""
+    def outcomes(self, series: Series, cpu: Series, rng: random.Random) -> dict[str, Outcome]:
+        """All events with their controls, by kind, from the members' durations and CPU seconds by step."""
         found: dict[str, Outcome] = {}
         for number, (kind, change, stretch) in enumerate(self.changes):
             event = block_of(change.steps, change.ruled, WIDTH)
@@ -166,9 +170,11 @@ class Log:
             # By number // 2, as with two kinds in turn each is to have both.
             long_enough = stretch[1] - stretch[0] + 1 >= 2 * WIDTH + len(change.steps)
             control = control_of(event, stretch if number // 2 % 2 and long_enough else after, WIDTH, rng)
-            sample = Sample(
-                exposed(series, change.members, event), exposed(series, change.members, control), change.waited_s
+            costs, cpus = (
+                [exposed(series, change.members, block) for block in (event, control)],
+                [sum(exposed(cpu, [m], block).total for m in change.members) for block in (event, control)],
             )
+            sample = Sample(costs[0], costs[1], change.waited_s, cpus[0], cpus[1])
             found.setdefault(kind, Outcome()).samples.append(sample)
         for entry in self.entries:
             cost = exposed(series, entry.members, block_of(entry.steps, entry.ruled, WIDTH))
@@ -212,7 +218,7 @@ def _closed(made: Crew, log: Log, processors: Processors, rng: random.Random) ->
     busy, foreign = processors.read()
     unequal = int(len(made.hashes()) != 1)
     made.end()
-    outcomes = log.outcomes(made.durations(), rng)
+    outcomes = log.outcomes(made.durations(), made.cpu(), rng)
     for outcome in outcomes.values():
         outcome.busy, outcome.foreign, outcome.unequal, outcome.size = busy, foreign, unequal, made.size
     return outcomes
@@ -253,6 +259,11 @@ def report(result: Result, title: str, outcome: Outcome, *, bounded: bool) -> No
         values = outcome.of(what)
         result.add(f"{title}: {words}, p50", percentile(values, 50), "s")
         result.add(f"{title}: {words}, p99", percentile(values, 99), "s")
+    for what, words in (
+        ("event_cpu", "members' CPU beyond usual"),
+        ("control_cpu", "control, members' CPU beyond usual"),
+    ):
+        result.add(f"{title}: {words}, all together, p50", median([getattr(s, what) for s in outcome.samples]), "s")
     for what in ("before", "after", "slower"):
         result.add(f"{title}: against the median {what}, p50", median(outcome.of(f"event.against_{what}")), "s")
     result.add(f"{title}: usual step before", median(outcome.of("event.usual_before")), "s")

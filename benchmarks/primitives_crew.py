@@ -37,6 +37,8 @@ class Mark(Step):
     """Of that view, by names."""
     near: frozenset[str] = frozenset()
     """Members to which a link stood at that moment, by name."""
+    cpu_s: float = 0.0
+    """What its process had spent until then."""
 
 
 @dataclass(frozen=True)
@@ -172,13 +174,13 @@ class Crew(World):
 
     def _note(
         self, name: str, seen: Seen, ns: int, seq: int, step: int, head: str, contributors: int, rank: int,
-        view: tuple[int, list[str], list[tuple[str, str]]] | None, near: tuple[str, ...],
+        view: tuple[int, list[str], list[tuple[str, str]]] | None, near: tuple[str, ...], cpu_s: float,
     ) -> None:  # fmt: skip
         number, ids, links = view or (0, [], [])
         named = frozenset(frozenset((_name(a), _name(b))) for a, b in links)
         mark = Mark(
             ns=ns, seq=seq, step=step, head=head, contributors=contributors, rank=rank, thrown=0,
-            view=number, members=tuple(map(_name, ids)), links=named, near=frozenset(map(_name, near)),
+            view=number, members=tuple(map(_name, ids)), links=named, near=frozenset(map(_name, near)), cpu_s=cpu_s,
         )  # fmt: skip
         seen.steps.append(mark)
         self.marks.setdefault(name, {})[step] = mark
@@ -198,6 +200,13 @@ class Crew(World):
         """Seconds from commit to commit, by member and step."""
         return {
             name: {s: (m.ns - marks[s - 1].ns) / 1e9 for s, m in marks.items() if s - 1 in marks}
+            for name, marks in self.marks.items()
+        }
+
+    def cpu(self) -> dict[str, dict[int, float]]:
+        """CPU seconds from commit to commit, by member and step."""
+        return {
+            name: {s: m.cpu_s - marks[s - 1].cpu_s for s, m in marks.items() if s - 1 in marks}
             for name, marks in self.marks.items()
         }
 

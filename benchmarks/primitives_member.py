@@ -148,7 +148,7 @@ def _train(
         change = header.view_change
         view = None if change is None else (change.id.number, change.ids(), [(k.a, k.b) for k in change.links])
         place = (header.seq, header.step, header.hash, len(header.contributors), engine.rank)
-        notes.append((now, *place, view, tuple(engine._shell.near())))
+        notes.append((now, *place, view, tuple(engine._shell.near()), time.process_time()))
         if len(notes) >= REPORT_EVERY or engine.out:
             pipe.send(("steps", notes))
             notes = []

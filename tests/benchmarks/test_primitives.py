@@ -213,7 +213,7 @@ def test_links_are_chosen_that_keep_everybody_together(quiet_crew: Crew) -> None
 def told(crew: Crew, step: int, ns: int, *, view: Any = None, near: tuple[str, ...] = ()) -> None:
     """Everybody reports this step at this time; member i a microsecond times i later."""
     for i, (_, seen) in enumerate(crew.members.items()):
-        note = (ns + i * 1000, step, step, f"h{step}", 4, i, view, near)
+        note = (ns + i * 1000, step, step, f"h{step}", 4, i, view, near, step * 0.004)
         crew._hear(seen, ("steps", [note]))
 
 
@@ -236,6 +236,8 @@ def test_a_link_that_comes_is_booked_by_what_members_report(quiet_crew: Crew, mo
     assert found.steps == (3, 4, 5, 6, 14, 15, 16, 17)
     assert found.waited_s == pytest.approx((150.003 - 25) / 1e3)
     assert crew.links == ring(4) | {pair}
+    assert crew.cpu()["w3"][7] == pytest.approx(0.004)
+    assert crew.durations()["w3"][7] == pytest.approx(0.010)
 
 
 def test_a_view_that_nobody_asked_for_ends_the_run(quiet_crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,8 +272,10 @@ def test_each_event_gets_a_control_on_either_side_in_turn(monkeypatch: pytest.Mo
     durations = dict.fromkeys(range(1, 400), 0.010)
     for first in firsts:
         durations[first + 2] += 0.002
-    late = log.outcomes({"a": durations}, random.Random(0))["scale-in"]
+    cpu = {s: d / 2 for s, d in durations.items()}
+    late = log.outcomes({"a": durations}, {"a": cpu}, random.Random(0))["scale-in"]
     assert [s.beyond for s in late.samples] == [pytest.approx(0.002)] * 4
+    assert [s.event_cpu - s.control_cpu for s in late.samples] == [pytest.approx(0.001)] * 4
     assert [stretch[0] > first for stretch, first in zip(stretches, firsts, strict=True)] == [True, True, False, False]
     assert stretches[2] == (128, 187), "from the end of the event before"
 

@@ -15,6 +15,7 @@ from benchmarks.paper import links
 from benchmarks.paper.figure import FigureResult, Scale
 from benchmarks.paper.links import fig9, plot_fig9, plot_table1, simulated, table1
 from benchmarks.primitives import Outcome, Sample
+from benchmarks.primitives_crew import connected
 from benchmarks.primitives_member import Work
 from benchmarks.primitives_samples import Exposure
 
@@ -54,13 +55,21 @@ def faked(monkeypatch: pytest.MonkeyPatch, by_size: dict[int, float]) -> Fakes:
 
 
 def test_steps_in_virtual_time_cost_what_their_messages_do() -> None:
-    found = simulated(5, 2, 3)
+    found = simulated(6, 2, 3)
     assert {k: len(v) for k, v in found.items()} == {"connect-link": 2, "disconnect-link": 2}
     for cost in (e for values in found.values() for e in values):
         assert links._STEP_S < cost.usual_before < links._STEP_S + 12 * links._MESSAGE_S
         messages = cost.total / links._MESSAGE_S
         assert messages == pytest.approx(round(messages), abs=1e-6), "nothing but messages takes time"
         assert cost.total < links._STEP_S, "nobody waits for a step"
+
+
+def test_clusters_grow_connected_and_never_with_every_link() -> None:
+    for size in range(3, 13):
+        for seed in range(5):
+            made = links.grown(size, random.Random(seed))
+            assert connected([f"w{i}" for i in range(size)], made)
+            assert len(made) < size * (size - 1) // 2
 
 
 def test_a_run_in_virtual_time_is_a_function_of_its_seed() -> None:
