@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from benchmarks.paper.convergence_tasks import Problem
 
 NETS = ("resnet", "alexnet", "vgg")
+OWN = {"resnet": 0.8, "alexnet": 0.8, "vgg": 0.8, "gpt": 0.95}
+"""Which part of a node's samples is of its own kinds; 0.2 would be the same mixture on all nodes."""
 
 
 # ---------------------------------------------------------------------------------------------------- schedules
@@ -76,10 +78,10 @@ def problem_of(kind: str, scale: Scale, seed: int) -> Problem:
         base, _ = pretrained(scale)
         sizes = tasks.GPT_SIZES
         return tasks.text_problem(
-            base, sizes, seed, per_node=scale.pick(200, 400), own=0.8, lr=5e-3, batch=8, tests=150, rank=8
+            base, sizes, seed, per_node=scale.pick(200, 400), own=OWN[kind], lr=8e-3, batch=8, tests=150, rank=8
         )
     return tasks.image_problem(
-        kind, seed, per_node=scale.pick(320, 480), own=0.8, lr=0.02, batch=16, tests=scale.pick(500, 1000)
+        kind, seed, per_node=scale.pick(320, 480), own=OWN[kind], lr=0.02, batch=16, tests=scale.pick(500, 1000)
     )
 
 
@@ -88,7 +90,7 @@ def pretrained(scale: Scale) -> tuple[dict[str, Any], float]:
     """The GPT that all nodes have on their disks, and its loss on the prose that it was trained on."""
     from benchmarks.paper.convergence_tasks import GPT_SIZES, pretrain
 
-    return pretrain(GPT_SIZES, scale.pick(60, 300), scale.seed)
+    return pretrain(GPT_SIZES, scale.pick(60, 400), scale.seed)
 
 
 @lru_cache(maxsize=64)
@@ -215,13 +217,22 @@ def _drawn(runs: Sequence[Run]) -> dict[str, list[float]]:
     }
 
 
-def compare(number: str, kinds: Sequence[str], change: Change, scale: Scale) -> tuple[list[Comparison], int]:
+def compare(
+    number: str, kinds: Sequence[str], change: Change, scale: Scale, began: float
+) -> tuple[list[Comparison], int]:
     """Trains what a figure needs; as many repetitions as fit its budget, at least one.
+
+    Args:
+        number: of the figure, for progress.
+        kinds: some of NETS, or "gpt".
+        change: "out" or "in".
+        scale: how large.
+        began: when the figure was begun, by `time.monotonic()`.
 
     Returns:
         One comparison per kind, and the number of repetitions.
     """
-    began, done, longest = time.monotonic(), 0, 0.0
+    done, longest = 0, 0.0
     found: dict[str, Comparison] = {}
     for seed in seeds(scale):
         started = time.monotonic()
@@ -291,14 +302,15 @@ def _how(found: Sequence[Comparison], repetitions: int, what: str, scale: Scale)
     short = "" if repetitions == len(seeds(scale)) else f" (of {len(seeds(scale))}, for lack of time)"
     return (
         f"{what} Real processes on one machine, each with its own data, trained by the product; {c.schedule.passes} "
-        f"passes of {c.steps_per_pass} steps, the change after pass {c.schedule.change}; {repetitions} seeds{short}. "
-        "80 % of a node's samples are of its own kinds, a fifth of all; the test has all kinds alike."
+        f"passes of {c.steps_per_pass} steps, the change after pass {c.schedule.change}; {repetitions} "
+        f"seed{'s' if repetitions > 1 else ''}{short}. {OWN[c.kind]:.0%} of a node's samples are of its own kinds, "
+        "a fifth of all; the test has all kinds alike."
     )
 
 
 def _image_figure(number: str, change: Change, scale: Scale) -> FigureResult:
-    kinds = scale.pick(NETS[:1], NETS)
-    found, repetitions = compare(number, kinds, change, scale)
+    began, kinds = time.monotonic(), scale.pick(NETS[:1], NETS)
+    found, repetitions = compare(number, kinds, change, scale, began)
     rows = [c.as_json() for c in found]
     claims = curve_claims(rows, change)
     if change == "in":
@@ -314,10 +326,12 @@ def _image_figure(number: str, change: Change, scale: Scale) -> FigureResult:
     )
 
 
-def _text_figure(number: str, change: Change, scale: Scale, full: dict[str, Any] | None = None) -> FigureResult:
+def _text_figure(
+    number: str, change: Change, scale: Scale, began: float, full: dict[str, Any] | None = None
+) -> FigureResult:
     progress(number, "pre-training the GPT on prose")
     _, prose = pretrained(scale)
-    found, repetitions = compare(number, ["gpt"], change, scale)
+    found, repetitions = compare(number, ["gpt"], change, scale, began)
     rows = [c.as_json() for c in found]
     claims = curve_claims(rows, change)
     if change == "in":
@@ -350,18 +364,18 @@ def fig12(scale: Scale) -> FigureResult:
 
 def fig13(scale: Scale) -> FigureResult:
     """Four nodes fine-tune a GPT with LoRA, a fifth brings its data; what its join moves."""
-    full = None
+    began, full = time.monotonic(), None
     if not scale.quick:
         full = {}
         for name, bare in (("held", False), ("bare", True)):
             full[name] = full_size_join(scale.seed, bare=bare)
             progress("13", f"GPT-2 small, {name}: {transfer_words(full[name])} ({full[name]['seconds']:.1f} s)")
-    return _text_figure("13", "out", scale, full)
+    return _text_figure("13", "out", scale, began, full)
 
 
 def fig14(scale: Scale) -> FigureResult:
     """Five nodes fine-tune a GPT with LoRA, one takes its data away."""
-    return _text_figure("14", "in", scale)
+    return _text_figure("14", "in", scale, time.monotonic())
 
 
 # ---------------------------------------------------------------------------------------------------- pictures

@@ -17,8 +17,8 @@ MIB = 1 << 20
 TITLES = {"resnet": "like ResNet", "alexnet": "like AlexNet", "vgg": "like VGG", "gpt": "GPT with LoRA"}
 TRACKS = {"resnet": 0.5, "alexnet": 0.5, "vgg": 0.5, "gpt": 0.005}
 """How far apart two curves may be that track each other: percent points, nats per byte."""
-MOST_OF_THE_WAY = 0.5
-"""Which part of the way to the other curve a curve has to go that shifts there."""
+ON_ITS_WAY = 0.25
+"""Which part of the way to the other curve a curve has behind it at the end, at least, that shifts there."""
 SMOOTH = 1.0
 """The largest change just after coming or going, in units of the largest where nobody comes or goes."""
 
@@ -58,7 +58,7 @@ def _moving_claim(found: Sequence[dict[str, Any]], first: str, second: str, chan
     for f in found:
         at = f["levels"]
         part = f["moved"]
-        agrees &= not math.isnan(part) and (part >= MOST_OF_THE_WAY if change == "out" else part > 0)
+        agrees &= not math.isnan(part) and part >= ON_ITS_WAY
         parts.append(
             f"{TITLES[f['kind']]}: {first} {at['first']:.3g}, {second} {at['second']:.3g}, changing "
             f"{at['changing']:.3g} {'nats/byte' if f['kind'] == 'gpt' else '%'} at the end, {part:.0%} of the way"

@@ -14,6 +14,7 @@ import math
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +141,7 @@ def deal_kinds(
     return shares
 
 
+@lru_cache(maxsize=2)
 def fashion_images(part: str, root: str | Path = FASHION_MNIST) -> Samples:
     """FashionMNIST's "train" or "t10k", from two gzipped IDX files.
 

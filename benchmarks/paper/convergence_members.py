@@ -5,12 +5,17 @@ Theory of operation. Every node is a process with the plain loop of the paper's 
 order of every sum, are the same in each run: runs that differ in the fifth node's coming or going alone are equal up to
 it, bit for bit. The first node sends what was learned every so many steps, and this process measures it on the test set
 while training goes on. A fifth node that comes is built and waits at the door; it asks to be let in when the first one
-tells of the step of the change. One that goes asks for it after that step. Who contributed to which step, and which
-bytes a join moved, is read from the members' event logs afterwards.
+tells of the step of the change. One that goes asks for it after that step. (The scheduler, told to found the job with
+all of them, would have the others wait below that number, so it is started again with a lower one while they train.)
+Who contributed to which step, and which bytes a join moved, is read from the members' event logs afterwards.
 """
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -50,8 +55,8 @@ class Part:
         name: its name.
         endpoint: of the scheduler.
         log_dir: folder of its event log.
-        last: step after which the job ends, if `size` nodes brought samples to it; else the first such step after it,
-            so that a newcomer that takes long is waited for.
+        last: step after which the job ends, if `size` nodes took part in it; else the first such step after it,
+            so that who comes or goes slowly is waited for.
         size: nodes at the end.
         every: the first node sends what was learned every so many steps; 0: it does not.
         leaves: step after which this node goes; 0: it stays.
@@ -101,7 +106,9 @@ def _train(pipe: Connection, part: Part, recipe: Recipe, samples: Samples, numbe
             optimizer.zero_grad(set_to_none=True)
             loss_of(model, inputs, targets).backward()
             trainer.update()
-            size = sum(share.weight > 0 for share in trainer.engine.header.contributors)  # the same on all nodes
+            size = len(
+                trainer.engine.header.contributors
+            )  # equal on all nodes; who is about to go counts until it is gone
             trainer.check_state_replication()
             if part.every and trainer.step % part.every == 0:
                 pipe.send(("learned", trainer.step, learned_arrays(model)))
@@ -240,7 +247,10 @@ def train(
     with ExitStack() as stack:
         stack.enter_context(one_thread())
         size = nodes + {"": 0, "out": 1, "in": -1}[change]
-        endpoint = stack.enter_context(workers.scheduler(nodes, log_dir=str(folder)))
+        scheduler = _Scheduler(folder)
+        stack.callback(scheduler.stop)
+        scheduler.start(nodes)
+        endpoint = scheduler.endpoint
         fleet = _Fleet(folder)
         stack.callback(fleet.kill)
         for number in range(nodes + (change == "out")):
@@ -261,6 +271,9 @@ def train(
         measured_at: list[tuple[int, float, float]] = []
 
         def learned(step: int, arrays: Mapping[str, Any]) -> None:
+            if change == "in" and scheduler.min_nodes == nodes:
+                scheduler.stop()
+                scheduler.start(nodes - 1)
             if change == "out" and step == change_at:
                 fleet.workers[f"node{nodes + 1}"].pipe.send("go")
             if judge is not None:
@@ -294,6 +307,47 @@ def _finish(
     if run.change == "out":
         run.transfer = transfer_facts(records, f"node{nodes + 1}") | byes[f"node{nodes + 1}"][3]
         run.transfer["base_equal"] = len({rest[2] for rest in byes.values()}) == 1
+
+
+class _Scheduler:
+    """The scheduler's process, with its chain in a file, so that it can be started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.min_nodes = 0
+        self.endpoint = f"127.0.0.1:{workers.free_port()}"
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, min_nodes: int) -> None:
+        """Starts it; the job begins with so many nodes, and waits below that number."""
+        self.min_nodes = min_nodes
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "chaos_lightning.cli", "scheduler", "--listen", self.endpoint),
+                *("--min-nodes", str(min_nodes), "--store", str(self._folder / "chain.sqlite")),
+                *("--log-dir", str(self._folder)),
+            ],
+            stdout=subprocess.DEVNULL,
+        )
+        host, _, port = self.endpoint.partition(":")
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+                return
+            if time.monotonic() > deadline or self._process.poll() is not None:
+                raise RuntimeError(f"no scheduler at {self.endpoint} (exit status {self._process.poll()})")
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """Ends it."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(20)
+        self._process = None
 
 
 class _Fleet:

@@ -152,6 +152,7 @@ def test_idx_files_are_read_and_checked(tmp_path: Path) -> None:
     assert read.inputs.shape == (3, 4, 5)
     assert read.inputs[2, 3, 4] == 59
     assert read.kinds.tolist() == [7, 8, 9]
+    convergence_data.fashion_images.cache_clear()
     file.write_bytes(gzip.compress(head + pixels[:-1].tobytes()))
     with pytest.raises(ValueError, match="no IDX file"):
         convergence_data.fashion_images("t10k", tmp_path)
@@ -419,6 +420,18 @@ def test_a_frozen_base_moves_only_to_a_node_that_lacks_it(bare: bool, tmp_path: 
     assert extra == (frozen - same if bare else 0)
 
 
+def test_a_node_that_leaves_takes_its_samples_and_the_others_go_on(tmp_path: Path) -> None:
+    blocks = text_blocks([bytes(range(256)) * 40] * 5, 4, 0, test=True)
+    shares = tuple(blocks.take(np.arange(4) + 4 * i) for i in range(3))
+    problem = Problem(Recipe("gpt", 1e-3, 2, 0, TINY, rank=2), shares, blocks, blocks.kinds == 2)
+    run = train(problem, "in", nodes=3, change_at=8, last=16, every=4, folder=tmp_path)
+    assert run.equal
+    assert run.changed > 8
+    assert run.contributors[8] == 3
+    assert run.contributors[max(run.contributors)] == 2
+    assert run.curve.steps[:4] == (4, 8, 12, 16)
+
+
 def _frozen(model: nn.Module) -> list[tuple[str, np.ndarray]]:
     return [(n, p.detach().numpy()) for n, p in model.named_parameters() if not p.requires_grad]
 
@@ -442,7 +455,7 @@ def test_a_figure_stops_repeating_when_its_time_is_over(monkeypatch: pytest.Monk
     monkeypatch.setattr(convergence, "problem_of", lambda kind, scale, seed: _Fake())
     monkeypatch.setattr(convergence, "image_schedule", lambda scale: SCHEDULE)
     scale = convergence.Scale(quick=False, budget_s=-1.0)
-    found, repetitions = convergence.compare("12", ["vgg"], "in", scale)
+    found, repetitions = convergence.compare("12", ["vgg"], "in", scale, began=0.0)
     assert repetitions == 1
     assert done == [("vgg", 5, ""), ("vgg", 4, ""), ("vgg", 5, "in")]
     assert found[0].levels()[:2] == pytest.approx((74.1, 70.2))
