@@ -43,7 +43,7 @@ def test_a_newcomer_replays_while_the_others_train(job: Job) -> None:
 
 def two_train(job: Job, **spec: Any) -> None:
     for name in "ab":
-        job.start(name, epochs=1000, width=300, **spec)
+        job.start(name, epochs=1000, width=300, step_s=0.01, **spec)
         job.harness.wait_for("joined", node=name)
     job.harness.wait_for("committed", lambda r: len(r.get("contributors")) == 2)
 
@@ -51,7 +51,7 @@ def two_train(job: Job, **spec: Any) -> None:
 def held_newcomer(job: Job, name: str) -> str:
     """A newcomer that observes and stands before its pull until its gate is opened."""
     gate = job.gate(name)
-    job.start(name, seed=2, epochs=1000, width=300, settings=BY_REPLAY, load_gate=gate)
+    job.start(name, seed=2, epochs=1000, width=300, step_s=0.01, settings=BY_REPLAY, load_gate=gate)
     job.harness.wait_for("notice", lambda r: r.get("text") == "about to pull", node=name)
     return gate
 
@@ -86,7 +86,7 @@ def test_an_observer_that_dies_leaves_the_others_alone(job: Job) -> None:
 def test_three_newcomers_at_once_share_one_snapshot(job: Job) -> None:
     two_train(job)
     for name in "cde":
-        job.start(name, seed=2, epochs=1000, width=300, settings=BY_REPLAY)
+        job.start(name, seed=2, epochs=1000, width=300, step_s=0.01, settings=BY_REPLAY)
     for name in "cde":
         job.harness.wait_for("joined", node=name)
     job.leave(*"abcde")

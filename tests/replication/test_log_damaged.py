@@ -9,8 +9,8 @@ from test_log import chain, keep, read, reader_of, reduced
 from chaos_lightning.replication import log_reader
 from chaos_lightning.replication.server import ServerConfig
 
-AT = 9_000
-"""Byte of the first donor's stream that is changed: the second or third entry, whichever way its bytes travel."""
+AT = 600
+"""Byte of the first donor's stream that is changed: in its first answers, whichever way the bytes travel."""
 
 
 class Damage:
@@ -46,7 +46,7 @@ def test_a_damaged_entry_is_never_applied(others: str, inline_nbytes: int, monke
                 assert entry.raw is None or bytes(entry.raw) == bytes(reduced(entry.header))
                 found += 1
                 reader.give_back(entry)
-            assert 0 < found < 12
+            assert found < 12
             assert "nobody" in reader.error, reader.error
             assert "a: " in reader.error, reader.error
         reader.close()
