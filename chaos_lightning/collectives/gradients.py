@@ -201,11 +201,15 @@ class Gradients:
     # ------------------------------------------------------------------ after the commit
 
     @torch.no_grad()
-    def apply(self, header: Header) -> None:
+    def apply(self, header: Header, raw: memoryview | None = None) -> None:
         """Writes the committed average into `.grad` and into the reduced buffers.
 
-        The sum over members of coefficient * gradient lies in results[seq % 2] and is not written to; its average
-        goes to own memory (the accelerator's flat memory), which `.grad` then views.
+        The sum over members of coefficient * gradient is not written to; its average goes to own memory (the
+        accelerator's flat memory), which `.grad` then views.
+
+        Args:
+            header: The step's.
+            raw: The sum; if None, it lies in results[seq % 2].
         """
         self._return_lent()
         self._fired = {}
@@ -216,12 +220,12 @@ class Gradients:
             for index, settled in zip(self._layout.buffer_slots, self._settled, strict=True):
                 self._layout.slots[index].tensor.copy_(settled)
             return
-        raw = self._memory.results[header.seq % 2]
+        total_sum = self._memory.results[header.seq % 2] if raw is None else torch.frombuffer(raw, dtype=torch.uint8)
         scale = 1.0 / total
         target = self._memory.own
         for run in self._layout.runs:
             if run.stop > run.start and run.section in (self._section, len(self._layout.section_slots)):
-                source = raw[run.start : run.stop].view(run.dtype)
+                source = total_sum[run.start : run.stop].view(run.dtype)
                 torch.mul(source, scale, out=target[run.start : run.stop].view(run.dtype))
         home = target
         if self._flat is not None:

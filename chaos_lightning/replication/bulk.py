@@ -54,6 +54,14 @@ class Type(enum.IntEnum):
     GET_ENTRY = 6
     """The header of slot `seq`, which stands on `head`, from the log; `length`: send its bytes along if they are so
     few."""
+    GET_PLACES = 7
+    """Where the state lies in the donor's memory (by_reference.py); `length` 1: a snapshot's, with its manifest."""
+    GET_BUFFERS = 8
+    """Where reduced bytes lie in the donor's memory; the sender reads the log until this connection ends."""
+    HAVE_STATE = 9
+    """Told, not asked: the sender holds the first `offset` bytes of the snapshot."""
+    HAVE_RESULT = 10
+    """Told, not asked: the sender holds the reduced bytes of this slot."""
     ROUTE = 12
     """Everything that follows on this connection is for another member; the payload says the way (forward.py)."""
     SAVE = 13
@@ -66,6 +74,8 @@ class Type(enum.IntEnum):
     ENTRY = 23
     """Length of an encoded header (4 bytes), the header, and the slot's reduced bytes if they are few; `offset` is the
     last slot in the donor's log."""
+    PLACES = 24
+    BUFFERS = 25
     PENDING = 22
     """The donor is alive but has not published this head yet, or is still hashing; the answer follows."""
     ROUTED = 28
@@ -75,6 +85,8 @@ class Type(enum.IntEnum):
 REQUESTS = frozenset(  # that ask for something of this header; such may be forwarded
     (Type.GET_DIGEST, Type.GET_TABLE, Type.GET_MANIFEST, Type.GET_STATE, Type.GET_RESULT, Type.GET_ENTRY)
 )
+NEIGHBOURLY = frozenset((Type.GET_PLACES, Type.GET_BUFFERS, Type.HAVE_STATE, Type.HAVE_RESULT))
+"""Requests between members of one machine."""
 FIRST_REPLY = 16
 RANGES = frozenset((Type.GET_STATE, Type.GET_RESULT))
 UNSUMMED = 1
@@ -87,6 +99,12 @@ _LIMITS = {
     Type.GET_STATE: MAX_RANGE_NBYTES,
     Type.GET_RESULT: MAX_RANGE_NBYTES,
     Type.GET_ENTRY: MAX_INLINE_NBYTES,
+    Type.GET_PLACES: 1,
+    Type.GET_BUFFERS: 0,
+    Type.HAVE_STATE: 0,
+    Type.HAVE_RESULT: 0,
+    Type.PLACES: MAX_CONTROL_NBYTES,
+    Type.BUFFERS: MAX_NOTE_NBYTES,
     Type.ENTRY: MAX_CONTROL_NBYTES,
     Type.DIGEST: MAX_NOTE_NBYTES,
     Type.TABLE: MAX_CONTROL_NBYTES,

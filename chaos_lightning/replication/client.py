@@ -29,6 +29,7 @@ from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
 from chaos_lightning.replication.forward import send_route
 from chaos_lightning.replication.policy import Deliver, Job
 from chaos_lightning.replication.table import Piece
+from chaos_lightning.transport.link import on_this_machine
 
 T = TypeVar("T")
 
@@ -82,6 +83,8 @@ class PullConfig:
     """A donor that was heard and cannot be dialled any more is tried again for so long."""
     max_attached_nbytes: int = 4 << 30
     """Tensors that a manifest refers to are made here for the donor; refuse more than this."""
+    by_reference: bool = False
+    """Read the state out of the memory of donors on this machine that lend it (by_reference.py)."""
 
     def __post_init__(self) -> None:
         for name in ("deadline_s", "stall_timeout_s", "survey_grace_s"):
@@ -288,7 +291,7 @@ class Donor:
                     if how is not None:
                         how(self, board, sink)
                     else:
-                        self._stream(board, sink)
+                        self.stream(board, sink)
                     return
                 except (OSError, WireError) as error:
                     if self._closed and board.over:  # cut, since only overtaken requests were under way
@@ -305,7 +308,12 @@ class Donor:
             board.dismiss(self.member)
             raise
 
-    def _stream(self, board: Board, sink: Sink) -> None:
+    def beside(self) -> bool:
+        """Whether it is on this machine, as far as addresses tell; connects if need be."""
+        return not self.endpoint.route and on_this_machine(self._connect().sock)
+
+    def stream(self, board: Board, sink: Sink) -> None:
+        """Jobs by requests on this connection, until none are left."""
         under_way: deque[Flight] = deque()
         self._connect()
         while True:
@@ -327,10 +335,18 @@ class Donor:
                 f"the donor sent bytes [{frame.offset}, {frame.offset + frame.length}) with flags {frame.flags}, "
                 f"asked were [{job.start}, {job.stop}) with {sink.flags}"
             )
-        buffers = _elsewhere(job) if flight.copy else sink.land(job)
+        buffers = elsewhere(job) if flight.copy else sink.land(job)
         self._connect().receive_into(buffers, lambda nbytes: board.arrived(flight, nbytes))
         self.heard_at = time.monotonic()
-        bad = sink.landed(job, buffers, frame, in_place=not flight.copy)
+        self.judge(flight, board, sink, buffers, frame)
+
+    def judge(self, flight: Flight, board: Board, sink: Sink, buffers: list[memoryview], frame: Frame) -> None:
+        """All of a flight's bytes are here: verify them and tell the board.
+
+        Raises:
+            StateError: Too many were wrong, one after the other.
+        """
+        bad = sink.landed(flight.job, buffers, frame, in_place=not flight.copy)
         if bad is None or bad:
             board.wrong(flight, bad or ())
             self._failures += 1
@@ -341,7 +357,7 @@ class Donor:
             board.done(flight, buffers)
 
 
-def _elsewhere(job: Job) -> list[memoryview]:
+def elsewhere(job: Job) -> list[memoryview]:
     """Memory for a job that somebody else may be receiving in place."""
     sizes = [piece.nbytes for piece in job.pieces] or [job.nbytes]
     whole = memoryview(bytearray(job.nbytes))

@@ -7,6 +7,9 @@ thread of the log's own; an entry whose copy came too late is left out, and othe
 
 Observers ask for entries (bulk requests), nobody sends them unasked: a slow observer holds up nobody, any member can
 give any entry, and who asks for the next one names the header that it must stand on (4a).
+
+If all who observe can read this process's memory (by_reference.py), an entry is there at once and its bytes are read
+where they lie; they are copied only if an observer has not said within `hold_s` that it has them (`taken`).
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from __future__ import annotations
 import queue
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,6 +30,8 @@ _LENGTH = struct.Struct("!I")
 DEFAULT_CAP_NBYTES = 2 << 30
 AT_ONCE_NBYTES = 1 << 18
 """So much is copied in the I/O thread itself, which takes some 30 microseconds."""
+_REMEMBERED = 1024
+"""Slots of which it is known who has them."""
 _KEPT_AT_LEAST = 4
 """Entries that are kept whatever the cap says, or a single large model would have no log at all."""
 
@@ -62,6 +68,10 @@ class _Order:
     source: memoryview | None
     still: Callable[[], bool]
     generation: int
+    readers: frozenset[str]
+    """Who must have said that it has the bytes, or they are copied; nobody: they are copied at once."""
+    not_before: float
+    """When (monotonic, s) they are copied if somebody has not."""
 
 
 class SlotLog:
@@ -84,13 +94,26 @@ class SlotLog:
         self._left: set[int] = set()
         """Slots of this log that were left out."""
         self._generation = 0
+        self._waiting = 0
+        """Orders whose entries are not in the log before the thread has dealt with them."""
+        self._taken: dict[int, set[str]] = {}
+        self._sated: set[str] = set()
+        """Observers that read no more."""
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     # ------------------------------------------------------------------ the I/O thread's side
 
     def keep(
-        self, header: Header, encoded: bytes, raw: memoryview | None, spans: Sequence[Span], still: Callable[[], bool]
+        self,
+        header: Header,
+        encoded: bytes,
+        raw: memoryview | None,
+        spans: Sequence[Span],
+        still: Callable[[], bool],
+        *,
+        readers: Collection[str] = (),
+        hold_s: float = 0.0,
     ) -> None:
         """Takes a committed slot into the log; returns at once.
 
@@ -100,15 +123,29 @@ class SlotLog:
             raw: The result buffer, if the slot reduced anything.
             spans: What of it was reduced.
             still: Whether `raw` has not been overwritten yet; asked after the copy.
+            readers: All who want it, if each of them reads it in this process's memory.
+            hold_s: How long to wait for them before it is copied.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._copy_all, name="chaos-log", daemon=True)
             self._thread.start()
+        wanted = tuple(spans) if raw is not None else ()
+        copy: memoryview | None = None
         if raw is not None and sum(stop - start for start, stop in spans) <= AT_ONCE_NBYTES:
             # Steps of small models are over before another thread gets its turn.
-            raw, still = _copy(raw, spans), lambda: True
-        entry = Entry(header.seq, header.prev_hash, header.hash, encoded, None, tuple(spans) if raw is not None else ())
-        self._orders.put(_Order(entry, raw, still, self._generation))
+            copy, raw = _copy(raw, spans), None
+        entry = Entry(header.seq, header.prev_hash, header.hash, encoded, copy, wanted)
+        with self._changed:
+            # An entry that is there at once must leave no gap that the thread has yet to fill.
+            lent = frozenset(readers) if not self._waiting else frozenset()
+            if lent:
+                self._store(entry)
+                if raw is None:
+                    return
+            else:
+                self._waiting += 1
+            order = _Order(entry, raw, still, self._generation, lent, time.monotonic() + hold_s)
+        self._orders.put(order)
 
     def end(self) -> None:
         """Nobody observes any more: everything is forgotten."""
@@ -117,6 +154,8 @@ class SlotLog:
             self.gone = max(self.gone, self.newest)
             self._entries.clear()
             self._left.clear()
+            self._taken.clear()
+            self._sated.clear()
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -135,6 +174,21 @@ class SlotLog:
         """The entry of slot `seq` with the header `head`."""
         entry = self._entries.get(seq)
         return entry if entry is not None and entry.head == head else None
+
+    def taken(self, reader: str, seq: int) -> None:
+        """This observer has the bytes of a slot, which this member may have yet to commit."""
+        self._taken.setdefault(seq, set()).add(reader)
+        while len(self._taken) > _REMEMBERED:
+            del self._taken[min(self._taken)]
+        self._changed.notify_all()
+
+    def attend(self, reader: str, *, until: bool = False) -> None:
+        """This observer begins to read bytes in place; `until`: it will read no more."""
+        if until:
+            self._sated.add(reader)
+            self._changed.notify_all()
+        else:
+            self._sated.discard(reader)
 
     def lacks(self, seq: int) -> bool:
         """The slot was committed; that its entry is not here will not change."""
@@ -157,29 +211,52 @@ class SlotLog:
 
     def _copy_all(self) -> None:
         while (order := self._orders.get()) is not None:
+            if order.readers and self._all_take(order):
+                continue
             entry, source = order.entry, order.source
-            copy: memoryview | None = None
             if source is not None:
-                copy = _copy(source, entry.spans)
-                if not order.still():
-                    self.late += 1
-                    with self._changed:
-                        self._left |= {entry.seq} if order.generation == self._generation else set()
-                        self._changed.notify_all()
-                    continue
+                entry = replace(entry, raw=_copy(source, entry.spans))
+            intact = source is None or order.still()
             with self._changed:
-                if order.generation != self._generation:
-                    continue
-                kept = Entry(entry.seq, entry.prev, entry.head, entry.encoded, copy, entry.spans)
-                self._entries[entry.seq] = kept
-                self._newest = max(self._newest, entry.seq) if len(self._entries) > 1 else entry.seq
-                self._evict()
-                self._changed.notify_all()
+                self._waiting -= not order.readers
+                if not intact:
+                    self._left_out(order)
+                elif order.generation == self._generation:
+                    self._store(entry)
+
+    def _held(self, order: _Order) -> bool:
+        """All who read in place have these bytes."""
+        return bool(order.readers) and order.readers <= self._taken.get(order.entry.seq, set()) | self._sated
+
+    def _all_take(self, order: _Order) -> bool:
+        """Waits for the readers; whether there is nothing to copy."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: order.generation != self._generation or self._held(order),
+                max(0.0, order.not_before - time.monotonic()),
+            )
+
+    def _left_out(self, order: _Order) -> None:
+        """Its bytes are gone; who wants them still finds them at other members."""
+        if self._held(order):
+            return
+        self.late += 1
+        if order.generation == self._generation:
+            self._entries.pop(order.entry.seq, None)
+            self._left.add(order.entry.seq)
+            self._changed.notify_all()
+
+    def _store(self, entry: Entry) -> None:
+        self._entries[entry.seq] = entry
+        self._newest = max(self._newest, entry.seq) if len(self._entries) > 1 else entry.seq
+        self._evict()
+        self._changed.notify_all()
 
     def _evict(self) -> None:
         total = sum(e.nbytes for e in self._entries.values())
         while total > self.cap_nbytes and len(self._entries) > _KEPT_AT_LEAST:
             oldest = self._entries.pop(min(self._entries))
+            self._taken.pop(oldest.seq, None)
             total -= oldest.nbytes
 
 

@@ -2,9 +2,11 @@
 
 Theory of operation. One thread walks the chain: it asks a member for the header that stands on the last one, checks
 that it does, and has the slot's reduced bytes fetched, in stripes: each source a part that is as large as the source
-was quick, over a connection and a thread of its own. A source that dies, refuses or stalls costs time only: its stripe
-goes to the others. Entries wait in a queue whose buffers are few, so an observer that is slow stops asking, and the
-members' bounded log decides how long it may be so. When no source can give the next entry, `error` says why.
+was quick, over a connection and a thread of its own. Where a source lends its memory (by_reference.py), the bytes are
+read there instead, and all such sources are told so, since they need not keep them then. A source that dies, refuses
+or stalls costs time only: its stripe goes to the others. Entries wait in a queue whose buffers are few, so an observer
+that is slow stops asking, and the members' bounded log decides how long it may be so. When no source can give the next
+entry, `error` says why.
 """
 
 from __future__ import annotations
@@ -18,19 +20,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from chaos_lightning.errors import ChaosError, RefusedError, StateError, WireError
 from chaos_lightning.membership.types import Header, Span
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
+from chaos_lightning.replication.by_reference import Buffers, ask
 from chaos_lightning.replication.client import Dial, Endpoint, reason_of
 from chaos_lightning.replication.log import unpacked
+from chaos_lightning.transport.link import on_this_machine
 
 REQUEST_NBYTES = 4 << 20
 INLINE_NBYTES = 64 << 10
 """So few bytes come with their header: a second round trip, to several members, would take longer than they do."""
 _ALIGNMENT = 64
+NOBODY = "0" * 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class _Source:
     failed: str = ""
     nbytes: int = 0
     busy_s: float = 0.0
+    lent: Buffers | None = None
+    """Where its reduced bytes lie, if they can be read there."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -69,8 +74,9 @@ class LogReader:
         header: The first entry stands on this one.
         decode: Encoded header to header; raises WireError.
         scope: What a step's header reduced, as byte ranges; empty for other slots.
-        nbytes: Size of the result buffer.
-        buffers: Entries with bytes that may wait to be applied.
+        buffers: Memory of a result's size, one for each entry with bytes that may wait to be applied. Their own while
+            they are open.
+        by_reference: Read out of the memory of sources that lend it.
         stall_timeout_s: A source that sends nothing for so long is given up.
     """
 
@@ -82,23 +88,26 @@ class LogReader:
         *,
         decode: Callable[[bytes], Header],
         scope: Callable[[Header], Sequence[Span]],
-        nbytes: int,
-        buffers: int = 3,
+        buffers: Sequence[memoryview],
+        by_reference: bool = False,
         stall_timeout_s: float = 10.0,
     ) -> None:
         self.error = ""
         """Why no further entry will come."""
         self.newest = header.seq
+        self.listening = False
+        """A source has been asked for the next entry, and could have answered."""
         self.received_nbytes = 0
         self._sources = [_Source(s) for s in sources]
         self._dial = dial
         self._decode = decode
         self._scope = scope
+        self._by_reference = by_reference
         self._stall_timeout_s = stall_timeout_s
         self._ready: queue.SimpleQueue[LogEntry | None] = queue.SimpleQueue()
         self._spare: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        for _ in range(buffers):
-            self._spare.put(np.empty(nbytes, np.uint8).data)
+        for buffer in buffers:
+            self._spare.put(buffer)
         self._closed = False
         self._pool = ThreadPoolExecutor(max(1, len(sources)), "chaos-log-pull")
         self._thread = threading.Thread(target=self._run, args=(header,), name="chaos-log-reader", daemon=True)
@@ -107,6 +116,9 @@ class LogReader:
 
     def start(self) -> None:
         self._thread.start()
+        if self._by_reference:  # all of them hear what is here, also those that nothing is asked of
+            for source in self._sources:
+                self._pool.submit(self._greet, source)
 
     def take(self, timeout_s: float) -> LogEntry | None:
         """The next entry, or None if there is none within the timeout."""
@@ -142,6 +154,7 @@ class LogReader:
             while not self._closed:
                 header, newest, inline = self._next(at)
                 told_at = time.monotonic()
+                self.newest = max(self.newest, newest)
                 raw: memoryview | None = None
                 spans = self._scope(header)
                 if spans:
@@ -150,9 +163,8 @@ class LogReader:
                         return
                     if inline:
                         self._place(header, raw, spans, inline)
-                    else:
+                    elif not self._look(header, raw, spans):
                         self._fetch(header, raw, spans)
-                self.newest = max(self.newest, newest)
                 self._ready.put(LogEntry(header, raw, newest, told_at))
                 at = header
         except (ChaosError, OSError) as error:
@@ -165,6 +177,8 @@ class LogReader:
         while living := [s for s in self._sources if not s.failed]:
             source = living[0]
             try:
+                self._connect(source)
+                self.listening = True
                 request = Frame(Type.GET_ENTRY, at.hash, at.seq + 1, 0, INLINE_NBYTES)
                 frame, payload = self._ask(source, request, Type.ENTRY)
                 encoded, inline = unpacked(payload)
@@ -198,6 +212,35 @@ class LogReader:
 
     # ------------------------------------------------------------------ bytes
 
+    def _look(self, header: Header, raw: memoryview, spans: Sequence[Span]) -> bool:
+        """Reads them out of a source's memory; False if no source has them there (any more)."""
+        for source in self._sources:
+            lent = source.lent if not source.failed else None
+            if lent is None:
+                continue
+            try:
+                whole = lent.read(header.seq, raw, spans)
+            except (OSError, WireError) as error:
+                self._fail(source, error)
+                continue
+            if whole:
+                self.received_nbytes += sum(stop - start for start, stop in spans)
+                self._tell(header)
+                return True
+        return False
+
+    def _tell(self, header: Header) -> None:
+        """These bytes are here: those who lend theirs need not keep them."""
+        for source in self._sources:
+            self._say(source, Frame(Type.HAVE_RESULT, header.hash, header.seq))
+
+    @staticmethod
+    def _say(source: _Source, frame: Frame) -> None:
+        channel = source.channel
+        if channel is not None and source.lent is not None and not source.failed:
+            with contextlib.suppress(OSError):  # what becomes of this connection shows when it is needed
+                channel.send(frame)
+
     def _fetch(self, header: Header, raw: memoryview, spans: Sequence[Span]) -> None:
         missing = [span for span in spans if span[1] > span[0]]
         while missing:
@@ -221,6 +264,7 @@ class LogReader:
                     missing += part
                 else:
                     raise error
+        self._tell(header)
 
     def _place(self, header: Header, raw: memoryview, spans: Sequence[Span], inline: memoryview) -> None:
         """Bytes that came with the header."""
@@ -254,6 +298,10 @@ class LogReader:
 
     # ------------------------------------------------------------------ connections
 
+    def _greet(self, source: _Source) -> None:
+        with contextlib.suppress(ChaosError, OSError):  # shows again when it is needed
+            self._connect(source)
+
     def _connect(self, source: _Source) -> BulkSocket:
         with source.lock:
             if source.channel is None:
@@ -262,6 +310,9 @@ class LogReader:
                 if self._closed:
                     sock.close()
                     raise ConnectionError("the log is not read any more")
+                if self._by_reference and on_this_machine(sock):
+                    with contextlib.suppress(RefusedError, PermissionError):
+                        source.lent = Buffers(ask(source.channel, Frame(Type.GET_BUFFERS, NOBODY, 0), Type.BUFFERS))
             return source.channel
 
     def _fail(self, source: _Source, error: BaseException) -> None:

@@ -27,6 +27,9 @@ class Region(Protocol):
     direct: bool
     """Whether what is received lies in the tensor at once, so that verifying the received bytes verifies the tensor."""
 
+    address: int
+    """Where they lie in this process, as they travel; 0 if they do not lie in host memory."""
+
     def read(self, start: int, stop: int) -> memoryview:
         """The bytes, in host memory; to be used before the tensor changes."""
         ...
@@ -72,6 +75,15 @@ def _plain(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
+def in_place(tensor: Tensor) -> bool:
+    """Whether its bytes lie in host memory as they travel."""
+    try:
+        check_tensor("", tensor)
+    except StateError:
+        return False
+    return tensor.device.type == "cpu" and _plain(tensor)
+
+
 def host_view(flat: Tensor) -> memoryview:
     """Memoryview of a flat uint8 host tensor (empty ones have no memory to view)."""
     return memoryview(flat.numpy().data) if flat.numel() else memoryview(bytearray())
@@ -85,6 +97,7 @@ class HostRegion:
     def __init__(self, tensor: Tensor) -> None:
         self._view = host_view(as_bytes(tensor))
         self.nbytes = len(self._view)
+        self.address = tensor.data_ptr()
 
     def read(self, start: int, stop: int) -> memoryview:
         return self._view[start:stop]
@@ -108,6 +121,7 @@ class StridedRegion:
         self._copy = tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
         self._view = host_view(as_bytes(self._copy))
         self.nbytes = len(self._view)
+        self.address = self._copy.data_ptr()
 
     def read(self, start: int, stop: int) -> memoryview:
         return self._view[start:stop]
@@ -126,6 +140,7 @@ class DeviceRegion:
     """A tensor on an accelerator: bytes are staged through pinned host memory, a range at a time."""
 
     direct = False
+    address = 0
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

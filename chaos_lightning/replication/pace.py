@@ -36,6 +36,12 @@ class Pace:
         self._sent_at = 0.0
         self._lock = threading.Lock()
 
+    @property
+    def usual_s(self) -> float:
+        """Median of the last steps while nothing was sent; 0: not known yet."""
+        with self._lock:
+            return statistics.median(self._usual) if len(self._usual) >= 5 else 0.0
+
     def begin(self, nbytes: int) -> None:
         """A snapshot of this size is about to be sent."""
         with self._lock:

@@ -18,11 +18,10 @@ checksums.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from itertools import pairwise
 from typing import Any
 
@@ -30,33 +29,33 @@ import torch
 import xxhash
 from torch import Tensor
 
-from chaos_lightning.errors import StateError, WireError
+from chaos_lightning.errors import ChaosError, StateError, WireError
 from chaos_lightning.membership.types import Span
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.board import Board
 from chaos_lightning.replication.bulk import Frame, Type
 from chaos_lightning.replication.client import Dial, Digest, Donor, Endpoint, PullConfig
+from chaos_lightning.replication.hashing import Hashes, Own, hash_regions
 from chaos_lightning.replication.manifest import decode_manifest
 from chaos_lightning.replication.memory import Region, region
 from chaos_lightning.replication.policies import make_policy
 from chaos_lightning.replication.policy import Job, SharedQueue, TransferPolicy, cut_jobs
-from chaos_lightning.replication.server import merge_spans
+from chaos_lightning.replication.published import merge_spans
 from chaos_lightning.replication.session import Meter, Progress, PullReport, Session
 from chaos_lightning.replication.table import (
-    DTYPES,
-    Entry,
     Piece,
     StateTable,
     build_table,
     check_layout,
     decode_table,
     dtype_name,
+    make_attached,
+    placeholder,
 )
 
-_HASHERS = 4
-_HASHED_TOGETHER = 16
-"""Pieces that a thread hashes in one go."""
+EARLY_S = 1.0
+"""So long a donor's manifest is waited for before anything is compared."""
 
 
 class StateSink:
@@ -122,14 +121,22 @@ class _Survey:
         self.digests: dict[str, Digest] = {}
         self._first_at = float("inf")
 
-    def run(self) -> None:
-        """Ask everybody; returns as soon as the vote is decided, or nobody else is about to answer."""
+    def begin(self) -> None:
+        """Ask everybody."""
         for member, donor in self.session.donors.items():
             self.session.start("digest", member, donor.digest)
+
+    def run(self) -> None:
+        """Returns as soon as the vote is decided, or nobody else is about to answer."""
         while not self._decided():
-            for _, member, digest in self.session.collect(0.1):
-                self.digests[member] = digest
-                self._first_at = min(self._first_at, time.monotonic())
+            for kind, member, digest in self.session.collect(0.1):
+                if kind == "digest":
+                    self.heard(member, digest)
+
+    def heard(self, member: str, digest: Digest) -> None:
+        """This donor has answered."""
+        self.digests[member] = digest
+        self._first_at = min(self._first_at, time.monotonic())
 
     def _decided(self) -> bool:
         session = self.session
@@ -161,16 +168,34 @@ class _Survey:
 
 
 class _StatePull:
-    def __init__(self, session: Session, state: StateAccess, policy: TransferPolicy, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        state: StateAccess,
+        policy: TransferPolicy,
+        progress: Progress | None,
+        replayed: bool,
+    ) -> None:
         self.session = session
         self.state = state
         self.policy = policy
         self.progress = progress
+        self.replayed = replayed
         self.survey = _Survey(session, policy.patient)
         self.skipped: int | None = None
+        self._own: Own | None = None
 
     def run(self, head: str, seq: int) -> PullReport:
+        early = self._ask_early() if self.replayed else None
+        self.survey.begin()
+        mine = self._adopt_early(early) if early is not None else None
+        if mine is None:
+            self._own = Own(self.state.tensors())
         self.survey.run()
+        lead = self.survey.choose()
+        if mine is not None and lead is not None and self._same(lead, *mine):
+            self.skipped = mine[0].nbytes
+            return self._report(head, seq, lead, mine[0].nbytes, 1)
         board: Board | None = None
         table: StateTable | None = None
         rounds = 0
@@ -191,20 +216,52 @@ class _StatePull:
             board = self._round(lead, table, text)
             if board is None:
                 break
-        digest = self.survey.digests[lead]
+        return self._report(head, seq, lead, table.nbytes, rounds)
+
+    def _report(self, head: str, seq: int, lead: str, nbytes: int, rounds: int) -> PullReport:
+        digests = self.survey.digests
+        taken = digests[lead].state
         return self.session.report(
             head,
             seq,
-            table.nbytes,
+            nbytes,
             self.skipped or 0,
-            state_hash=digest.state,
-            disagreeing=tuple(
-                m
-                for m in self.session.order
-                if m in self.survey.digests and self.survey.digests[m].state != digest.state
-            ),
+            state_hash=taken,
+            disagreeing=tuple(m for m in self.session.order if m in digests and digests[m].state != taken),
             rounds=rounds,
         )
+
+    # ------------------------------------------------------------------ nothing is expected to be missing
+
+    def _ask_early(self) -> Future[bytes]:
+        """Have the oldest donor send its manifest before it hashes."""
+        first = self.session.donors[self.session.order[0]]
+        return first.submit(lambda: first.ask(Type.GET_MANIFEST, Type.MANIFEST))
+
+    def _adopt_early(self, asked: Future[bytes]) -> tuple[StateTable, str] | None:
+        """While donors hash: adopt that manifest, then hash what lies here; with the manifest's own hash.
+
+        If all of it is what the donors have, this is the proof (PROTOCOL.md 19). None: not without their table.
+        """
+        try:
+            text = asked.result(min(EARLY_S, max(0.0, self.session.deadline - time.monotonic())))
+            tensors = self.state.tensors()
+            manifest = decode_manifest(text, dict(tensors))
+        except (ChaosError, OSError, TimeoutError):  # what is wrong shows again when it matters
+            return None
+        self.state.prepare(manifest, build_table(tensors, hashes=[()] * len(tensors)))
+        self.state.adopt(manifest)
+        tensors = self.state.tensors()
+        self._own = Own(tensors)
+        regions = [region(name, tensor) for name, tensor in tensors]
+        table = build_table(tensors, regions=regions, hashes=self._own.of(tensors, regions))
+        return table, xxhash.xxh3_128_hexdigest(text)
+
+    def _same(self, lead: str, mine: StateTable, manifest: str) -> bool:
+        theirs = self.survey.digests[lead]
+        return (theirs.state, theirs.attached, theirs.manifest) == (mine.state_hash, mine.attached_hash, manifest)
+
+    # ------------------------------------------------------------------ rounds
 
     def _ask(self, lead: str) -> tuple[StateTable, bytes] | None:
         """Manifest and table of the lead; None if it failed."""
@@ -214,7 +271,7 @@ class _StatePull:
         while self.session.pending("control"):
             for kind, member, result in self.session.collect():
                 if kind == "digest":
-                    self.survey.digests[member] = result
+                    self.survey.heard(member, result)
                 else:
                     found = result
         if found is None:
@@ -227,17 +284,19 @@ class _StatePull:
 
     def _prepare(self, table: StateTable, text: bytes) -> None:
         """Make the tensors; those of the table that are not there yet have a shape but no memory in the manifest."""
-        shapes = {e.name: _placeholder(e) for e in table.entries}
+        shapes = {e.name: placeholder(e) for e in table.entries}
         self.state.prepare(decode_manifest(text, {**shapes, **dict(self.state.tensors())}), table)
 
     def _round(self, lead: str, table: StateTable, text: bytes) -> Board | None:
         """Deliver and adopt; the board if donors ran out before everything arrived."""
         tensors = self.state.tensors()
         check_layout(table, tensors)
-        attached = _make_attached(table, self.session.config.max_attached_nbytes)
+        attached = make_attached(table, self.session.config.max_attached_nbytes)
         named = [*tensors, *attached.items()]
         regions = [region(name, tensor) for name, tensor in named]
-        missing = _missing(table, regions)
+        hashes = hash_regions(regions) if self._own is None else self._own.of(named, regions)
+        self._own = None  # another round finds other bytes here
+        missing = _missing(table, hashes)
         missing_nbytes = sum(p.nbytes for p in missing)
         if self.skipped is None:
             self.skipped = table.nbytes - missing_nbytes
@@ -280,7 +339,7 @@ class _StatePull:
             (name, dtype_name(t.dtype), tuple(t.shape)) for name, t in tensors
         ]
         # The state hash is one over names, types, shapes and these very piece hashes.
-        if same and not _missing(StateTable(tuple(theirs)), [region(name, t) for name, t in tensors]):
+        if same and not _missing(StateTable(tuple(theirs)), hash_regions([region(name, t) for name, t in tensors])):
             return
         mine = build_table(tensors)
         for a, b in zip(theirs, mine.entries, strict=False):
@@ -306,41 +365,10 @@ def _control(donor: Donor) -> tuple[StateTable, bytes]:
     return decode_table(donor.ask(Type.GET_TABLE, Type.TABLE)), text
 
 
-def _placeholder(entry: Entry) -> Tensor:
-    """Stands for a tensor that is yet to be made: a shape without memory."""
-    return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
-
-
-def _make_attached(table: StateTable, limit_nbytes: int) -> dict[str, Tensor]:
-    """Memory for the tensors that only the manifest refers to, on the kind of device they have at the donor."""
-    entries = [e for e in table.entries if e.attached]
-    total = sum(e.nbytes for e in entries)
-    if total > limit_nbytes:
-        raise StateError(
-            f"callbacks and other parts of the manifest hold {total} bytes of tensors, the limit is {limit_nbytes} "
-            "(PullConfig.max_attached_nbytes)"
-        )
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    made = {}
-    for e in entries:
-        here = accelerator is not None and e.device == accelerator.type
-        made[e.name] = torch.empty(e.shape, dtype=DTYPES[e.dtype], device=accelerator if here else "cpu")
-    return made
-
-
-def _missing(table: StateTable, regions: Sequence[Region]) -> list[Piece]:
-    """The pieces that differ here (PROTOCOL.md 16); on several cores, since nothing travels meanwhile."""
-
-    def differing(pieces: Sequence[Piece]) -> list[Piece]:
-        digest = xxhash.xxh3_128_digest
-        return [p for p in pieces if digest(regions[p.entry].read(p.start, p.stop)) != p.digest]
-
-    pieces = list(table.pieces())
-    if len(pieces) < 2 * _HASHED_TOGETHER:
-        return differing(pieces)
-    groups = [pieces[at : at + _HASHED_TOGETHER] for at in range(0, len(pieces), _HASHED_TOGETHER)]
-    with ThreadPoolExecutor(min(_HASHERS, os.cpu_count() or 1), "chaos-hash") as pool:
-        return [piece for found in pool.map(differing, groups) for piece in found]
+def _missing(table: StateTable, hashes: Sequence[Hashes]) -> list[Piece]:
+    """The pieces that differ from what lies here (PROTOCOL.md 16)."""
+    mine = (digest for here in hashes for digest in here)
+    return [piece for piece, digest in zip(table.pieces(), mine, strict=True) if piece.digest != digest]
 
 
 def pull_state(
@@ -354,6 +382,7 @@ def pull_state(
     policy: TransferPolicy | None = None,
     progress: Progress | None = None,
     abandoned: Callable[[], bool] | None = None,
+    replayed: bool = False,
 ) -> PullReport:
     """Make this member's state that of the donors at a header.
 
@@ -367,6 +396,7 @@ def pull_state(
         policy: Which donor sends what (policies.make_policy), new for each pull; `adaptive` without estimates if None.
         progress: Told of bytes that arrived.
         abandoned: Asked now and then; True ends the pull, for what it was for is superseded.
+        replayed: The state should be the donors' already: their manifest is adopted before anything is compared.
 
     Raises:
         StateError: No donor is left (says what is missing and why each fell out), the state does not fit here
@@ -376,7 +406,7 @@ def pull_state(
     policy = policy or make_policy("adaptive")
     with Session(policy.sources(donors), dial, what="state", head=head, seq=seq, config=config) as session:
         session.abandoned = abandoned
-        return _StatePull(session, state, policy, progress).run(head, seq)
+        return _StatePull(session, state, policy, progress, replayed).run(head, seq)
 
 
 def pull_result(

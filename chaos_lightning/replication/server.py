@@ -7,7 +7,8 @@ Threads that serve a bulk socket read that memory directly into the socket. The 
 first thread that needs it.
 
 For observers the state at a header is kept as a copy (`snapshot`), beside what is published live, and slots from there
-on are kept in `log`, until `release` or the end of a lease: a scheduler that died cannot pin them.
+on are kept in `log`, until `release` or the end of a lease: a scheduler that died cannot pin them. Observers that can
+read this process's memory (`lender`) are given some time to do so before anything is copied for them.
 
 A request names header and slot. What this member does not hold for exactly that header is refused by name
 (PROTOCOL.md 11, 15): another header of the same slot is a fork, an older slot is gone. Only a slot that is still
@@ -24,114 +25,28 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 import xxhash
 from torch import Tensor
 
 from chaos_lightning.errors import StateError, WireError
-from chaos_lightning.membership.types import Span
+from chaos_lightning.membership.types import Header, Span
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
+from chaos_lightning.replication.by_reference import Lender, refuse_unless
 from chaos_lightning.replication.checkpoint import CheckpointWriter
 from chaos_lightning.replication.forward import Forwarder
-from chaos_lightning.replication.log import DEFAULT_CAP_NBYTES, Entry, SlotLog
+from chaos_lightning.replication.log import Entry, SlotLog
 from chaos_lightning.replication.manifest import encode_manifest
-from chaos_lightning.replication.memory import Region, region, synchronize
+from chaos_lightning.replication.memory import in_place, region, synchronize
 from chaos_lightning.replication.pace import Pace
+from chaos_lightning.replication.published import Published, RefusalError, lay_out, merge_spans
+from chaos_lightning.replication.server_config import ServerConfig
 from chaos_lightning.replication.snapshot import Snapshot, available_nbytes
-from chaos_lightning.replication.table import StateTable, build_table
 
-
-@dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """Waits of the serving side, in seconds."""
-
-    publish_timeout_s: float = 30.0
-    """How long a request waits for a header that this member has yet to commit."""
-    idle_timeout_s: float = 120.0
-    """A connection without a request for so long is closed."""
-    stall_timeout_s: float = 10.0
-    """A peer that neither sends nor takes a byte for so long in mid-frame is given up."""
-    pending_interval_s: float = 0.25
-    """How often a waiting peer is told that this donor lives."""
-    snapshot_cap_nbytes: int = 0
-    """A larger state is not copied for observers; 0: half of the memory that is available then, shared by the members
-    of this machine."""
-    log_cap_nbytes: int = DEFAULT_CAP_NBYTES
-    lease_s: float = 600.0
-    """A snapshot nobody asked anything of for so long is given up."""
-    results_kept: int = 2
-    """Reduced slots kept servable: the last one, and the one before until everybody is known to hold the last."""
-
-    def __post_init__(self) -> None:
-        for name in ("publish_timeout_s", "idle_timeout_s", "stall_timeout_s", "pending_interval_s", "lease_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.results_kept < 1:
-            raise ValueError(f"results_kept must be at least 1, got {self.results_kept}")
-
-
-class _RefusalError(Exception):
-    """Becomes a REFUSED frame."""
-
-
-@dataclass
-class _Published:
-    """One state, or one reduced slot."""
-
-    head: str
-    seq: int
-    regions: list[Region]
-    starts: list[int]
-    nbytes: int
-    manifest: bytes = b""
-    named: list[tuple[str, Tensor]] = field(default_factory=list)
-    attached: list[tuple[str, Tensor]] = field(default_factory=list)
-    spans: tuple[Span, ...] = ()
-    """Valid byte ranges of a reduced slot."""
-    table: StateTable | None = None
-    encoded: bytes = b""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def build(self, tick: Callable[[], None]) -> StateTable:
-        """The table; the first caller hashes, others wait for it and tick."""
-        while not self.lock.acquire(timeout=0.05):
-            tick()
-        try:
-            if self.table is None:
-                self.table = build_table(self.named, self.attached, regions=self.regions, tick=tick)
-                self.encoded = self.table.encode()
-            return self.table
-        finally:
-            self.lock.release()
-
-    def read(self, start: int, stop: int) -> list[memoryview]:
-        """Memory of address range [start, stop), in order."""
-        if not 0 <= start < stop <= self.nbytes:
-            raise _RefusalError(f"bytes [{start}, {stop}) are outside the {self.nbytes} bytes of this state")
-        low, high = 0, len(self.starts)
-        while high - low > 1:  # the last region that starts at or before `start`
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.starts[middle] <= start else (low, middle)
-        views: list[memoryview] = []
-        while start < stop:
-            base, source = self.starts[low], self.regions[low]
-            end = min(stop, base + source.nbytes)
-            if end > start:
-                views.append(source.read(start - base, end - base))
-                start = end
-            low += 1
-        return views
-
-
-def _lay_out(head: str, seq: int, regions: list[Region]) -> _Published:
-    starts, offset = [], 0
-    for item in regions:
-        starts.append(offset)
-        offset += item.nbytes
-    return _Published(head, seq, regions, starts, offset)
+HOLD = 0.6
+"""So much of a usual step observers have for reading a state or sums in place, before a copy is made for them."""
 
 
 class StateServer:
@@ -140,10 +55,12 @@ class StateServer:
     def __init__(self, config: ServerConfig | None = None) -> None:
         self.config = config or ServerConfig()
         self._changed = threading.Condition()
-        self._state: _Published | None = None
-        self._results: list[_Published] = []
-        self._snapshot: _Published | None = None
+        self._state: Published | None = None
+        self._results: list[Published] = []
+        self._snapshot: Published | None = None
         self._copying: Snapshot | None = None
+        self._lent: Published | None = None
+        """The last snapshot's state, as those see it who read it in place."""
         self._leased_at = 0.0
         self._refused: tuple[int, str] = (-1, "")
         """A slot whose snapshot was not made, and why."""
@@ -159,6 +76,8 @@ class StateServer:
         """Set it to let others reach members through this one."""
         self.checkpoints: CheckpointWriter | None = None
         """Set it to let others have checkpoints written here."""
+        self.lender: Lender | None = None
+        """Set it to let members of this machine read this process's memory."""
 
     # --- the training thread's side -------------------------------------------------------------------------------
 
@@ -190,7 +109,7 @@ class StateServer:
             named = [(name, t.detach().clone() if name in copies else t) for name, t in tensors]
             attached = [(name, t.detach().clone()) for name, t in encoded.tensors]
         synchronize(t for _, t in attached)
-        item = _lay_out(head, seq, [region(name, t) for name, t in (*named, *attached)])
+        item = lay_out(head, seq, [region(name, t) for name, t in (*named, *attached)])
         item.named, item.attached, item.manifest = named, attached, encoded.data
         if len(item.manifest) > bulk.MAX_CONTROL_NBYTES:
             raise StateError(
@@ -210,6 +129,7 @@ class StateServer:
         *,
         volatile: Collection[str] = (),
         sharers: int = 1,
+        observers: Collection[str] = (),
     ) -> Snapshot:
         """Keep a copy of the state after this header servable until `release`; replaces the one before.
 
@@ -220,6 +140,7 @@ class StateServer:
             manifest: Everything else; encoded here and now.
             volatile: Names of tensors that change before that: they are copied now.
             sharers: Members on this machine that make such a copy at the same time.
+            observers: Whom it is for.
 
         Raises:
             StateError: It is too large, or the manifest cannot travel; who asks for it hears the reason.
@@ -228,29 +149,64 @@ class StateServer:
             synchronize(t for _, t in tensors)
             encoded = encode_manifest(manifest, tensors)
             cap_nbytes = self.config.snapshot_cap_nbytes or available_nbytes() // (2 * max(1, sharers))
-            copy = Snapshot(tensors, volatile=volatile, cap_nbytes=cap_nbytes)
             with torch.no_grad():
                 attached = [(name, t.detach().clone()) for name, t in encoded.tensors]
+            readers = self._readers(observers) if all(in_place(t) for _, t in attached) else ()
+            copy = Snapshot(
+                tensors, volatile=volatile, cap_nbytes=cap_nbytes, readers=readers, hold_s=HOLD * self.pace.usual_s
+            )
         except StateError as error:
             with self._changed:
                 self._refused = (seq, str(error))
                 self._changed.notify_all()
             raise
         self.pace.begin(copy.nbytes)
+
+        def described() -> Published:
+            item = lay_out(head, seq, [region(name, t) for name, t in (*copy.tensors, *attached)])
+            item.named, item.attached, item.manifest = copy.tensors, attached, encoded.data
+            return item
+
         with self._changed:
             self._copying = copy
+            self._forget_lent()
+            if copy.readers:
+                self._lent, self._leased_at = described(), time.monotonic()
+                self._lent.snapshot = copy
+            self._changed.notify_all()
 
         def offer() -> None:
-            copy.settle()
-            item = _lay_out(head, seq, [region(name, t) for name, t in (*copy.tensors, *attached)])
-            item.named, item.attached, item.manifest = copy.tensors, attached, encoded.data
+            copy.wait()
+            item = described() if copy.whole else None
             with self._changed:
-                if self._copying is copy:
+                if self._copying is not copy:
+                    return
+                self._copying = None
+                if item is not None:
                     self._snapshot, self._leased_at = item, time.monotonic()
-                    self._changed.notify_all()
+                else:
+                    self._gone["state"] = max(self._gone["state"], seq)
+                self._changed.notify_all()
 
         threading.Thread(target=offer, name="chaos-offer", daemon=True).start()
         return copy
+
+    def keep(
+        self,
+        header: Header,
+        encoded: bytes,
+        raw: memoryview | None,
+        spans: Sequence[Span],
+        still: Callable[[], bool],
+    ) -> None:
+        """Takes a committed slot into the log, for the observers that its header names; see `SlotLog.keep`."""
+        readers = self._readers(header.observers)
+        self.log.keep(header, encoded, raw, spans, still, readers=readers, hold_s=HOLD * self.pace.usual_s)
+
+    def _readers(self, observers: Collection[str]) -> Collection[str]:
+        """These observers, if all of them read this process's memory; else nobody."""
+        lender = self.lender
+        return observers if lender is not None and all(lender.readable(o) for o in observers) else ()
 
     def release(self) -> None:
         """Nobody observes any more: snapshot and log are forgotten."""
@@ -258,13 +214,20 @@ class StateServer:
             if self._snapshot is not None:
                 self._gone["state"] = max(self._gone["state"], self._snapshot.seq)
             self._snapshot = self._copying = None
+            self._forget_lent()
         self.pace.end()
         self.log.end()
+
+    def _forget_lent(self) -> None:
+        lent, self._lent = self._lent, None
+        if lent is not None and lent.snapshot is not None:
+            lent.snapshot.forget()
 
     def expire(self, now: float) -> bool:
         """Releases a snapshot whose lease is over; whether it was."""
         with self._changed:
-            over = self._snapshot is not None and now - self._leased_at > self.config.lease_s
+            held = self._snapshot or self._lent
+            over = held is not None and now - self._leased_at > self.config.lease_s
         if over:
             self.release()
         return over
@@ -285,7 +248,7 @@ class StateServer:
         if any(not 0 <= start <= stop <= flat.numel() for start, stop in spans):
             raise ValueError(f"spans {list(spans)} are not within the {flat.numel()} reduced bytes")
         synchronize([flat])
-        item = _lay_out(head, seq, [region("reduced bytes", flat)])
+        item = lay_out(head, seq, [region("reduced bytes", flat)])
         item.spans = merge_spans(spans)
         with self._changed:
             kept = [r for r in self._results if r.seq != seq]
@@ -307,6 +270,7 @@ class StateServer:
         with self._changed:
             self._closed = True
             self._state = self._snapshot = self._copying = None
+            self._forget_lent()
             self._results = []
             sockets = list(self._sockets)
             self._changed.notify_all()
@@ -335,6 +299,7 @@ class StateServer:
                 return "this member's state server is closed"
             self._sockets.add(sock)
         channel = BulkSocket(sock, stall_timeout_s=self.config.stall_timeout_s)
+        attends = False
         try:
             while True:
                 request = channel.receive_header(patience_s=self.config.idle_timeout_s)
@@ -342,11 +307,12 @@ class StateServer:
                     return f"{peer} closed the connection"
                 if request.type is Type.ROUTE and self.forwarder is not None:
                     return self.forwarder.relay(channel, request)
-                if request.type not in (*bulk.REQUESTS, Type.ROUTE, Type.SAVE):
+                if request.type not in (*bulk.REQUESTS, *bulk.NEIGHBOURLY, Type.ROUTE, Type.SAVE):
                     raise WireError(f"{peer} sent {request.type.name} where a request was expected")
+                attends |= request.type is Type.GET_BUFFERS
                 try:
                     self._answer(channel, request, peer)
-                except (_RefusalError, StateError) as refusal:
+                except (RefusalError, StateError) as refusal:
                     note = str(refusal).encode()[: bulk.MAX_NOTE_NBYTES]
                     channel.send(*bulk.reply(Type.REFUSED, request.head, request.seq, note))
         except TimeoutError:
@@ -358,14 +324,16 @@ class StateServer:
         finally:
             with self._changed:
                 self._sockets.discard(sock)
+                if attends:
+                    self.log.attend(peer, until=True)
             sock.close()
 
     def _answer(self, channel: BulkSocket, request: Frame, peer: str) -> None:
         if request.type is Type.ROUTE:
             channel.receive_payload(request)
-            raise _RefusalError("this member passes no requests on to others")
+            raise RefusalError("this member passes no requests on to others")
         if request.type is Type.SAVE and self.checkpoints is None:
-            raise _RefusalError("this member has no checkpoint folder")
+            raise RefusalError("this member has no checkpoint folder")
         last = time.monotonic()
 
         def tick() -> None:
@@ -375,6 +343,9 @@ class StateServer:
                 channel.send(Frame(Type.PENDING, request.head, request.seq))
 
         head, seq = request.head, request.seq
+        if request.type in bulk.NEIGHBOURLY:
+            self._answer_beside(channel, request, peer, tick)
+            return
         if request.type is Type.GET_ENTRY:
             entry, newest = self._entry(request, tick)
             channel.send(*bulk.reply(Type.ENTRY, head, seq, entry.packed(request.length), newest))
@@ -387,7 +358,7 @@ class StateServer:
         elif request.type is Type.GET_TABLE:
             item.build(tick)
             if len(item.encoded) > bulk.MAX_CONTROL_NBYTES:
-                raise _RefusalError(f"the state table has {len(item.encoded)} bytes, over the frame limit")
+                raise RefusalError(f"the state table has {len(item.encoded)} bytes, over the frame limit")
             channel.send(*bulk.reply(Type.TABLE, head, seq, item.encoded))
         elif request.type is Type.GET_DIGEST:
             table = item.build(tick)
@@ -402,7 +373,7 @@ class StateServer:
             start, stop = request.offset, request.offset + request.length
             result = request.type is Type.GET_RESULT
             if result and not any(a <= start and stop <= b for a, b in item.spans):
-                raise _RefusalError(f"bytes [{start}, {stop}) of slot {seq} are not completely reduced here")
+                raise RefusalError(f"bytes [{start}, {stop}) of slot {seq} are not completely reduced here")
             if item is self._snapshot:
                 self.pace.spend(request.length)
             views = item.read(start, stop)
@@ -411,7 +382,28 @@ class StateServer:
             with self._changed:
                 self.served_nbytes[peer] = self.served_nbytes.get(peer, 0) + request.length
 
-    def _find(self, request: Frame, tick: Callable[[], None]) -> _Published:
+    def _answer_beside(self, channel: BulkSocket, request: Frame, peer: str, tick: Callable[[], None]) -> None:
+        """Somebody who reads this process's memory."""
+        head, seq = request.head, request.seq
+        if request.type is Type.HAVE_STATE:
+            with self._changed:
+                lent = self._lent
+            if lent is not None and lent.snapshot is not None and lent.head == head:
+                lent.snapshot.take(peer, request.offset)
+        elif request.type is Type.HAVE_RESULT:
+            with self._changed:
+                self.log.taken(peer, seq)
+        elif request.type is Type.GET_BUFFERS:
+            buffers = refuse_unless(self.lender, peer).buffers()
+            with self._changed:
+                self.log.attend(peer)
+            channel.send(*bulk.reply(Type.BUFFERS, head, seq, buffers))
+        else:
+            lender = refuse_unless(self.lender, peer)
+            places = lender.places(self._find(request, tick), manifest=request.length == 1)
+            channel.send(*bulk.reply(Type.PLACES, head, seq, places))
+
+    def _find(self, request: Frame, tick: Callable[[], None]) -> Published:
         """What is published for this header; waits, ticking, while its slot is still ahead."""
         what = "result" if request.type is Type.GET_RESULT else "state"
         give_up = time.monotonic() + self.config.publish_timeout_s
@@ -425,20 +417,22 @@ class StateServer:
                 self._refuse_if_hopeless(request, what, held)
                 left = give_up - time.monotonic()
                 if left <= 0:
-                    raise _RefusalError(
+                    raise RefusalError(
                         f"the {what} at header {request.head} (slot {request.seq}) was not published within "
                         f"{self.config.publish_timeout_s:g} s; {self._standing(what, held)}"
                     )
                 self._changed.wait(min(left, self.config.pending_interval_s))
             tick()
 
-    def _held(self, what: str, request: Frame) -> list[_Published]:
+    def _held(self, what: str, request: Frame) -> list[Published]:
+        if request.type is Type.GET_PLACES and request.length:
+            return [] if self._lent is None else [self._lent]
         if what == "state":
             return [item for item in (self._state, self._snapshot) if item is not None]
         entry = self.log.at(request.head, request.seq)
         if entry is None or entry.raw is None:
             return self._results
-        item = _lay_out(entry.head, entry.seq, [region("logged bytes", torch.frombuffer(entry.raw, dtype=torch.uint8))])
+        item = lay_out(entry.head, entry.seq, [region("logged bytes", torch.frombuffer(entry.raw, dtype=torch.uint8))])
         item.spans = entry.spans
         return [item]
 
@@ -453,28 +447,31 @@ class StateServer:
                     return entry, self.log.newest
                 asked = f"slot {request.seq} after header {request.head} is not in the log"
                 if self._closed:
-                    raise _RefusalError(f"{asked}: this member is leaving or was excluded")
+                    raise RefusalError(f"{asked}: this member is leaving or was excluded")
                 if self.log.lacks(request.seq):
-                    raise _RefusalError(f"{asked}: {self.log.why_not(request.seq)}")
+                    raise RefusalError(f"{asked}: {self.log.why_not(request.seq)}")
                 left = give_up - time.monotonic()
                 if left <= 0:
-                    raise _RefusalError(f"{asked}: nothing was committed for {self.config.publish_timeout_s:g} s")
+                    raise RefusalError(f"{asked}: nothing was committed for {self.config.publish_timeout_s:g} s")
                 self._changed.wait(min(left, self.config.pending_interval_s))
             tick()
 
-    def _refuse_if_hopeless(self, request: Frame, what: str, held: Sequence[_Published]) -> None:
+    def _refuse_if_hopeless(self, request: Frame, what: str, held: Sequence[Published]) -> None:
         asked = f"the {what} at header {request.head} (slot {request.seq}) is not served here"
         if self._closed:
-            raise _RefusalError(f"{asked}: this member is leaving or was excluded")
+            raise RefusalError(f"{asked}: this member is leaving or was excluded")
         if what == "state" and request.seq == self._refused[0]:
-            raise _RefusalError(f"{asked}: {self._refused[1]}")
-        if what == "state" and self._copying is not None and self._snapshot is None:
+            raise RefusalError(f"{asked}: {self._refused[1]}")
+        if request.type is Type.GET_PLACES and request.length and self._lent is None:
+            if self._copying is not None or (self._snapshot is not None and self._snapshot.seq >= request.seq):
+                raise RefusalError(f"{asked} out of memory: observers elsewhere need a copy, or it is no plain memory")
+        elif what == "state" and self._copying is not None and self._snapshot is None:
             return
         newest = max((item.seq for item in held), default=-1)
         if request.seq <= max(newest, self._gone[what]):
-            raise _RefusalError(f"{asked}: {self._standing(what, held)}")
+            raise RefusalError(f"{asked}: {self._standing(what, held)}")
 
-    def _standing(self, what: str, held: Sequence[_Published]) -> str:
+    def _standing(self, what: str, held: Sequence[Published]) -> str:
         if held:
             places = ", ".join(f"header {item.head} (slot {item.seq})" for item in held)
             return f"this member serves the {what} at {places}"
@@ -483,14 +480,4 @@ class StateServer:
         return f"this member has not published any {what}"
 
 
-def merge_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Sorted, without overlaps, neighbours joined, empty ones dropped."""
-    merged: list[Span] = []
-    for start, stop in sorted(spans):
-        if stop <= start:
-            continue
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
+__all__ = ["ServerConfig", "StateServer"]

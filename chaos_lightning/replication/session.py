@@ -19,7 +19,7 @@ from typing import Any
 
 from chaos_lightning.errors import DeadlineError, StateError
 from chaos_lightning.membership.types import SourceProgress
-from chaos_lightning.replication import bulk
+from chaos_lightning.replication import bulk, by_reference
 from chaos_lightning.replication.board import Board
 from chaos_lightning.replication.client import Dial, Donor, Endpoint, PullConfig, Sink, reason_of
 from chaos_lightning.replication.policy import Job, SourceStats, TransferPolicy
@@ -204,7 +204,9 @@ class Session:
         return results
 
     def _overdue(self) -> DeadlineError:
-        waited = sorted({member for _, member in self._pending.values()})
+        # A donor's own wait ends at the same moment: it may have been dropped for its silence just before.
+        silent = {member for member, reason in self.failed.items() if reason == reason_of(TimeoutError())}
+        waited = sorted({member for _, member in self._pending.values()} or silent)
         return DeadlineError(
             f"pulling {self.what} took longer than {self.config.deadline_s:g} s, still waiting for "
             f"{', '.join(waited) or 'nobody'}; {self.fates()}; check the links or raise the deadline, then join again"
@@ -249,7 +251,7 @@ class Session:
         size = self.config.request_nbytes
         board = Board(jobs, policy, sink.place, on_done=account, request_nbytes=size)
         self._board, self.policy = board, policy
-        how = policy.delivery()
+        how = policy.delivery() or (by_reference.deliver if self.config.by_reference else None)
 
         def enlist(member: str) -> None:
             donor = self.donors[member]

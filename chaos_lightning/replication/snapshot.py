@@ -4,10 +4,17 @@ Theory of operation. Between the optimizer's step and its next one the state is 
 writes. So the training thread copies only that, and a thread of the snapshot's own copies the rest during forward and
 backward; before the optimizer writes again, `settle` waits for what is left, which is as a rule nothing. The copy is
 one run of host memory, whose pages that thread touches first, so that no page fault falls on training.
+
+If all who observe can read this process's memory (by_reference.py), the state itself is the snapshot while it is
+still, and copying it is put off for `hold_s`. Readers go from the front to the back and say how far they are (`take`);
+what none of them lacks is not copied at all. After the hold the copying goes from the back to the front, until it meets
+them. `stamp` tells readers whether what they have just read was still.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
 from collections.abc import Collection, Sequence
 
@@ -16,10 +23,14 @@ import torch
 from torch import Tensor
 
 from chaos_lightning.errors import DeadlineError, StateError
-from chaos_lightning.replication.memory import as_bytes, host_view, region
+from chaos_lightning.membership.types import NO_VIEW
+from chaos_lightning.replication.memory import as_bytes, host_view, in_place, region
+from chaos_lightning.transport.reference import Stamp
 
 _ALIGNMENT = 64
 _BLOCK_NBYTES = 4 << 20
+LIVE, COPIED, GONE = 1, 2, 3
+"""What `stamp` says: the state itself may be read, or what was copied of it, or nothing any more."""
 
 
 def available_nbytes() -> int:
@@ -38,13 +49,21 @@ class Snapshot:
         tensors: Live, in their fixed order.
         volatile: Names of those that change before the optimizer's next step: they are copied here and now.
         cap_nbytes: Limit of the copy; 0: half of the memory that is available.
+        readers: Members that read this process's memory; nobody else needs the copy.
+        hold_s: How long to wait for them before copying.
 
     Raises:
         StateError: The state is larger than the cap.
     """
 
     def __init__(
-        self, tensors: Sequence[tuple[str, Tensor]], *, volatile: Collection[str] = (), cap_nbytes: int = 0
+        self,
+        tensors: Sequence[tuple[str, Tensor]],
+        *,
+        volatile: Collection[str] = (),
+        cap_nbytes: int = 0,
+        readers: Collection[str] = (),
+        hold_s: float = 0.0,
     ) -> None:
         self.nbytes = sum(t.numel() * t.element_size() for _, t in tensors)
         cap = cap_nbytes or available_nbytes() // 2
@@ -54,44 +73,130 @@ class Snapshot:
                 "their state from members with more memory"
             )
         self.tensors: list[tuple[str, Tensor]] = []
-        """The copies, complete once `settle` returned."""
-        self._pending: list[tuple[str, Tensor, Tensor]] = []
+        """The copies; all of them, once `settle` returned and if `whole`."""
+        self.stamp = Stamp()
+        self.readers = frozenset(readers) if all(in_place(t) for _, t in tensors) else frozenset()
+        """Who may read the state itself; nobody if a tensor is no plain host memory."""
+        self._taken = dict.fromkeys(self.readers, 0)
+        self._hold_s = hold_s
+        self._live: list[tuple[Tensor, int]] = []
+        """What holds each tensor's bytes until `settle`, and where they end in the state's address space."""
+        self._pending: list[tuple[str, Tensor, Tensor, int]] = []
         room = sum(-(-t.numel() * t.element_size() // _ALIGNMENT) * _ALIGNMENT for _, t in tensors)
         self._memory = torch.empty(room, dtype=torch.uint8)
-        at = 0
+        _advise(self._memory)
+        at = stop = 0
         with torch.no_grad():
             for name, tensor in tensors:
                 nbytes = tensor.numel() * tensor.element_size()
+                stop += nbytes
                 copy = self._memory[at : at + nbytes].view(tensor.dtype).view(tensor.shape)
                 at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
                 if name in volatile:
                     copy.copy_(tensor)
+                    self._live.append((copy, stop))
                 else:
-                    self._pending.append((name, tensor.detach(), copy))
+                    self._pending.append((name, tensor.detach(), copy, stop))
+                    self._live.append((tensor.detach(), stop))
                 self.tensors.append((name, copy))
+        self._copied_from = self.nbytes
+        """Address from which on everything is copied."""
+        self._lock = threading.Lock()
+        self._go = threading.Event()
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self._state = LIVE
+        self.stamp.set(NO_VIEW, LIVE)
         threading.Thread(target=self._run, name="chaos-snapshot", daemon=True).start()
 
     @property
     def complete(self) -> bool:
         return self._done.is_set()
 
-    def settle(self, timeout_s: float = 60.0) -> None:
-        """Waits until everything is copied: the optimizer may write afterwards.
+    @property
+    def whole(self) -> bool:
+        """Whether all of it was copied: readers took nothing in time."""
+        return self.complete and self._error is None and self._copied_from == 0
+
+    def wait(self, timeout_s: float = 60.0) -> None:
+        """Waits until copying has ended, without hurrying it.
 
         Raises:
             DeadlineError: It was not within the timeout.
+            StateError: It failed.
         """
         if not self._done.wait(timeout_s):
             raise DeadlineError(f"copying {self.nbytes} bytes of training state took longer than {timeout_s:g} s")
         if self._error is not None:
             raise StateError(f"the training state could not be copied: {self._error}") from self._error
 
+    def settle(self, timeout_s: float = 60.0) -> None:
+        """Waits until everything is copied that somebody lacks: the optimizer may write afterwards.
+
+        Raises:
+            DeadlineError: It was not within the timeout.
+            StateError: It failed.
+        """
+        self._go.set()
+        try:
+            self.wait(timeout_s)
+        finally:
+            self._turn(COPIED)
+
+    # ------------------------------------------------------------------ for readers of this process's memory
+
+    def take(self, reader: str, nbytes: int) -> None:
+        """This reader holds the first `nbytes` bytes of the state."""
+        with self._lock:
+            if reader in self._taken:
+                self._taken[reader] = max(self._taken[reader], nbytes)
+        if self._taken_nbytes() >= self.nbytes:
+            self._go.set()
+
+    def places(self) -> tuple[int, list[int]]:
+        """What `stamp` has to say after reading, and where each tensor begins; 0 where it is not held any more."""
+        with self._lock:
+            if self._state == LIVE:
+                return LIVE, [t.data_ptr() for t, _ in self._live]
+            if self._state == GONE:
+                return GONE, [0] * len(self.tensors)
+            copies = zip(self.tensors, self._live, strict=True)
+            return COPIED, [
+                copy.data_ptr() if stop > self._copied_from or live is copy else 0 for (_, copy), (live, stop) in copies
+            ]
+
+    def forget(self) -> None:
+        """Nobody reads any more."""
+        with self._lock:
+            self._taken = dict.fromkeys(self._taken, self.nbytes)
+        self._turn(GONE)
+        self._go.set()
+
+    def _turn(self, state: int) -> None:
+        """From here on readers are told so; before anything is written or freed."""
+        with self._lock:
+            self._state = max(self._state, state)
+            self.stamp.set(NO_VIEW, self._state)
+
+    def _taken_nbytes(self) -> int:
+        with self._lock:
+            return min(self._taken.values(), default=0)
+
+    # ------------------------------------------------------------------ the snapshot's own thread
+
     def _run(self) -> None:
         try:
-            for name, tensor, copy in self._pending:
+            if self.readers:
+                self._go.wait(self._hold_s)
+            while self._pending:
+                name, tensor, copy, stop = self._pending[-1]
+                if self.readers and stop <= self._taken_nbytes():
+                    break
                 self._copy(name, tensor, copy)
+                del self._pending[-1]
+                self._copied_from = stop - tensor.numel() * tensor.element_size()
+            if not self._pending:
+                self._copied_from = 0
         except BaseException as error:
             self._error = error
         finally:
@@ -109,3 +214,12 @@ class Snapshot:
         for start in range(0, source.nbytes, _BLOCK_NBYTES):
             stop = min(start + _BLOCK_NBYTES, source.nbytes)
             np.copyto(target[start:stop], np.frombuffer(source.read(start, stop), np.uint8))
+
+
+def _advise(memory: Tensor) -> None:
+    """Asks for huge pages: touching the others for the first time takes longer than copying into them."""
+    first = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = (memory.data_ptr() + memory.nbytes - first) // mmap.PAGESIZE
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
+    if pages > 0 and advise is not None and hasattr(mmap, "MADV_HUGEPAGE"):
+        advise(ctypes.c_void_p(first), ctypes.c_size_t(pages * mmap.PAGESIZE), mmap.MADV_HUGEPAGE)

@@ -106,7 +106,7 @@ class StateTable:
     def pieces(self) -> Iterator[Piece]:
         """All pieces in address order."""
         for index, entry in enumerate(self.entries):
-            for number, (start, stop) in enumerate(_cuts(entry.nbytes)):
+            for number, (start, stop) in enumerate(cuts(entry.nbytes)):
                 yield Piece(index, start, stop, entry.hashes[number])
 
     def encode(self) -> bytes:
@@ -126,7 +126,8 @@ def _fold(entries: Iterable[Entry]) -> str:
     return state.hexdigest()
 
 
-def _cuts(nbytes: int) -> Iterator[tuple[int, int]]:
+def cuts(nbytes: int) -> Iterator[tuple[int, int]]:
+    """Where the pieces of a tensor of this size begin and end."""
     return ((start, min(start + PIECE_NBYTES, nbytes)) for start in range(0, nbytes, PIECE_NBYTES))
 
 
@@ -180,7 +181,7 @@ def _entry(row: object, offset: int) -> Entry:
 def hash_region(source: Region) -> tuple[bytes, ...]:
     """xxh3-128 of each piece of one tensor."""
     digest = xxhash.xxh3_128_digest
-    return tuple(digest(source.read(start, stop)) for start, stop in _cuts(source.nbytes))
+    return tuple(digest(source.read(start, stop)) for start, stop in cuts(source.nbytes))
 
 
 def build_table(
@@ -188,6 +189,7 @@ def build_table(
     attached: Named = (),
     *,
     regions: Sequence[Region] | None = None,
+    hashes: Sequence[tuple[bytes, ...]] | None = None,
     tick: Callable[[], None] | None = None,
 ) -> StateTable:
     """Hash the state.
@@ -196,6 +198,7 @@ def build_table(
         tensors: Replicated tensors in their fixed order.
         attached: Tensors that only a manifest refers to.
         regions: Ways to the tensors' bytes, in the same order, if the caller has them already.
+        hashes: Of the pieces of each tensor, if the caller has them already.
         tick: Called now and then, so that a long hash does not look like a death.
     """
     rows = [(name, t, False) for name, t in tensors] + [(name, t, True) for name, t in attached]
@@ -203,9 +206,9 @@ def build_table(
     offset = 0
     for index, (name, tensor, extra) in enumerate(rows):
         source = regions[index] if regions is not None else region(name, tensor)
-        hashes = hash_region(source)
+        digests = hash_region(source) if hashes is None else hashes[index]
         shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
-        entries.append(Entry(name, dtype, shape, offset, source.nbytes, hashes, extra, tensor.device.type))
+        entries.append(Entry(name, dtype, shape, offset, source.nbytes, digests, extra, tensor.device.type))
         offset += source.nbytes
         if tick is not None:
             tick()
@@ -250,3 +253,29 @@ def check_layout(table: StateTable, tensors: Sequence[tuple[str, Tensor]]) -> No
             f"{len(tensors)}; only {longer} has tensor {first}; start all members with the same model, optimizers and "
             "configuration"
         )
+
+
+def placeholder(entry: Entry) -> Tensor:
+    """Stands for a tensor that is yet to be made: a shape without memory."""
+    return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
+
+
+def make_attached(table: StateTable, limit_nbytes: int) -> dict[str, Tensor]:
+    """Memory for the tensors that only the manifest refers to, on the kind of device they have at the donor.
+
+    Raises:
+        StateError: They need more than the limit.
+    """
+    entries = [e for e in table.entries if e.attached]
+    total = sum(e.nbytes for e in entries)
+    if total > limit_nbytes:
+        raise StateError(
+            f"callbacks and other parts of the manifest hold {total} bytes of tensors, the limit is {limit_nbytes} "
+            "(PullConfig.max_attached_nbytes)"
+        )
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    made = {}
+    for e in entries:
+        here = accelerator is not None and e.device == accelerator.type
+        made[e.name] = torch.empty(e.shape, dtype=DTYPES[e.dtype], device=accelerator if here else "cpu")
+    return made

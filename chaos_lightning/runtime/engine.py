@@ -463,7 +463,7 @@ class Engine:
             self._loop.call(end)
             done.wait(2.0)
             self._loop.stop()
-        self._transfer.server.close()
+        self._transfer.close()
         if self._window is not None:
             self._window.close()
         self.events.close()

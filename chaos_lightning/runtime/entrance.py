@@ -82,6 +82,7 @@ class Entrance:
             if pull is not None:
                 if self._transfer.fetch(*pull, state, deadline):
                     self._transfer.mixed = ""
+                    self._transfer.arrived()
                     loaded = fx.StateLoaded(pull[0].hash)
                     self._shell.loop.call(partial(self._shell.feed, loaded))
                     return Place("joiner", *pull)
@@ -102,5 +103,6 @@ class Entrance:
                 with mail.changed:
                     mail.wait(lambda: mail.giving_up or mail.pull is not None, "the state's header", deadline)
             else:
+                self._transfer.arrived()
                 self._transfer.publish(GENESIS, state, window.layout)
                 return Place("founder", GENESIS, view)

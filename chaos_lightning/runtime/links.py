@@ -285,6 +285,15 @@ class Links:
     def up(self, peer: str) -> bool:
         return peer in self._links
 
+    def wanted(self, peer: str) -> Member | None:
+        """Who that is, if a link to it is wanted."""
+        return self._wanted.get(peer)
+
+    def reads(self, peer: str) -> bool:
+        """Any thread: whether this peer reads what it needs out of this process's memory."""
+        link = self._links.get(peer)
+        return link is not None and link.by_reference
+
     def silence_s(self, peer: str, now: float) -> float:
         """Seconds since anything was heard from this peer; infinite without a link."""
         link = self._links.get(peer)

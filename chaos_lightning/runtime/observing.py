@@ -1,7 +1,8 @@
 """A newcomer observes: it pulls a state that stands still while others train on, and replays what they committed since.
 
 Theory of operation (PROTOCOL.md 15-19). In the training thread, before the first view: (1) the snapshot at the first
-header that names this newcomer is pulled from all members at once, while a reader already collects their log. (2) Each
+header that names this newcomer is read out of the memory of a member on this machine, if one lends it, or else pulled
+from all members at once, while a reader already collects their log. (2) Each
 logged step is applied: the raw sums become averages in `.grad`, as at any member, and `Replay` does what training did
 with them. (3) With nothing left to apply the newcomer says that it has caught up, and goes on applying until the header
 arrives that lets it in. What then still differs is pulled at that header, whose hash check is the proof (19).
@@ -74,7 +75,8 @@ class Observation:
             header,
             decode=lambda data: decode(Header, data),
             scope=self._window.scope_of,
-            nbytes=self._window.layout.nbytes,
+            buffers=self._window.memory.result_bytes,  # this member reduces nothing meanwhile
+            by_reference=True,
         )
         reader.start()
         at = header
@@ -82,7 +84,8 @@ class Observation:
             if not self._transfer.fetch(header, view, state, deadline, superseded=self._called):
                 return
             self._window.settle()
-            at = self._follow(reader, header)
+            report = self._transfer.report
+            at = self._follow(reader, header, quick=report is not None and not report.state_hash)
         except ChaosError as error:
             self._give_up(at, str(error))
         finally:
@@ -91,7 +94,8 @@ class Observation:
 
     # ------------------------------------------------------------------ the log
 
-    def _follow(self, reader: LogReader, at: Header) -> Header:
+    def _follow(self, reader: LogReader, at: Header, *, quick: bool) -> Header:
+        """`quick`: the snapshot was here within about a step, so that there may be nothing to apply yet."""
         caught_up, told = False, time.monotonic()
         began, fresh = told, False
         while not self._called():
@@ -104,7 +108,8 @@ class Observation:
                 self._give_up(at, reader.error)
                 return at
             lag = reader.newest - at.seq
-            if not caught_up and reader.waiting and lag <= 1 and self._applied and fresh:
+            certain = fresh if self._applied else quick and reader.listening
+            if not caught_up and reader.waiting and lag <= 1 and certain:
                 caught_up = True
                 self._send(CatchUp(at.seq))
             if entry is not None and not caught_up and self._hopeless(lag, time.monotonic()):

@@ -19,6 +19,7 @@ from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.recovery import needs_bytes, with_scope
 from chaos_lightning.membership.types import (
+    NO_VIEW,
     Contribution,
     Decide,
     FromMember,
@@ -39,6 +40,7 @@ from chaos_lightning.membership.types import (
 )
 from chaos_lightning.observe.events import Event, EventLog, committed_fields
 from chaos_lightning.planning.ledger import subtract
+from chaos_lightning.replication.by_reference import Lender
 from chaos_lightning.replication.client import Endpoint
 from chaos_lightning.replication.forward import Forwarder
 from chaos_lightning.runtime.codec import decode_peer, encode, encode_peer
@@ -103,8 +105,11 @@ class Shell:
         """A fresh machine: the member joins again with nothing (PROTOCOL.md 11)."""
         self.machine = MemberMachine()
         self.reducer = None
+        self.transfer.arrived()
         if self.links is not None:
             self.links.abandon()
+            if self.links.stamp is not None:
+                self.links.stamp.set(NO_VIEW, 0)  # what lay in the result buffers is overwritten from now on
 
     def beat(self) -> None:
         """Pings idle links and ticks the machine; re-arms itself."""
@@ -170,8 +175,11 @@ class Shell:
         me = message.member.id
         self.links.me = me
         self.server.forwarder = Forwarder(me, self.dial)
+        if self.links.stamp is not None:
+            self.server.lender = Lender(self.links.reads, self.links.stamp, self.memory.result_bytes)
         if self.reducer is None or self.reducer.me != me:  # a scheduler that was restarted gives newcomers new ids
             self.reducer = Reducer(self.memory, self._grid, me, self.links.chunk, self._ranges_done)
+            self.transfer.arrived()
         self.mailbox.post(member=message.member)
         self.events.identify(me)
         self.events.emit("welcomed", id=me, role=message.role, reason=message.reason)
@@ -201,6 +209,8 @@ class Shell:
 
     def link_changed(self, peer: str, up: bool, evidence: str) -> None:
         self.events.emit("link_up" if up else "link_down", peer=peer, evidence=evidence)
+        if up and self.machine.view is None and self.links is not None and (member := self.links.wanted(peer)):
+            self.transfer.expect(member)
         self.feed(fx.LinkChanged(peer, up, evidence))
 
     def measured(self, report: LinkReport) -> None:
@@ -327,7 +337,7 @@ class Shell:
         """Slots after the first header that names an observer are kept for it (PROTOCOL.md 18)."""
         if self._observed and self.memory is not None and self.reducer is not None:
             machine, reduced = self.machine, needs_bytes(header)
-            self.server.log.keep(
+            self.server.keep(
                 header,
                 encode(header),
                 self.memory.result_bytes[header.seq % 2] if reduced else None,

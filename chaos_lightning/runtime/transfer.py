@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,21 +17,26 @@ from chaos_lightning.membership.types import Header, Member, Span, View
 from chaos_lightning.membership.types import Progress as ProgressMessage
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.replication.bulk import BulkSocket
 from chaos_lightning.replication.client import Endpoint, PullConfig
 from chaos_lightning.replication.policies import make_policy
 from chaos_lightning.replication.pull import PullReport, pull_result, pull_state
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.session import PullProgress
 from chaos_lightning.replication.snapshot import Snapshot
+from chaos_lightning.replication.state_reader import StateReader
 from chaos_lightning.replication.table import StateTable
 from chaos_lightning.runtime.mailbox import Mailbox
 from chaos_lightning.runtime.process_table import host_identity
 from chaos_lightning.runtime.sources import endpoint, endpoints
+from chaos_lightning.runtime.spares import Spares
 from chaos_lightning.transport.handshake import Greeting, dial
 
 Sources = tuple[tuple[Member, tuple[Span, ...]], ...]
 HAND_ON_DEADLINE_S = 30.0
 TOLD_EVERY_S = 1.0
+SPARE_CONNECTIONS = 2
+"""To each neighbour of a newcomer: one for the state, one for the log."""
 
 
 class _Watched:
@@ -70,6 +75,9 @@ class Transfer:
         self.near: Callable[[], Collection[str]] = frozenset
         """Members that this one has a link to."""
         self.tell: Callable[[ProgressMessage], None] = lambda _: None
+        self._spares = Spares(self._connect)
+        self._observed = False
+        """The last state that was pulled was an observer's."""
         self._copying: Snapshot | None = None
         self._job = job
         self._token = token
@@ -77,7 +85,24 @@ class Transfer:
         self._events = events
 
     def dial(self, donor: Endpoint) -> socket.socket:
-        """An authenticated bulk connection."""
+        """An authenticated bulk connection; one that was made before, if there is any."""
+        return self._spares.take(donor) or self._connect(donor)
+
+    def expect(self, donor: Member) -> None:
+        """This member is new, and will soon ask that one for its state: connections are made beforehand."""
+        self._spares.prepare(Endpoint(donor.id, donor.address, donor.port), SPARE_CONNECTIONS)
+
+    def arrived(self) -> None:
+        """This member is in, or another one by now: connections that were made in advance are of no use any more."""
+        before, self._spares = self._spares, Spares(self._connect)
+        before.close()
+
+    def close(self) -> None:
+        """Serves nothing any more."""
+        self._spares.close()
+        self.server.close()
+
+    def _connect(self, donor: Endpoint) -> socket.socket:
         greeting = Greeting(self._job, self._mail.who(), donor.member, "bulk")
         return dial(donor.address, donor.port, greeting, token=self._token)
 
@@ -107,7 +132,13 @@ class Transfer:
         volatile = {name for name, tensor in tensors if id(tensor) in changing}
         try:
             self._copying = self.server.snapshot(
-                header.hash, header.seq, tensors, state.manifest(), volatile=volatile, sharers=sharers
+                header.hash,
+                header.seq,
+                tensors,
+                state.manifest(),
+                volatile=volatile,
+                sharers=sharers,
+                observers=header.observers,
             )
         except StateError as error:  # others may have more memory; if nobody has, the newcomer comes in by a pause
             self._events.emit("error", what="snapshot", reason=str(error))
@@ -135,34 +166,72 @@ class Transfer:
             view: Names the donors: its members that are no joiners.
             state: Where it goes.
             deadline: By `time.monotonic()`.
-            superseded: Whether the pull has become pointless; by default, a newer pull, or this member's end.
+            superseded: Whether an observer's pull has become pointless: then it may be read out of a member's memory,
+                unproved. None: it lets this member in; a newer pull, or this member's end, make it pointless.
 
         Raises:
             StateError: No donor is left, or the state does not fit.
         """
         sources = [m for m in view.members if m.id not in view.joiners]
-
-        def begun() -> None:
-            self.mixed = f"step {header.step}"
-
+        donors, watched = endpoints(sources, view, self.near()), self._watched(header, state)
+        config = PullConfig(deadline_s=max(0.1, deadline - time.monotonic()), by_reference=True)
         self._events.emit("pull_started", seq=header.seq, head=header.hash, sources=[m.id for m in sources])
         try:
-            report = pull_state(
-                endpoints(sources, view, self.near()),
+            report = self._read(donors, header, watched, config, superseded) if superseded is not None else None
+            report = report or pull_state(
+                donors,
                 self.dial,
                 head=header.hash,
                 seq=header.seq,
-                state=_Watched(state, begun),
-                config=PullConfig(deadline_s=max(0.1, deadline - time.monotonic())),
+                state=watched,
+                config=config,
                 policy=make_policy(self.policy, self.estimates()),
                 progress=self._progress("prove" if superseded is None else "pull"),
                 abandoned=superseded or self._superseded,
+                replayed=superseded is None and self._observed,
             )
         except (StateError, DeadlineError) as error:
             self._events.emit("error", what="pull", reason=str(error))
             if (superseded or self._superseded)():
                 return False
             raise
+        self._observed = superseded is not None
+        self._pulled(report, header)
+        return True
+
+    def _read(
+        self,
+        donors: Sequence[Endpoint],
+        header: Header,
+        state: StateAccess,
+        config: PullConfig,
+        superseded: Callable[[], bool],
+    ) -> PullReport | None:
+        """Takes a snapshot out of the memory of a member on this machine; None if nobody lends it."""
+        ways, spares = {e.member: e for e in donors}, self._spares
+
+        def spare(member: str, channel: BulkSocket) -> None:
+            spares.put(ways[member], channel.sock)
+
+        reader = StateReader(
+            donors,
+            self.dial,
+            state,
+            head=header.hash,
+            seq=header.seq,
+            config=config,
+            abandoned=superseded,
+            spare=spare,
+        )
+        return reader.run()
+
+    def _watched(self, header: Header, state: StateAccess) -> StateAccess:
+        def begun() -> None:
+            self.mixed = f"step {header.step}"
+
+        return _Watched(state, begun)
+
+    def _pulled(self, report: PullReport, header: Header) -> None:
         self.report = report
         for source, did in report.sources.items():
             self._events.emit(
@@ -181,10 +250,10 @@ class Transfer:
             seconds=round(report.seconds, 4),
             policy=report.reason,
             hash=report.state_hash,
+            observed=not report.state_hash,
             seq=header.seq,
             step=header.step,
         )
-        return True
 
     def _progress(self, phase: str) -> Callable[[PullProgress], None]:
         """Tells log and scheduler about once a second how far the pull is."""

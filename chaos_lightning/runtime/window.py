@@ -11,8 +11,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-
 from chaos_lightning.collectives.gradients import Gradients, cells_of
 from chaos_lightning.collectives.layout import Layout
 from chaos_lightning.collectives.memory import Memory
@@ -99,10 +97,7 @@ class Window:
         """Writes the average of a step that others took into `.grad`, as `apply` does for one's own (17)."""
         self._gradients.arm(section_of(header), 0.0)
         self._gradients.disarm()
-        target = np.frombuffer(self.memory.result_bytes[header.seq % 2], np.uint8)
-        for start, stop in self.layout.scope(section_of(header)):
-            np.copyto(target[start:stop], np.frombuffer(raw[start:stop], np.uint8))
-        self._gradients.apply(header)
+        self._gradients.apply(header, raw)
 
     def settle(self) -> None:
         """The member holds the job's state now: what steps without any samples leave as it is."""

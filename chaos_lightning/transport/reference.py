@@ -135,19 +135,26 @@ class Neighbour:
             ProcessLookupError: The process is gone.
             OSError: What it pointed at cannot be read.
         """
+        return self.scatter(pieces, () if into is None else (into,))
+
+    def scatter(self, pieces: Sequence[tuple[int, int]], into: Sequence[memoryview]) -> tuple[ViewId, int]:
+        """Fills several buffers, one after the other, as `read` fills one; at most `MAX_PIECES` of either, none empty.
+
+        Raises:
+            ProcessLookupError: The process is gone.
+            OSError: What it pointed at cannot be read.
+        """
         if _LOAD is None:
             raise OSError("this system has no process_vm_readv")
         seen = self._seen
-        ours = (_Iovec * 2)()
-        count = 0
-        if into is not None:
-            ours[0] = _Iovec(address_of(into), into.nbytes)
-            count = 1
-        ours[count] = _Iovec(ctypes.addressof(seen), ctypes.sizeof(seen))
-        remote = (*pieces, (self._address, ctypes.sizeof(seen)))
+        stamp_nbytes = ctypes.sizeof(seen)
+        count = len(into) + 1
+        mine = (*((address_of(b), b.nbytes) for b in into), (ctypes.addressof(seen), stamp_nbytes))
+        ours = (_Iovec * count)(*(_Iovec(*piece) for piece in mine))
+        remote = (*pieces, (self._address, stamp_nbytes))
         theirs = (_Iovec * len(remote))(*(_Iovec(*piece) for piece in remote))
-        wanted = ctypes.sizeof(seen) + (into.nbytes if into is not None else 0)
-        done = int(_LOAD(self._pid, ours, count + 1, theirs, len(remote), 0))
+        wanted = stamp_nbytes + sum(b.nbytes for b in into)
+        done = int(_LOAD(self._pid, ours, count, theirs, len(remote), 0))
         if done != wanted:
             number = ctypes.get_errno() if done < 0 else 0
             raise OSError(number, os.strerror(number) if number else f"{done} of {wanted} bytes can be read")

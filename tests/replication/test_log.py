@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -15,10 +16,12 @@ from replication_support import LIMIT_S, ThreadDonor, dial, donors
 from chaos_lightning.membership.types import GENESIS, NO_VIEW, Header, Kind, Span
 from chaos_lightning.replication import log as log_module
 from chaos_lightning.replication import log_reader
+from chaos_lightning.replication.by_reference import Lender
 from chaos_lightning.replication.log import SlotLog
 from chaos_lightning.replication.log_reader import LogReader, _shares
 from chaos_lightning.replication.server import ServerConfig
 from chaos_lightning.runtime.codec import decode, encode
+from chaos_lightning.transport.reference import Stamp
 
 NBYTES = 4096
 
@@ -57,16 +60,16 @@ def keep(log: SlotLog, header: Header, still: bool = True) -> None:
     log.keep(header, encode(header), reduced(header) if step else None, scope(header), lambda: still)
 
 
-def reader_of(started: Sequence[ThreadDonor], **options: int) -> LogReader:
+def reader_of(started: Sequence[ThreadDonor], *, buffers: int = 3, by_reference: bool = False) -> LogReader:
     return LogReader(
         [d.endpoint for d in started],
         dial,
         GENESIS,
         decode=lambda data: decode(Header, data),
         scope=scope,
-        nbytes=NBYTES,
+        buffers=[memoryview(bytearray(NBYTES)) for _ in range(buffers)],
+        by_reference=by_reference,
         stall_timeout_s=LIMIT_S,
-        **options,
     )
 
 
@@ -240,3 +243,139 @@ def test_shares_cover_everything_once(lengths: list[int], rates: list[float]) ->
     assert sum(b - a for a, b in pieces) == sum(b - a for a, b in spans)
     assert all(b <= c for (_, b), (c, _) in pairwise(pieces))
     assert all(any(a >= start and b <= stop for start, stop in spans) for a, b in pieces)
+
+
+# --- read in place ---------------------------------------------------------------------------------------------------
+
+
+class Lending:
+    """A donor whose result buffers can be read, as an engine keeps them: each slot in one of two."""
+
+    def __init__(self, donor: ThreadDonor) -> None:
+        self.log = donor.server.log
+        self.results = [memoryview(bytearray(NBYTES)) for _ in range(2)]
+        self.stamp = Stamp()
+        self.open = 0
+        donor.server.lender = Lender(lambda peer: peer == "joiner", self.stamp, self.results)
+
+    def commit(self, header: Header, hold_s: float = LIMIT_S) -> None:
+        """Reduces a slot and keeps it."""
+        self.begin(header.seq)
+        raw = self.results[header.seq % 2]
+        step = header.kind is Kind.STEP
+        if step:
+            raw[:] = reduced(header)
+        self.log.keep(
+            header,
+            encode(header),
+            raw if step else None,
+            scope(header),
+            lambda: self.open <= header.seq + 1,
+            readers=("joiner",),
+            hold_s=hold_s,
+        )
+
+    def begin(self, seq: int) -> None:
+        """The attempt of this slot is open."""
+        self.open = seq
+        self.stamp.set(NO_VIEW, seq)
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots of this size as if they were large."""
+    monkeypatch.setattr(log_module, "AT_ONCE_NBYTES", 0)
+    monkeypatch.setattr(log_reader, "INLINE_NBYTES", 0)
+
+
+def no_copy(log: SlotLog, seq: int) -> bool:
+    """Whether this entry is there without bytes of its own, and its turn to be copied is over."""
+    with log._changed:
+        entry = log._entries.get(seq)
+        return entry is not None and entry.raw is None
+
+
+def copied(log: SlotLog, header: Header) -> bool:
+    """Whether this slot's bytes, if it has any, are kept beside its buffer."""
+    return header.kind is not Kind.STEP or log._entries[header.seq].raw is not None
+
+
+@pytest.mark.usefixtures("large")
+def test_sums_are_read_where_they_lie_and_nobody_copies_or_sends_them(three: list[ThreadDonor]) -> None:
+    lending = [Lending(donor) for donor in three]
+    reader = reader_of(three, by_reference=True)
+    for source in reader._sources:  # whoever is connected later hears of later slots only
+        reader._connect(source)
+    reader.start()
+    for header in chain(7):
+        for one in lending:
+            one.commit(header)
+        assert read(reader, 1) == [header]
+    steps = [h.seq for h in chain(7) if h.kind is Kind.STEP]
+
+    def taken(log: SlotLog) -> bool:
+        return all(log._taken.get(seq) for seq in steps)
+
+    for one in lending:
+        with one.log._changed:
+            assert one.log._changed.wait_for(partial(taken, one.log), LIMIT_S)
+        assert all(no_copy(one.log, seq) for seq in range(1, 8))
+    reader.close()
+    assert not any(d.server.served_nbytes for d in three)
+    assert reader.received_nbytes == NBYTES * sum(h.kind is Kind.STEP for h in chain(7))
+
+
+@pytest.mark.usefixtures("large")
+def test_sums_that_nobody_took_in_time_are_copied_and_sent(three: list[ThreadDonor]) -> None:
+    one = Lending(three[0])
+    headers = chain(5)
+    for header in headers:
+        one.commit(header, hold_s=0.0)
+        with one.log._changed:
+            assert one.log._changed.wait_for(partial(copied, one.log, header), LIMIT_S)
+    reader = reader_of(three[:1], by_reference=True)
+    reader.start()
+    assert read(reader, 5) == headers  # slots 1 and 2 are overwritten, 4 and 5 are still there
+    reader.close()
+    assert three[0].server.served_nbytes == {"joiner": 2 * NBYTES}
+
+
+@pytest.mark.usefixtures("large")
+def test_who_reads_no_more_is_not_waited_for(three: list[ThreadDonor]) -> None:
+    one = Lending(three[0])
+    headers = chain(3)
+    reader = reader_of(three[:1], by_reference=True)
+    reader.start()
+    one.commit(headers[0])
+    assert read(reader, 1) == headers[:1]
+    reader.close()
+    with one.log._changed:
+        one.begin(2)
+    one.commit(headers[1])  # wakes the thread that serves it, which finds its connection closed
+    with one.log._changed:
+        assert one.log._changed.wait_for(lambda: "joiner" in one.log._sated, LIMIT_S)
+    one.commit(headers[2])
+    assert no_copy(one.log, 2)
+
+
+@pytest.mark.usefixtures("large")
+def test_entries_by_value_and_in_place_leave_no_gap(three: list[ThreadDonor], monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    copy = log_module._copy
+
+    def slow(source: memoryview, spans: Sequence[Span]) -> memoryview:
+        assert gate.wait(LIMIT_S)
+        return copy(source, spans)
+
+    monkeypatch.setattr(log_module, "_copy", slow)
+    one = Lending(three[0])
+    headers = chain(4)
+    keep(one.log, headers[0])  # an observer elsewhere was served, too
+    for header in headers[1:]:
+        one.commit(header, hold_s=0.0)
+    assert one.log.newest == -1, "what comes later must not be there sooner"
+    reader = reader_of(three[:1])
+    reader.start()
+    gate.set()
+    assert read(reader, 1) == headers[:1]
+    reader.close()

@@ -1,0 +1,249 @@
+"""State and reduced bytes between members of one machine: read out of the donor's memory, not sent.
+
+Theory of operation. As with gradients (transport/reference.py) one copy by the kernel takes the place of two and of the
+network stack, and it is the newcomer that makes it: donors, who train meanwhile, only say where their bytes lie. They
+say so to those that have shown on their link that they can read here (`Lender`). That the bytes were still the right
+ones is known afterwards: a state that donors rest at is verified by its piece hashes; a snapshot by its own stamp
+(snapshot.py), which changes before the optimizer writes; a slot's sums by the stamp of the open attempt, which changes
+before another attempt overwrites them.
+
+Snapshots are taken by `StateReader` (state_reader.py), logged slots by `LogReader`, and what a pull lacks by `deliver`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+from chaos_lightning.errors import RefusedError, StateError, WireError
+from chaos_lightning.membership.types import Span
+from chaos_lightning.replication.board import Board
+from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
+from chaos_lightning.replication.client import Donor, Sink, elsewhere
+from chaos_lightning.replication.published import Published, RefusalError
+from chaos_lightning.replication.table import DTYPES, Entry, StateTable, dtype_name
+from chaos_lightning.transport.reference import MAX_PIECES, Neighbour, Stamp, address_of
+
+UNCHECKED = 0
+"""A generation that needs no look at the stamp: hashes tell whether the bytes were right."""
+_LENGTH = struct.Struct("!I")
+Readable = Callable[[str], bool]
+"""Whether this member has shown that it can read this process's memory."""
+
+
+class Lender:
+    """Says to members of this machine where this process's bytes lie. Any thread.
+
+    Args:
+        readable: Asked with a member id.
+        stamp: Tells which attempt this process has open.
+        results: The buffers that slots are reduced into, in turn.
+    """
+
+    def __init__(self, readable: Readable, stamp: Stamp, results: Sequence[memoryview]) -> None:
+        self.readable = readable
+        self._stamp = stamp
+        self._results = tuple(results)
+
+    def places(self, item: Published, *, manifest: bool) -> bytes:
+        """Where a state lies, as `Places` reads it.
+
+        Args:
+            item: The state, or what stands for it.
+            manifest: Send the manifest along.
+        """
+        if item.snapshot is not None:
+            offer = item.snapshot.stamp.offer()
+            generation, addresses = item.snapshot.places()
+            addresses += [r.address for r in item.regions[len(addresses) :]]
+        else:
+            offer, generation, addresses = self._stamp.offer(), UNCHECKED, [r.address for r in item.regions]
+        named = [*((n, t, False) for n, t in item.named), *((n, t, True) for n, t in item.attached)]
+        rows = [
+            [n, dtype_name(t.dtype), list(t.shape), int(attached), t.device.type, address]
+            for (n, t, attached), address in zip(named, addresses, strict=True)
+        ]
+        head = json.dumps({"stamp": offer.hex(), "generation": generation, "tensors": rows}).encode()
+        return _LENGTH.pack(len(head)) + head + (item.manifest if manifest else b"")
+
+    def buffers(self) -> bytes:
+        """Where reduced bytes lie, as `Buffers` reads it."""
+        at = [(address_of(b), b.nbytes) for b in self._results]
+        return json.dumps({"stamp": self._stamp.offer().hex(), "results": at}).encode()
+
+
+def refuse_unless(lender: Lender | None, peer: str) -> Lender:
+    """RefusalError if this member may not read here."""
+    if lender is None or not lender.readable(peer):
+        raise RefusalError("this member's memory is not read from there")
+    return lender
+
+
+class Places:
+    """Where a donor's state lies.
+
+    Args:
+        data: What `Lender.places` gave.
+
+    Raises:
+        WireError: It is malformed.
+        OSError: The donor's memory cannot be read from here.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        try:
+            (length,) = _LENGTH.unpack_from(data)
+            said = json.loads(data[_LENGTH.size : _LENGTH.size + length])
+            self.generation = int(said["generation"])
+            offer = bytes.fromhex(said["stamp"])
+            entries: list[Entry] = []
+            at = 0
+            self._addresses: list[int] = []
+            for name, dtype, shape, attached, device, address in said["tensors"]:
+                nbytes = DTYPES[dtype].itemsize
+                for size in shape:
+                    nbytes *= int(size)
+                shape = tuple(int(size) for size in shape)
+                entries.append(Entry(str(name), str(dtype), shape, at, nbytes, (), bool(attached), str(device)))
+                self._addresses.append(int(address))
+                at += nbytes
+        except (ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
+            raise WireError(f"malformed places: {error!r}") from error
+        self.table = StateTable(tuple(entries))
+        """Without hashes."""
+        self.manifest = data[_LENGTH.size + length :]
+        self._starts = [e.offset for e in entries]
+        self._neighbour = Neighbour(offer)
+
+    @property
+    def readable(self) -> bool:
+        """Whether all of it lies in host memory."""
+        return all(address or not e.nbytes for e, address in zip(self.table.entries, self._addresses, strict=True))
+
+    def _pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """(address, length) there of address range [start, stop)."""
+        found = []
+        at = max(0, bisect_right(self._starts, start) - 1)
+        while start < stop:
+            entry, address = self.table.entries[at], self._addresses[at]
+            end = min(stop, entry.stop)
+            if end > start:
+                if not address:
+                    raise WireError(f"bytes [{start}, {end}) of the state are not held any more, or not in host memory")
+                found.append((address + start - entry.offset, end - start))
+                start = end
+            at += 1
+        return found
+
+    def read(self, start: int, into: Sequence[memoryview]) -> bool:
+        """Fills these buffers, each within one tensor, from address `start` on; whether what was read was still.
+
+        Raises:
+            OSError: The donor is gone, or what it pointed at.
+            WireError: It does not hold these bytes.
+        """
+        buffers = [b for b in into if b.nbytes]
+        for first in range(0, len(buffers), MAX_PIECES // 2):
+            group = buffers[first : first + MAX_PIECES // 2]
+            stop = start + sum(b.nbytes for b in group)
+            _, seen = self._neighbour.scatter(self._pieces(start, stop), group)
+            if self.generation not in (UNCHECKED, seen):
+                return False
+            start = stop
+        return True
+
+
+class Buffers:
+    """Where a donor's reduced bytes lie.
+
+    Args:
+        data: What `Lender.buffers` gave.
+
+    Raises:
+        WireError: It is malformed.
+        OSError: The donor's memory cannot be read from here.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        try:
+            said = json.loads(data)
+            self._results = [(int(address), int(nbytes)) for address, nbytes in said["results"]]
+            offer = bytes.fromhex(said["stamp"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise WireError(f"malformed buffers: {error!r}") from error
+        self._neighbour = Neighbour(offer)
+
+    def read(self, seq: int, raw: memoryview, spans: Sequence[Span]) -> bool:
+        """Fills these ranges of `raw` with the sums of slot `seq`; False if they are overwritten there by now.
+
+        Raises:
+            OSError: The donor is gone.
+        """
+        address, nbytes = self._results[seq % len(self._results)]
+        wanted = [(a, b) for a, b in spans if b > a]
+        if any(b > nbytes for _, b in wanted):
+            raise WireError(f"slot {seq} has {nbytes} bytes there; wanted were {list(spans)}")
+        seen = seq
+        for first in range(0, len(wanted), MAX_PIECES):
+            group = wanted[first : first + MAX_PIECES]
+            pieces = [(address + a, b - a) for a, b in group]
+            _, seen = self._neighbour.scatter(pieces, [raw[a:b] for a, b in group])
+        # Open is what comes next, or nothing yet; the slot after that is reduced into the same buffer.
+        return seen in (seq, seq + 1)
+
+
+def ask(channel: BulkSocket, request: Frame, answer: Type, abandoned: Callable[[], bool] | None = None) -> bytes:
+    """One control request on a connection of its own.
+
+    Raises:
+        RefusedError: In the donor's words.
+        StateError: `abandoned` says so.
+        OSError, WireError: The connection is of no use any more.
+    """
+    channel.send(request)
+    while True:
+        frame = channel.receive_header()
+        if frame is None:
+            raise ConnectionError("the donor closed the connection")
+        if frame.type is Type.REFUSED:
+            raise RefusedError(channel.receive_payload(frame).decode(errors="replace"))
+        if (frame.head, frame.seq) != (request.head, request.seq) or frame.type not in (answer, Type.PENDING):
+            raise WireError(f"it answered {frame.type.name} of slot {frame.seq} where {answer.name} was expected")
+        if frame.type is answer:
+            return channel.receive_payload(frame)
+        if abandoned is not None and abandoned():
+            raise StateError("something else was decided meanwhile")
+
+
+def deliver(donor: Donor, board: Board, sink: Sink) -> None:
+    """A donor's jobs (policy.Deliver): read out of its memory where that is possible, else by requests.
+
+    What was read counts after the sink has verified it.
+    """
+    places = _places_of(donor) if sink.request is Type.GET_STATE and donor.beside() else None
+    if places is None:
+        donor.stream(board, sink)
+        return
+    while flight := board.take(donor.member, depth=1, wait=True, deadline=donor.deadline):
+        job = flight.job
+        buffers = elsewhere(job) if flight.copy else sink.land(job)
+        places.read(job.start, buffers)
+        donor.heard_at = time.monotonic()
+        board.arrived(flight, job.nbytes)
+        donor.judge(flight, board, sink, buffers, Frame(Type.DATA, donor.head, donor.seq, job.start, job.nbytes))
+
+
+def _places_of(donor: Donor) -> Places | None:
+    try:
+        places = Places(donor.ask(Type.GET_PLACES, Type.PLACES))
+    except RefusedError:
+        return None
+    except PermissionError:
+        return None
+    return places if places.readable else None
+
+
+__all__ = ["Buffers", "Lender", "Places", "ask", "deliver", "refuse_unless"]

@@ -1,0 +1,91 @@
+"""What a donor has to give at one header: a state, or one slot's reduced bytes, in one address space."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from chaos_lightning.membership.types import Span
+from chaos_lightning.replication.memory import Region
+from chaos_lightning.replication.snapshot import Snapshot
+from chaos_lightning.replication.table import StateTable, build_table
+
+
+class RefusalError(Exception):
+    """Becomes a REFUSED frame."""
+
+
+@dataclass
+class Published:
+    """One state, or one reduced slot."""
+
+    head: str
+    seq: int
+    regions: list[Region]
+    starts: list[int]
+    nbytes: int
+    manifest: bytes = b""
+    named: list[tuple[str, Tensor]] = field(default_factory=list)
+    attached: list[tuple[str, Tensor]] = field(default_factory=list)
+    spans: tuple[Span, ...] = ()
+    """Valid byte ranges of a reduced slot."""
+    snapshot: Snapshot | None = None
+    """The live state that this is, while it is still, and what of it was copied before it changed."""
+    table: StateTable | None = None
+    encoded: bytes = b""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def build(self, tick: Callable[[], None]) -> StateTable:
+        """The table; the first caller hashes, others wait for it and tick."""
+        while not self.lock.acquire(timeout=0.05):
+            tick()
+        try:
+            if self.table is None:
+                self.table = build_table(self.named, self.attached, regions=self.regions, tick=tick)
+                self.encoded = self.table.encode()
+            return self.table
+        finally:
+            self.lock.release()
+
+    def read(self, start: int, stop: int) -> list[memoryview]:
+        """Memory of address range [start, stop), in order."""
+        if not 0 <= start < stop <= self.nbytes:
+            raise RefusalError(f"bytes [{start}, {stop}) are outside the {self.nbytes} bytes of this state")
+        low, high = 0, len(self.starts)
+        while high - low > 1:  # the last region that starts at or before `start`
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.starts[middle] <= start else (low, middle)
+        views: list[memoryview] = []
+        while start < stop:
+            base, source = self.starts[low], self.regions[low]
+            end = min(stop, base + source.nbytes)
+            if end > start:
+                views.append(source.read(start - base, end - base))
+                start = end
+            low += 1
+        return views
+
+
+def lay_out(head: str, seq: int, regions: list[Region]) -> Published:
+    """These regions, end to end."""
+    starts, offset = [], 0
+    for item in regions:
+        starts.append(offset)
+        offset += item.nbytes
+    return Published(head, seq, regions, starts, offset)
+
+
+def merge_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Sorted, without overlaps, neighbours joined, empty ones dropped."""
+    merged: list[Span] = []
+    for start, stop in sorted(spans):
+        if stop <= start:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return tuple(merged)

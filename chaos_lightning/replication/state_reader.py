@@ -1,0 +1,224 @@
+"""An observer takes the state at a header out of the memory of a member of its machine (by_reference.py).
+
+Theory of operation. The state itself is read while it is still, from the front to the back. Every block is followed by
+a look at the donor's stamp; once the donor's optimizer is about to write, the rest is read from the copy that it made
+of what nobody had read yet. All donors of this machine are told how far the observer is, so that they copy nothing that
+it has. If one dies or cannot give the rest, the next one goes on where it ended: they all hold the same.
+
+Nothing is hashed here: an observer's state counts for nothing until it was compared with all members' (PROTOCOL.md 19).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+from torch import Tensor
+
+from chaos_lightning.errors import ChaosError, RefusedError, StateError, WireError
+from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
+from chaos_lightning.replication.by_reference import Places, ask
+from chaos_lightning.replication.client import Dial, Endpoint, PullConfig, reason_of
+from chaos_lightning.replication.manifest import decode_manifest
+from chaos_lightning.replication.memory import Region, region
+from chaos_lightning.replication.session import PullReport, SourceReport
+from chaos_lightning.replication.table import check_layout, make_attached, placeholder
+from chaos_lightning.transport.link import on_this_machine
+
+BLOCK_NBYTES = 16 << 20
+"""So much is read between two looks at the stamp and words to the donors."""
+
+Spare = Callable[[str, BulkSocket], None]
+
+
+class StateReader:
+    """See the module.
+
+    Args:
+        endpoints: The donors, in the order in which they are to be asked.
+        dial: Opens an authenticated bulk socket.
+        state: Where it goes; `prepare` and `adopt` are called in the calling thread.
+        head: Hash of the header.
+        seq: Its slot.
+        config: Waits and sizes.
+        abandoned: Asked now and then; True ends it.
+        spare: Given (member, connection) of connections that are in good order afterwards; any thread.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        dial: Dial,
+        state: StateAccess,
+        *,
+        head: str,
+        seq: int,
+        config: PullConfig,
+        abandoned: Callable[[], bool],
+        spare: Spare,
+    ) -> None:
+        self._endpoints = [e for e in endpoints if not e.route]
+        self._dial = dial
+        self._state = state
+        self._head, self._seq = head, seq
+        self._config = config
+        self._abandoned = abandoned
+        self._spare = spare
+        self._began = time.monotonic()
+        self._failed: dict[str, str] = {}
+        self._sources: dict[str, SourceReport] = {}
+        self._others: dict[str, Future[BulkSocket | None]] = {}
+        self._attached: Mapping[str, Tensor] = {}
+        self._regions: list[Region] = []
+        self._at = 0
+
+    def run(self) -> PullReport | None:
+        """None if nobody lends its memory, or nobody could give all of it; then the tensors may hold a part.
+
+        Raises:
+            StateError: The state does not fit here, or reading it was abandoned.
+        """
+        pool = ThreadPoolExecutor(max(1, len(self._endpoints)), "chaos-read")
+        for endpoint in self._endpoints:
+            self._others[endpoint.member] = pool.submit(self._connected, endpoint)
+        pool.shutdown(wait=False)
+        try:
+            for endpoint in self._endpoints:
+                channel = self._others.pop(endpoint.member).result()
+                places = self._read_from(endpoint.member, channel) if channel is not None else None
+                if places is not None:
+                    return self._report(places)
+            return None
+        finally:
+            for member, connecting in self._others.items():
+                connecting.add_done_callback(partial(self._part, member))
+
+    # ------------------------------------------------------------------ connections
+
+    def _connected(self, endpoint: Endpoint) -> BulkSocket | None:
+        try:
+            sock = self._dial(endpoint)
+        except (ChaosError, OSError) as error:
+            self._failed[endpoint.member] = reason_of(error)
+            return None
+        deadline = self._began + self._config.deadline_s
+        channel = BulkSocket(sock, stall_timeout_s=self._config.stall_timeout_s, deadline=deadline)
+        if on_this_machine(sock):
+            return channel
+        self._spare(endpoint.member, channel)
+        return None
+
+    def _tell(self, channel: BulkSocket) -> None:
+        channel.send(Frame(Type.HAVE_STATE, self._head, self._seq, self._at))
+
+    def _tell_others(self) -> None:
+        """Those who keep the state, too, hear how much of it is here."""
+        for connecting in self._others.values():
+            channel = connecting.result() if connecting.done() else None
+            if channel is not None:
+                with contextlib.suppress(OSError):
+                    self._tell(channel)
+
+    def _part(self, member: str, connecting: Future[BulkSocket | None]) -> None:
+        """A donor that was not read from."""
+        channel = connecting.result()
+        if channel is None:
+            return
+        try:
+            self._tell(channel)
+        except OSError:
+            channel.sock.close()
+        else:
+            self._spare(member, channel)
+
+    # ------------------------------------------------------------------ bytes
+
+    def _read_from(self, member: str, channel: BulkSocket) -> Places | None:
+        """Goes on where the last donor ended; None if this one cannot give the rest."""
+        try:
+            while True:
+                request = Frame(Type.GET_PLACES, self._head, self._seq, 0, 1)
+                places = Places(ask(channel, request, Type.PLACES, self._abandoned))
+                self._prepare(places)
+                if self._read(places, member, channel):
+                    self._finish(places)
+                    self._spare(member, channel)
+                    return places
+        except RefusedError as error:
+            self._failed[member] = str(error)
+            self._spare(member, channel)
+        except (OSError, WireError) as error:
+            self._failed[member] = reason_of(error)
+            channel.sock.close()
+        except BaseException:
+            channel.sock.close()
+            raise
+        return None
+
+    def _read(self, places: Places, member: str, channel: BulkSocket) -> bool:
+        """Block by block; False if the state did not stay still: what was copied of it lies elsewhere."""
+        total = places.table.nbytes
+        while self._at < total:
+            if self._abandoned():
+                raise StateError(f"reading the state of slot {self._seq} was abandoned: something else was decided")
+            began = time.monotonic()
+            parts = list(self._landing(places, self._at, min(total, self._at + BLOCK_NBYTES)))
+            if not places.read(self._at, [buffer for _, _, _, buffer in parts]):
+                return False
+            for target, start, stop, buffer in parts:
+                target.landed(start, stop, buffer)
+            nbytes = sum(stop - start for _, start, stop, _ in parts)
+            took = max(time.monotonic() - began, 1e-9)
+            done = SourceReport(nbytes, 8 * nbytes / took, took, 1)
+            self._sources[member] = self._sources.get(member, SourceReport()).plus(done)
+            self._at += nbytes
+            self._tell(channel)
+            self._tell_others()
+        return True
+
+    def _landing(self, places: Places, low: int, high: int) -> Iterator[tuple[Region, int, int, memoryview]]:
+        """Region, range within it, and memory for what lies in [low, high)."""
+        for entry, target in zip(places.table.entries, self._regions, strict=True):
+            start, stop = max(low, entry.offset) - entry.offset, min(high, entry.stop) - entry.offset
+            if start < stop:
+                yield target, start, stop, target.land(start, stop)
+
+    def _prepare(self, places: Places) -> None:
+        """Make the tensors, once: every donor describes the same."""
+        if self._regions:
+            return
+        table = places.table
+        shapes = {e.name: placeholder(e) for e in table.entries}
+        self._state.prepare(decode_manifest(places.manifest, {**shapes, **dict(self._state.tensors())}), table)
+        named = self._state.tensors()
+        check_layout(table, named)
+        self._attached = make_attached(table, self._config.max_attached_nbytes)
+        self._regions = [region(name, t) for name, t in (*named, *self._attached.items())]
+
+    def _finish(self, places: Places) -> None:
+        for target in self._regions:
+            target.finish()
+        tensors = dict(self._state.tensors())
+        self._state.adopt(decode_manifest(places.manifest, {**tensors, **self._attached}))
+
+    def _report(self, places: Places) -> PullReport:
+        by_source = {m: s.nbytes for m, s in self._sources.items()}
+        return PullReport(
+            head=self._head,
+            seq=self._seq,
+            nbytes=places.table.nbytes,
+            by_source=by_source,
+            skipped=0,
+            seconds=time.monotonic() - self._began,
+            retries=0,
+            corrupted=0,
+            failed=dict(self._failed),
+            policy="by reference",
+            reason=f"read out of the memory of {', '.join(by_source) or 'nobody'}, on this machine",
+            moving_s=sum(s.busy_s for s in self._sources.values()),
+            sources=dict(self._sources),
+        )

@@ -1,0 +1,79 @@
+"""Bulk connections that are made before they are needed: connecting takes as long as moving a small state.
+
+Theory of operation. A newcomer knows whom it will get its state from as soon as its links stand, a step or more before
+it is told at which header. Connections that were made then, or that a transfer has left in good order, wait here; who
+dials takes one of them if its other end has not closed it meanwhile. All are closed once the newcomer is in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+from chaos_lightning.errors import ChaosError
+from chaos_lightning.replication.client import Dial, Endpoint
+
+
+class Spares:
+    """See the module. Methods may be called by any thread.
+
+    Args:
+        dial: Opens an authenticated bulk socket.
+    """
+
+    def __init__(self, dial: Dial) -> None:
+        self._dial = dial
+        self._waiting: dict[tuple[str, int], list[socket.socket]] = {}
+        self._lock = threading.Lock()
+        self._open = True
+
+    def prepare(self, endpoint: Endpoint, count: int) -> None:
+        """Has so many connections made, in a thread of their own."""
+
+        def work() -> None:
+            with contextlib.suppress(ChaosError, OSError):  # whoever needs one finds out what is wrong
+                for _ in range(count):
+                    self.put(endpoint, self._dial(endpoint))
+
+        threading.Thread(target=work, name=f"chaos-spare-{endpoint.member}", daemon=True).start()
+
+    def put(self, endpoint: Endpoint, sock: socket.socket) -> None:
+        """Keeps a connection on which nothing is under way."""
+        sock.settimeout(None)
+        with self._lock:
+            if self._open:
+                self._waiting.setdefault((endpoint.address, endpoint.port), []).append(sock)
+                return
+        sock.close()
+
+    def take(self, endpoint: Endpoint) -> socket.socket | None:
+        """One that still stands; None if there is none."""
+        while True:
+            with self._lock:
+                waiting = self._waiting.get((endpoint.address, endpoint.port))
+                sock = waiting.pop() if waiting else None
+            if sock is None or _stands(sock):
+                return sock
+            sock.close()
+
+    def close(self) -> None:
+        """Closes all, and those that come."""
+        with self._lock:
+            self._open = False
+            socks = [sock for waiting in self._waiting.values() for sock in waiting]
+            self._waiting.clear()
+        for sock in socks:
+            with contextlib.suppress(OSError):
+                sock.close()
+
+
+def _stands(sock: socket.socket) -> bool:
+    """Whether the other end has neither closed it nor said anything."""
+    try:
+        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
