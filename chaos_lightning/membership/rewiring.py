@@ -166,7 +166,7 @@ class Rewiring(Serving):
         chosen = order
         while True:
             groups = parts(chosen, self._graph(chosen))
-            if len(groups) > 1 and chosen is order and self._awaits_mending(order):
+            if len(groups) > 1 and self._awaits_mending(chosen):
                 return None
             best = [g for g in ranked(groups, order) if self._rule({m: reports[m] for m in g}).base is not None]
             if not best:
