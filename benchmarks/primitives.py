@@ -298,10 +298,10 @@ def case(size: int, work: Work, events: dict[str, int], seed: int) -> dict[str, 
 
 def measure(args: argparse.Namespace) -> Result:
     result = Result("primitives")
-    count = args.events or (12 if args.quick else 50)
+    count = args.events or (12 if args.quick else 40)
     cases = [("", args.device_ms, count, True)]
     if args.full_processors or not args.quick:
-        cases.append(("no sleep, ", 0.0, max(6, count // 4), False))
+        cases.append(("no sleep, ", 0.0, max(6, count // 5), False))
     for words, device_ms, events, bounded in cases:
         work = Work(grad_mib=args.grad_mib, device_s=device_ms / 1e3, by_reference=args.by_reference)
         print(
@@ -318,9 +318,9 @@ def main() -> int:
     p = parser(__doc__ or "")
     p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="default: all")
-    p.add_argument("--events", type=int, default=0, help="of each kind; default 50, or 12 with --quick")
+    p.add_argument("--events", type=int, default=0, help="of each kind; default 40, or 12 with --quick")
     p.add_argument("--members", type=int, default=4, help="processes that train, at least 3; default 4")
-    p.add_argument("--grad-mib", type=float, default=1.0, help="size of the gradients, MiB; default 1")
+    p.add_argument("--grad-mib", type=float, default=0.5, help="size of the gradients, MiB; default 0.5")
     p.add_argument("--device-ms", type=float, default=20.0, help="sleep in each step, ms; default 20")
     p.add_argument(
         "--full-processors", action="store_true", help="with --quick: also without sleep, as the full form always does"
