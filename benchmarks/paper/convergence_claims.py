@@ -48,8 +48,8 @@ def _tracking_claim(found: Sequence[dict[str, Any]], first: str, event: str, sca
     worst = [(TITLES[f["kind"]], f["tracks"], TRACKS[f["kind"]], unit(f["kind"])) for f in found]
     agrees = all(g <= bound for _, g, bound, _ in worst)
     ours = "; ".join(f"{title}: largest difference before it {g:.3g} {u}" for title, g, _, u in worst)
-    if all(g == 0 for _, g, _, _ in worst):
-        ours += " (the same to the last bit)"
+    if all(f["identical"] for f in found):
+        ours += " (what was learned is the same to the last bit)"
     return Claim(f"before {event}, the curve closely tracks the {first} curve", ours, "scaled down", agrees, scaled)
 
 
@@ -61,7 +61,8 @@ def _moving_claim(found: Sequence[dict[str, Any]], first: str, second: str, chan
         agrees &= not math.isnan(part) and part >= ON_ITS_WAY
         parts.append(
             f"{TITLES[f['kind']]}: {first} {at['first']:.3g}, {second} {at['second']:.3g}, changing "
-            f"{at['changing']:.3g} {'nats/byte' if f['kind'] == 'gpt' else '%'} at the end, {part:.0%} of the way"
+            f"{at['changing']:.3g} {'nats/byte' if f['kind'] == 'gpt' else '%'} at the end, {part:.0%} of the way "
+            f"({f['newcomer_moved']:.0%} on the fifth node's own kinds)"
         )
     paper = (
         f"after the new node joins, the curve smoothly shifts toward the {second} curve"

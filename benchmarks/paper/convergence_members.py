@@ -13,6 +13,7 @@ Who contributed to which step, and which bytes a join moved, is read from the me
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import socket
 import subprocess
 import sys
@@ -27,16 +28,8 @@ from typing import Any
 
 from benchmarks import workers
 from benchmarks.paper.convergence_curves import Change, Curve
-from benchmarks.paper.convergence_tasks import (
-    Judge,
-    Problem,
-    Recipe,
-    Samples,
-    Stream,
-    learned_arrays,
-    loss_of,
-    one_thread,
-)
+from benchmarks.paper.convergence_data import Samples, Stream
+from benchmarks.paper.convergence_tasks import Judge, Problem, Recipe, learned_arrays, loss_of, one_thread
 from chaos_lightning.observe.events import Event, Record, Tail
 
 DEADLINE_S = 240.0
@@ -104,7 +97,7 @@ def _train(pipe: Connection, part: Part, recipe: Recipe, samples: Samples, numbe
     ) as trainer:
         for inputs, targets in trainer.prepare(model, optimizer, stream, data="local", seed=recipe.seed):
             optimizer.zero_grad(set_to_none=True)
-            loss_of(model, inputs, targets).backward()
+            loss_of(model, inputs, targets).backward()  # type: ignore[no-untyped-call]
             trainer.update()
             size = len(
                 trainer.engine.header.contributors
@@ -146,6 +139,7 @@ class Run:
         change: "": the same nodes all along; "out": the fifth came; "in": it went.
         curve: the quality on all of the test.
         newcomers: the quality on the fifth node's kinds.
+        states: a hash of what was learned, at each step of the curves.
         changed: the first step without (or with) the fifth node; 0: nothing changed.
         contributors: nodes with samples in each step, by step.
         equal: whether all nodes that were there at the end ended with the same state, by hash.
@@ -156,6 +150,7 @@ class Run:
     change: Change
     curve: Curve = field(default_factory=lambda: Curve((), ()))
     newcomers: Curve = field(default_factory=lambda: Curve((), ()))
+    states: dict[int, str] = field(default_factory=dict)
     changed: int = 0
     contributors: dict[int, int] = field(default_factory=dict)
     equal: bool = False
@@ -272,10 +267,11 @@ def train(
 
         def learned(step: int, arrays: Mapping[str, Any]) -> None:
             if change == "in" and scheduler.min_nodes == nodes:
-                scheduler.stop()
+                scheduler.kill()
                 scheduler.start(nodes - 1)
             if change == "out" and step == change_at:
                 fleet.workers[f"node{nodes + 1}"].pipe.send("go")
+            run.states[step] = _digest(arrays)
             if judge is not None:
                 measured_at.append((step, *judge(arrays)))
 
@@ -283,6 +279,14 @@ def train(
     _finish(run, fleet, problem, nodes, measured_at)
     run.seconds = time.monotonic() - began
     return run
+
+
+def _digest(arrays: Mapping[str, Any]) -> str:
+    """Hash of named arrays, equal exactly where their bytes are."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(arrays):
+        digest.update(name.encode() + arrays[name].tobytes())
+    return digest.hexdigest()
 
 
 def _finish(
@@ -338,6 +342,13 @@ class _Scheduler:
                 raise RuntimeError(f"no scheduler at {self.endpoint} (exit status {self._process.poll()})")
             time.sleep(0.02)
 
+    def kill(self) -> None:
+        """Ends it at once, as a crash would; what it decided is in its file."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(20)
+        self._process = None
+
     def stop(self) -> None:
         """Ends it."""
         if self._process is not None:
@@ -345,8 +356,7 @@ class _Scheduler:
             try:
                 self._process.wait(20)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait(20)
+                self.kill()
         self._process = None
 
 

@@ -83,7 +83,8 @@ class Attention(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(n, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(n, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return out
 
 
 class GPT(nn.Module):
@@ -140,7 +141,8 @@ class LoRALinear(nn.Module):
         self.b = nn.Parameter(torch.zeros(base.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.scale * F.linear(F.linear(x, self.a), self.b)
+        out: Tensor = self.base(x) + self.scale * F.linear(F.linear(x, self.a), self.b)
+        return out
 
 
 def add_lora(net: nn.Module, names: Sequence[str], rank: int, seed: int) -> nn.Module:

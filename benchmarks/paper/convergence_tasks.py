@@ -124,7 +124,7 @@ class Judge:
             learned: what training changed: parameters and buffers by name.
         """
         self._model.load_state_dict({n: torch.from_numpy(v) for n, v in learned.items()}, strict=False)
-        logits = torch.cat([self._model(part) for part in self._inputs.split(250)])
+        logits = torch.cat([self._model(part) for part in torch.split(self._inputs, 250)])
         if self._text:
             each = F.cross_entropy(logits.flatten(0, 1), self._targets.flatten(), reduction="none")
             each = each.view(len(self._inputs), -1).mean(1)
@@ -223,7 +223,7 @@ def pretrain(
     for number, (inputs, targets) in enumerate(Stream(_whole(blocks, batch), batch, seed), 1):
         optimizer.zero_grad(set_to_none=True)
         loss = loss_of(model, inputs, targets)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         rate.step()
         losses.append(float(loss.detach()))

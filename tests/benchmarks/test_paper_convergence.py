@@ -330,6 +330,22 @@ def test_a_dip_after_the_change_disagrees() -> None:
     assert agreements("out", LOW, HIGH, (*LOW[:4], 60.0, 73.0, 73.9, 74.0)) == [True, True, False]
 
 
+def test_the_same_to_the_last_bit_is_said_of_states_alone() -> None:
+    def row(states: dict[int, str]) -> dict[str, Any]:
+        runs = [
+            Run("", curve(*LOW), curve(*LOW)),
+            Run("", curve(*HIGH), curve(*HIGH)),
+            Run("out", curve(*LOW), curve(*LOW)),
+        ]
+        runs[0].states, runs[2].states, runs[2].changed = {10: "a", 40: "b", 50: "c"}, states, 42
+        return Comparison("vgg", "out", 10, SCHEDULE, *([r] for r in runs)).as_json()
+
+    for states, identical in (({10: "a", 40: "b", 50: "x"}, True), ({10: "a", 40: "x"}, False), ({}, False)):
+        found = row(states)
+        assert found["identical"] is identical
+        assert ("to the last bit" in curve_claims([found], "out")[0].ours) is identical
+
+
 def test_a_curve_that_stays_disagrees() -> None:
     assert agreements("out", LOW, HIGH, LOW) == [True, False, True]
 
@@ -406,6 +422,7 @@ def test_a_frozen_base_moves_only_to_a_node_that_lacks_it(bare: bool, tmp_path: 
     assert run.equal
     assert run.changed > 4
     assert run.curve.steps[:3] == (4, 8, 12)
+    assert len(set(run.states.values())) == len(run.curve.steps)
     frozen = sum(p.numel() * 4 for p in recipe.model().parameters() if not p.requires_grad)
     assert run.transfer["frozen_nbytes"] == frozen
     assert run.transfer["base_equal"]
