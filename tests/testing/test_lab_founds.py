@@ -1,4 +1,4 @@
-"""A job that is founded on an emulated network in which not every pair of nodes has a link, by the documented command."""
+"""A job that is founded by the documented command on an emulated network in which not every pair has a link."""
 
 from __future__ import annotations
 
