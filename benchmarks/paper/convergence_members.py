@@ -92,6 +92,7 @@ def _train(pipe: Connection, part: Part, recipe: Recipe, samples: Samples, numbe
         name=part.name,
         log_dir=part.log_dir,
         host_scheduler=False,
+        by_reference=False,  # each stands for a machine of its own
         join_timeout_s=120.0,
         step_timeout_s=120.0,
     ) as trainer:

@@ -54,6 +54,8 @@ from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.reference import Reference
 
 LINKS_EVERY_S = 2.0
+VIEW_PATIENCE_S = 2.0
+"""A request to pass bytes on may come before the view in which its sender and its target are."""
 """What each link carries goes into the event log so often."""
 
 
@@ -355,10 +357,18 @@ class Shell:
         return frozenset(p for p, up in dict(self.machine.links).items() if up)
 
     def dial(self, member_id: str) -> socket.socket:
-        """A bulk connection to a member that this one may know, for others (replication/forward.py)."""
-        view = self.machine.view
-        member = view.find(member_id) if view is not None else None
-        if member is None:
+        """A bulk connection to a member that this one may know, for others (replication/forward.py).
+
+        In a thread of the state server. Who asks may have entered the view in which both are a moment earlier.
+
+        Raises:
+            RefusedError: No view came in which that member is.
+        """
+        end = time.monotonic() + VIEW_PATIENCE_S
+        while (view := self.machine.view) is None or (member := view.find(member_id)) is None:
+            if time.monotonic() < end:
+                time.sleep(0.02)
+                continue
             raise RefusedError(f"{member_id} is no member of the view that {self.machine.member_id} is in")
         return self.transfer.dial(Endpoint(member.id, member.address, member.port))
 

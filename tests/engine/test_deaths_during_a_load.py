@@ -10,12 +10,15 @@ from engine_job import Job
 @pytest.mark.parametrize("victim", ["a", "c"])
 def test_a_third_member_dies_while_a_newcomer_loads(job: Job, victim: str, when: str) -> None:
     """The root, or another one. It is a donor of the state as well, so a pull that has begun loses a source."""
-    gate = job.gate("d")
+    gate, first = job.gate("d"), job.gate("a")
     for name in "abc":
-        job.start(name, settings={"min_nodes": 3 if name == "a" else 1}, epochs=20)
+        gates = {5: first} if name == "a" else {}
+        job.start(name, settings={"min_nodes": 3 if name == "a" else 1}, epochs=20, gates=gates)
         job.harness.wait_for("welcomed", node=name)
-    job.harness.wait_step(3)
+    job.harness.wait_step(5)
     job.start("d", epochs=20, load_gate=gate)
+    job.harness.wait_for("welcomed", node="d")
+    job.open(first)
     job.harness.wait_for("notice", lambda r: r.get("text") == "about to pull", node="d")
     job.harness.kill(victim)
     if when == "a view is decided without it":

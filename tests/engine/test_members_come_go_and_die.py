@@ -62,14 +62,18 @@ def test_sigkill_of_one_of_three(job: Job, victim: str) -> None:
 
 
 def test_two_of_four_die_at_once(job: Job) -> None:
+    gate = job.gate("a")
     for name in "abcd":
-        job.start(name, settings={"min_nodes": 2}, epochs=20)
+        job.start(name, settings={"min_nodes": 2}, epochs=20, gates={60: gate} if name == "a" else {})
     job.harness.wait_for("view", lambda r: len(r.get("members") or ()) == 4)
     job.harness.wait_step(3)
     job.harness.kill("b")
     job.harness.kill("c")
     for name in "ef":
         job.start(name, epochs=20)
+    for name in "ef":
+        job.harness.wait_for("welcomed", node=name)
+    job.open(gate)
     same(job.finish("a", "d", "e", "f"))
 
 
