@@ -54,9 +54,9 @@ from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.reference import Reference
 
 LINKS_EVERY_S = 2.0
+"""What each link carries goes into the event log so often."""
 VIEW_PATIENCE_S = 2.0
 """A request to pass bytes on may come before the view in which its sender and its target are."""
-"""What each link carries goes into the event log so often."""
 
 
 class Shell:

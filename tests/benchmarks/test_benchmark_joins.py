@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from silent_worker import Silent
 
 from benchmarks import join
 from benchmarks.common import Result
@@ -15,18 +15,6 @@ from benchmarks.join import CALM, House, Visit, Visits
 from benchmarks.survival import Seen, Step
 
 MS = 1_000_000
-
-
-class Silent:
-    """A worker that takes orders and says nothing."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-        self.pipe = SimpleNamespace(send=self.sent.append, closed=True)
-        self.process = SimpleNamespace(exitcode=None)
-
-    def kill(self) -> None:
-        pass
 
 
 def steps(times_ms: list[tuple[float, int]], first_ms: float = 0.0) -> list[Step]:

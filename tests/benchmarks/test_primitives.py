@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from silent_worker import Silent
 
 from benchmarks import primitives
 from benchmarks.common import Result
@@ -175,18 +176,6 @@ def test_a_crew_begins_connected_and_never_with_every_link() -> None:
         assert connected(names, base)
         assert len(base) < size * (size - 1) // 2
     assert not connected(["w0", "w1", "w2"], frozenset({frozenset(("w0", "w1"))}))
-
-
-class Silent:
-    """A worker that takes orders and says nothing."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-        self.pipe = SimpleNamespace(send=self.sent.append, closed=True)
-        self.process = SimpleNamespace(exitcode=None)
-
-    def kill(self) -> None:
-        pass
 
 
 @pytest.fixture

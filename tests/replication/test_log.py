@@ -159,7 +159,7 @@ def test_a_small_slot_is_copied_before_its_buffer_can_be_used_again(three: list[
     buffer[:] = bytes(NBYTES)  # the next slot but one, a millisecond later
     reader = reader_of(three[:1])
     reader.start()
-    read(reader, 1)
+    assert read(reader, 1) == [header]
     reader.close()
 
 

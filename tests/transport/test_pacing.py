@@ -35,6 +35,8 @@ def test_other_sockets_are_left_alone() -> None:
     one, other = socket.socketpair()
     with one, other:
         pace(one, 300e6)
+        one.sendall(b"as before")
+        assert other.recv(16) == b"as before"
 
 
 def test_a_rate_is_found_by_id_name_or_node_in_this_order() -> None:

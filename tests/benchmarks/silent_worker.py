@@ -1,0 +1,18 @@
+"""A stand-in for a benchmark's worker process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+
+class Silent:
+    """A worker that takes orders and says nothing."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.pipe = SimpleNamespace(send=self.sent.append, closed=True)
+        self.process = SimpleNamespace(exitcode=None)
+
+    def kill(self) -> None:
+        pass
