@@ -32,6 +32,7 @@ from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import ConfigurationError, DepartedError, FencedError
 from chaos_lightning.hyper import default_words, hyper_words
+from chaos_lightning.membership.types import Kind
 from chaos_lightning.observe.events import Event
 from chaos_lightning.planning.ledger import epoch_of
 from chaos_lightning.replication.access import ModuleState, Stateful
@@ -282,15 +283,17 @@ class Trainer:
         """Leaves politely: takes part, without samples, until a header lets this member go (Listing 2)."""
         engine = self.engine
         engine.leave(reason or _signals.seen or "the user asked")
-        words = hyper_words([self._optimizer] if self._optimizer is not None else [])
         try:
-            while not engine.out:
+            while not engine.out and engine.header.kind is not Kind.CLOSING:
                 if engine.header.boundary:
                     self.check_state_replication()
                 else:
-                    engine.step(weight=0.0, coefficient=0.0, hyper=words)
+                    engine.step(weight=0.0, coefficient=0.0, yields=True)
         except (DepartedError, FencedError):
             engine.out = True  # let go at once: nobody is left who would need another step
+        if not engine.out:
+            engine.finish()  # the others closed the job
+            engine.out = True
         engine.wait_released()
 
     # ------------------------------------------------------------------ the end

@@ -5,7 +5,8 @@ view (PROTOCOL.md 1, 2). It is a pure function: members that disagree in anythin
 header whose `error` names the member, the field and both values; nothing else in that header changes anything, so that
 all members raise the same words and none applies the slot. Otherwise weights, presence bits, spent sample ranges and
 payloads are folded in rank order, state hashes are put to the vote (24), and a waiting view is carried if the slot's
-kind allows it: `carried` holds that rule in one place.
+kind allows it: `carried` holds that rule in one place. A member that leaves brings nothing and no longer follows the
+script, so its contribution may yield: whatever the others close, it goes along (`leading`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from chaos_lightning.planning.ledger import merge
 
 EQUAL_FIELDS = ("prev_hash", "kind", "name", "step", "layout_hash", "hyper")
 """Fields in which all contributions to one slot must agree, in the order in which they are compared."""
+SCRIPTED = frozenset({"kind", "name", "hyper"})
+"""Those that come from the script; who yields follows it no more."""
 
 
 def disagreement(contributions: Sequence[Contribution]) -> str:
@@ -37,6 +40,8 @@ def disagreement(contributions: Sequence[Contribution]) -> str:
     for name in EQUAL_FIELDS:
         expected = getattr(reference, name)
         for other in contributions[1:]:
+            if other.yields and name in SCRIPTED:
+                continue
             given = getattr(other, name)
             if given != expected:
                 return (
@@ -44,6 +49,12 @@ def disagreement(contributions: Sequence[Contribution]) -> str:
                     f"{str(expected)!r}; both must be equal at every member: compare their scripts and settings"
                 )
     return ""
+
+
+def leading(view: View, contributions: Mapping[str, Contribution]) -> Contribution:
+    """The contribution that says what this slot is: the root's, or the oldest member's that does not yield."""
+    ordered = [contributions[view.root], *(contributions[m] for m in view.ids())]
+    return next((c for c in ordered if not c.yields), ordered[0])
 
 
 def presence_of(contributions: Sequence[Contribution]) -> bytes:
@@ -99,9 +110,8 @@ def close_slot(
         observers: Newcomers that are served from this slot on.
     """
     ordered = [contributions[m] for m in view.ids()]
-    first = contributions.get(view.root, ordered[0])
-    reference = [first, *(c for c in ordered if c is not first)]
-    error = disagreement(reference)
+    first = leading(view, contributions)
+    error = disagreement([first, *(c for c in ordered if c is not first)])
     ledger = prev.ledger
     if not error:
         spent: list[Spent] = [s for c in ordered for s in c.spent]

@@ -163,6 +163,8 @@ class Contribution:
     """Hyperparameters in words, such as "opt0.lr=0.1;opt0.momentum=0.9"; compared at the root (PROTOCOL.md 23)."""
     state_hash: str = ""
     """Every n steps; empty otherwise (PROTOCOL.md 24)."""
+    yields: bool = False
+    """Whatever kind of slot the others close, this member goes along: it is on its way out and brings nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ class Header:
     presence: bytes = b""
     ledger: Ledger = Ledger()
     answers: tuple[bytes, ...] = ()
-    """For GATHER: payloads, aligned with contributors."""
+    """For GATHER: payloads, aligned with contributors; of one that yielded nothing, b""."""
     layout_hash: str = ""
     hyper: str = ""
     view_change: View | None = None

@@ -2,8 +2,10 @@
 
 Theory of operation. From the header that first names an observer on, the I/O thread hands every committed slot to
 `SlotLog.keep`. Reduced bytes lie in a buffer that the slot after next will use again, so they are copied at once, by a
-thread of the log's own; an entry whose copy came too late is left out, and other members have it. The log holds at most
-`cap_nbytes`; the oldest entries go first, and an observer that still needed them is let in by a pause.
+thread of the log's own. A step takes longer than that; slots that reduce nothing are over in no time, so the training
+thread waits for the copy before it takes part in one (`settle`), or the newcomer would lack the last step before the
+boundary that lets it in. An entry whose copy still came too late is left out, and other members have it. The log holds
+at most `cap_nbytes`; the oldest entries go first, and an observer that still needed them is let in by a pause.
 
 Observers ask for entries (bulk requests), nobody sends them unasked: a slow observer holds up nobody, any member can
 give any entry, and who asks for the next one names the header that it must stand on (4a).
@@ -96,6 +98,9 @@ class SlotLog:
         self._generation = 0
         self._waiting = 0
         """Orders whose entries are not in the log before the thread has dealt with them."""
+        self._ordered = 0
+        """Orders that the thread has not dealt with."""
+        self._hasty = False
         self._taken: dict[int, set[str]] = {}
         self._sated: set[str] = set()
         """Observers that read no more."""
@@ -145,7 +150,18 @@ class SlotLog:
             else:
                 self._waiting += 1
             order = _Order(entry, raw, still, self._generation, lent, time.monotonic() + hold_s)
+            self._ordered += 1
         self._orders.put(order)
+
+    def settle(self, timeout_s: float) -> None:
+        """Returns when all slots so far are copied, or known to all who want them; in the training thread."""
+        if not self._ordered:
+            return
+        with self._changed:
+            self._hasty = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._ordered, timeout_s)
+            self._hasty = False
 
     def end(self) -> None:
         """Nobody observes any more: everything is forgotten."""
@@ -211,18 +227,23 @@ class SlotLog:
 
     def _copy_all(self) -> None:
         while (order := self._orders.get()) is not None:
-            if order.readers and self._all_take(order):
-                continue
-            entry, source = order.entry, order.source
-            if source is not None:
-                entry = replace(entry, raw=_copy(source, entry.spans))
-            intact = source is None or order.still()
+            if not (order.readers and self._all_take(order)):
+                self._copy_one(order)
             with self._changed:
-                self._waiting -= not order.readers
-                if not intact:
-                    self._left_out(order)
-                elif order.generation == self._generation:
-                    self._store(entry)
+                self._ordered -= 1
+                self._changed.notify_all()
+
+    def _copy_one(self, order: _Order) -> None:
+        entry, source = order.entry, order.source
+        if source is not None:
+            entry = replace(entry, raw=_copy(source, entry.spans))
+        intact = source is None or order.still()
+        with self._changed:
+            self._waiting -= not order.readers
+            if not intact:
+                self._left_out(order)
+            elif order.generation == self._generation:
+                self._store(entry)
 
     def _held(self, order: _Order) -> bool:
         """All who read in place have these bytes."""
@@ -231,10 +252,11 @@ class SlotLog:
     def _all_take(self, order: _Order) -> bool:
         """Waits for the readers; whether there is nothing to copy."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: order.generation != self._generation or self._held(order),
+            self._changed.wait_for(
+                lambda: self._hasty or order.generation != self._generation or self._held(order),
                 max(0.0, order.not_before - time.monotonic()),
             )
+            return order.generation != self._generation or self._held(order)
 
     def _left_out(self, order: _Order) -> None:
         """Its bytes are gone; who wants them still finds them at other members."""

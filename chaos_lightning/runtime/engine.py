@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -62,6 +61,8 @@ from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.reference import Stamp
 
 _NO_VIEW = ViewId()
+LOG_PATIENCE_S = 0.25
+"""How long a slot that reduces nothing waits for the copy of the step before it, while somebody observes."""
 
 
 class Engine:
@@ -294,6 +295,7 @@ class Engine:
         section: int = 0,
         hyper: str = "",
         state_hash: str = "",
+        yields: bool = False,
     ) -> Header:
         """Contributes this window's gradients and waits for the step's commit.
 
@@ -307,6 +309,8 @@ class Engine:
             section: Which optimizer steps.
             hyper: Hyperparameters in words; compared at the root.
             state_hash: Hash of the replicated state before the step, every n steps.
+            yields: This member leaves and follows its script no more: if the others close another kind of slot, it goes
+                along, and the header is of that kind.
 
         Raises:
             FencedError, DisagreementError, DeadlineError: See errors.py; nothing was applied.
@@ -324,7 +328,11 @@ class Engine:
             spent=tuple(spent),
             hyper=hyper,
             state_hash=state_hash,
+            yields=yields,
         )
+        if header.kind is not Kind.STEP:
+            window.move(header.seq + 1)
+            return header
         window.apply(header)
         self._transfer.settle()
         return header
@@ -333,7 +341,7 @@ class Engine:
         """A numbered collective: every member's payload, in rank order (PROTOCOL.md 28).
 
         Returns:
-            (member id, payload) of all contributors.
+            (member id, payload) of all contributors; b"" of one that leaves and yielded.
         """
         header = self._slot(Kind.GATHER, name=name, payload=payload)
         if self._window is not None:
@@ -358,6 +366,8 @@ class Engine:
     def _slot(self, kind: Kind, **fields: object) -> Header:
         """Contributes to the next slot and waits until it is committed."""
         self._raise_pending()
+        if kind is not Kind.STEP:
+            self._transfer.server.log.settle(LOG_PATIENCE_S)
         contribution = Contribution(
             member=self.member_id,
             view=_NO_VIEW,
@@ -399,7 +409,8 @@ class Engine:
     def finish(self) -> None:
         """The job's last slot; waits until all members have it (or the linger deadline)."""
         if not self.out:
-            self._slot(Kind.CLOSING, name="closing")
+            if self.header.kind is not Kind.CLOSING:  # else a step that yielded was closed by the others
+                self._slot(Kind.CLOSING, name="closing")
             self.events.emit("finished", seq=self.header.seq, step=self.header.step)
         self.wait_released()
 
@@ -426,14 +437,7 @@ class Engine:
 
     def _forget(self) -> None:
         """Back to before the hello: a fresh machine, no view, no published state (PROTOCOL.md 11)."""
-        done = threading.Event()
-
-        def reset() -> None:
-            self._shell.reset()
-            done.set()
-
-        self._loop.call(reset)
-        if not done.wait(10.0):
+        if not self._loop.call_and_wait(self._shell.reset, 10.0):
             raise DeadlineError("the I/O thread did not answer within 10 s while joining again")
         if self._agent is not None:
             self._agent.close()
@@ -454,14 +458,7 @@ class Engine:
             self._agent.close()
         links = self._shell.links
         if links is not None:
-            done = threading.Event()
-
-            def end() -> None:
-                links.close()
-                done.set()
-
-            self._loop.call(end)
-            done.wait(2.0)
+            self._loop.call_and_wait(links.close, 2.0)
             self._loop.stop()
         self._transfer.close()
         if self._window is not None:

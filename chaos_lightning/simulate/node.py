@@ -242,12 +242,13 @@ class Node(Connected):
     def _begin(self) -> None:
         """The thread's work for the next slot, and then its contribution."""
         program, header, life = self.world.program, self.header, self.life
-        kind = self.next_kind()
+        strays = self.strays()
+        kind = Kind.STEP if strays else self.next_kind()
         self.live = self.state
         if kind is not Kind.STEP:
             self.timer(self.kernel.between(0.0002, 0.004) * self.spec.pace, lambda: self._collective(kind, life))
             return
-        epoch, spans = self.samples()
+        epoch, spans = self.samples() if not strays else (0, ())
         uid = 0
         if spans:
             uid = self.world.next_uid()
@@ -262,6 +263,10 @@ class Node(Connected):
             self.timer(work * early, lambda i=index: self._ready(i, life))  # type: ignore[misc]
         self.timer(work * 0.7, lambda: self._arm(uid, life))
         self.timer(work, lambda: self._step(uid, epoch, spans, life))
+
+    def strays(self) -> bool:
+        """It leaves and follows the script no more, as after `request_node_exit` in a plain loop; half of them do."""
+        return bool(self.leaving) and self.number % 2 == 1 and not self.header.boundary
 
     def next_kind(self) -> Kind:
         """A function of the last header, too."""
@@ -282,14 +287,26 @@ class Node(Connected):
     def _step(self, uid: int, epoch: int, spans: tuple[tuple[int, int], ...], life: int) -> None:
         if life != self.life:
             return
+        yields = not spans and self.strays()
+        if yields:
+            self.world.oracle.strayed.add((self.machine.member_id, self.header.seq + 1))
         weight = float(sum(stop - start for start, stop in spans))
         base = self.world.oracle.made[uid].base if uid else self.header.hash
         self._contribute(
-            Kind.STEP, weight=weight, coefficient=weight, spent=spent_of(epoch, spans), name="step", prev_hash=base
+            Kind.STEP,
+            weight=weight,
+            coefficient=weight,
+            spent=spent_of(epoch, spans),
+            name="step",
+            prev_hash=base,
+            yields=yields,
         )
 
     def _collective(self, kind: Kind, life: int) -> None:
         if life != self.life:
+            return
+        if self.keeper.copying:  # the slot after this one uses the buffer again
+            self.timer(0.0005, lambda: self._collective(kind, life))
             return
         payload = b""
         if kind is Kind.GATHER:

@@ -3,7 +3,8 @@
 Theory of operation. A `Keeper` is a member's part, as replication/snapshot.py and log.py are a real one's. At the
 first header that names an observer it copies the state: what forward passes change at once, the rest range by range
 during the next step's work, and what is left before that step changes the state. Committed slots go into a bounded
-log, each a moment after its commit; one whose buffer was used again by then is left out.
+log, each a moment after its commit; slots that reduce nothing wait for that, and one whose buffer was used again by
+then is left out.
 
 An `Observation` is the newcomer's part, as runtime/observing.py is a real one's. It pulls the ranges of the copy from
 all members and applies the log, entry by entry, each asked for by the header that it must stand on. Having nothing
@@ -96,6 +97,8 @@ class Keeper:
         self.entries: dict[int, Entry] = {}
         self.gone = -1
         """The last slot of a log that was ended."""
+        self.copying = 0
+        """Slots whose copy for the log is being made."""
         self._observed = False
         self._generation = 0
 
@@ -138,6 +141,7 @@ class Keeper:
         node, machine, generation = self.node, self.node.machine, self._generation
 
         def keep() -> None:
+            self.copying -= 1
             results: tuple[Result, ...] | None = None
             if needs_bytes(header):
                 done = node.plane.buffer(header.seq).done
@@ -149,6 +153,7 @@ class Keeper:
                 while len(self.entries) > node.world.plan.replaying.log_entries:
                     del self.entries[min(self.entries)]
 
+        self.copying += 1
         node.timer(node.kernel.between(0.0, node.world.plan.replaying.log_s), keep)
 
     def release(self) -> None:

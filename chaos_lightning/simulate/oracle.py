@@ -50,6 +50,8 @@ class Oracle:
     """The last founding view."""
     external: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
     """(lineage, slot) -> (header hash, who said so first)."""
+    strayed: set[tuple[str, int]] = field(default_factory=set)
+    """(member, slot): it leaves and brought nothing."""
     commits: int = 0
     hand_ons: int = 0
     redos: int = 0
@@ -155,7 +157,8 @@ class Oracle:
         if view is None or any(s.weight for s in header.contributors):
             return
         left = len(_positions(self.program.unspent(before.ledger, self.program.epoch(before.ledger))))
-        dealt = [s.member for s in header.contributors if view.find(s.member) is not None]
+        there = [s.member for s in header.contributors if (s.member, header.seq) not in self.strayed]
+        dealt = [m for m in there if view.find(m) is not None]
         if dealt and left >= sum(m.quota for m in view.members):
             raise Violation(
                 f"slot {header.seq} is empty: {left} samples are left and view {named} deals to {dealt} (10)"
@@ -166,6 +169,8 @@ class Oracle:
             counts = f"{len(header.answers)} answers of {len(header.contributors)} voters"
             raise Violation(f"slot {header.seq}: {counts} (28)")
         for share, answer in zip(header.contributors, header.answers, strict=True):
+            if (share.member, header.seq) in self.strayed and not answer:
+                continue
             if answer not in self.votes.get((share.member, header.seq), set()):
                 raise Violation(f"slot {header.seq}: {share.member} never voted {answer!r} (28)")
 

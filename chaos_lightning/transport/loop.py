@@ -66,6 +66,17 @@ class IoLoop:
             except (OSError, ValueError):  # the loop has ended (its descriptor is -1); nobody waits for this call
                 self._awake = False
 
+    def call_and_wait(self, function: Callable[[], None], timeout_s: float) -> bool:
+        """As `call`, from any other thread; whether it was done within this time."""
+        done = threading.Event()
+
+        def run() -> None:
+            function()
+            done.set()
+
+        self.call(run)
+        return done.wait(timeout_s)
+
     def later(self, delay_s: float, function: Callable[[], None]) -> None:
         """Runs `function` once after `delay_s`; only from the loop's thread."""
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._ids), function))

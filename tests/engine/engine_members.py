@@ -33,7 +33,8 @@ def train(spec: dict[str, Any]) -> None:
         spec: name, endpoint, report (file), samples, batch, epochs, width, settings, gates {step: fifo},
             drift_at (step), die_at {"when": "after_first_header", "world": members}, load_gate (fifo),
             apply_gate (fifo), step_s (what a step computes beside its own little work), kept {field of the state
-            server's ServerConfig: value}, late_log (it never copies a slot in time for its log).
+            server's ServerConfig: value}, late_log (it never copies a slot in time for its log), exit_at (step after
+            which it leaves).
     """
     torch.set_num_threads(1)
     torch.manual_seed(spec.get("seed", 7))
@@ -74,7 +75,7 @@ def train(spec: dict[str, Any]) -> None:
             if gate is not None:
                 with open(gate) as opened:
                     opened.read()
-            if capture_exit_event():
+            if capture_exit_event() or trainer.step == spec.get("exit_at"):
                 trainer.request_node_exit()
                 break
         tensors = [(n, t) for n, t in model.state_dict().items()]

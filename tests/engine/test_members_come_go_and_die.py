@@ -151,6 +151,18 @@ def test_sigterm_leaves_after_the_step_with_exit_code_0(job: Job) -> None:
     same(job.finish("a", "c"))
 
 
+@pytest.mark.parametrize("leaver", ["root", "leaf"])
+def test_who_leaves_after_the_last_step_ends_with_the_others(job: Job, leaver: str) -> None:
+    """It takes part in a step that no longer is one: the others close the job."""
+    leaves = {"exit_at": 30}
+    job.start("a", epochs=1, settings={"min_nodes": 2}, **(leaves if leaver == "root" else {}))
+    job.harness.wait_for("welcomed", node="a")
+    job.start("b", epochs=1, settings={"min_nodes": 2}, **(leaves if leaver == "leaf" else {}))
+    reports = job.finish("a", "b")
+    same(reports)
+    assert reports[0]["step"] == 30
+
+
 def test_leaver_is_the_writer_and_root(job: Job) -> None:
     job.start("a", epochs=30)
     job.harness.wait_for("welcomed", node="a")

@@ -48,6 +48,33 @@ def test_disagreement_names_member_field_and_both_values(field: str, value: obje
     assert header.next_view == VIEW.id
 
 
+@pytest.mark.parametrize("who", IDS)
+@pytest.mark.parametrize("kind", ["step", "gather", "boundary", "closing"])
+def test_who_leaves_goes_along_with_whatever_the_others_close(kind: str, who: str) -> None:
+    contributions = box(kind)
+    leaver = contribution(VIEW, GENESIS, "step", who, name="section 0", hyper="opt0.lr=0.2", yields=True)
+    contributions[who] = replace(leaver, weight=0.0, coefficient=0.0)
+    header = closed(contributions)
+    assert header.error == ""
+    assert header.kind is Kind(kind)
+    others = [m for m in IDS if m != who]
+    assert [s.member for s in header.contributors] == list(IDS)
+    votes = tuple(b"" if m == who else f"{m} votes".encode() for m in IDS)
+    assert header.answers == (votes if kind == "gather" else ())
+    assert header.hyper == contributions[others[0]].hyper
+
+
+def test_who_leaves_still_stands_on_the_same_chain() -> None:
+    contributions = box()
+    contributions["c~3"] = replace(contributions["c~3"], prev_hash="feed", yields=True)
+    assert "prev_hash" in closed(contributions).error
+
+
+def test_when_all_leave_they_take_a_step() -> None:
+    header = closed(box(yields=True))
+    assert (header.kind, header.error, header.step) == (Kind.STEP, "", 1)
+
+
 def test_sample_spent_twice_in_one_slot_is_an_error_and_spends_nothing() -> None:
     header = closed(box(spent=(Spent("", 0, ((0, 4),)),)))
     assert "0" in header.error

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from replication_support import LIMIT_S, donors
 from test_log import chain, keep, read, reader_of
 
 from chaos_lightning.replication import log as log_module
+from chaos_lightning.replication.log import SlotLog
 from chaos_lightning.replication.server import ServerConfig
 
 
@@ -24,6 +27,26 @@ def test_whoever_asks_for_an_entry_that_was_left_out_hears_why(last: int, monkey
         reader.close()
     assert "a: slot 2 after header" in reader.error
     assert "its bytes were used again before they were copied" in reader.error
+
+
+@pytest.mark.parametrize("readers", [(), ("z",)])
+def test_who_settles_has_the_last_slot_copied_at_once(
+    readers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it was to be read in place by somebody who has all the time of a step for it."""
+    monkeypatch.setattr(log_module, "AT_ONCE_NBYTES", 0)  # as if slots were large
+    log = SlotLog(threading.Condition())
+    header, used_again = chain(1)[-1], threading.Event()
+    raw = memoryview(bytearray(b"sum."))
+    log.keep(header, b"", raw, [(0, 4)], lambda: not used_again.is_set(), readers=readers, hold_s=LIMIT_S)
+    log.settle(LIMIT_S)
+    used_again.set()
+    raw[:] = b"next"
+    entry = log.after(header.prev_hash, header.seq)
+    assert entry is not None
+    assert entry.raw is not None
+    assert bytes(entry.raw) == b"sum."
+    log.close()
 
 
 def test_whoever_asks_a_log_that_was_ended_hears_so() -> None:
