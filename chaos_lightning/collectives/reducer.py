@@ -163,6 +163,11 @@ class Reducer:
         if self._own.seq == seq:
             self._restart(attempt)
 
+    def foresee(self, view: View) -> None:
+        """Lays out the trees of a view that is decided and not in force, so that nobody waits for it then."""
+        if view.find(self.me) is not None:
+            self._route(view)
+
     def drop(self, view: ViewId) -> None:
         """Completes nothing of this or an older view any more."""
         self._dropped = max(self._dropped, view)
@@ -404,7 +409,8 @@ class Reducer:
                 for cell in chunk.cells:
                     by_cell[cell].append(chunk.index)
             route = _Route(view, chunks, {c.start: c.index for c in chunks}, by_cell)
-            self._routes = {view.id: route}
+            ruling = self._attempt.route if self._attempt is not None else route
+            self._routes = {ruling.view.id: ruling, view.id: route}
         return route
 
     def _place(self, index: int, tree: Tree, shared: dict[int, Adder]) -> _Chunk:

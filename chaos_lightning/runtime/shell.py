@@ -93,6 +93,7 @@ class Shell:
         self._left_out = 0
         """Entries that were left out of earlier logs."""
         self._contribution: Contribution | None = None
+        self._said: tuple[Contribution | Header | None, bytes] = (None, b"")
         self._beat_at = self._links_at = 0.0
         self._contributed_at = self._committed_at = time.monotonic()
 
@@ -160,6 +161,8 @@ class Shell:
             held = with_scope(ranges, self.reducer.scope_spans()) if ranges is not None else ()
         elif isinstance(message, NextView) and self.links is not None:
             self.links.foresee(message.view)
+            if self.reducer is not None:
+                self.reducer.foresee(message.view)
         elif isinstance(message, Decide):
             name = "hand_on" if message.hand_on else "redo"
             self.events.emit(name, view=str(message.view.id), base=message.base.seq, reason=message.reason)
@@ -261,7 +264,9 @@ class Shell:
                 if self.links is not None:
                     if isinstance(message, Header) and message.view_change is not None:
                         self.links.foresee(message.view_change)
-                    self.links.message(peer, encode_peer(message), message.view)
+                    if message is not self._said[0]:  # a root says the same header to all
+                        self._said = (message, encode_peer(message))
+                    self.links.message(peer, self._said[1], message.view)
             case fx.Connect(peers):
                 if self.links is not None:
                     self.links.rule(self.machine.view)
