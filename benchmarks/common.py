@@ -90,6 +90,18 @@ def median(values: Sequence[float]) -> float:
     return float(statistics.median(values))
 
 
+def compute_alone() -> None:
+    """This process computes in one thread, and numbers too small for a normal float count as zero.
+
+    Networks that learn nothing lose neurons; Adam's averages of these decay for some hundred steps, and then are
+    denormal: a step of 50 MiB takes 60 ms instead of 7, whatever is being compared.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+
+
 def state_model(state_mib: float, layers: int = 8) -> Any:
     """An MLP whose parameters and Adam state together take `state_mib` MiB (so parameters a third of it)."""
     from torch import nn

@@ -13,7 +13,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.common import state_model
+from benchmarks.common import compute_alone, state_model
 from benchmarks.victims import BATCH, fingerprint
 
 
@@ -39,7 +39,7 @@ def member(pipe: Connection, endpoint: str, name: str, state_mib: float, join_by
     from chaos_lightning.runtime.config import EngineConfig
     from chaos_lightning.runtime.engine import Engine
 
-    torch.set_num_threads(1)
+    compute_alone()
     torch.manual_seed(0 if not join_by else os.getpid())  # a guest's own weights are worth nothing
     model = state_model(state_mib)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)

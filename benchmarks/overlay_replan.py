@@ -18,7 +18,7 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.common import Result, median, state_model
+from benchmarks.common import Result, compute_alone, median, state_model
 from benchmarks.overlay_net import MBPS, NAMES
 from benchmarks.workers import Worker, context, scheduler, scratch
 
@@ -43,7 +43,7 @@ def member(pipe: Connection, endpoint: str, name: str, rates: dict[str, float], 
     from chaos_lightning.runtime.config import EngineConfig
     from chaos_lightning.runtime.engine import Engine
 
-    torch.set_num_threads(1)
+    compute_alone()
     torch.manual_seed(0)
     try:
         model = state_model(state_mib)

@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Result, median, state_model
+from benchmarks.common import Result, compute_alone, median, state_model
 from benchmarks.survival import Case, World, blow, report
 from benchmarks.victims import BATCH, fingerprint
 from benchmarks.workers import Worker, context, free_port
@@ -175,7 +175,7 @@ def model_and_adam(state_mib: float, seed: int) -> tuple[Any, Any]:
     if not os.environ.get("BENCH_VERBOSE"):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         logging.disable(logging.CRITICAL)
-    torch.set_num_threads(1)
+    compute_alone()
     torch.manual_seed(seed)
     plain = state_model(state_mib)
     return plain, torch.optim.Adam(plain.parameters(), lr=1e-4, fused=True)

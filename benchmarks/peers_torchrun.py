@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import Result, median, state_model
+from benchmarks.common import Result, compute_alone, median, state_model
 from benchmarks.victims import BATCH
 from benchmarks.workers import free_port, scratch
 
@@ -35,7 +35,7 @@ def worker(folder: Path, state_mib: float) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    torch.set_num_threads(1)
+    compute_alone()
     torch.manual_seed(0)
     dist.init_process_group("gloo")
     plain = state_model(state_mib)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.common import state_model
+from benchmarks.common import compute_alone, state_model
 from benchmarks.victims import BATCH, fingerprint
 
 REPORT_EVERY = 10
@@ -83,7 +83,7 @@ def member(pipe: Connection, endpoint: str, name: str, neighbours: str, work: Wo
     from chaos_lightning.testing.processes import die_with_parent
 
     die_with_parent()
-    torch.set_num_threads(1)
+    compute_alone()
     torch.manual_seed(0)
     model = state_model(3 * work.grad_mib, work.layers)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)

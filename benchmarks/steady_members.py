@@ -6,7 +6,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.common import median, state_model
+from benchmarks.common import compute_alone, median, state_model
 
 BATCH = 32
 
@@ -69,7 +69,7 @@ def work(
     import torch.distributed as dist
 
     state_mib, pairs, steps = case
-    torch.set_num_threads(1)
+    compute_alone()
     try:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
         kinds = ["chaos", "ddp", "ddp_view", "chaos_sockets"]

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks import peers_torchft
-from benchmarks.common import Result, state_model
+from benchmarks.common import Result, compute_alone, state_model
 from benchmarks.victims import BATCH
 from benchmarks.workers import Worker, context, free_port, scheduler
 
@@ -82,7 +82,7 @@ def _fit(
 
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
+    compute_alone()
     torch.manual_seed(0)
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank)

@@ -15,7 +15,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.common import state_model
+from benchmarks.common import compute_alone, state_model
 
 READ_BY_THEN_S = 0.15
 BATCH = 32
@@ -96,7 +96,7 @@ def member(pipe: Connection, endpoint: str, name: str, state_mib: float, logs: s
     from chaos_lightning.runtime.config import EngineConfig
     from chaos_lightning.runtime.engine import Engine
 
-    torch.set_num_threads(1)
+    compute_alone()
     torch.manual_seed(0)
     model = state_model(state_mib)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)

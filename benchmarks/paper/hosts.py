@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.common import MIB, median
+from benchmarks.common import MIB, compute_alone, median
 from benchmarks.paper.clusters import Join
 from benchmarks.paper.emulated import Factors
 from benchmarks.survival import Seen, Step, World
@@ -60,7 +60,7 @@ def trainee(pipe: Connection, settings: dict[str, Any], environment: dict[str, s
     from chaos_lightning.runtime.engine import Engine
 
     newcomer = "join_by" in settings
-    torch.set_num_threads(1)
+    compute_alone()
     torch.manual_seed(os.getpid() if newcomer else 0)  # a newcomer's own weights are worth nothing
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH))
     rows = frozen_nbytes // (4 * WIDTH)

@@ -213,7 +213,8 @@ class Shell:
         self.feed(fx.RangesDone(view, seq))
 
     def link_changed(self, peer: str, up: bool, evidence: str) -> None:
-        self.events.emit("link_up" if up else "link_down", peer=peer, evidence=evidence)
+        if not up or not self.machine.links.get(peer):  # what stands is told again whenever it is wanted
+            self.events.emit("link_up" if up else "link_down", peer=peer, evidence=evidence)
         if up and self.machine.view is None and self.links is not None and (member := self.links.wanted(peer)):
             self.transfer.expect(member)
         self.feed(fx.LinkChanged(peer, up, evidence))

@@ -36,10 +36,10 @@ def test_newcomers_initial_weights_do_not_matter(job: Job) -> None:
 
 def test_two_newcomers_at_once(job: Job) -> None:
     gate = job.gate("a")
-    job.start("a", gates={5: gate})
+    job.start("a", gates={5: gate}, epochs=20)  # long enough for both on a busy machine
     job.harness.wait_step(5)
-    job.start("b")
-    job.start("c")
+    job.start("b", epochs=20)
+    job.start("c", epochs=20)
     job.harness.wait_for("welcomed", node="b")
     job.harness.wait_for("welcomed", node="c")
     job.open(gate)
@@ -48,16 +48,16 @@ def test_two_newcomers_at_once(job: Job) -> None:
 
 @pytest.mark.parametrize("victim", ["root", "leaf"])
 def test_sigkill_of_one_of_three(job: Job, victim: str) -> None:
-    job.start("a", settings={"min_nodes": 3})
+    job.start("a", settings={"min_nodes": 3}, epochs=30)  # long enough for the newcomer on a busy machine
     job.harness.wait_for("welcomed", node="a")
     for name in "bc":
-        job.start(name, settings={"min_nodes": 3})
+        job.start(name, settings={"min_nodes": 3}, epochs=30)
     # Deaths inside the members are told to the harness by name; the first welcomed is the root.
     dead, alive = ("a", "bc") if victim == "root" else ("c", "ab")
     job.harness.wait_step(3)
     job.harness.kill(dead)
     job.harness.wait_for("death", lambda r: r.member.startswith(f"{dead}~"))
-    job.start("d")
+    job.start("d", epochs=30)
     same(job.finish(*alive, "d"))
 
 
