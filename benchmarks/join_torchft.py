@@ -29,6 +29,8 @@ from benchmarks.peers_torchft import (
 from benchmarks.workers import Worker, context
 
 PATIENCE_S = 30.0
+HOPELESS = 3
+"""After so many failures and no success there are no more tries."""
 
 
 def member(pipe: Connection, address: str, name: str, state_mib: float, guest: bool) -> None:
@@ -52,7 +54,7 @@ def member(pipe: Connection, address: str, name: str, state_mib: float, guest: b
 
 
 def joins(result: Result, title: str, state_mib: float, runs: int, rng: random.Random) -> Visits:
-    """So many joins, in a new world after each failure; says so if torchft cannot run here."""
+    """So many joins, in a new world after each failure, or `HOPELESS` failures; says so if torchft cannot run here."""
     visits = Visits()
     if missing := available():
         result.notes.append(f"no comparison with torchft: {missing}")
@@ -61,7 +63,7 @@ def joins(result: Result, title: str, state_mib: float, runs: int, rng: random.R
     result.details["torchft"] = " ".join(f"{d} {version(d)}" for d in ("torchft", "torchft-nightly") if version(d))
     ctx = context("benchmarks.join_members", "torch._dynamo")
     failed = tried = 0
-    while tried < runs:
+    while tried < runs and (visits.kept or failed < HOPELESS):
         with lighthouse(TUNED) as address:
             house = House(
                 lambda name, guest, at=address: Worker(ctx, member, at, name, state_mib, guest), rng, PATIENCE_S
@@ -79,5 +81,5 @@ def joins(result: Result, title: str, state_mib: float, runs: int, rng: random.R
                 print(f"    {title}, join {tried}: {str(error)[:160]}", flush=True)
             finally:
                 house.close()
-    result.add(f"{title}: joins that came to nothing within {PATIENCE_S:g} s, of {runs}", failed, "count")
+    result.add(f"{title}: joins that came to nothing within {PATIENCE_S:g} s, of {tried}", failed, "count")
     return visits
