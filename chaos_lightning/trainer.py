@@ -105,6 +105,7 @@ class Trainer:
         self._state: ModuleState | None = None
         self._optimizer: Optimizer | None = None
         self._loader: ElasticLoader | None = None
+        self._extra = False
         self._fenced = False
         self._hash = ""
         _signals.install()
@@ -167,6 +168,7 @@ class Trainer:
         wanted = set(reduced_buffers) | norm_buffers(model)
         buffers = [(n, b) for n, b in model.named_buffers() if n in wanted]
         self._state = ModuleState(model, optimizer, extra)
+        self._extra = bool(extra)
         self._optimizer = optimizer
         engine = self.engine
         engine.prepare(sections=[Section("optimizer 0", [(names[id(p)], p) for p in params])], buffers=buffers)
@@ -280,21 +282,33 @@ class Trainer:
         self._fenced = True
 
     def request_node_exit(self, reason: str = "") -> None:
-        """Leaves politely: takes part, without samples, until a header lets this member go (Listing 2)."""
-        engine = self.engine
+        """Leaves politely: takes part, without samples, until a header lets this member go (Listing 2).
+
+        Meanwhile its state follows by replay, for newcomers that may find nobody else. Where steps cannot be replayed,
+        or `extra` state was given that they do not tell of, it hands out none that is not the others' any more.
+        """
+        engine, state = self.engine, self._state
         engine.leave(reason or _signals.seen or "the user asked")
+        replay = ModuleReplay(state) if state is not None and not self._extra else None
+        follows, current = replay is not None and not replay.replayable(), True
         try:
             while not engine.out and engine.header.kind is not Kind.CLOSING:
-                if engine.header.boundary:
-                    self.check_state_replication()
-                else:
-                    engine.step(weight=0.0, coefficient=0.0, yields=True)
+                if state is not None and current:
+                    engine.serve(state)
+                header = engine.step(weight=0.0, coefficient=0.0, yields=True)
+                if header.kind is Kind.STEP:
+                    current = current and follows
+                    if replay is not None and current:
+                        replay.replay(header)
+                elif header.kind is Kind.BOUNDARY and state is not None and current:
+                    engine.admit(header, state)
         except (DepartedError, FencedError):
             engine.out = True  # let go at once: nobody is left who would need another step
         if not engine.out:
             engine.finish()  # the others closed the job
             engine.out = True
-        engine.wait_released()
+        else:
+            engine.wait_released()
 
     # ------------------------------------------------------------------ the end
 

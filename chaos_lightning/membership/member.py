@@ -55,7 +55,7 @@ from chaos_lightning.membership.member_state import MAX_EARLY
 from chaos_lightning.membership.member_state import Phase as Phase
 from chaos_lightning.membership.observing import Observing
 from chaos_lightning.membership.recovery import needs_bytes
-from chaos_lightning.membership.slots import close_slot, leading
+from chaos_lightning.membership.slots import close_slot, kind_of
 from chaos_lightning.membership.types import (
     NO_VIEW,
     Contribution,
@@ -242,7 +242,7 @@ class MemberMachine(Observing):
         return all(m in box for m in view.ids())
 
     def _make_header(self, view: View, box: Mapping[str, Contribution]) -> Header:
-        kind = leading(view, box).kind
+        kind = kind_of(view, self.header, box)
         return close_slot(
             view=view,
             prev=self.header,

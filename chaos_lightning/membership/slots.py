@@ -26,22 +26,20 @@ from chaos_lightning.planning.ledger import merge
 
 EQUAL_FIELDS = ("prev_hash", "kind", "name", "step", "layout_hash", "hyper")
 """Fields in which all contributions to one slot must agree, in the order in which they are compared."""
-SCRIPTED = frozenset({"kind", "name", "hyper"})
-"""Those that come from the script; who yields follows it no more."""
 
 
 def disagreement(contributions: Sequence[Contribution]) -> str:
     """Words about the first field in which members differ, or "" if they agree.
 
-    The first contribution (the root's, the oldest member) is the reference, as the first view's state is the first
-    member's (PROTOCOL.md 14).
+    The first contribution (of the oldest member that does not yield) is the reference, as the first view's state is the
+    first member's (PROTOCOL.md 14).
     """
     reference = contributions[0]
     for name in EQUAL_FIELDS:
         expected = getattr(reference, name)
         for other in contributions[1:]:
-            if other.yields and name in SCRIPTED:
-                continue
+            if other.yields and (name in ("kind", "hyper") or (name == "name" and other.kind is not reference.kind)):
+                continue  # what comes from the script; the one section of a step stays
             given = getattr(other, name)
             if given != expected:
                 return (
@@ -55,6 +53,12 @@ def leading(view: View, contributions: Mapping[str, Contribution]) -> Contributi
     """The contribution that says what this slot is: the root's, or the oldest member's that does not yield."""
     ordered = [contributions[view.root], *(contributions[m] for m in view.ids())]
     return next((c for c in ordered if not c.yields), ordered[0])
+
+
+def kind_of(view: View, prev: Header, contributions: Mapping[str, Contribution]) -> Kind:
+    """What the slot after `prev` is; where all leave, they let in who waits before the state goes with them."""
+    first = leading(view, contributions)
+    return Kind.BOUNDARY if first.yields and prev.boundary else first.kind
 
 
 def presence_of(contributions: Sequence[Contribution]) -> bytes:
@@ -110,7 +114,7 @@ def close_slot(
         observers: Newcomers that are served from this slot on.
     """
     ordered = [contributions[m] for m in view.ids()]
-    first = leading(view, contributions)
+    first, kind = leading(view, contributions), kind_of(view, prev, contributions)
     error = disagreement([first, *(c for c in ordered if c is not first)])
     ledger = prev.ledger
     if not error:
@@ -122,7 +126,7 @@ def close_slot(
     if error:
         return Header(
             seq=prev.seq + 1,
-            kind=first.kind,
+            kind=kind,
             step=first.step,
             view=view.id,
             prev_hash=prev.hash,
@@ -134,11 +138,11 @@ def close_slot(
             error=error,
             observers=prev.observers,
         )
-    change, boundary = carried(first.kind, waiting)
+    change, boundary = carried(kind, waiting)
     return Header(
         seq=prev.seq + 1,
-        kind=first.kind,
-        step=first.step + (first.kind is Kind.STEP),
+        kind=kind,
+        step=first.step + (kind is Kind.STEP),
         view=view.id,
         prev_hash=prev.hash,
         next_view=change.id if change is not None else view.id,
@@ -146,7 +150,7 @@ def close_slot(
         contributors=tuple(Share(c.member, c.weight, c.coefficient) for c in ordered),
         presence=presence_of(ordered),
         ledger=ledger,
-        answers=tuple(c.payload for c in ordered) if first.kind is Kind.GATHER else (),
+        answers=tuple(c.payload for c in ordered) if kind is Kind.GATHER else (),
         layout_hash=first.layout_hash or prev.layout_hash,
         hyper=first.hyper or prev.hyper,
         view_change=change,

@@ -32,6 +32,8 @@ _LENGTH = struct.Struct("!I")
 DEFAULT_CAP_NBYTES = 2 << 30
 AT_ONCE_NBYTES = 1 << 18
 """So much is copied in the I/O thread itself, which takes some 30 microseconds."""
+GRACE_S = 0.005
+"""Reading 17 MiB takes some 3 ms, as copying does; only one of them is needed."""
 _REMEMBERED = 1024
 """Slots of which it is known who has them."""
 _KEPT_AT_LEAST = 4
@@ -154,10 +156,15 @@ class SlotLog:
         self._orders.put(order)
 
     def settle(self, timeout_s: float) -> None:
-        """Returns when all slots so far are copied, or known to all who want them; in the training thread."""
+        """Returns when all slots so far are copied, or known to all who want them; in the training thread.
+
+        Who reads in place has `GRACE_S` left to do so.
+        """
         if not self._ordered:
             return
         with self._changed:
+            if self._changed.wait_for(lambda: not self._ordered, min(GRACE_S, timeout_s)):
+                return
             self._hasty = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._ordered, timeout_s)

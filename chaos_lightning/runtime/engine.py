@@ -350,11 +350,14 @@ class Engine:
 
     def boundary(self, state: StateAccess) -> Header:
         """The rest point between two windows: newcomers enter here, and the state is published for them."""
-        header = self._slot(Kind.BOUNDARY, name="boundary")
+        self.admit(header := self._slot(Kind.BOUNDARY, name="boundary"), state)
+        return header
+
+    def admit(self, header: Header, state: StateAccess) -> None:
+        """Publishes the state for those whom a boundary's header lets in."""
         if header.view_change is not None and header.view_change.joiners and not self.out:
             self.publish(header, state)
         self.events.emit("boundary", seq=header.seq)
-        return header
 
     def serve(self, state: StateAccess) -> None:
         """Between two windows, when the optimizer has stepped: keeps the state for newcomers that replay, if the last
@@ -409,7 +412,7 @@ class Engine:
     def finish(self) -> None:
         """The job's last slot; waits until all members have it (or the linger deadline)."""
         if not self.out:
-            if self.header.kind is not Kind.CLOSING:  # else a step that yielded was closed by the others
+            if self.header.kind is not Kind.CLOSING:  # else the others closed the job in a slot that this one yielded
                 self._slot(Kind.CLOSING, name="closing")
             self.events.emit("finished", seq=self.header.seq, step=self.header.step)
         self.wait_released()

@@ -266,7 +266,7 @@ class Node(Connected):
 
     def strays(self) -> bool:
         """It leaves and follows the script no more, as after `request_node_exit` in a plain loop; half of them do."""
-        return bool(self.leaving) and self.number % 2 == 1 and not self.header.boundary
+        return bool(self.leaving) and self.number % 2 == 1
 
     def next_kind(self) -> Kind:
         """A function of the last header, too."""

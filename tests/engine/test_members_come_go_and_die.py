@@ -163,6 +163,21 @@ def test_who_leaves_after_the_last_step_ends_with_the_others(job: Job, leaver: s
     assert reports[0]["step"] == 30
 
 
+def test_who_leaves_hands_newcomers_the_state_that_the_others_have(job: Job) -> None:
+    """It takes a step without its script, and then a newcomer comes in and pulls from the oldest member, the leaver."""
+    gate = job.gate("a")
+    job.start("a", epochs=20, settings={"min_nodes": 2}, gates={5: gate}, exit_at=5)
+    job.harness.wait_for("welcomed", node="a")
+    job.start("b", epochs=20, settings={"min_nodes": 2})
+    job.harness.wait_step(5)
+    job.start("c", epochs=20)
+    job.admitted("c")
+    job.open(gate)
+    reports = job.finish("a", "b", "c")
+    same(reports[1:])
+    assert reports[0]["out"]
+
+
 def test_leaver_is_the_writer_and_root(job: Job) -> None:
     job.start("a", epochs=30)
     job.harness.wait_for("welcomed", node="a")

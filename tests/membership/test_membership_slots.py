@@ -52,7 +52,8 @@ def test_disagreement_names_member_field_and_both_values(field: str, value: obje
 @pytest.mark.parametrize("kind", ["step", "gather", "boundary", "closing"])
 def test_who_leaves_goes_along_with_whatever_the_others_close(kind: str, who: str) -> None:
     contributions = box(kind)
-    leaver = contribution(VIEW, GENESIS, "step", who, name="section 0", hyper="opt0.lr=0.2", yields=True)
+    name = "" if kind == "step" else "section 0"
+    leaver = contribution(VIEW, GENESIS, "step", who, name=name, hyper="opt0.lr=0.2", yields=True)
     contributions[who] = replace(leaver, weight=0.0, coefficient=0.0)
     header = closed(contributions)
     assert header.error == ""
@@ -70,9 +71,19 @@ def test_who_leaves_still_stands_on_the_same_chain() -> None:
     assert "prev_hash" in closed(contributions).error
 
 
-def test_when_all_leave_they_take_a_step() -> None:
-    header = closed(box(yields=True))
-    assert (header.kind, header.error, header.step) == (Kind.STEP, "", 1)
+def test_steps_of_other_sections_are_refused_also_from_who_leaves() -> None:
+    contributions = box()
+    contributions["c~3"] = replace(contributions["c~3"], name="section 1", yields=True)
+    assert "section 1" in closed(contributions).error
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_when_all_leave_they_take_a_step_or_let_in_who_waits(asked: bool) -> None:
+    prev = replace(GENESIS, boundary=asked)
+    given = {m: contribution(VIEW, prev, "step", m, yields=True) for m in IDS}
+    header = close_slot(view=VIEW, prev=prev, contributions=given)
+    assert header.error == ""
+    assert (header.kind, header.step) == ((Kind.BOUNDARY, 0) if asked else (Kind.STEP, 1))
 
 
 def test_sample_spent_twice_in_one_slot_is_an_error_and_spends_nothing() -> None:

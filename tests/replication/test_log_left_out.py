@@ -38,7 +38,7 @@ def test_who_settles_has_the_last_slot_copied_at_once(
     log = SlotLog(threading.Condition())
     header, used_again = chain(1)[-1], threading.Event()
     raw = memoryview(bytearray(b"sum."))
-    log.keep(header, b"", raw, [(0, 4)], lambda: not used_again.is_set(), readers=readers, hold_s=LIMIT_S)
+    log.keep(header, b"", raw, [(0, 4)], lambda: not used_again.is_set(), readers=readers, hold_s=10 * LIMIT_S)
     log.settle(LIMIT_S)
     used_again.set()
     raw[:] = b"next"
