@@ -37,11 +37,11 @@ class Scale:
 
     quick: bool = False
     seed: int = 20260
-    budget_s: float = 300.0
+    budget_s: float = 180.0
 
     @staticmethod
     def full(seed: int = 20260) -> Scale:
-        return Scale(quick=False, seed=seed, budget_s=300.0)
+        return Scale(quick=False, seed=seed, budget_s=180.0)
 
     @staticmethod
     def small(seed: int = 20260) -> Scale:
