@@ -192,10 +192,11 @@ def _train(
         fate.at("backward")
         loss.backward()
         fate.at("allreduce")
+        since = time.monotonic_ns()
         kept = trainer.update()
         optimizer.zero_grad(set_to_none=True)
         if not kept:
-            journal.write("fenced")
+            journal.write("fenced", since=since)
             note("entered")
             pipe.send(("back", engine.header.step))
             continue
@@ -203,10 +204,10 @@ def _train(
         pipe.send(("step", engine.header.step))
         if engine.header.step % SAVE_EVERY == 0:
             save("step")
-        before = (engine.header.hash, engine.member_id)
+        before, since = (engine.header.hash, engine.member_id), time.monotonic_ns()
         trainer.check_state_replication()
         if engine.member_id != before[1]:
-            journal.write("fenced")
+            journal.write("fenced", since=since)
             note("entered")
             pipe.send(("back", engine.header.step))
         elif engine.header.hash != before[0]:

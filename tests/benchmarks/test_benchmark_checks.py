@@ -145,9 +145,10 @@ def test_a_thawed_root_may_draw_once_more_before_it_hears_that_its_last_header_c
     assert not violated(journals, freezes=[Freeze("c", 3, ns - 900, ns - 100)])
 
 
-def fence(journals: dict[str, list[Line]], *, back: bool) -> int:
-    ns = journals["c-3"][-1]["ns"] + 1000
-    journals["c-3"].append({"what": "fenced", "ns": ns})
+def fence(journals: dict[str, list[Line]], *, back: bool, lasted: int = 0) -> int:
+    """It is in again `lasted` ns after it was last known to be well; when."""
+    ns = journals["c-3"][-1]["ns"] + 1000 + lasted
+    journals["c-3"].append({"what": "fenced", "ns": ns, "since": ns - lasted})
     if back:
         journals["c-3"].append(
             copy.deepcopy(line(journals["a-1"], "commit", seq=6)) | {"what": "entered", "ns": ns + 1}
@@ -163,6 +164,12 @@ def test_point_5_somebody_awake_was_put_out(journals):
 def test_a_frozen_member_may_be_put_out_if_it_comes_back(journals):
     ns = fence(journals, back=True)
     assert not violated(journals, freezes=[Freeze("c", 3, ns - 900, ns - 100)])
+
+
+@pytest.mark.parametrize(("lasted", "points"), [(9.5e9, set()), (0, {5})])
+def test_coming_in_again_may_take_long_but_being_put_out_may_not_come_late(journals, lasted, points):
+    ns = fence(journals, back=True, lasted=int(lasted))
+    assert violated(journals, freezes=[Freeze("c", 3, int(ns - 9e9), int(ns - 8e9))]) == points
 
 
 @pytest.mark.parametrize(("killed", "points"), [((), {5}), (("c-3",), set())])
