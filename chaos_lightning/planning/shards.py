@@ -316,7 +316,7 @@ def optimal(
         low, high = (middle, high) if sum(_until(middle, neighbours, costs)) < count else (low, middle)
     counts = _until(high, neighbours, costs)
     ends = [n.delay_s + c * cost for n, c, cost in zip(neighbours, counts, costs, strict=True)]
-    order = sorted(range(len(counts)), key=lambda i: -ends[i])
+    order = sorted((i for i, c in enumerate(counts) if c), key=lambda i: -ends[i])
     for i in order[: sum(counts) - count]:  # several are complete at the very end: not all of them are needed
         counts[i] -= 1
     last = next(i for i in order if counts[i])

@@ -36,7 +36,13 @@ def free_port() -> int:
 
 def script(tmp_path: Path, *command: str, **extra: str) -> str:
     """Runs an example as a user would, in an empty folder; returns what it said."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **extra}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "XDG_STATE_HOME": str(tmp_path),
+        **extra,
+    }
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / command[0]), *command[1:]],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150,

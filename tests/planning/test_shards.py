@@ -78,6 +78,7 @@ def test_the_closed_form_reaches_the_bound(nbytes: int, neighbours: list[Neighbo
 
 
 @settings(deadline=None)
+@example(1, [Neighbour("n0", 1.0, 1.0), Neighbour("n1", 0.0, 0.0625), Neighbour("n2", 0.0, 0.0625)], 16)
 @given(st.integers(1, 10**5), NEIGHBOURS, st.integers(16, 4096))
 def test_no_planner_is_faster_than_the_bound(nbytes: int, neighbours: list[Neighbour], size: int) -> None:
     bound = bound_s(nbytes, neighbours)
