@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import PlanError
