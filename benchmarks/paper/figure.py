@@ -41,7 +41,7 @@ class Scale:
 
     @staticmethod
     def full(seed: int = 20260) -> Scale:
-        return Scale(quick=False, seed=seed, budget_s=180.0)
+        return Scale(seed=seed)
 
     @staticmethod
     def small(seed: int = 20260) -> Scale:
