@@ -35,7 +35,7 @@ from chaos_lightning.hyper import default_words, hyper_words
 from chaos_lightning.membership.types import Kind
 from chaos_lightning.observe.events import Event
 from chaos_lightning.planning.ledger import epoch_of
-from chaos_lightning.replication.access import ModuleState, Stateful
+from chaos_lightning.replication.access import ModuleState, Stateful, module_extra
 from chaos_lightning.replication.replay import ModuleReplay
 from chaos_lightning.replication.table import state_hash
 from chaos_lightning.runtime.config import EngineConfig
@@ -168,7 +168,7 @@ class Trainer:
         wanted = set(reduced_buffers) | norm_buffers(model)
         buffers = [(n, b) for n, b in model.named_buffers() if n in wanted]
         self._state = ModuleState(model, optimizer, extra)
-        self._extra = bool(extra)
+        self._extra = bool(extra or module_extra(model))
         self._optimizer = optimizer
         engine = self.engine
         engine.prepare(sections=[Section("optimizer 0", [(names[id(p)], p) for p in params])], buffers=buffers)
@@ -285,7 +285,7 @@ class Trainer:
         """Leaves politely: takes part, without samples, until a header lets this member go (Listing 2).
 
         Meanwhile its state follows by replay, for newcomers that may find nobody else. Where steps cannot be replayed,
-        or `extra` state was given that they do not tell of, it hands out none that is not the others' any more.
+        or there is extra state that they do not tell of, it hands out none that is not the others' any more.
         """
         engine, state = self.engine, self._state
         engine.leave(reason or _signals.seen or "the user asked")
