@@ -1,6 +1,30 @@
-"""For all tests: a generated example that takes long on a busy machine is no failure; nothing here is timed."""
+"""For all tests: no generated example is timed, and a test of real processes that fails shows their events."""
 
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
 from hypothesis import settings
 
+from chaos_lightning.testing.harness import Harness
+
+DUMPED_EVENTS = 120
+
+# A generated example that takes long on a busy machine is no failure.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Any assertion, not only the harness's own complaints, comes with the last events of the test's processes."""
+    report = yield
+    if report.failed:
+        given: dict[str, Any] = getattr(item, "funcargs", {})
+        holders = {id(h): h for v in given.values() if isinstance(h := getattr(v, "harness", v), Harness)}
+        report.sections += [("event log", harness.dump(DUMPED_EVENTS)) for harness in holders.values()]
+    return report

@@ -42,10 +42,6 @@ class LogEntry:
 
     header: Header
     raw: memoryview | None
-    newest: int
-    """The last slot in the log of whoever gave this one, then."""
-    told_at: float = 0.0
-    """When that was told, by `time.monotonic()`: it may have waited for its turn since."""
 
 
 @dataclass
@@ -98,6 +94,8 @@ class LogReader:
         self.listening = False
         """A source has been asked for the next entry, and could have answered."""
         self.received_nbytes = 0
+        self._began = (header.seq, time.monotonic())
+        self._told_at = 0.0
         self._sources = [_Source(s) for s in sources]
         self._dial = dial
         self._decode = decode
@@ -137,6 +135,15 @@ class LogReader:
         """Nothing that was fetched waits to be applied."""
         return self._ready.empty()
 
+    def behind(self, seq: int) -> float:
+        """How many slots beyond `seq` members probably are by now, at the pace they had so far.
+
+        What was told about them grows old while an entry is applied, or while no buffer is free to ask for another.
+        """
+        first, at = self._began
+        pace = (self.newest - first) / max(self._told_at - at, 1e-3)
+        return self.newest - seq + pace * (time.monotonic() - self._told_at)
+
     def close(self) -> None:
         """Ends all threads and connections; nobody writes into buffers any more when this returns."""
         self._closed = True
@@ -153,8 +160,7 @@ class LogReader:
         try:
             while not self._closed:
                 header, newest, inline = self._next(at)
-                told_at = time.monotonic()
-                self.newest = max(self.newest, newest)
+                self.newest, self._told_at = max(self.newest, newest), time.monotonic()
                 raw: memoryview | None = None
                 spans = self._scope(header)
                 if spans:
@@ -165,7 +171,7 @@ class LogReader:
                         self._place(header, raw, spans, inline)
                     elif not self._look(header, raw, spans):
                         self._fetch(header, raw, spans)
-                self._ready.put(LogEntry(header, raw, newest, told_at))
+                self._ready.put(LogEntry(header, raw))
                 at = header
         except (ChaosError, OSError) as error:
             if not self._closed:

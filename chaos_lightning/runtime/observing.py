@@ -30,6 +30,8 @@ from chaos_lightning.runtime.window import Window
 
 JUDGED_AFTER, JUDGED_OVER_S = 16, 3.0
 """Entries applied, and time passed, before it is judged whether catching up will end."""
+NEAR_SLOTS = 2.0
+"""A newcomer that is less far behind has caught up: one slot that is under way, and a part of the next one."""
 FINAL_WAIT_S = 2.0
 """How long the last entries are waited for once this newcomer is let in; what lacks then is pulled."""
 
@@ -97,19 +99,16 @@ class Observation:
     def _follow(self, reader: LogReader, at: Header, *, quick: bool) -> Header:
         """`quick`: the snapshot was here within about a step, so that there may be nothing to apply yet."""
         caught_up, told = False, time.monotonic()
-        began, fresh = told, False
         while not self._called():
             entry = reader.take(0.1)
             if entry is not None:
-                # What was told before the entry before this one was begun says nothing about how far others are now.
-                fresh, began = entry.told_at >= began, time.monotonic()
                 at = self._apply(reader, entry, at)
             elif reader.error:
                 self._give_up(at, reader.error)
                 return at
             lag = reader.newest - at.seq
-            certain = fresh if self._applied else quick and reader.listening
-            if not caught_up and reader.waiting and lag <= 1 and certain:
+            near = reader.behind(at.seq) < NEAR_SLOTS if self._applied else quick and reader.listening and lag <= 1
+            if not caught_up and reader.waiting and near:
                 caught_up = True
                 self._send(CatchUp(at.seq))
             if entry is not None and not caught_up and self._hopeless(lag, time.monotonic()):

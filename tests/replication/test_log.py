@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -105,6 +106,23 @@ def test_entries_come_in_order_with_their_bytes(three: list[ThreadDonor], inline
     assert reader.newest == 12
     shared = {d.member for d in three if d.server.served_nbytes.get("joiner")}
     assert shared == (set() if inline else {"a", "b", "c"})
+
+
+def test_what_was_told_about_the_members_grows_old(three: list[ThreadDonor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked while no buffer is free: members go on meanwhile, at the pace that they had."""
+    now = 100.0
+    monkeypatch.setattr(log_reader, "time", SimpleNamespace(monotonic=lambda: now))
+    for header in chain(4):
+        keep(three[0].server.log, header)
+    reader = reader_of(three[:1], buffers=1)
+    now = 101.0
+    reader.start()
+    first = reader.take(LIMIT_S)
+    assert first is not None
+    assert (reader.newest, reader.behind(4), reader.behind(1)) == (4, 0.0, 3.0)
+    now = 103.0
+    assert reader.behind(4) == 8.0, "four slots a second, for two seconds"
+    reader.close()
 
 
 def test_what_is_not_committed_yet_is_waited_for(three: list[ThreadDonor]) -> None:
