@@ -208,6 +208,7 @@ class Comparison:
             },
             "tracks": self.tracks(),
             "identical": self.identical(),
+            "rewired": [reason for r in (*self.first, *self.changing) for reason in r.rewired],
             "levels": {"first": first, "second": second, "changing": changing},
             "newcomer_levels": dict(zip(("first", "second", "changing"), self.levels(newcomers=True), strict=True)),
             "moved": self.moved(),

@@ -40,7 +40,7 @@ def curve_claims(found: Sequence[dict[str, Any]], change: Change) -> list[Claim]
     return [
         _tracking_claim(found, first, event, scaled),
         _moving_claim(found, first, second, change, scaled),
-        _smoothness_claim(found, scaled),
+        _smoothness_claim(found, change, scaled),
     ]
 
 
@@ -48,9 +48,15 @@ def _tracking_claim(found: Sequence[dict[str, Any]], first: str, event: str, sca
     worst = [(TITLES[f["kind"]], f["tracks"], TRACKS[f["kind"]], unit(f["kind"])) for f in found]
     agrees = all(g <= bound for _, g, bound, _ in worst)
     ours = "; ".join(f"{title}: largest difference before it {g:.3g} {u}" for title, g, _, u in worst)
+    why = scaled
     if all(f["identical"] for f in found):
         ours += " (what was learned is the same to the last bit)"
-    return Claim(f"before {event}, the curve closely tracks the {first} curve", ours, "scaled down", agrees, scaled)
+    elif reasons := sorted({reason for f in found for reason in f["rewired"]}):
+        why = (
+            "trees changed on the way, with them the order of sums, and so the last bits, which training amplifies "
+            f"({'; '.join(reasons)}); where they did not, what was learned is the same to the last bit"
+        )
+    return Claim(f"before {event}, the curve closely tracks the {first} curve", ours, "scaled down", agrees, why)
 
 
 def _moving_claim(found: Sequence[dict[str, Any]], first: str, second: str, change: Change, scaled: str) -> Claim:
@@ -72,8 +78,9 @@ def _moving_claim(found: Sequence[dict[str, Any]], first: str, second: str, chan
     return Claim(paper, "; ".join(parts), "scaled down", agrees, scaled)
 
 
-def _smoothness_claim(found: Sequence[dict[str, Any]], scaled: str) -> Claim:
+def _smoothness_claim(found: Sequence[dict[str, Any]], change: Change, scaled: str) -> Claim:
     parts, agrees = [], True
+    why = scaled
     for f in found:
         agrees &= f["setback"] <= SMOOTH * f["usual_setback"]
         parts.append(
@@ -81,7 +88,12 @@ def _smoothness_claim(found: Sequence[dict[str, Any]], scaled: str) -> Claim:
             f"without a change {f['usual_setback']:.3g}; largest change either way {f['sharpest']:.3g} and "
             f"{f['usual_sharpest']:.3g} {unit(f['kind'])}"
         )
-    return Claim("the curve stays smooth, with no sharp fluctuations", "; ".join(parts), "scaled down", agrees, scaled)
+    if not agrees and change == "in":
+        why = (
+            "where a node goes, the way to the other curve leads downhill, and counts as a setback beside curves that "
+            "rise on the whole; without a change, too, neighbouring measurements differ by what is told"
+        )
+    return Claim("the curve stays smooth, with no sharp fluctuations", "; ".join(parts), "scaled down", agrees, why)
 
 
 def knowledge_claim(found: Sequence[dict[str, Any]]) -> Claim:

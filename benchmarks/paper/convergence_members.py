@@ -3,17 +3,19 @@
 Theory of operation. Every node is a process with the plain loop of the paper's Listings 1 and 2 (`Trainer` with
 `data="local"`); a scheduler process serves them. Nodes are let in one after the other, so that ranks, and with them the
 order of every sum, are the same in each run: runs that differ in the fifth node's coming or going alone are equal up to
-it, bit for bit. The first node sends what was learned every so many steps, and this process measures it on the test set
-while training goes on. A fifth node that comes is built and waits at the door; it asks to be let in when the first one
-tells of the step of the change. One that goes asks for it after that step. (The scheduler, told to found the job with
-all of them, would have the others wait below that number, so it is started again with a lower one while they train.)
-Who contributed to which step, and which bytes a join moved, is read from the members' event logs afterwards.
+it, bit for bit, as long as the scheduler changes no trees (`Run.rewired`). The first node sends what was learned every
+so many steps, and this process measures it on the test set while training goes on.
+A fifth node that comes is built and waits at the door; it asks to be let in when the first one tells of the step of the
+change. One that goes asks for it after that step. (The scheduler, told to found the job with all of them, would have
+the others wait below that number, so it is started again with a lower one while they train.) Who contributed to which
+step, and which bytes a join moved, is read from the members' event logs afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import socket
 import subprocess
 import sys
@@ -144,6 +146,8 @@ class Run:
         changed: the first step without (or with) the fifth node; 0: nothing changed.
         contributors: nodes with samples in each step, by step.
         equal: whether all nodes that were there at the end ended with the same state, by hash.
+        rewired: why the scheduler changed trees before the fifth node came or went, in its words; the order of sums
+            changes with them, and with it the last bits of what is learned.
         transfer: what the join moved (see `transfer_facts`), and how large the parts of the state are.
         seconds: wall-clock time.
     """
@@ -155,6 +159,7 @@ class Run:
     changed: int = 0
     contributors: dict[int, int] = field(default_factory=dict)
     equal: bool = False
+    rewired: list[str] = field(default_factory=list)
     transfer: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -202,6 +207,27 @@ def transfer_facts(records: Iterable[Record], node_name: str) -> dict[str, Any]:
             facts["log_nbytes"] += int(r.get("nbytes", 0))
             facts["replayed"] += int(r["steps"])
     return facts
+
+
+def rewirings(records: Iterable[Record], node_name: str, changed: int) -> list[str]:
+    """Reasons of views with the members of the one before, decided before `node_name` committed step `changed`.
+
+    Args:
+        records: of members and scheduler.
+        node_name: of a member.
+        changed: 0: all such views.
+    """
+    ordered = sorted(records, key=lambda r: r.t)
+    until = next(
+        (
+            r.t
+            for r in ordered
+            if changed and r.name == Event.COMMITTED and r.node == node_name and r["step"] == changed
+        ),
+        math.inf,
+    )
+    views = [r for r in ordered if r.name == Event.VIEW and r.node == "default" and r.t < until]
+    return [str(b.get("reason")) for a, b in pairwise(views) if a["members"] == b["members"]]
 
 
 # ---------------------------------------------------------------------------------------------------- a run
@@ -300,6 +326,7 @@ def _finish(
     records = Tail(fleet.folder).poll()
     run.contributors = contributors_by_step(records, "node1")
     run.changed = change_in(run.contributors)
+    run.rewired = rewirings(records, "node1", run.changed)
     expected = {"": {nodes}, "out": {nodes, nodes + 1}, "in": {nodes, nodes - 1}}[run.change]
     if set(run.contributors.values()) != expected:
         raise RuntimeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from benchmarks.paper.convergence import Comparison, Schedule
 from benchmarks.paper.convergence_claims import curve_claims, knowledge_claim, lora_claims
 from benchmarks.paper.convergence_curves import Change, Curve, gap, level, mean_curve, moved, setback, sharpest
 from benchmarks.paper.convergence_data import Samples, Stream, deal_kinds, owners, text_blocks
-from benchmarks.paper.convergence_members import Run, change_in, contributors_by_step, train, transfer_facts
+from benchmarks.paper.convergence_members import Run, change_in, contributors_by_step, rewirings, train, transfer_facts
 from benchmarks.paper.convergence_models import LoRALinear, add_lora, build_gpt, image_net
 from benchmarks.paper.convergence_tasks import GPT2_SMALL, Judge, Problem, Recipe, learned_arrays, loss_of
 from benchmarks.paper.figure import FigureResult
@@ -288,6 +289,22 @@ def test_who_brought_samples_is_counted_from_the_log() -> None:
     assert change_in({1: 4, 2: 4}) == 0
 
 
+def test_trees_that_changed_before_the_fifth_node_did_are_told_of() -> None:
+    def view(t: float, members: list[str], reason: str) -> Record:
+        found = event("view", "default", members=members, reason=reason)
+        return replace(found, t=t)
+
+    records = [
+        view(1.0, ["a~1", "b~2"], "founded"),
+        view(3.0, ["a~1", "b~2"], "a link returned"),
+        replace(committed(7, [16, 0]), t=5.0),
+        view(4.0, ["a~1"], "b~2 leaves"),
+        view(6.0, ["a~1"], "a link was slow"),
+    ]
+    assert rewirings(records, "node1", 7) == ["a link returned"]
+    assert rewirings(records, "node1", 0) == ["a link returned", "a link was slow"]
+
+
 def test_what_a_join_moved_is_read_from_the_newcomers_log() -> None:
     records = [
         event("observing", "node3", seq=1, head="h"),
@@ -344,6 +361,13 @@ def test_the_same_to_the_last_bit_is_said_of_states_alone() -> None:
         found = row(states)
         assert found["identical"] is identical
         assert ("to the last bit" in curve_claims([found], "out")[0].ours) is identical
+
+
+def test_changed_trees_are_the_reason_for_other_bits() -> None:
+    found = comparison("in", HIGH, LOW, (*HIGH[:4], 73.8, 73.0, 72.5, 71.8)) | {"rewired": ["a link returned"]}
+    told = curve_claims([found], "in")[0].why
+    assert "a link returned" in told
+    assert "a link returned" not in curve_claims([found | {"identical": True}], "in")[0].why
 
 
 def test_a_curve_that_stays_disagrees() -> None:
