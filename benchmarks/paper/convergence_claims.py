@@ -56,6 +56,8 @@ def _tracking_claim(found: Sequence[dict[str, Any]], first: str, event: str, sca
             "trees changed on the way, with them the order of sums, and so the last bits, which training amplifies "
             f"({'; '.join(reasons)}); where they did not, what was learned is the same to the last bit"
         )
+    else:
+        why = "what was learned differs in its last bits at first, for a reason that the event logs do not tell"
     return Claim(f"before {event}, the curve closely tracks the {first} curve", ours, "scaled down", agrees, why)
 
 

@@ -339,15 +339,17 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         connection = _Connection(self._count, context.peer())
         self._connections[connection.number] = connection
         self._inbox.put_nowait(fx.Opened(connection.number))
-        tasks = [
-            asyncio.create_task(self._read(connection, context)),
-            asyncio.create_task(self._write(connection, context)),
-            asyncio.create_task(connection.cut.wait()),
-        ]
+        tasks: list[asyncio.Task[Any]] = []
         abrupt = True
         try:
-            # Answers at once: the member learns that it was let in before anything else is said.
+            # Answers at once: the member learns that it was let in before anything else is said. And before anything
+            # else can be: a first message that is written meanwhile sends the same metadata, and gRPC ends the stream.
             await context.send_initial_metadata(())
+            tasks += (
+                asyncio.create_task(self._read(connection, context)),
+                asyncio.create_task(self._write(connection, context)),
+                asyncio.create_task(connection.cut.wait()),
+            )
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[0].done():
                 abrupt = not tasks[0].result()

@@ -29,6 +29,7 @@ from chaos_lightning.membership.types import (
     Settings,
     View,
     ViewId,
+    Welcome,
 )
 from chaos_lightning.observe.events import EventLog, read_events
 from chaos_lightning.runtime import chaos_pb2
@@ -66,6 +67,20 @@ def test_a_stream_is_opened_speaks_and_closes_in_good_order() -> None:
         kinds = [e for e in served.events.seen if not said(Heartbeat(NO_VIEW, 0, 0))(e)]
         assert kinds[0] == fx.Opened(1)
         assert [e.message for e in kinds[2:-1]] == [Ready(), Leave("enough")]  # type: ignore[union-attr]
+
+
+def test_a_member_that_is_answered_at_once_keeps_its_stream() -> None:
+    """Even if the machine speaks before the stream is open for both."""
+
+    def at_once(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
+        return [fx.Send(event.conn, welcome("a", event.conn))] if isinstance(event, fx.Opened) else None
+
+    with serving(at_once) as served:
+        for number in range(1, 21):
+            with attending(served.endpoint) as client:
+                client.messages.wait(lambda m: isinstance(m, Welcome))
+                assert client.messages.seen[0] == welcome("a", number), "an earlier stream was lost"
+                client.close()
 
 
 MEMBER = """
