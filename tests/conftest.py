@@ -26,5 +26,13 @@ def pytest_runtest_makereport(
     if report.failed:
         given: dict[str, Any] = getattr(item, "funcargs", {})
         holders = {id(h): h for v in given.values() if isinstance(h := getattr(v, "harness", v), Harness)}
-        report.sections += [("event log", harness.dump(DUMPED_EVENTS)) for harness in holders.values()]
+        report.sections += [("event log", _dumped(harness)) for harness in holders.values()]
     return report
+
+
+def _dumped(harness: Harness) -> str:
+    """The dump, or why there is none: an error here would end the whole run of pytest."""
+    try:
+        return harness.dump(DUMPED_EVENTS)
+    except Exception as error:
+        return f"no dump: {error!r}"

@@ -164,13 +164,12 @@ class Comparison:
 
     def identical(self) -> bool:
         """Whether what was learned is the first curve's to the last bit, at each measurement before the change."""
-        pairs = [
-            (state, f.states.get(step))
-            for c, f in zip(self.changing, self.first, strict=True)
-            for step, state in c.states.items()
-            if step < c.changed
-        ]
-        return bool(pairs) and all(a == b for a, b in pairs)
+        return all(_same(c, f) for c, f in zip(self.changing, self.first, strict=True))
+
+    def unexplained(self) -> bool:
+        """Whether some repetition is not, though the scheduler changed no trees in it."""
+        pairs = zip(self.changing, self.first, strict=True)
+        return any(not _same(c, f) and not c.rewired and not f.rewired for c, f in pairs)
 
     def levels(self, newcomers: bool = False) -> tuple[float, float, float]:
         """Of first, second and changing at the end, means over the repetitions."""
@@ -208,6 +207,7 @@ class Comparison:
             },
             "tracks": self.tracks(),
             "identical": self.identical(),
+            "unexplained": self.unexplained(),
             "rewired": [reason for r in (*self.first, *self.changing) for reason in r.rewired],
             "levels": {"first": first, "second": second, "changing": changing},
             "newcomer_levels": dict(zip(("first", "second", "changing"), self.levels(newcomers=True), strict=True)),
@@ -221,6 +221,11 @@ class Comparison:
             "transfers": [r.transfer for r in self.changing if r.transfer],
             "seconds": [round(r.seconds, 2) for r in (*self.first, *self.second, *self.changing)],
         }
+
+
+def _same(changing: Run, first: Run) -> bool:
+    before = [step for step in changing.states if step < changing.changed]
+    return bool(before) and all(changing.states[s] == first.states.get(s) for s in before)
 
 
 def _mean(runs: Sequence[Run], newcomers: bool = False) -> Curve:

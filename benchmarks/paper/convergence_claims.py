@@ -51,7 +51,8 @@ def _tracking_claim(found: Sequence[dict[str, Any]], first: str, event: str, sca
     why = scaled
     if all(f["identical"] for f in found):
         ours += " (what was learned is the same to the last bit)"
-    elif reasons := sorted({reason for f in found for reason in f["rewired"]}):
+    elif not any(f["unexplained"] for f in found):
+        reasons = sorted({reason for f in found for reason in f["rewired"]})
         why = (
             "trees changed on the way, with them the order of sums, and so the last bits, which training amplifies "
             f"({'; '.join(reasons)}); where they did not, what was learned is the same to the last bit"
@@ -90,7 +91,8 @@ def _smoothness_claim(found: Sequence[dict[str, Any]], change: Change, scaled: s
             f"without a change {f['usual_setback']:.3g}; largest change either way {f['sharpest']:.3g} and "
             f"{f['usual_sharpest']:.3g} {unit(f['kind'])}"
         )
-    if not agrees and change == "in":
+    worse = [(1 if f["kind"] == "gpt" else -1) * (f["levels"]["second"] - f["levels"]["first"]) > 0 for f in found]
+    if not agrees and change == "in" and all(worse):
         why = (
             "where a node goes, the way to the other curve leads downhill, and counts as a setback beside curves that "
             "rise on the whole; without a change, too, neighbouring measurements differ by what is told"
