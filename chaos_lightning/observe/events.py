@@ -147,6 +147,7 @@ FIELDS: Mapping[Event, tuple[str, ...]] = {
     Event.PULL_STARTED: ("seq", "head", "sources"),
     # One donor's part: nbytes, seconds; skipped: bytes not sent because the joiner held them already.
     Event.PULL_SOURCE: ("source", "nbytes", "seconds"),
+    # Also: rate_bps (bits per second of late), remaining_s, and sources as {donor: bytes}.
     Event.PULL_PROGRESS: ("nbytes", "total"),
     Event.PULL_DONE: ("nbytes", "skipped", "seconds", "hash"),
     Event.LINK_UP: ("peer",),

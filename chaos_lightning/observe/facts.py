@@ -18,6 +18,22 @@ KILLS = frozenset({"sigkill", "kill", "crash"})
 """Words of `fault_injected.kind` that stop, resume and end a process (testing/faults.py)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a transfer was when its newcomer told last."""
+
+    nbytes: int = 0
+    """So far, those that were there before included."""
+    total: int = 0
+    """In all; 0: unknown."""
+    rate_bps: float = 0.0
+    """Bits per second of late; 0: nothing is known yet."""
+    remaining_s: float | None = None
+    """At this rate; None: nothing is known yet."""
+    sources: tuple[tuple[str, int], ...] = ()
+    """(donor, bytes), most bytes first."""
+
+
 @dataclass(slots=True)
 class Pull:
     """One newcomer's transfer of the training state."""
@@ -32,8 +48,8 @@ class Pull:
     nbytes: int = 0
     skipped: int = 0
     """Bytes the newcomer held already."""
-    progress: tuple[int, int] = (0, 0)
-    """(bytes so far, bytes in all)."""
+    progress: Progress = Progress()
+    """What was told last while it ran."""
     seconds: float = 0.0
     hash: str = ""
 

@@ -89,6 +89,12 @@ def spent(value: Any) -> dict[Stream, Spans]:
     return found
 
 
+def amounts(value: Any) -> tuple[tuple[str, int], ...]:
+    """(name, bytes) from an object of bytes by name, most bytes first."""
+    found = [(str(k), integer(v)) for k, v in value.items()] if isinstance(value, Mapping) else []
+    return tuple(sorted(found, key=lambda x: (-x[1], x[0])))
+
+
 def view_number(value: Any) -> tuple[int, int]:
     """(term, number) of a view, from "term.number", an object or a pair; (0, 0) for none."""
     if isinstance(value, Mapping):

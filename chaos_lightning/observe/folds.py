@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from chaos_lightning.observe.facts import Progress
 from chaos_lightning.observe.fields import Stream, node_of
 from chaos_lightning.observe.spans import Spans, intersect, merge, overlaps, size, subtract
 from chaos_lightning.observe.timeline import FREEZES, KILLS, Life, Slot, Timeline
@@ -87,6 +88,8 @@ class Join:
     """The reason for this way."""
     replayed: int = 0
     """Steps of the others' that it applied before it came in."""
+    unfinished: Progress | None = None
+    """Of the transfer that was under way when this newcomer was last heard of; None: it contributed, or none was."""
 
     @property
     def rate(self) -> float:
@@ -304,9 +307,14 @@ def joins(timeline: Timeline) -> list[Join]:
                 way=life.way,
                 why=life.why_way,
                 replayed=life.replayed,
+                unfinished=_unfinished(life) if life.member not in first else None,
             )
         )
     return found
+
+
+def _unfinished(life: Life) -> Progress | None:
+    return life.pulls[-1].progress if life.pulls and life.pulls[-1].done is None else None
 
 
 # ------------------------------------------------------------------------------------------------ recoveries

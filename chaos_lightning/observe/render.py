@@ -14,16 +14,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe import folds
+from chaos_lightning.observe.facts import Progress
 from chaos_lightning.observe.timeline import Life, Timeline
-from chaos_lightning.observe.units import amount, duration, rate
+from chaos_lightning.observe.units import amount, duration, part, rate
 
 _COLOURS = {
     "training": "green",
@@ -45,6 +48,11 @@ _COLOURS = {
 }
 LINKS_SHOWN = 12
 """Of more links, those that carry most, or else the slowest ones."""
+BAR_WIDTH = 10
+PULLS_SHOWN = 12
+"""Of more transfers, those that have the longest way to go."""
+SOURCES_SHOWN = 6
+"""Of more donors of one transfer, those that gave most."""
 FLOW_SHOWN_S = 10.0
 """What a link carried so long ago is not shown any more."""
 ENDED_SHOWN_S = 30.0
@@ -64,8 +72,8 @@ class Row:
     step_time_s: float | None = None
     wait_share: float | None = None
     """Part of its step that it waits for others, 0 to 1."""
-    progress: tuple[int, int] | None = None
-    """Of a state transfer: bytes so far, bytes in all (0: unknown)."""
+    progress: Progress | None = None
+    """Of a state transfer that is under way."""
     remark: str = ""
 
 
@@ -253,7 +261,8 @@ def _status_row(member: Mapping[str, Any], rank: int | None) -> Row:
         step=f.integer(member.get("step")) if rank is not None else None,
         age_s=f.number(member.get("silent_s")),
         step_time_s=f.number(member.get("step_time_s")) or None,
-        remark=str(member.get("host", "")) + ("" if member.get("connected", True) else " (not connected)"),
+        remark=str(member.get("progress") or member.get("host", ""))
+        + ("" if member.get("connected", True) else " (not connected)"),
     )
 
 
@@ -278,6 +287,9 @@ def draw(board: Board) -> RenderableType:
     if board.waiting:
         parts.append(Text(f"standing still: {board.waiting}", style="bold magenta"))
     parts.append(_table(board.rows))
+    pulls = [(row.name, row.progress) for row in board.rows if row.progress is not None and row.progress != Progress()]
+    if pulls:
+        parts += [Text(), _progress(pulls)]
     if board.links:
         parts += [Text(), _link_table(board.links)]
     if board.lines:
@@ -306,9 +318,6 @@ def _table(rows: Sequence[Row]) -> RenderableType:
     table.add_column("heard", justify="right", no_wrap=True)
     table.add_column("")
     for row in rows:
-        last: RenderableType = Text(row.remark, overflow="ellipsis", no_wrap=True)
-        if row.progress is not None:
-            last = _progress(row.progress)
         table.add_row(
             "-" if row.rank is None else str(row.rank),
             escape(row.name),
@@ -317,7 +326,7 @@ def _table(rows: Sequence[Row]) -> RenderableType:
             "-" if row.step_time_s is None else duration(row.step_time_s),
             "-" if row.wait_share is None else f"{row.wait_share:.0%}",
             "-" if row.age_s is None else duration(row.age_s),
-            last,
+            Text(row.remark, overflow="ellipsis", no_wrap=True),
         )
     return table
 
@@ -351,13 +360,39 @@ def _link_table(links: Sequence[LinkRow]) -> RenderableType:
     return table
 
 
-def _progress(progress: tuple[int, int]) -> RenderableType:
-    done, total = progress
-    if total <= 0:
-        return Text(f"pulling {amount(done)}" if done else "pulling", style="yellow")
-    grid = Table.grid(padding=(0, 1))
-    grid.add_row(
-        ProgressBar(total=total, completed=min(done, total), width=14),
-        Text(f"{amount(done)} of {amount(total)}", no_wrap=True),
+def _progress(pulls: Sequence[tuple[str, Progress]]) -> RenderableType:
+    """The transfers under way, on lines of their own: beside the members' numbers is no room in 80 columns."""
+    shown = sorted(pulls, key=lambda x: -(x[1].remaining_s if x[1].remaining_s is not None else float("inf")))
+    shown = shown[:PULLS_SHOWN]
+    parts: list[RenderableType] = []
+    rows = [(escape(name), *_told(now)) for name, now in pulls if (name, now) in shown]
+    widths = [max(cell_len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for row, now in zip(rows, (x[1] for x in pulls if x in shown), strict=True):
+        # A grid for each, as wide as the widest, so that its donors can have a whole line below.
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        for column, width in enumerate(widths):
+            grid.add_column(justify="right" if column else "left", no_wrap=True, min_width=width)
+            if column == 0:
+                grid.add_column(no_wrap=True, min_width=BAR_WIDTH)
+        bar = ProgressBar(total=now.total, completed=min(now.nbytes, now.total), width=BAR_WIDTH) if now.total else ""
+        grid.add_row(row[0], bar, *row[1:])
+        parts.append(grid)
+        if any(nbytes > 0 for _, nbytes in now.sources):
+            parts.append(Padding(Text(f"from {_donors(now)}", style="dim"), (0, 0, 0, 2)))
+    if len(pulls) > len(shown):
+        parts.append(Text(f"and {len(pulls) - len(shown)} more", style="dim"))
+    return Group(*parts)
+
+
+def _told(now: Progress) -> tuple[str, str, str]:
+    return (
+        part(now.nbytes, now.total) if now.total > 0 else amount(now.nbytes),
+        f"{amount(now.rate_bps / 8)}/s" if now.rate_bps > 0 else "",
+        "" if now.remaining_s is None else f"{duration(now.remaining_s)} left",
     )
-    return grid
+
+
+def _donors(now: Progress) -> str:
+    given = [f"{f.node_of(donor)} {amount(nbytes)}" for donor, nbytes in now.sources if nbytes > 0]
+    more = [f"{len(given) - SOURCES_SHOWN} more"] if len(given) > SOURCES_SHOWN else []
+    return ", ".join(given[:SOURCES_SHOWN] + more)

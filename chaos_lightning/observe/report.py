@@ -21,7 +21,7 @@ from chaos_lightning.observe.fields import node_of
 from chaos_lightning.observe.jobs import jobs, latest
 from chaos_lightning.observe.reader import read_events
 from chaos_lightning.observe.timeline import Life, Timeline
-from chaos_lightning.observe.units import amount, duration
+from chaos_lightning.observe.units import amount, duration, part
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -251,23 +251,32 @@ def _ended(life: Life) -> str:
 def _joins(timeline: Timeline) -> str:
     rows = []
     for j in folds.joins(timeline):
-        sources = ", ".join(f"{_e(node_of(d))} {amount(n)}" for d, n, _ in j.sources if n) or "-"
+        now = j.unfinished
+        given = now.sources if now is not None and now.sources else [(d, n) for d, n, _ in j.sources]
+        sources = ", ".join(f"{_e(node_of(d))} {amount(n)}" for d, n in given if n) or "-"
+        speed = now.rate_bps / 8 if now is not None else j.rate
         rows.append(
             (
                 _e(j.member) + (" <span class=small>(again)</span>" if j.again else ""),
                 f"replay of {j.replayed} steps" if j.replayed else _e(j.way or "pause"),
                 _at(j.born, timeline),
                 _at(j.contributed, timeline),
-                amount(j.nbytes),
+                part(now.nbytes, now.total) if now is not None and now.total else amount(j.nbytes),
                 amount(j.skipped),
-                duration(j.seconds) if j.pull_done is not None else "not done",
-                f"{amount(j.rate)}/s" if j.rate else "-",
+                _took(j),
+                f"{amount(speed)}/s" if speed else "-",
                 sources,
                 duration(j.pause),
             )
         )
     head = ("member", "by", "born", "contributes", "pulled", "held already", "in", "rate", "sources", "others waited")
     return _table(head, rows, numbers=(2, 3, 4, 5, 6, 7, 9), empty="nobody joined by pulling the state")
+
+
+def _took(join: folds.Join) -> str:
+    if join.unfinished is not None and join.unfinished.remaining_s is not None:
+        return f"not done, {duration(join.unfinished.remaining_s)} left"
+    return duration(join.seconds) if join.pull_done is not None and join.unfinished is None else "not done"
 
 
 def _recoveries(timeline: Timeline) -> str:

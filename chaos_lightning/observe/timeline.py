@@ -14,10 +14,26 @@ from dataclasses import dataclass, field
 
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe.events import Event
-from chaos_lightning.observe.facts import FREEZES, KILLS, THAWS, Commit, Fault, Flow, Life, Note, Pull, Slot, ViewFact
+from chaos_lightning.observe.facts import (
+    FREEZES,
+    KILLS,
+    THAWS,
+    Commit,
+    Fault,
+    Flow,
+    Life,
+    Note,
+    Progress,
+    Pull,
+    Slot,
+    ViewFact,
+)
 from chaos_lightning.observe.reader import Record
 
 __all__ = ["FREEZES", "KILLS", "THAWS", "Commit", "Fault", "Life", "Note", "Pull", "Slot", "Timeline", "ViewFact"]
+
+UNKNOWN_S = 1e9
+"""A remaining time from here on means that nobody knows it (runtime/transfer.py)."""
 
 
 @dataclass(slots=True)
@@ -227,7 +243,15 @@ class Timeline:
 
     def _pull_progress(self, record: Record, life: Life | None) -> None:
         if life is not None and life.pulls:
-            life.pulls[-1].progress = (f.nbytes(record.fields), f.integer(record.get("total")))
+            rate_bps, remaining_s = f.number(record.get("rate_bps")), f.number(record.get("remaining_s"), -1.0)
+            life.pulls[-1].progress = Progress(
+                f.nbytes(record.fields),
+                f.integer(record.get("total")),
+                rate_bps,
+                # Writers put a huge number for "unknown", which JSON has no infinity for.
+                remaining_s if rate_bps > 0 and 0 <= remaining_s < UNKNOWN_S else None,
+                f.amounts(record.get("sources")),
+            )
 
     def _pull_done(self, record: Record, life: Life | None) -> None:
         if life is None:

@@ -20,6 +20,15 @@ def amount(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def part(nbytes: float, total: float) -> str:
+    """Bytes of how many, in the unit of the whole: 12.3 of 48 MiB."""
+    size = next((1 << s for s in (30, 20, 10) if total >= 1 << s), 1)
+    done = nbytes / size
+    if 0 < done < 0.1:
+        return f"{amount(nbytes)} of {amount(total)}"
+    return f"{done:.0f} of {amount(total)}" if done >= 1000 or size == 1 else f"{done:.3g} of {amount(total)}"
+
+
 def rate(bits_per_s: float) -> str:
     """Bits per second in words: 12.3 Mbps."""
     for unit, size in (("Gbps", 1e9), ("Mbps", 1e6), ("kbps", 1e3)):

@@ -30,10 +30,49 @@ from chaos_lightning.runtime.window import Window
 
 JUDGED_AFTER, JUDGED_OVER_S = 16, 3.0
 """Entries applied, and time passed, before it is judged whether catching up will end."""
+PROJECTED_LIMIT_S = 60.0
+"""Catching up that is projected to last longer than this has no end in sight. Newcomers that come later wait
+meanwhile, and a pause costs everybody a few seconds; the scheduler's observe_timeout_s is only the last resort."""
 NEAR_SLOTS = 2.0
 """A newcomer that is less far behind has caught up: one slot that is under way, and a part of the next one."""
 FINAL_WAIT_S = 2.0
 """How long the last entries are waited for once this newcomer is let in; what lacks then is pulled."""
+
+
+class Pursuit:
+    """Judges by how its lag changes whether a newcomer will ever catch up."""
+
+    def __init__(self) -> None:
+        self._lags: deque[tuple[float, int]] = deque()
+
+    def hopeless(self, lag: int, now: float) -> str:
+        """Takes in how far behind the newcomer is after one more entry.
+
+        The window holds at least `JUDGED_AFTER` entries and `JUDGED_OVER_S`, so that neither a hiccup nor a burst is
+        taken for the trend; a newcomer that is only a window behind is never judged.
+
+        Args:
+            lag: Slots that it is behind.
+            now: By a monotonic clock, s.
+
+        Returns:
+            Why catching up has no end in sight; empty if it has one, or if it is too early to tell.
+        """
+        lags = self._lags
+        lags.append((now, lag))
+        while len(lags) > JUDGED_AFTER and lags[1][0] < now - JUDGED_OVER_S:
+            lags.popleft()
+        began, before = lags[0]
+        if len(lags) < JUDGED_AFTER or now - began <= JUDGED_OVER_S or lag <= JUDGED_AFTER:
+            return ""
+        rate = (before - lag) / (now - began)
+        if rate <= 0:
+            more = (lag - before) / (now - began)
+            return f"{lag} slots behind, no less than before ({more:.3g} more per s), projected never to catch up"
+        projected = lag / rate
+        if projected <= PROJECTED_LIMIT_S:
+            return ""
+        return f"{lag} slots behind, {rate:.3g} less per s, projected to take {projected:.0f} s more"
 
 
 class Observation:
@@ -65,7 +104,7 @@ class Observation:
         self._send = send
         self._applied = 0
         self._nbytes = 0
-        self._lags: deque[tuple[float, int]] = deque()
+        self._pursuit = Pursuit()
 
     def run(self, header: Header, view: View, state: StateAccess, deadline: float) -> None:
         """Observes from `header` on; returns when something else was decided, or when observing came to nothing."""
@@ -111,22 +150,14 @@ class Observation:
             if not caught_up and reader.waiting and near:
                 caught_up = True
                 self._send(CatchUp(at.seq))
-            if entry is not None and not caught_up and self._hopeless(lag, time.monotonic()):
-                reason = f"after {self._applied} steps of the log it is {lag} behind, no less than before"
-                self._give_up(at, reason)
+            hopeless = self._pursuit.hopeless(lag, time.monotonic()) if entry is not None and not caught_up else ""
+            if hopeless:
+                self._give_up(at, f"after {self._applied} steps of the log it is {hopeless}")
                 return at
             if time.monotonic() - told > 1.0:
                 told = time.monotonic()
                 self._send(Progress("replay", reader.received_nbytes, reader.received_nbytes, 0.0, lag))
         return self._finish(reader, at)
-
-    def _hopeless(self, lag: int, now: float) -> bool:
-        """Whether this newcomer was as far behind some time and some steps ago as it is now."""
-        self._lags.append((now, lag))
-        while len(self._lags) > JUDGED_AFTER and self._lags[1][0] < now - JUDGED_OVER_S:
-            self._lags.popleft()
-        began, before = self._lags[0]
-        return len(self._lags) >= JUDGED_AFTER and now - began > JUDGED_OVER_S and lag > JUDGED_AFTER and lag >= before
 
     def _finish(self, reader: LogReader, at: Header) -> Header:
         """Let in at a header: apply up to it. What cannot be had in time is pulled with that header."""

@@ -185,7 +185,16 @@ class Script:
         total = int(mib * (1 << 20))
         parts = [0.5, 0.3, 0.2, 0.0, 0.0] if len(old) == 3 else [1 / len(old)] * len(old)
         for i in range(1, 5):
-            self.say(member, "pull_progress", at=self.now + pause * i / 5, nbytes=total * i // 5, total=total)
+            self.say(
+                member,
+                "pull_progress",
+                at=self.now + pause * i / 5,
+                nbytes=total * i // 5,
+                total=total,
+                rate_bps=round(8 * total / pause),
+                remaining_s=round(pause * (5 - i) / 5, 3),
+                sources={d: int(total * i / 5 * p) for d, p in zip(old, parts, strict=False)},
+            )
         for donor, part in zip(old, parts, strict=False):
             self.say(
                 member,

@@ -198,7 +198,10 @@ def at(logs: Path, seconds: float) -> str:
 def test_board_during_a_join(logs: Path) -> None:
     text = at(logs, 3.95)
     assert re.search(r"0\s+alpha~1\s+training\s+26", text)
-    assert re.search(r"3\s+delta~1\s+pulling\s+-.*28.8 MiB of 48 MiB", text)
+    assert re.search(r"3\s+delta~1\s+pulling\s+-", text)
+    pull = next(line for line in text.splitlines() if line.startswith("delta~1"))
+    assert re.search(r"28.8 of 48 MiB\s+137.1 MiB/s\s+0.14 s left", pull)
+    assert "from alpha 14.4 MiB, bravo 8.64 MiB, charlie 5.76 MiB" in text
     assert "view 1.2" in text
 
 
@@ -242,7 +245,7 @@ def test_board_from_a_scheduler_status() -> None:
                     {"id": "b~1", "host": "box", "connected": True, "step": 12, "loaded": True, "leaving": "Ctrl+C"},
                     {"id": "c~1", "host": "box", "connected": False, "step": 0, "loaded": False},
                 ],
-                "others": [{"id": "d~1", "host": "box", "standing": "ready", "dead": ""}],
+                "others": [{"id": "d~1", "host": "box", "standing": "ready", "progress": "1.0 of 2.0 MiB"}],
             },
         }
     )
@@ -250,6 +253,7 @@ def test_board_from_a_scheduler_status() -> None:
     text = lines_of(board)
     assert "job digits at 127.0.0.1:29400" in text
     assert "not connected" in text
+    assert "1.0 of 2.0 MiB" in text
     assert lines_of(from_status({})).count("nobody is here yet") == 1
 
 

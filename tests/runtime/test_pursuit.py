@@ -1,0 +1,75 @@
+"""A newcomer in replay goes on as long as it is projected to catch up soon, and says in figures why it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from chaos_lightning.runtime.observing import JUDGED_AFTER, JUDGED_OVER_S, PROJECTED_LIMIT_S, Pursuit
+
+
+def judge(lags: Iterable[float], every_s: float = 0.1, since: float = 1000.0) -> tuple[int, str]:
+    """(entries taken in, verdict) of the first verdict that is one, or of all of them."""
+    pursuit, taken = Pursuit(), 0
+    for taken, lag in enumerate(lags, 1):
+        verdict = pursuit.hopeless(int(lag), since + taken * every_s)
+        if verdict:
+            return taken, verdict
+    return taken, ""
+
+
+def shrinking(lag: float, per_s: float, seconds: float, every_s: float = 0.1) -> list[float]:
+    return [lag - per_s * every_s * i for i in range(round(seconds / every_s))]
+
+
+def test_a_lag_that_stays_is_given_up_once_the_window_is_full() -> None:
+    taken, verdict = judge([50] * 100)
+    assert JUDGED_OVER_S / 0.1 < taken <= JUDGED_OVER_S / 0.1 + 2
+    assert "50 slots behind, no less than before (0 more per s)" in verdict
+    assert "never" in verdict
+
+
+def test_a_lag_that_grows_says_how_fast() -> None:
+    _, verdict = judge(shrinking(50, -10, 10))
+    assert "10 more per s" in verdict
+
+
+def test_a_slot_less_per_window_is_given_up_with_its_projection() -> None:
+    """300 slots at one per 3 s would take 900 s."""
+    lags = [300 - i // 30 for i in range(100)]
+    taken, verdict = judge(lags)
+    assert taken <= 40
+    assert "slots behind" in verdict
+    assert "less per s, projected to take" in verdict
+    projected = float(verdict.split("projected to take ")[1].split(" s ")[0])
+    assert 850 < projected < 950
+
+
+@pytest.mark.parametrize(("share", "given_up"), [(0.8, False), (1.3, True)])
+def test_the_projection_is_held_against_the_limit(share: float, given_up: bool) -> None:
+    lag = 6000
+    _, verdict = judge(shrinking(lag, lag / (share * PROJECTED_LIMIT_S), 4))
+    assert bool(verdict) == given_up
+
+
+def test_a_newcomer_that_slows_down_on_its_way_is_given_up_then() -> None:
+    fast = shrinking(1000, 100, 5)
+    assert judge(fast)[1] == ""
+    taken, verdict = judge(fast + shrinking(fast[-1], 1, 20))
+    assert len(fast) < taken < len(fast) + 40
+    assert "projected" in verdict
+
+
+def test_a_short_lag_is_never_judged() -> None:
+    assert judge([JUDGED_AFTER] * 500) == (500, "")
+
+
+def test_few_entries_or_little_time_judge_nothing() -> None:
+    assert judge([100] * (JUDGED_AFTER - 1), every_s=5.0)[1] == ""
+    assert judge([100] * 500, every_s=JUDGED_OVER_S / 501)[1] == ""
+
+
+def test_rare_entries_are_judged_over_as_many_as_are_needed() -> None:
+    taken, _ = judge([100] * 50, every_s=5.0)
+    assert taken == JUDGED_AFTER
