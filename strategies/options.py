@@ -16,7 +16,8 @@ class ChaosOptions:
     Attributes:
         token_file: File with the cluster's token.
         bind: Address that links listen on; beyond loopback a token is demanded.
-        plan: How gradients travel: rotating, chain, tree, tree:K, or a file of trees (chaos_lightning.runtime.plans).
+        plan: How gradients travel: auto (trees from the measured links), rotating, chain, tree, tree:K, another planner
+            or a file of trees (chaos_lightning.runtime.plans).
         chunk_nbytes: Size of one chunk of the all-reduce in bytes; 0 picks one by the model's size.
         heartbeat_timeout_s: Silence after which a member is suspected.
         join_timeout_s: How long to wait for admission and state.

@@ -111,6 +111,11 @@ class ChaosStrategy(ParallelStrategy):
         """Whether collectives reach other members."""
         return self.session is not None and self.session.in_job
 
+    @property
+    def deals_validation(self) -> bool:
+        """`Trainer(use_distributed_sampler=...)` as the user gave it; within fit, Lightning is told False."""
+        return bool(self._deal_validation)
+
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)
@@ -153,7 +158,7 @@ class ChaosStrategy(ParallelStrategy):
             return dataloader
         if self.session.trainer.training:
             return self.session.wrap(dataloader)
-        if self._deal_validation and can_be_dealt(dataloader, self.session.trainer):
+        if self.deals_validation and can_be_dealt(dataloader, self.session.trainer):
             return EvalLoader(dataloader, self.session.trainer, self.session)
         return dataloader
 
@@ -275,7 +280,8 @@ class ChaosStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Written by the writer alone, and only of a stable step: the barrier makes the last one stable."""
         if self.in_job:
-            self.barrier(f"before saving {filepath}")
+            # Members' names of a collective must be equal; their paths need not be, as only the writer's is used.
+            self.barrier("before saving")
         if self.session is not None and (self.session.void or self.session.departed):
             return
         if self.is_global_zero:

@@ -20,6 +20,9 @@ class Odd(models.Regression):
         self.net = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1))
         self.optimizer, self.settings = optimizer, settings
 
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+
     def configure_optimizers(self) -> Any:
         optimizer = getattr(torch.optim, self.optimizer)(self.parameters(), self.lr, **self.settings)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]

@@ -93,8 +93,9 @@ def member(spec: dict[str, Any]) -> None:
     """One member.
 
     Args:
-        spec: name, port, out (folder of the report); samples, batch, epochs, gates, model, model_args, trainer,
-            options, data, callbacks ("checkpoint", "stopping", "log"), plan (of faults),
+        spec: name, port, out (folder of the report); samples, batch, val_samples, val_batch, val_loaders, epochs,
+            gates, model, model_args, trainer, options, data, callbacks ("checkpoint", "steps", "stopping", "log"),
+            every_n_train_steps and ckpt_dir (of "steps"), plan (of faults),
             dies_writing ("half", "whole").
     """
     torch.set_num_threads(1)
@@ -116,7 +117,9 @@ def member(spec: dict[str, Any]) -> None:
     if "checkpoint" in wanted:
         callbacks.append(ModelCheckpoint(dirpath=out / "ckpt", monitor="val_loss", save_top_k=2, save_last=True))
     if "steps" in wanted:
-        callbacks.append(ModelCheckpoint(dirpath=out / "ckpt", filename="{step}", every_n_train_steps=5, save_top_k=-1))
+        each = spec.get("every_n_train_steps", 5)
+        where = out / spec.get("ckpt_dir", "ckpt")
+        callbacks.append(ModelCheckpoint(dirpath=where, filename="{step}", every_n_train_steps=each, save_top_k=-1))
     if "stopping" in wanted:
         callbacks.append(EarlyStopping("val_loss", patience=spec.get("patience", 3), min_delta=0.0))
     if "dies_writing" in spec:
@@ -156,10 +159,11 @@ def member(spec: dict[str, Any]) -> None:
         train = models.loader(
             spec.get("samples", 24), spec.get("batch", 4), shuffle=True, seed=spec.get("data_seed", 5)
         )
-    held_out = [models.loader(spec.get("val_samples", 8)) for _ in range(spec.get("val_loaders", 1))]
+    val_samples, val_batch = spec.get("val_samples", 8), spec.get("val_batch", 4)
+    held_out = [models.loader(val_samples, val_batch) for _ in range(spec.get("val_loaders", 1))]
     trainer.fit(model, train, held_out, ckpt_path=spec.get("ckpt"))
     with torch.no_grad():
-        x, y = models.data(spec.get("val_samples", 8)).tensors
+        x, y = models.data(val_samples).tensors
         val_loss = torch.nn.functional.mse_loss(model.net(x), y).item() if hasattr(model, "net") else 0.0
     torch.save(
         {

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     ModelCheckpoint,
     RichProgressBar,
+    Timer,
     TQDMProgressBar,
 )
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -97,8 +98,10 @@ def test_trainer_has(bare: Trainer, path: str) -> None:
     [
         (_PrefetchDataFetcher(), ("length", "fetched", "done")),
         (ModelCheckpoint(), ("dirpath", "current_score", "_last_global_step_saved", "_last_checkpoint_saved",
-                             "_defer_save_until_validation")),
-        (EarlyStopping("x"), ("wait_count", "best_score", "patience")),
+                             "_defer_save_until_validation", "_every_n_train_steps", "_every_n_epochs",
+                             "_train_time_interval", "_save_on_train_epoch_end", "_enable_version_counter")),
+        (EarlyStopping("x"), ("wait_count", "best_score", "patience", "_check_on_train_epoch_end")),
+        (Timer(), ("_duration", "_interval")),
         (EMAWeightAveraging(), ("_latest_update_epoch",)),
         (TQDMProgressBar(), ("_train_progress_bar", "enable", "disable")),
         (RichProgressBar(), ("progress", "train_progress_bar_id", "enable", "disable")),

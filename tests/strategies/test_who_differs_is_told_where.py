@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import odd_members
+import pytest
+from lightning.pytorch.utilities import CombinedLoader
 from strategy_job import Job
+from strategy_models import Regression, Stream, loader, trainer
+from torch.utils.data import DataLoader
+
+from chaos_lightning.strategies import ChaosStrategy
 
 PRELOAD = ("torch", "lightning.pytorch", "torchmetrics", "chaos_lightning.strategies", "chaos_lightning.runtime.agent")
 
@@ -35,12 +42,34 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"trainer": {"precision": "bf16-mixed"}},
         r"precision of precision is bf16-mixed, the job's \(from a\) is 32-true: start",
     ),
+    "validation": (
+        {"val_samples": 9},
+        r"validation loader 0 batches of validation is 3, the job's \(from a\) is 2; "
+        r"validation loader 0 samples is 9 instead of 8: start",
+    ),
+    "valbatch": (
+        {"val_batch": 5},
+        r"validation loader 0 batch size of valbatch is 5, the job's \(from a\) is 4: start",
+    ),
+    "loaders": (
+        {"val_loaders": 2},
+        r"validation loaders of loaders is 2, the job's \(from a\) is 1; validation loader 1 is dealt out",
+    ),
+    "sampler": (
+        {"trainer": {"use_distributed_sampler": False}},
+        r"use_distributed_sampler of sampler is False, the job's \(from a\) is True; "
+        r"validation loader 0 is evaluated in full by everybody instead of dealt out; ",
+    ),
+    "cadence": (
+        {"every_n_train_steps": 6},
+        r"ModelCheckpoint 0 every_n_train_steps of cadence is 6, the job's \(from a\) is 5: start",
+    ),
     "package": ({"package": "0.0.0"}, r"package version of package is 0\.0\.0, the job's \(from a\) is "),
 }
 
 
 def start(job: Job, name: str, **spec: Any) -> None:
-    spec = {"name": name, "port": job.port, "out": str(job.out), "epochs": 3, **spec}
+    spec = {"name": name, "port": job.port, "out": str(job.out), "epochs": 3, "callbacks": ["steps"], **spec}
     job.harness.start_function(name, odd_members.odd, spec, preload=PRELOAD)
 
 
@@ -54,14 +83,51 @@ def test_who_differs_is_told_where(job: Job) -> None:
     for name in CASES:
         assert job.harness.wait_exit(name) not in (0, None), name
         said[name] = job.harness.children[name].tail()
-    # Who is like the job is not refused, though the job's learning rate is another by now.
-    start(job, "z")
+    # Who is like the job is not refused, though the job's learning rate is another by now, and its folder is another.
+    start(job, "z", ckpt_dir="elsewhere")
     job.wait_admitted("z")
     job.open("a")
     a, z = job.finish("a", "z")
     assert a["step"] == z["step"]
     assert a["epoch"] == 3
+    saved = [p.name for p in (job.out / "ckpt").iterdir()]
+    assert sorted(saved) == ["step=10.ckpt", "step=5.ckpt"], "the second one was saved by both, under two names"
     started = {r.node for r in job.harness.records if r.name == "committed"}
     assert started.isdisjoint(CASES)
     for name, (_, words) in CASES.items():
         assert re.search(words, said[name]), said[name]
+
+
+class Idle(Regression):
+    """Validates any number of loaders and looks at nothing."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        pass
+
+
+DEALT = {"": "dealt out", " samples": "8", " batches": "2", " batch size": "4"}
+IN_FULL = {"": "evaluated in full by everybody", " samples": "8", " batches": "2"}
+STREAM = {"": "evaluated in full by everybody", " samples": "unknown", " batches": "unknown"}
+
+
+@pytest.mark.parametrize(
+    ("held_out", "data", "expected"),
+    [
+        (lambda: None, "shared", []),
+        (lambda: loader(8), "shared", [DEALT]),
+        (lambda: loader(8), "local", [DEALT]),
+        (lambda: loader(8, shuffle=True), "shared", [IN_FULL]),
+        (lambda: loader(8, shuffle=True), "local", [{"": "evaluated in full by everybody"}]),
+        (lambda: CombinedLoader([loader(8), DataLoader(Stream(8, 5), 4)], "sequential"), "shared", [DEALT, STREAM]),
+    ],
+    ids=["none", "dealt", "dealt-local", "shuffled", "shuffled-local", "combined"],
+)
+@pytest.mark.filterwarnings("ignore:.*shuffling enabled.*")
+def test_loaders_of_validation_are_part_of_the_hello(
+    tmp_path: Path, double: Any, held_out: Any, data: Any, expected: list[dict[str, str]]
+) -> None:
+    fit = trainer(tmp_path, max_epochs=1, strategy=ChaosStrategy(job="hello", data=data))
+    fit.fit(Idle(), loader(), held_out())
+    said = {name: value for name, value in double.made[0].fingerprint.items() if name.startswith("validation loader ")}
+    assert said == {f"validation loader {n}{key}": v for n, words in enumerate(expected) for key, v in words.items()}
+    assert double.made[0].fingerprint["validation loaders"] == str(len(expected))

@@ -168,7 +168,7 @@ def test_checkpoints_are_named_by_committed_step(tmp_path: Path, double: Any) ->
         assert saved["step"] == number
     assert not [p for p in (tmp_path / "kept").iterdir() if p.suffix == ".part"]
     names = [h.name for h in double.made[0].log]
-    at = names.index(f"barrier before saving {tmp_path / 'kept' / 'step=4.ckpt'}")
+    at = names.index("barrier before saving")  # without the path: it may be another one on each member
     assert names[:at].count("section 0") == 4, "the fourth step is stable once this slot has committed"
 
 
