@@ -107,6 +107,7 @@ class Trainer:
         self._loader: ElasticLoader | None = None
         self._extra = False
         self._fenced = False
+        self._awaited = False
         self._hash = ""
         _signals.install()
 
@@ -199,6 +200,8 @@ class Trainer:
             loader.set_epoch(epoch)
             for batch in loader:
                 self._arm()
+                if self.engine.out:
+                    return
                 self._prove()
                 yield batch
                 if self.engine.out:
@@ -229,9 +232,12 @@ class Trainer:
             )
 
     def _arm(self) -> None:
-        with contextlib.suppress(FencedError):  # update() meets it again and joins anew
-            share = self._share()
-            self.engine.arm(coefficient=share, empty=share == 0)
+        share = self._share()
+        try:
+            with contextlib.suppress(FencedError):  # update() meets it again and joins anew
+                self.engine.arm(coefficient=share, empty=share == 0)
+        except DepartedError:  # where all members leave, no header lets them go: the release comes at any moment
+            self.engine.out = True
 
     def update(self) -> bool:
         """Averages the gradients over all members and steps the optimizer.
@@ -270,6 +276,8 @@ class Trainer:
                 self.engine.boundary(self._state)
             except FencedError:
                 self._rejoin(self._state)
+            except DepartedError:
+                self.engine.out = True
 
     def _rejoin(self, state: ModuleState) -> None:
         try:
@@ -306,9 +314,15 @@ class Trainer:
             engine.out = True  # let go at once: nobody is left who would need another step
         if not engine.out:
             engine.finish()  # the others closed the job
-            engine.out = True
+            engine.out = self._awaited = True
         else:
-            engine.wait_released()
+            self._await_release()
+
+    def _await_release(self) -> None:
+        """Others may need what the header that let this member go commits, until they have entered its view."""
+        if not self._awaited:
+            self._awaited = True  # one deadline is enough where no scheduler is there to release anybody
+            self.engine.wait_released()
 
     # ------------------------------------------------------------------ the end
 
@@ -325,9 +339,19 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and self._state is not None and not self.engine.out:
-            self.engine.finish()
+        if kind is None and self._state is not None:
+            self._end()
         self.close()
+
+    def _end(self) -> None:
+        """Closes the job with the others, or waits to be released by those who go on."""
+        if not self.engine.out:
+            try:
+                self.engine.finish()
+                return
+            except DepartedError:  # all were asked to leave after the last step
+                self.engine.out = True
+        self._await_release()
 
 
 def norm_buffers(model: nn.Module) -> set[str]:

@@ -1,9 +1,9 @@
 """What a member that waits says on its terminal, and how it gives up waiting.
 
-Theory of operation. The scheduler tells whoever waits what for, in Notices. Each text is shown once, by the logger
-"chaos_lightning" at WARNING, which is shown unless the user turned it off; the end of the wait is shown, too, if there
-was anything to wait for. A member that is in no view yet need not wait for a header in order to leave: it says so,
-gives the scheduler a moment to release it, and closes its control stream.
+Theory of operation. The scheduler tells whoever waits what for, in Notices, and in refusals of a member that may knock
+again. Each text is shown once, by the logger "chaos_lightning" at WARNING, which is shown unless the user turned it
+off; the end of the wait is shown, too, if there was anything to wait for. A member that is in no view yet need not wait
+for a header in order to leave: it says so, gives the scheduler a moment to release it, and closes its control stream.
 """
 
 from __future__ import annotations
@@ -35,17 +35,24 @@ class Waiting:
         self._mail = mail
         self._events = events
         self._shown: set[str] = set()
+        self._refused = False
 
     def hear(self, message: ToMember) -> None:
         """What the scheduler says (agent's thread)."""
         match message:
             case Welcome(_, _, role, reason):
                 self._mail.post(greeting=f"{role}: {reason}")
+                if self._refused:  # no longer what it waits for
+                    self._refused = False
+                    self._mail.post(notice="")
             case Notice():
                 self._events.emit("notice", text=message.text, waiting=message.waiting)
                 self._told(message)
-            case Refused(reason):
+            case Refused(reason, retry):
                 self._events.emit("refused", reason=reason)
+                if retry:  # a final one ends the wait with an exception that says so
+                    self._refused = True
+                    self._told(Notice(reason, waiting=True))
 
     def _told(self, message: Notice) -> None:
         self._mail.post(notice=message.text if message.waiting else "")

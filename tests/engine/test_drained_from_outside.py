@@ -1,0 +1,99 @@
+"""Members of the plain loop that somebody else sends away (`chaos-lightning drain`), and one whose name is taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engine_job import Job
+
+from chaos_lightning.errors import DepartedError
+from chaos_lightning.membership.types import GENESIS
+from chaos_lightning.runtime.channel import drain
+from chaos_lightning.trainer import Trainer
+
+
+def test_drained_one_by_one_the_root_first(job: Job) -> None:
+    """Whoever is drained waits for its release, and the others go on; the last one ends without an error, too."""
+    epochs = 1000  # all are drained before they are over, on whatever machine
+    job.start("a", epochs=epochs)
+    job.harness.wait_for("welcomed", node="a")
+    for name in "bc":
+        job.start(name, epochs=epochs)
+    job.harness.wait_for("view", lambda r: len(r.get("members") or ()) == 3)
+    released = None
+    for name in "abc":
+        assert drain(job.endpoint, name) == (name,)
+        assert job.harness.wait_exit(name) == 0
+        released = job.harness.wait_for("left", node=name, after=released)
+        if name != "c":
+            job.harness.wait_for("committed", node="c", after=released)
+    a, b, c = job.finish("a", "b", "c")
+    assert [r["out"] for r in (a, b, c)] == [True] * 3
+    assert a["step"] < b["step"] < c["step"]
+    records = job.harness.records
+    decisions = [str(r.get("reason")) for r in records if r.name in ("redo", "hand_on")]
+    assert [d for d in decisions if not d.startswith("founded by")] == []
+    assert {r.name for r in records} & {"prepare", "fenced", "death", "error"} == set()
+
+
+@pytest.mark.parametrize("step", [5, 60])
+def test_only_member_is_drained_between_two_batches_or_after_the_last_one(job: Job, step: int) -> None:
+    """No header lets it go: the scheduler releases it at once."""
+    gate = job.gate("a")
+    job.start("a", epochs=1, gates={step: gate})
+    job.harness.wait_step(step)
+    drain(job.endpoint, "a")
+    job.harness.wait_for("left", node="a")
+    job.open(gate)
+    (a,) = job.finish("a")
+    assert (a["step"], a["out"]) == (step, step == 5)
+
+
+def test_released_at_the_rest_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def departed(*_: object) -> None:
+        raise DepartedError("let go")
+
+    trainer = Trainer(name="a", endpoint="127.0.0.1:1", log_dir=str(tmp_path))
+    try:
+        monkeypatch.setattr(trainer, "_state", object())
+        monkeypatch.setattr(trainer.engine, "header", replace(GENESIS, boundary=True))
+        monkeypatch.setattr(trainer.engine, "boundary", departed)
+        trainer.check_state_replication()
+        assert trainer.engine.out
+    finally:
+        trainer.close()
+
+
+def test_whom_a_header_let_go_waits_for_its_release_before_it_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(name="a", endpoint="127.0.0.1:1", log_dir=str(tmp_path))
+    done: list[str] = []
+    monkeypatch.setattr(trainer.engine, "wait_released", lambda: done.append("waited"))
+    monkeypatch.setattr(trainer, "close", lambda: done.append("closed"))
+    try:
+        with trainer:
+            monkeypatch.setattr(trainer, "_state", object())
+            trainer.engine.out = True
+    finally:
+        monkeypatch.undo()
+        trainer.close()
+    assert done == ["waited", "closed"]
+
+
+def test_who_takes_a_name_that_is_taken_is_told_so_once(job: Job) -> None:
+    gate = job.gate("a")
+    job.start("a", gates={5: gate})
+    job.harness.wait_step(5)
+    job.start("namesake", member="a")
+    first = job.harness.wait_for("refused", node="a")
+    job.harness.wait_for("refused", node="a", after=first)
+    job.harness.wait_until(lambda: "in the job already" in job.harness.children["namesake"].tail(), "its words")
+    job.harness.terminate("namesake")
+    assert job.harness.wait_exit("namesake") == 0
+    assert job.harness.children["namesake"].tail().count("a is in the job already as a~1") == 1
+    job.open(gate)
+    a, namesake = job.finish("a", "namesake")
+    assert (a["step"], namesake["step"]) == (120, 0)
