@@ -20,7 +20,8 @@ class RefusedError(ChaosError):
 
 
 class DisagreementError(ChaosError):
-    """Members that must agree do not: the message names the member, the field and both values."""
+    """A slot was refused for all members alike: they disagree (the message names the member, the field and both
+    values), or they gather more than fits into one message."""
 
 
 class FencedError(ChaosError):

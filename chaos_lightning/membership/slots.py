@@ -3,7 +3,8 @@
 Theory of operation. `close_slot` is what the commit root computes once it holds a contribution of every member of the
 view (PROTOCOL.md 1, 2). It is a pure function: members that disagree in anything that must be equal (4a, 20, 23) give a
 header whose `error` names the member, the field and both values; nothing else in that header changes anything, so that
-all members raise the same words and none applies the slot. Otherwise weights, presence bits, spent sample ranges and
+all members raise the same words and none applies the slot. So does a collective whose payloads do not fit into one
+header (`too_large`): nobody could send it. Otherwise weights, presence bits, spent sample ranges and
 payloads are folded in rank order, state hashes are put to the vote (24), and a waiting view is carried if the slot's
 kind allows it: `carried` holds that rule in one place. A member that leaves brings nothing and no longer follows the
 script, so its contribution may yield: whatever the others close, it goes along (`leading`).
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from chaos_lightning.membership.types import (
+    MAX_GATHER_NBYTES,
     Contribution,
     Header,
     Kind,
@@ -59,6 +61,29 @@ def kind_of(view: View, prev: Header, contributions: Mapping[str, Contribution])
     """What the slot after `prev` is; where all leave, they let in who waits before the state goes with them."""
     first = leading(view, contributions)
     return Kind.BOUNDARY if first.yields and prev.boundary else first.kind
+
+
+def fitting(payload: bytes) -> bytes:
+    """What a member contributes to a GATHER: the payload, or of a too large one just enough to be refused.
+
+    A member that raised alone would leave the others waiting for its contribution. One byte above the limit still fits
+    into a message, and the root refuses the slot for all of them alike.
+    """
+    return payload[: MAX_GATHER_NBYTES + 1]
+
+
+def too_large(contributions: Sequence[Contribution]) -> str:
+    """Words about payloads that do not fit into one header together, or "" if they do."""
+    total = sum(len(c.payload) for c in contributions)
+    if total <= MAX_GATHER_NBYTES:
+        return ""
+    most = max(contributions, key=lambda c: len(c.payload))  # the oldest of those with the same size
+    more = " or more" if len(most.payload) > MAX_GATHER_NBYTES else ""  # it was cut (see `fitting`)
+    return (
+        f"slot {most.seq}: the payloads of the collective {most.name!r} have {total} bytes{more} in all, of which "
+        f"{len(most.payload)}{more} are of {most.member}; the limit is {MAX_GATHER_NBYTES}, as they all travel in one "
+        "message: gather less at once, such as a metric's result in place of all its samples, or in several calls"
+    )
 
 
 def presence_of(contributions: Sequence[Contribution]) -> bytes:
@@ -123,6 +148,8 @@ def close_slot(
             ledger = merge(prev.ledger, spent) if spent else prev.ledger
         except ValueError as problem:
             error = f"slot {first.seq}: {problem}"
+    if not error and kind is Kind.GATHER:
+        error = too_large(ordered)
     if error:
         return Header(
             seq=prev.seq + 1,

@@ -39,6 +39,12 @@ class ViewId:
 
 NO_VIEW = ViewId(0, 0)
 
+MAX_PEER_NBYTES = 64 << 20
+"""Limit of one encoded PeerMessage (bytes); the largest are gathered payloads of all members in one header."""
+MAX_GATHER_NBYTES = MAX_PEER_NBYTES - (4 << 20)
+"""Limit of all members' payloads of one GATHER together (bytes): the rest of the header, above all its ledger, and what
+a Report or Decide adds around it have room beside them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -200,7 +206,8 @@ class Header:
     drifted: tuple[str, ...] = ()
     """Members whose state hash differed from the majority; they pull the state again (PROTOCOL.md 24)."""
     error: str = ""
-    """Set when members disagree: everybody raises DisagreementError with this text, nobody applies anything."""
+    """Set when members disagree or gather too much: everybody raises DisagreementError with this text, nobody
+    applies anything."""
     observers: tuple[str, ...] = ()
     """Newcomers that replay: members keep the state at the first header that names one of them, and a log from there
     on, until a header names it no more (PROTOCOL.md 15, 18)."""

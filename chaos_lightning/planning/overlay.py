@@ -278,7 +278,7 @@ def _auto(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
         return PlanSpec(), "auto: rotating, since every pair has a link and all links are alike"
     found: dict[str, tuple[PlanSpec, str, float]] = {}
     unable: dict[str, str] = {}
-    for name in ("rotating", "widest", *(("local",) if ranks_share else ()), "packed", "fapt", "chain"):
+    for name in ("rotating", "widest", *(("local",) if ranks_share else ()), "packed", "fapt", "chain", "star"):
         try:
             spec, reason = PLANNERS[name](network, nbytes)
         except PlanError as error:

@@ -31,7 +31,7 @@ MEMBER_OPTIONS = {
     "token_file": "file with the cluster token, the same on all nodes",
     "log_dir": "folder of the event logs",
     "bind": "address that this node's links listen on (default: the one that faces the endpoint)",
-    "plan": "how gradients travel: rotating, chain, tree, tree:K or a file of trees (file:PATH, *.yaml, *.json)",
+    "plan": "how gradients travel: auto, rotating, chain, tree, tree:K, a planner, or a file (file:PATH, *.yaml)",
     "chunk_nbytes": "size of one chunk of the all-reduce",
     "join_timeout_s": "how long a worker waits for admission and state (default: torchrun's rendezvous timeout, 900)",
     "step_timeout_s": "how long one step may take before a worker gives up",

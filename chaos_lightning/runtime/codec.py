@@ -23,13 +23,11 @@ from google.protobuf.message import DecodeError, EncodeError
 
 from chaos_lightning.errors import WireError
 from chaos_lightning.membership import types as vocabulary
-from chaos_lightning.membership.types import FromMember, PeerMessage, ToMember
+from chaos_lightning.membership.types import MAX_PEER_NBYTES, FromMember, PeerMessage, ToMember
 from chaos_lightning.runtime import chaos_pb2
 
 T = TypeVar("T")
 
-MAX_PEER_NBYTES = 64 << 20
-"""Limit of one encoded PeerMessage (bytes); the largest are gathered payloads of all members in one header."""
 MAX_CONTROL_NBYTES = 64 << 20
 """Limit of one gRPC message (bytes); a Decide may hold such a header."""
 

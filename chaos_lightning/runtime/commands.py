@@ -40,7 +40,7 @@ def scheduler(
     job: Annotated[str, typer.Option(help="Name of the job (torchrun: --rdzv-id).")] = "default",
     min_nodes: Annotated[int, typer.Option(help="Training starts with, and pauses below, so many members.")] = 1,
     max_nodes: Annotated[int, typer.Option(help="Further members wait as standbys.")] = 64,
-    plan: Annotated[str, typer.Option(help=f"How gradients travel: {EXPECTED}.")] = "rotating",
+    plan: Annotated[str, typer.Option(help=f"How gradients travel: {EXPECTED}.")] = "auto",
     store: Annotated[
         str,
         typer.Option(

@@ -36,8 +36,10 @@ class EngineConfig:
         max_nodes: Further members wait as standbys.
         token_file: File with the cluster token; the environment variable CHAOS_TOKEN serves as well.
         bind: Address that links listen on; beyond loopback a token is demanded.
-        plan: How gradients travel: rotating, chain, tree, tree:K, or a file of trees (see runtime/plans.py). The
-            job goes by the plan of whoever starts its scheduler.
+        plan: How gradients travel: auto (trees from the measured links, drawn again when these change enough to pay for
+            it; rotating where all links are alike), a plan (rotating, chain, tree, tree:K), another planner (widest,
+            packed, star, fapt, local, MODULE:FUNCTION) or a file of trees (see runtime/plans.py). The job goes by
+            the plan of whoever starts its scheduler.
         chunk_nbytes: Size of one chunk of the all-reduce; 0 picks 512 KiB for small and 1 MiB for large models.
         log_dir: Folder of the event log; empty for none.
         heartbeat_timeout_s: Silence after which a member is suspected (its neighbours must confirm).
@@ -63,7 +65,7 @@ class EngineConfig:
     max_nodes: int = 64
     token_file: str = ""
     bind: str = "127.0.0.1"
-    plan: str = "rotating"
+    plan: str = "auto"
     chunk_nbytes: int = 0
     log_dir: str = ""
     heartbeat_timeout_s: float = 0.3

@@ -19,14 +19,9 @@ from functools import partial
 from torch import Tensor
 
 from chaos_lightning.collectives.layout import Layout, Section
-from chaos_lightning.errors import (
-    ChaosError,
-    ConfigurationError,
-    DeadlineError,
-    DisagreementError,
-    FencedError,
-)
+from chaos_lightning.errors import ChaosError, ConfigurationError, DeadlineError, DisagreementError, FencedError
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.slots import fitting
 from chaos_lightning.membership.types import (
     GENESIS,
     Contribution,
@@ -342,8 +337,11 @@ class Engine:
 
         Returns:
             (member id, payload) of all contributors; b"" of one that leaves and yielded.
+
+        Raises:
+            DisagreementError: At all members: they make different calls, or their payloads are too large together.
         """
-        header = self._slot(Kind.GATHER, name=name, payload=payload)
+        header = self._slot(Kind.GATHER, name=name, payload=fitting(payload))
         if self._window is not None:
             self._window.move(self.header.seq + 1)
         return [(s.member, a) for s, a in zip(header.contributors, header.answers, strict=True)]

@@ -1,8 +1,8 @@
 """What a user may write as `plan`: a kind's name, or a file with trees.
 
-Theory of operation. `rotating`, `chain`, `tree` and `tree:K` are named, and so are planners (`auto` and others, see
-planning/overlay.py), which draw trees from the links that were measured. Anything that begins with `file:` or ends in
-.yaml, .yml or .json is the path of a file with the fields of `PlanSpec`:
+Theory of operation. `rotating`, `chain`, `tree` and `tree:K` are named, and so are planners (`auto`, the default, and
+others, see planning/overlay.py), which draw trees from the links that were measured. Anything that begins with `file:`
+or ends in .yaml, .yml or .json is the path of a file with the fields of `PlanSpec`:
 
     chunk_nbytes: 262144          # optional; 0: by the model's size
     trees:

@@ -90,6 +90,8 @@ class Shell:
         self.welcome: Welcome | None = None
         self.to_scheduler = to_scheduler
         self._observed = False
+        self._abandoned: tuple[str, ...] = ()
+        """Observers whose lease ran out while headers went on naming them."""
         self._left_out = 0
         """Entries that were left out of earlier logs."""
         self._contribution: Contribution | None = None
@@ -352,11 +354,17 @@ class Shell:
                 self.reducer.scope_spans() if reduced else (),
                 lambda: machine.seq <= header.seq,
             )
-        if self._observed and (not header.observers or self.server.expire(time.monotonic())):
+        expired = self._observed and self.server.expire(time.monotonic())
+        if expired or (self._observed and not header.observers):
             left_out, self._left_out = self.server.log.late - self._left_out, self.server.log.late
             self.server.release()
             self.events.emit("released", seq=header.seq, left_out=left_out)
-        self._observed = bool(header.observers)
+        if expired:
+            self._abandoned = header.observers
+        elif header.observers != self._abandoned:
+            self._abandoned = ()
+        # Without a scheduler headers go on naming observers that nobody keeps anything for any more.
+        self._observed = bool(header.observers) and not self._abandoned
 
     def near(self) -> frozenset[str]:
         """Members that this one has a link to."""

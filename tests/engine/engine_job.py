@@ -31,11 +31,18 @@ class Job:
             self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
 
     def start(
-        self, name: str, *, rules: dict[str, Any] | None = None, env: dict[str, str] | None = None, **spec: Any
+        self,
+        name: str,
+        *,
+        member: str = "",
+        rules: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+        **spec: Any,
     ) -> None:
-        """Starts a member; `rules` are for the scheduler, if this one hosts it."""
+        """Starts a member, which calls itself `member` (as its process, if not given); `rules` are for the scheduler,
+        if this one hosts it."""
         env = {**(env or {}), **({"CHAOS_SETTINGS": json.dumps(rules)} if rules else {})}
-        full = {"name": name, "endpoint": self.endpoint, "report": str(self.folder / f"{name}.pt"), **spec}
+        full = {"name": member or name, "endpoint": self.endpoint, "report": str(self.folder / f"{name}.pt"), **spec}
         self.harness.start_function(name, engine_members.train, full, env=env, preload=PRELOAD)
 
     @property

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from chaos_lightning.errors import DisagreementError
 from chaos_lightning.membership.types import Header
 from chaos_lightning.replication import log as log_module
 from chaos_lightning.replication.log import SlotLog
@@ -34,7 +35,7 @@ def train(spec: dict[str, Any]) -> None:
             drift_at (step), die_at {"when": "after_first_header", "world": members}, load_gate (fifo),
             apply_gate (fifo), step_s (what a step computes beside its own little work), kept {field of the state
             server's ServerConfig: value}, late_log (it never copies a slot in time for its log), exit_at (step after
-            which it leaves).
+            which it leaves), gather_at (step), gather_nbytes (its payload then).
     """
     torch.set_num_threads(1)
     torch.manual_seed(spec.get("seed", 7))
@@ -71,6 +72,12 @@ def train(spec: dict[str, Any]) -> None:
                     model[0].weight += 1e-3
             trainer.update()
             trainer.check_state_replication()
+            if spec.get("gather_at") == trainer.step:
+                try:
+                    trainer.engine.gather("all_gather", bytes(spec["gather_nbytes"]))
+                except DisagreementError as error:
+                    torch.save({"error": str(error)}, spec["report"])
+                    raise
             gate = gates.pop(trainer.step, None)
             if gate is not None:
                 with open(gate) as opened:

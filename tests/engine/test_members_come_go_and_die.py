@@ -231,3 +231,18 @@ def test_member_whose_state_drifts_pulls_it_again(job: Job) -> None:
         assert job.harness.wait_exit(name) == 0
     reports = [engine_members.read(job.folder / f"{name}.pt") for name in "abc"]
     same(reports)
+
+
+@pytest.mark.parametrize("nbytes", [(40 << 20, 40 << 20), (8, 80 << 20)])
+def test_gathering_more_than_fits_into_a_message_ends_all_members_with_the_same_words(
+    job: Job, nbytes: tuple[int, int]
+) -> None:
+    for name, mine in zip("ab", nbytes, strict=True):
+        job.start(name, settings={"min_nodes": 2}, gather_at=3, gather_nbytes=mine)
+    job.harness.declare("a", "b")
+    for name in "ab":
+        assert job.harness.wait_exit(name) == 1
+    errors = [job.report(name)["error"] for name in "ab"]
+    assert errors[0] == errors[1]
+    assert "'all_gather'" in errors[0]
+    assert "the limit is" in errors[0]

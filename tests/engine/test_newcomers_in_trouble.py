@@ -70,6 +70,26 @@ def test_one_that_applies_slower_than_the_log_grows_comes_in_by_a_pause(routed_j
     assert "was cut before" in why, why
 
 
+def test_a_log_whose_lease_is_over_is_not_begun_again(routed_job: Job) -> None:
+    """Headers still name the newcomer, which stands still; nothing is kept for it any more: it comes in by a pause."""
+    job = routed_job
+    two_train(job, a={"kept": {"lease_s": 0.5}}, b={"kept": {"lease_s": 0.5}})
+    gate = job.gate("c")
+    come(job, "c", apply_gate=gate)
+    job.harness.wait_for("notice", lambda r: r["text"] == "about to apply", node="c")
+    for name in "ab":
+        gone = job.harness.wait_for("released", node=name)
+    slot = job.harness.wait_for("committed", node="a", after=gone)
+    job.harness.wait_for("committed", lambda r: r["seq"] > slot["seq"] + 20, node="a")
+    job.open(gate)
+    joined = job.harness.wait_for("joined", node="c")
+    hold_the_same(job, "abc", joined)
+    job.leave("a", "b", "c")
+    (_, _), (way, why) = ways(job, "c")
+    assert way == "pause"
+    assert "the log was ended" in why, why
+
+
 @pytest.mark.parametrize("late", ["a", "ab"])
 def test_members_that_cannot_copy_a_slot_in_time(routed_job: Job, late: str) -> None:
     """They leave it out of their log and say so. Another one has it; or the newcomer comes in by a pause, soon."""

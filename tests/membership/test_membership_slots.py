@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from membership_script import contribution, header_after, member
 
-from chaos_lightning.membership.slots import carried, close_slot, drifted, presence_of
-from chaos_lightning.membership.types import GENESIS, NO_VIEW, Kind, Ledger, Spent, View, ViewId
+from chaos_lightning.membership import slots
+from chaos_lightning.membership.slots import carried, close_slot, drifted, fitting, presence_of
+from chaos_lightning.membership.types import GENESIS, MAX_GATHER_NBYTES, NO_VIEW, Kind, Ledger, Spent, View, ViewId
+from chaos_lightning.runtime.codec import encode_peer
 
 IDS = ("a~1", "b~2", "c~3")
 VIEW = View(id=ViewId(1, 1), predecessor=NO_VIEW, members=tuple(member(m) for m in IDS))
@@ -97,6 +99,33 @@ def test_gather_answers_are_in_rank_order() -> None:
     assert header.answers == tuple(f"{m} votes".encode() for m in IDS)
     assert [s.member for s in header.contributors] == list(IDS)
     assert header.step == 0
+
+
+@pytest.mark.parametrize(("sizes", "fits"), [((10, 5, 5), True), ((10, 6, 5), False), ((0, 90, 3), False)])
+def test_payloads_that_do_not_fit_into_one_header_are_refused_for_all(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], fits: bool
+) -> None:
+    monkeypatch.setattr(slots, "MAX_GATHER_NBYTES", 20)
+    sent = {m: fitting(bytes(n)) for m, n in zip(IDS, sizes, strict=True)}
+    contributions = box("gather", name="broadcast")
+    header = closed({m: replace(contributions[m], payload=p) for m, p in sent.items()})
+    if fits:
+        assert header.error == ""
+        assert header.answers == tuple(sent.values())
+        return
+    for word in ("slot 1", "'broadcast'", "the limit is 20", f"{sum(map(len, sent.values()))} bytes"):
+        assert word in header.error
+    assert ("21 or more are of b~2" in header.error) is (max(sizes) > 20)
+    assert header.answers == ()
+    assert header.next_view == VIEW.id
+
+
+def test_what_is_contributed_and_what_is_answered_can_be_sent() -> None:
+    mine = contribution(VIEW, GENESIS, "gather", "a~1")
+    assert len(encode_peer(replace(mine, payload=fitting(bytes(MAX_GATHER_NBYTES + (32 << 20)))))) > MAX_GATHER_NBYTES
+    full = closed({m: replace(c, payload=bytes(MAX_GATHER_NBYTES // 3)) for m, c in box("gather").items()})
+    assert full.error == ""
+    assert len(encode_peer(full)) > MAX_GATHER_NBYTES - 3
 
 
 def test_step_counts_and_keeps_the_last_words_on_layout() -> None:
