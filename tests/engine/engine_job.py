@@ -73,9 +73,11 @@ class Job:
         return max([p["silent_s"] for p in peers if p["id"].startswith(f"{name}~")], default=0.0)
 
     def foundings(self) -> list[str]:
-        """Reasons of the views that began the job from somebody's own state."""
+        """Reasons of the views that began the job from somebody's own state, without those of their plans."""
         views = [r for r in self.harness.records if r.name == "view" and r.node == "default"]
-        return [str(r.get("reason")) for r in views if str(r.get("reason")).startswith("founded")]
+        return [
+            str(r.get("reason")).partition("; plan: ")[0] for r in views if str(r.get("reason")).startswith("founded")
+        ]
 
     def finish(self, *names: str) -> list[dict[str, Any]]:
         """The reports of these members, which all end by themselves with exit code 0; the audit must find nothing."""
