@@ -4,11 +4,11 @@ Theory of operation. Every node is a process with the plain loop of the paper's 
 `data="local"`); a scheduler process serves them. Nodes are let in one after the other, so that ranks, and with them the
 order of every sum, are the same in each run: runs that differ in the fifth node's coming or going alone are equal up to
 it, bit for bit, as long as the scheduler changes no trees (`Run.rewired`). The first node sends what was learned every
-so many steps, and this process measures it on the test set while training goes on.
-A fifth node that comes is built and waits at the door; it asks to be let in when the first one tells of the step of the
-change. One that goes asks for it after that step. (The scheduler, told to found the job with all of them, would have
-the others wait below that number, so it is started again with a lower one while they train.) Who contributed to which
-step, and which bytes a join moved, is read from the members' event logs afterwards.
+so many steps, and this process measures it on the test set while training goes on. A fifth node that comes is built and
+waits at the door; it asks to be let in when the first one tells of the step of the change. One that goes asks for it
+after that step. (The scheduler, told to found the job with all of them, would have the others wait below that number,
+so it is started again with a lower one while they train.) Who contributed to which step, and which bytes a join moved,
+is read from the members' event logs afterwards.
 """
 
 from __future__ import annotations

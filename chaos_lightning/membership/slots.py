@@ -4,10 +4,10 @@ Theory of operation. `close_slot` is what the commit root computes once it holds
 view (PROTOCOL.md 1, 2). It is a pure function: members that disagree in anything that must be equal (4a, 20, 23) give a
 header whose `error` names the member, the field and both values; nothing else in that header changes anything, so that
 all members raise the same words and none applies the slot. So does a collective whose payloads do not fit into one
-header (`too_large`): nobody could send it. Otherwise weights, presence bits, spent sample ranges and
-payloads are folded in rank order, state hashes are put to the vote (24), and a waiting view is carried if the slot's
-kind allows it: `carried` holds that rule in one place. A member that leaves brings nothing and no longer follows the
-script, so its contribution may yield: whatever the others close, it goes along (`leading`).
+header (`too_large`): nobody could send it. Otherwise weights, presence bits, spent sample ranges and payloads are
+folded in rank order, state hashes are put to the vote (24), and a waiting view is carried if the slot's kind allows it:
+`carried` holds that rule in one place. A member that leaves brings nothing and no longer follows the script, so its
+contribution may yield: whatever the others close, it goes along (`leading`).
 """
 
 from __future__ import annotations

@@ -362,12 +362,12 @@ def _link_table(links: Sequence[LinkRow]) -> RenderableType:
 
 def _progress(pulls: Sequence[tuple[str, Progress]]) -> RenderableType:
     """The transfers under way, on lines of their own: beside the members' numbers is no room in 80 columns."""
-    shown = sorted(pulls, key=lambda x: -(x[1].remaining_s if x[1].remaining_s is not None else float("inf")))
-    shown = shown[:PULLS_SHOWN]
+    longest = sorted(pulls, key=lambda x: -(x[1].remaining_s if x[1].remaining_s is not None else float("inf")))
+    shown = [x for x in pulls if x in longest[:PULLS_SHOWN]]
     parts: list[RenderableType] = []
-    rows = [(escape(name), *_told(now)) for name, now in pulls if (name, now) in shown]
+    rows = [(escape(name), *_told(now)) for name, now in shown]
     widths = [max(cell_len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    for row, now in zip(rows, (x[1] for x in pulls if x in shown), strict=True):
+    for row, (_, now) in zip(rows, shown, strict=True):
         # A grid for each, as wide as the widest, so that its donors can have a whole line below.
         grid = Table.grid(padding=(0, 2, 0, 0))
         for column, width in enumerate(widths):

@@ -18,7 +18,7 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.types import Settings
 from chaos_lightning.runtime.access import load_token
 from chaos_lightning.runtime.options import MEMORY, SchedulerOptions, change_settings, check_settings
-from chaos_lightning.runtime.plans import EXPECTED, read_plan
+from chaos_lightning.runtime.plans import DEFAULT_PLAN, EXPECTED, read_plan
 
 DEFAULT_ENDPOINT = "127.0.0.1:29400"
 
@@ -40,7 +40,7 @@ def scheduler(
     job: Annotated[str, typer.Option(help="Name of the job (torchrun: --rdzv-id).")] = "default",
     min_nodes: Annotated[int, typer.Option(help="Training starts with, and pauses below, so many members.")] = 1,
     max_nodes: Annotated[int, typer.Option(help="Further members wait as standbys.")] = 64,
-    plan: Annotated[str, typer.Option(help=f"How gradients travel: {EXPECTED}.")] = "auto",
+    plan: Annotated[str, typer.Option(help=f"How gradients travel: {EXPECTED}.")] = DEFAULT_PLAN,
     store: Annotated[
         str,
         typer.Option(

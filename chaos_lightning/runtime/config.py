@@ -17,7 +17,7 @@ from functools import cached_property
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.types import PlanSpec
 from chaos_lightning.runtime.options import NAME
-from chaos_lightning.runtime.plans import read_plan
+from chaos_lightning.runtime.plans import DEFAULT_PLAN, read_plan
 
 TRANSFERS = ("adaptive", "greedy", "optimal", "even", "single", "shared")
 """Policies that a job can run by name; replication/policies.py has more, which need to be told more."""
@@ -65,7 +65,7 @@ class EngineConfig:
     max_nodes: int = 64
     token_file: str = ""
     bind: str = "127.0.0.1"
-    plan: str = "auto"
+    plan: str = DEFAULT_PLAN
     chunk_nbytes: int = 0
     log_dir: str = ""
     heartbeat_timeout_s: float = 0.3

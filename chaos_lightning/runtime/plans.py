@@ -30,6 +30,7 @@ from chaos_lightning.errors import ConfigurationError, PlanError
 from chaos_lightning.membership.types import PlanSpec, Span, TreeSpec
 from chaos_lightning.planning.trees import check_plan, expand
 
+DEFAULT_PLAN = "auto"
 EXPECTED = (
     "rotating, chain, tree, tree:K, a planner (auto, widest, packed, star, fapt, local, MODULE:FUNCTION) "
     "or a file of trees (file:PATH, or a path ending in .yaml, .yml or .json)"

@@ -49,6 +49,22 @@ def nobody_was_put_out(job: Job, but: str = "-") -> None:
     assert not out, out
 
 
+def stand_still(job: Job) -> tuple[str, Record]:
+    """Newcomer c comes by replay, and is held before its first entry; its gate, and the event that says so."""
+    gate = job.gate("c")
+    come(job, "c", apply_gate=gate)
+    return gate, job.harness.wait_for("notice", lambda r: r["text"] == "about to apply", node="c")
+
+
+def go_on(job: Job, gate: str, after: Record, *, slots: int) -> None:
+    """Lets c go on when a and b have committed so many slots after this event; all three end with the same state."""
+    slot = job.harness.wait_for("committed", node="a", after=after)
+    job.harness.wait_for("committed", lambda r: r["seq"] > slot["seq"] + slots, node="a")
+    job.open(gate)
+    hold_the_same(job, "abc", job.harness.wait_for("joined", node="c"))
+    job.leave("a", "b", "c")
+
+
 def test_one_that_applies_slower_than_the_log_grows_comes_in_by_a_pause(routed_job: Job) -> None:
     """Members keep four entries; thirty are committed while the newcomer applies its first one.
 
@@ -56,15 +72,8 @@ def test_one_that_applies_slower_than_the_log_grows_comes_in_by_a_pause(routed_j
     """
     job = routed_job
     two_train(job, a={"kept": {"log_cap_nbytes": 1}}, b={"kept": {"log_cap_nbytes": 1}})
-    gate = job.gate("c")
-    come(job, "c", apply_gate=gate)
-    applies = job.harness.wait_for("notice", lambda r: r["text"] == "about to apply", node="c")
-    slot = job.harness.wait_for("committed", node="a", after=applies)
-    job.harness.wait_for("committed", lambda r: r["seq"] > slot["seq"] + 30, node="a")
-    job.open(gate)
-    joined = job.harness.wait_for("joined", node="c")
-    hold_the_same(job, "abc", joined)
-    job.leave("a", "b", "c")
+    gate, applies = stand_still(job)
+    go_on(job, gate, applies, slots=30)
     (first, _), (second, why) = ways(job, "c")
     assert (first, second) == ("replay", "pause")
     assert "was cut before" in why, why
@@ -74,17 +83,10 @@ def test_a_log_whose_lease_is_over_is_not_begun_again(routed_job: Job) -> None:
     """Headers still name the newcomer, which stands still; nothing is kept for it any more: it comes in by a pause."""
     job = routed_job
     two_train(job, a={"kept": {"lease_s": 0.5}}, b={"kept": {"lease_s": 0.5}})
-    gate = job.gate("c")
-    come(job, "c", apply_gate=gate)
-    job.harness.wait_for("notice", lambda r: r["text"] == "about to apply", node="c")
+    gate, _ = stand_still(job)
     for name in "ab":
         gone = job.harness.wait_for("released", node=name)
-    slot = job.harness.wait_for("committed", node="a", after=gone)
-    job.harness.wait_for("committed", lambda r: r["seq"] > slot["seq"] + 20, node="a")
-    job.open(gate)
-    joined = job.harness.wait_for("joined", node="c")
-    hold_the_same(job, "abc", joined)
-    job.leave("a", "b", "c")
+    go_on(job, gate, gone, slots=20)
     (_, _), (way, why) = ways(job, "c")
     assert way == "pause"
     assert "the log was ended" in why, why
