@@ -35,6 +35,8 @@ class OptionsConfig:
     state_hash_every: int | None = None
     join_by: str | None = None
     transfer: str | None = None
+    ingress_bps: float | None = None
+    transfer_folder: str | None = None
     neighbours: str | None = None
     seed: int | None = None
     leave_on_signals: bool = True

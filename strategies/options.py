@@ -28,8 +28,10 @@ class ChaosOptions:
         state_hash_every: Compare state hashes of all members every so many steps; 0 never.
         join_by: How this member comes into a running job: "replay" (the others train on), "pause" (they wait while it
             gets the state), or "auto": by replay if its steps are a pure function of state and gradients.
-        transfer: Which member sends a newcomer which part of the state: adaptive, greedy, optimal, even, single or
-            shared.
+        transfer: Which member sends a newcomer which part of the state: adaptive, greedy, optimal, even, single,
+            shared, multi_source or stop_resume.
+        ingress_bps: Access link of this machine, which all its links share, in bits per second; 0: none.
+        transfer_folder: For stop_resume: a folder that all members see.
         neighbours: Nodes or members to have links with, separated by commas or +; all that can be reached by default.
         seed: Seed of the sample order; equal on all members. None takes `seed_everything`'s, else 0.
         leave_on_signals: Whether SIGINT and SIGTERM leave the job politely instead of aborting.
@@ -48,6 +50,8 @@ class ChaosOptions:
     state_hash_every: int | None = None
     join_by: str | None = None
     transfer: str | None = None
+    ingress_bps: float | None = None
+    transfer_folder: str | None = None
     neighbours: str | None = None
     seed: int | None = None
     leave_on_signals: bool = True

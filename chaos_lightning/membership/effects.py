@@ -172,6 +172,8 @@ class Left:
     """This member may go: nobody needs it any more."""
 
     reason: str
+    asked: bool = False
+    """It was to leave, by its own wish or by the operator's; else the job is finished."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,9 +152,9 @@ class MemberMachine(Observing):
                 self._eject(reason, rejoin=rejoin)
             case Notice(text):
                 self.notice = text
-            case Released(reason):
+            case Released(reason, asked):
                 self.closing_is_stable = self.phase is Phase.CLOSED
-                self._leave_now(reason)
+                self._leave_now(reason, asked=asked)
 
     def _on_welcome(self, message: Welcome) -> None:
         self.role = message.role
@@ -486,9 +486,9 @@ class MemberMachine(Observing):
         if lingers and self._now - self._lingers_since > self._linger_timeout_s:
             self._leave_now(f"{self._finish_reason}; not released within {self._linger_timeout_s:g} s")
 
-    def _leave_now(self, reason: str) -> None:
+    def _leave_now(self, reason: str, *, asked: bool = True) -> None:
         self.phase = Phase.GONE
-        self._emit(Left(reason))
+        self._emit(Left(reason, asked))
 
     def _eject(self, reason: str, *, rejoin: bool) -> None:
         if rejoin and (self.pending_leave or self.phase is Phase.LEAVING):

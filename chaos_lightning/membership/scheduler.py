@@ -296,7 +296,7 @@ class SchedulerMachine(Rewiring):
         if self.phase is Phase.HOLDING:
             for peer in [p for p in self._living() if p.leaving]:
                 peer.condemned = peer.leaving
-                self._send(peer, Released("the job waits for members; nobody needs this one meanwhile"))
+                self._send(peer, Released("the job waits for members; nobody needs this one meanwhile", asked=True))
         living = frozenset(p.id for p in self._living())
         if living != self._expected or self._again:
             gone = ", ".join(sorted(self._expected - living)) or "nobody"

@@ -195,7 +195,7 @@ class SchedulerState:
 
     def _release(self, peer: Peer, reason: str) -> None:
         self._note("left", member=peer.id, reason=f"{peer.leaving}; {reason}")
-        self._send(peer, Released(reason))
+        self._send(peer, Released(reason, asked=bool(peer.leaving)))
         self._drop(peer)
 
     def _die(self, peer: Peer, evidence: str, *, proven: bool) -> None:

@@ -434,9 +434,11 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """You asked to leave (or the job is finished) and nobody needs you any more."""
+    """Nobody needs you any more."""
 
     reason: str
+    asked: bool = False
+    """You were to leave, by your own wish or by the operator's; else the job is finished."""
 
 
 # --- between members, beside the reduced bytes -------------------------------------------------------------------

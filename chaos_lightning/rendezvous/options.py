@@ -21,7 +21,7 @@ from typing import Any
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.types import Settings
 from chaos_lightning.runtime.access import DEFAULT_PORT, addresses, is_loopback, join_endpoint, split_endpoint
-from chaos_lightning.runtime.config import DEFAULT_ENDPOINT, EngineConfig
+from chaos_lightning.runtime.config import DEFAULT_ENDPOINT, TRANSFERS, EngineConfig
 from chaos_lightning.runtime.options import MEMORY, change_settings, settings_from_json, settings_to_json
 from chaos_lightning.runtime.plans import absolute_plan
 
@@ -40,7 +40,9 @@ MEMBER_OPTIONS = {
     "by_reference": "0: workers of one machine do not read gradients out of each other's memory",
     "state_hash_every": "compare state hashes every so many steps; 0 never",
     "join_by": "how a worker comes into a running job: auto, replay (the others train on) or pause (they wait)",
-    "transfer": "who sends a newcomer what: adaptive, greedy, optimal, even, single, shared",
+    "transfer": f"who sends a newcomer what: {', '.join(TRANSFERS)}",
+    "ingress_bps": "access link of this machine, which all its links share, in bits per second (default: none)",
+    "transfer_folder": "for transfer=stop_resume: a folder that all members see",
     "neighbours": "nodes to have links with, such as a+b (default: all that can be reached)",
 }
 """EngineConfig fields that can be given."""
@@ -73,7 +75,7 @@ FOREIGN = frozenset(
 )
 """Options of torch's own backends: they mean nothing here and are named in a warning."""
 
-_PATHS = ("token_file", "log_dir")
+_PATHS = ("token_file", "log_dir", "transfer_folder")
 
 
 @dataclass(frozen=True, kw_only=True)

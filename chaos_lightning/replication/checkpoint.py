@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from chaos_lightning.replication.policy import Deliver
 
 PART_NBYTES = 4 << 20
+KEPT_FILES = 3
+"""A member deletes its older checkpoints; somebody may still be about to open the last ones."""
 _NAP_S = 0.05
 
 
@@ -73,6 +75,7 @@ class CheckpointWriter:
     folder: Path
     disk_bps: float = 0.0
     """Writing is held to this rate in bits per second; 0: as fast as the disk is."""
+    _written: list[Path] = field(default_factory=list)
 
     def save(self, source: Source, tick: Callable[[], None]) -> bytes:
         """Write the state; what SAVED carries."""
@@ -90,10 +93,16 @@ class CheckpointWriter:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             part.replace(self.folder / name)
+            self._forget_old(self.folder / name)
         except OSError as error:
             part.unlink(missing_ok=True)
             raise StateError(f"the checkpoint could not be written to {self.folder}: {error}") from error
         return json.dumps({"name": name, "nbytes": source.nbytes}).encode()
+
+    def _forget_old(self, newest: Path) -> None:
+        self._written = [path for path in self._written if path != newest] + [newest]
+        while len(self._written) > KEPT_FILES:
+            self._written.pop(0).unlink(missing_ok=True)
 
 
 def reader(folder: Path, disk_bps: float) -> Deliver:

@@ -13,14 +13,15 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
+from pathlib import Path
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.types import PlanSpec
 from chaos_lightning.runtime.options import NAME
 from chaos_lightning.runtime.plans import DEFAULT_PLAN, read_plan
 
-TRANSFERS = ("adaptive", "greedy", "optimal", "even", "single", "shared")
-"""Policies that a job can run by name; replication/policies.py has more, which need to be told more."""
+TRANSFERS = ("adaptive", "greedy", "optimal", "even", "single", "multi_source", "stop_resume", "shared")
+"""replication.POLICIES; said once more, since torch must not be imported for it."""
 DEFAULT_ENDPOINT = "127.0.0.1:29400"
 
 
@@ -54,7 +55,12 @@ class EngineConfig:
             waits), "pause" (all wait while it gets the state), "auto" (by replay if its steps are a pure function of
             state and gradients, else by pause; the event log gives the reason).
         transfer: Which member sends this one which part of the state: adaptive (planned by what is known of the links,
-            corrected by what is measured), or greedy, optimal, even, single, shared, as in the paper Chaos.
+            corrected by what is measured), or greedy, optimal, even, single, shared, multi_source, stop_resume, as in
+            the paper Chaos and in what it compares with (docs/transfer.md).
+        ingress_bps: Access link of this member's machine, which all its links share, in bits per second; 0: each link
+            has its own. Policies plan by it.
+        transfer_folder: For stop_resume, and on all members: the folder where the member that is asked writes its
+            checkpoint, and from which newcomers read it.
         neighbours: Nodes or members to have links with, separated by commas or +; empty: all that can be reached.
     """
 
@@ -77,6 +83,8 @@ class EngineConfig:
     state_hash_every: int = 100
     join_by: str = "auto"
     transfer: str = "adaptive"
+    ingress_bps: float = 0.0
+    transfer_folder: str = ""
     neighbours: str = ""
 
     def __post_init__(self) -> None:
@@ -109,9 +117,27 @@ class EngineConfig:
                 raise ConfigurationError(f"neighbours {self.neighbours!r}: {name!r} is no node's or member's name")
             if name == self.name:
                 raise ConfigurationError(f"neighbours {self.neighbours!r}: {name!r} is this member itself")
+        self._check_transfer()
+        _ = self.plan_spec
+
+    def _check_transfer(self) -> None:
         if self.transfer not in TRANSFERS:
             raise ConfigurationError(f"transfer {self.transfer!r}: expected one of {', '.join(TRANSFERS)}")
-        _ = self.plan_spec
+        if not 0 <= self.ingress_bps < math.inf:
+            raise ConfigurationError(
+                f"ingress_bps {self.ingress_bps}: expected bits per second, or 0 if links share nothing"
+            )
+        folder = self.transfer_folder
+        if folder and not Path(folder).is_dir():
+            raise ConfigurationError(f"transfer_folder {folder!r}: no such folder; name one that all members see")
+        if self.transfer != "stop_resume":
+            return
+        if not folder:
+            raise ConfigurationError("transfer 'stop_resume' needs transfer_folder, a folder that all members see")
+        if self.join_by == "replay":
+            raise ConfigurationError(
+                "transfer 'stop_resume' lets all wait: write join_by='auto' or 'pause', not 'replay'"
+            )
 
     @property
     def neighbour_names(self) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.replay import Replay
 from chaos_lightning.runtime.access import check_bind, load_token
 from chaos_lightning.runtime.agent import Agent
+from chaos_lightning.runtime.choice import TransferChoice
 from chaos_lightning.runtime.config import EngineConfig
 from chaos_lightning.runtime.doorway import hello, warn_of_rules
 from chaos_lightning.runtime.entrance import Entrance, no_replay
@@ -84,12 +85,12 @@ class Engine:
         self.events = EventLog.in_directory(config.log_dir or None, config.name)
         self._token = load_token(config.token_file)
         self._mail = Mailbox(config.name, endpoint=config.endpoint)
-        self._waiting = Waiting(self._mail, self.events)
-        self._transfer = Transfer(config.job, self._token, self._mail, self.events)
+        self._waiting = Waiting(self._mail, self.events, lambda: self._shell.severed())
+        self._transfer = Transfer(config.job, self._token, self._mail, self.events, TransferChoice.of(config))
         self._loop = IoLoop("chaos-io", self._on_crash)
         self._shell = Shell(self._loop, self._mail, self.events, self._transfer, self._send_control)
-        self._transfer.policy, self._transfer.tell = config.transfer, self._send_control
-        self._transfer.estimates, self._transfer.near = self._shell.estimates, self._shell.near
+        self._transfer.hear_of_links(self._shell.estimates, self._shell.unmeasured, self._shell.near)
+        self._transfer.tell = self._send_control
         self._agent: Agent | None = None
         self._window: Window | None = None
         self._hello: Hello | None = None
@@ -170,7 +171,7 @@ class Engine:
             accumulate=accumulate,
             fingerprint=fingerprint,
             layout=window.layout,
-            no_replay=no_replay(self.config.join_by, replay, self.name),
+            no_replay=no_replay(self.config, replay),
         )
         self._replay = replay
         while True:
@@ -252,6 +253,7 @@ class Engine:
         """Waits until this member stands in a view; a joiner gets the state on the way."""
         place = self._entrance.enter(state, self._need_window(), self._replay, deadline)
         if place is None:
+            self.leaving = True  # if it was not by `leave`, then the operator has drained it
             raise self._waiting.give_up(self._agent)
         self.role, self.header, self.view = place.role, place.header, place.view
         # A recovery may have put a newer view in force; the deal follows the one that the header named (10), and before
@@ -482,7 +484,7 @@ class Engine:
         self._loop.call(lambda: self._shell.control(message))
 
     def _on_agent_state(self, state: str) -> None:
-        self.events.emit("scheduler", state=state)
+        self._waiting.stream(state)
         if state.startswith("failed"):
             self._mail.post(ejected=(state, False))
 

@@ -18,6 +18,7 @@ from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.types import GENESIS, Header, View
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.replay import Replay
+from chaos_lightning.runtime.config import EngineConfig
 from chaos_lightning.runtime.mailbox import Mailbox
 from chaos_lightning.runtime.observing import Observation
 from chaos_lightning.runtime.shell import Shell
@@ -26,16 +27,19 @@ from chaos_lightning.runtime.waiting import ADVICE
 from chaos_lightning.runtime.window import Window
 
 
-def no_replay(join_by: str, replay: Replay | None, name: str) -> str:
+def no_replay(config: EngineConfig, replay: Replay | None) -> str:
     """Why this member cannot come in by replay; "" if it can.
 
     Raises:
         ConfigurationError: It was told to, and cannot.
     """
-    if join_by == "pause":
+    name = config.name
+    if config.join_by == "pause":
         return f"{name} was told to join by pause"
+    if config.transfer == "stop_resume":
+        return f"{name} takes the state out of a checkpoint (stop_resume), which all wait for"
     reason = "it was not told how its steps are replayed" if replay is None else replay.replayable()
-    if reason and join_by == "replay":
+    if reason and config.join_by == "replay":
         raise ConfigurationError(f"join_by='replay' is not possible for {name}: {reason}; use 'auto' or 'pause'")
     return reason
 

@@ -415,6 +415,10 @@ class Links:
         """What is known of each link that stands, for a scheduler that does not know it yet."""
         return list(self._measuring.reports.values())
 
+    def unmeasured(self) -> set[str]:
+        """Whose link is being measured for the first time. Any thread."""
+        return self._measuring.unmeasured()
+
     def facts(self) -> dict[str, object]:
         """Bytes and rates per link, the latter since the last call, and letters that passed here or wait."""
         links = self._measuring.facts(time.monotonic())

@@ -29,10 +29,14 @@ class Mailbox:
     notice: str = ""
     step: int = 0
     endpoint: str = ""
+    lost: str = ""
+    """Why the scheduler cannot be reached, while that is so."""
+    on_lost: Callable[[str, float, float], None] = lambda what, waited_s, left_s: None
+    """Told by whoever waits while the scheduler cannot be reached: for what, how long it has, how long it will."""
     greeting: str = ""
     """Role and reason of the scheduler's last welcome."""
     giving_up: bool = False
-    """The user wants this member to leave, and it is not in the job yet: nothing need be waited for."""
+    """This member is to leave, by its user's wish or the operator's: if it is not in the job yet, it waits no more."""
 
     def post(self, **values: object) -> None:
         """Sets fields and wakes the training thread."""
@@ -52,7 +56,7 @@ class Mailbox:
         with self.changed:
             self.commits.clear()
             self.view = self.member = self.pull = self.observe = self.ejected = self.crash = None
-            self.left = self.notice = self.greeting = ""
+            self.left = self.notice = self.greeting = self.lost = ""
             self.giving_up = False
 
     def who(self) -> str:
@@ -83,11 +87,15 @@ class Mailbox:
             FencedError, RefusedError, DepartedError, ChaosError: This member is out, or its I/O thread is broken.
             DeadlineError: `time.monotonic()` passed `deadline`.
         """
+        began = time.monotonic()
         while not ready():
             self.check()
-            left = deadline - time.monotonic()
+            now = time.monotonic()
+            left = deadline - now
             if left <= 0:
                 raise DeadlineError(self._vain(what, advice))
+            if self.lost:
+                self.on_lost(what, now - began, left)
             self.changed.wait(min(left, 1.0))
 
     def _vain(self, what: str, advice: str) -> str:
@@ -100,6 +108,8 @@ class Mailbox:
         else:
             greeting = "; the scheduler has not welcomed it"
         said = f"; the scheduler says: {self.notice}" if self.notice else ""
+        if self.lost:
+            said = f"; the scheduler cannot be reached ({self.lost})"
         status = f"`chaos-lightning status --endpoint {self.endpoint}`" if self.endpoint else "`chaos-lightning status`"
         return (
             f"{self.who()} waited in vain for {what}{at} ({view}, step {self.step}){greeting}{said}; "

@@ -140,6 +140,10 @@ class Measuring:
     def _measured(self, peer: str, link: Link) -> bool:
         return not link.local or self.emulated(peer)
 
+    def unmeasured(self) -> set[str]:
+        """Whose link is being measured for the first time. Any thread."""
+        return {p for p, link in list(self._links.items()) if p not in self.reports and self._measured(p, link)}
+
     def _probe(self, peer: str, link: Link, why: str) -> None:
         self._asked_at[peer] = time.monotonic()
         self._probes.measure(peer, link, why)

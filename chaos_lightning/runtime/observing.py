@@ -98,6 +98,7 @@ class Observation:
     ) -> None:
         self._transfer = transfer
         self._mail = mail
+        self._me = mail.who()
         self._events = events
         self._window = window
         self._replay = replay
@@ -183,10 +184,11 @@ class Observation:
     # ------------------------------------------------------------------ ends
 
     def _called(self) -> bool:
-        """Something was decided about this newcomer."""
+        """Something was decided about this newcomer, or it was welcomed anew: who it was then observes no more."""
         mail = self._mail
         return (
-            mail.pull is not None
+            mail.who() != self._me
+            or mail.pull is not None
             or mail.observe is not None
             or mail.view is not None
             or mail.ejected is not None

@@ -18,6 +18,7 @@ from chaos_lightning.errors import RefusedError, WireError
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.recovery import needs_bytes, with_scope
+from chaos_lightning.membership.topology import neighbours
 from chaos_lightning.membership.types import (
     NO_VIEW,
     Contribution,
@@ -142,6 +143,15 @@ class Shell:
         """What was measured of the links to others: {member: (latency in s, rate in bits per second)}."""
         reports = self.links.reports() if self.links is not None else ()
         return {r.peer: (r.latency_s, r.rate_bps) for r in reports if r.rate_bps > 0}
+
+    def unmeasured(self) -> set[str]:
+        """Members whose link to this one is being measured for the first time."""
+        return self.links.unmeasured() if self.links is not None else set()
+
+    def severed(self) -> tuple[str, ...]:
+        """Members to which the ruling view has a link of this one that does not stand; may be one event old."""
+        view, links = self.machine.view, self.links
+        return tuple(m for m in neighbours(view, links.me) if not links.up(m)) if view and links else ()
 
     # ------------------------------------------------------------------ events
 
@@ -300,9 +310,9 @@ class Shell:
             case fx.Ejected(reason, rejoin):
                 self.events.emit("fenced", reason=reason, rejoin=rejoin)
                 self.mailbox.post(ejected=(reason, rejoin))
-            case fx.Left(reason):
+            case fx.Left(reason, asked):
                 self.events.emit("left", reason=reason)
-                self.mailbox.post(left=reason)
+                self.mailbox.post(left=reason, giving_up=asked or self.mailbox.giving_up)
             case fx.Note(name, fields):
                 self.events.emit(name, **dict(fields))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -19,22 +20,25 @@ from chaos_lightning.observe.events import EventLog
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.bulk import BulkSocket
 from chaos_lightning.replication.client import Endpoint, PullConfig
-from chaos_lightning.replication.policies import make_policy
+from chaos_lightning.replication.policy import TransferPolicy
 from chaos_lightning.replication.pull import PullReport, pull_result, pull_state
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.session import PullProgress
 from chaos_lightning.replication.snapshot import Snapshot
 from chaos_lightning.replication.state_reader import StateReader
 from chaos_lightning.replication.table import StateTable
+from chaos_lightning.runtime.choice import Situation, TransferChoice
 from chaos_lightning.runtime.mailbox import Mailbox
 from chaos_lightning.runtime.process_table import host_identity
 from chaos_lightning.runtime.sources import endpoint, endpoints
 from chaos_lightning.runtime.spares import Spares
 from chaos_lightning.transport.handshake import Greeting, dial
 
+_log = logging.getLogger("chaos_lightning")
 Sources = tuple[tuple[Member, tuple[Span, ...]], ...]
 HAND_ON_DEADLINE_S = 30.0
 TOLD_EVERY_S = 1.0
+ESTIMATES_TIMEOUT_S = 3.0
 SPARE_CONNECTIONS = 2
 """To each neighbour of a newcomer: one for the state, one for the log."""
 
@@ -63,26 +67,38 @@ class _Watched:
 class Transfer:
     """One member's transfers, in both directions."""
 
-    def __init__(self, job: str, token: bytes, mail: Mailbox, events: EventLog) -> None:
+    def __init__(self, job: str, token: bytes, mail: Mailbox, events: EventLog, choice: TransferChoice) -> None:
         self.server = StateServer()
+        self.server.checkpoints = choice.writer()
         self.report: PullReport | None = None
         self.mixed = ""
         """What a pull has begun to write over this member's own state, in words; whoever knows that it stands in a view
         with the whole of it clears this."""
-        self.policy = "adaptive"
         self.estimates: Callable[[], Mapping[str, tuple[float, float]]] = dict
         """What is known of the links: {member: (latency in s, rate in bits per second)}."""
         self.near: Callable[[], Collection[str]] = frozenset
         """Members that this one has a link to."""
+        self.unmeasured: Callable[[], Collection[str]] = frozenset
+        """Members whose link is being measured for the first time."""
         self.tell: Callable[[ProgressMessage], None] = lambda _: None
         self._spares = Spares(self._connect)
         self._observed = False
         """The last state that was pulled was an observer's."""
         self._copying: Snapshot | None = None
+        self._choice = choice
         self._job = job
         self._token = token
         self._mail = mail
         self._events = events
+
+    def hear_of_links(
+        self,
+        estimates: Callable[[], Mapping[str, tuple[float, float]]],
+        unmeasured: Callable[[], Collection[str]],
+        near: Callable[[], Collection[str]],
+    ) -> None:
+        """Where facts about links come from; see the attributes."""
+        self.estimates, self.unmeasured, self.near = estimates, unmeasured, near
 
     def dial(self, donor: Endpoint) -> socket.socket:
         """An authenticated bulk connection; one that was made before, if there is any."""
@@ -174,10 +190,14 @@ class Transfer:
         """
         sources = [m for m in view.members if m.id not in view.joiners]
         donors, watched = endpoints(sources, view, self.near()), self._watched(header, state)
-        config = PullConfig(deadline_s=max(0.1, deadline - time.monotonic()), by_reference=True)
+        in_place = self._choice.in_place
+        config = PullConfig(deadline_s=max(0.1, deadline - time.monotonic()), by_reference=in_place)
+        policy = self._policy(sources, view, state)
         self._events.emit("pull_started", seq=header.seq, head=header.hash, sources=[m.id for m in sources])
         try:
-            report = self._read(donors, header, watched, config, superseded) if superseded is not None else None
+            report = None
+            if in_place and superseded is not None:
+                report = self._read(donors, header, watched, config, superseded)
             report = report or pull_state(
                 donors,
                 self.dial,
@@ -185,7 +205,7 @@ class Transfer:
                 seq=header.seq,
                 state=watched,
                 config=config,
-                policy=make_policy(self.policy, self.estimates()),
+                policy=policy,
                 progress=self._progress("prove" if superseded is None else "pull"),
                 abandoned=superseded or self._superseded,
                 replayed=superseded is None and self._observed,
@@ -198,6 +218,24 @@ class Transfer:
         self._observed = superseded is not None
         self._pulled(report, header)
         return True
+
+    def _policy(self, sources: Sequence[Member], view: View, state: StateAccess) -> TransferPolicy:
+        if self._choice.fixes_shares:
+            self._await_estimates({source.id for source in sources})
+        sizes = tuple(tensor.nbytes for _, tensor in state.tensors())
+        now = Situation(self._mail.who(), sources, view, self.near(), self.estimates(), sizes)
+        policy, instead = self._choice.make(now)
+        if instead:
+            self._events.emit("notice", text=instead)
+            _log.warning(instead)
+        return policy
+
+    def _await_estimates(self, sources: set[str]) -> None:
+        """A plan that is not corrected is as good as what is known of the links; those of a newcomer are just made."""
+        mail, until = self._mail, time.monotonic() + ESTIMATES_TIMEOUT_S
+        with mail.changed:
+            while sources & set(self.unmeasured()) and time.monotonic() < until and not self._superseded():
+                mail.changed.wait(0.02)
 
     def _read(
         self,

@@ -4,6 +4,10 @@ Theory of operation. The scheduler tells whoever waits what for, in Notices, and
 again. Each text is shown once, by the logger "chaos_lightning" at WARNING, which is shown unless the user turned it
 off; the end of the wait is shown, too, if there was anything to wait for. A member that is in no view yet need not wait
 for a header in order to leave: it says so, gives the scheduler a moment to release it, and closes its control stream.
+
+Who cannot reach the scheduler hears nothing of it, and as a rule need not, for training goes on without it. Only when
+a slot does not commit meanwhile (after a death, or on one side of a graph that was cut in two), such a member says of
+itself what it waits for and whom it does not reach: once, until the scheduler is back.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable, Sequence
 
 from chaos_lightning.errors import ChaosError, DepartedError
 from chaos_lightning.membership.types import Notice, Refused, ToMember, Welcome
@@ -20,6 +25,8 @@ from chaos_lightning.runtime.mailbox import Mailbox
 
 _log = logging.getLogger("chaos_lightning")
 _RELEASE_TIMEOUT_S = 2.0
+SEVERED_S, SLOW_S = 2.0, 10.0
+"""So long a slot may take without the scheduler until something is said: if a link is down, and if all stand."""
 ADVICE = "start the members that are missing, with this endpoint, or set min_nodes lower or join_timeout_s higher"
 
 
@@ -29,10 +36,14 @@ class Waiting:
     Args:
         mail: Where the training thread waits.
         events: This member's event log.
+        severed: Members of its view that it should have a link to, and has none.
     """
 
-    def __init__(self, mail: Mailbox, events: EventLog) -> None:
+    def __init__(self, mail: Mailbox, events: EventLog, severed: Callable[[], Sequence[str]] = lambda: ()) -> None:
         self._mail = mail
+        self._severed = severed
+        self._cut_off = False
+        mail.on_lost = self._lost
         self._events = events
         self._shown: set[str] = set()
         self._refused = False
@@ -53,6 +64,28 @@ class Waiting:
                 if retry:  # a final one ends the wait with an exception that says so
                     self._refused = True
                     self._told(Notice(reason, waiting=True))
+
+    def stream(self, state: str) -> None:
+        """What became of the control stream (agent's thread; states as in runtime/agent.py)."""
+        self._events.emit("scheduler", state=state)
+        if state == "connected":
+            self._cut_off = False
+            self._mail.post(lost="")
+        elif state.startswith("lost: "):
+            self._mail.post(lost=state.removeprefix("lost: "))
+
+    def _lost(self, what: str, waited_s: float, left_s: float) -> None:
+        """The training thread waits, and the scheduler cannot be reached."""
+        severed = () if self._cut_off or waited_s < SEVERED_S else self._severed()
+        if self._cut_off or not (severed or waited_s >= SLOW_S):
+            return
+        self._cut_off = True
+        text = f"waits for {what}: the scheduler at {self._mail.endpoint} cannot be reached ({self._mail.lost})"
+        text += f", and no link to {', '.join(severed)} stands" if severed else ""
+        text += f"; it goes on, or joins again, when the scheduler is back, and gives up in {left_s:.0f} s"
+        self._events.emit("notice", text=text, waiting=True)
+        self._shown.add(text)
+        _log.warning("%s: %s", self._mail.who(), text)
 
     def _told(self, message: Notice) -> None:
         self._mail.post(notice=message.text if message.waiting else "")

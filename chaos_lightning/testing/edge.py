@@ -188,7 +188,9 @@ class Edge:
 
     def environment(self, node: str) -> dict[str, str]:
         """The product's own settings for processes on this node."""
+        access_bps = self.topology.access_bps.get(node)
         return {
+            **({"CHAOS_INGRESS_BPS": f"{access_bps:g}"} if access_bps else {}),
             "CHAOS_NODE": node,
             "CHAOS_HOST": node,
             "CHAOS_ENDPOINT": self.backend.endpoint,

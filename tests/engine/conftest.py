@@ -19,9 +19,11 @@ from chaos_lightning.testing.relay import LinkRelay
 def a_job(folder: Path, relay: LinkRelay | None = None) -> Iterator[Job]:
     env = {"XDG_STATE_HOME": str(folder / "state"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with Harness(folder, env=env, deadline_s=60, relay=relay) as harness:
+        job = Job(harness, folder, relay)
         try:
-            yield Job(harness, folder, relay)
+            yield job
         finally:
+            job.close()
             end_schedulers(harness.logs)
 
 

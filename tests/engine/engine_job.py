@@ -7,11 +7,14 @@ import json
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import engine_members
+from engine_control import ControlPath
 
+from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.testing.harness import Harness
 from chaos_lightning.testing.relay import LinkRelay
@@ -26,6 +29,7 @@ class Job:
         self.harness = harness
         self.folder = folder
         self._relay = relay
+        self._paths: dict[str, ControlPath] = {}
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -42,7 +46,11 @@ class Job:
         """Starts a member, which calls itself `member` (as its process, if not given); `rules` are for the scheduler,
         if this one hosts it."""
         env = {**(env or {}), **({"CHAOS_SETTINGS": json.dumps(rules)} if rules else {})}
-        full = {"name": member or name, "endpoint": self.endpoint, "report": str(self.folder / f"{name}.pt"), **spec}
+        endpoint = self.endpoint
+        if name in self._paths:
+            endpoint = self._paths[name].address
+            spec["settings"] = {**spec.get("settings", {}), "host_scheduler": False}
+        full = {"name": member or name, "endpoint": endpoint, "report": str(self.folder / f"{name}.pt"), **spec}
         self.harness.start_function(name, engine_members.train, full, env=env, preload=PRELOAD)
 
     @property
@@ -50,6 +58,46 @@ class Job:
         """Through which its links pass."""
         assert self._relay is not None, "take the fixture routed_job"
         return self._relay
+
+    def serve(self, **rules: Any) -> None:
+        """The scheduler is a process of its own from the start, and not hosted by the first member."""
+        chain = self.folder / "chain.sqlite"
+        options = ["--listen", self.endpoint, "--settings", json.dumps(rules), "--store", str(chain)]
+        options += ["--log-dir", str(self.harness.logs)]
+        self.harness.start("scheduler", [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", *options])
+        self.harness.wait_until(self._served, "the scheduler's answer")
+
+    def _served(self) -> bool:
+        try:
+            return bool(fetch_status(self.endpoint))
+        except SchedulerUnreachableError:
+            return False
+
+    def own_stream(self, *names: str) -> None:
+        """The control streams of these members, which are yet to be started, can be cut. Not of who hosts the
+        scheduler: they are as if on other machines, where a member that does not reach it starts none itself."""
+        for name in names:
+            self._paths[name] = ControlPath(name, self.endpoint)
+
+    def cut_stream(self, *names: str) -> None:
+        """Their control streams end now, and no other one comes through until `mend_stream`; no link is touched."""
+        for name in names:
+            self.harness.events.emit("fault_injected", kind="cut_stream", node=name)
+            self._paths[name].break_off()
+
+    def mend_stream(self, *names: str) -> None:
+        for name in names:
+            self._paths[name].mend()
+
+    def connected(self, name: str) -> bool:
+        """Whether the scheduler has a control stream of this member."""
+        machine = fetch_status(self.endpoint)["machine"]
+        mine = [p for p in (*machine["members"], *machine["others"]) if p["id"].startswith(f"{name}~")]
+        return any(p["connected"] for p in mine)
+
+    def close(self) -> None:
+        for path in self._paths.values():
+            path.close()
 
     def gate(self, name: str) -> str:
         path = self.folder / f"{name}.gate"

@@ -32,10 +32,10 @@ def train(spec: dict[str, Any]) -> None:
 
     Args:
         spec: name, endpoint, report (file), samples, batch, epochs, width, settings, gates {step: fifo},
-            drift_at (step), die_at {"when": "after_first_header", "world": members}, load_gate (fifo),
-            apply_gate (fifo), step_s (what a step computes beside its own little work), kept {field of the state
-            server's ServerConfig: value}, late_log (it never copies a slot in time for its log), exit_at (step after
-            which it leaves), gather_at (step), gather_nbytes (its payload then).
+            drift_at (step), die_at {"when": "after_first_header", "world": members}, load_gate (fifo), load (which of
+            its pulls waits there), apply_gate (fifo), step_s (what a step computes beside its own little work), kept
+            {field of the state server's ServerConfig: value}, late_log (it never copies a slot in time for its log),
+            exit_at (step after which it leaves), gather_at (step), gather_nbytes (its payload then).
     """
     torch.set_num_threads(1)
     torch.manual_seed(spec.get("seed", 7))
@@ -48,7 +48,7 @@ def train(spec: dict[str, Any]) -> None:
     gates = dict(spec.get("gates", {}))
     die_at = spec.get("die_at", {})
     if "load_gate" in spec:
-        hold_the_load(trainer, spec["load_gate"])
+        hold_the_load(trainer, spec["load_gate"], spec.get("load", 1))
     if "apply_gate" in spec:
         hold_the_replay(trainer, spec["apply_gate"])
     server = trainer.engine._transfer.server
@@ -97,12 +97,16 @@ def train(spec: dict[str, Any]) -> None:
     torch.save(report, spec["report"])
 
 
-def hold_the_load(trainer: Trainer, gate: str) -> None:
-    """A newcomer that says when it is about to pull the state, and does so once the gate is open."""
+def hold_the_load(trainer: Trainer, gate: str, load: int) -> None:
+    """A newcomer that says when it is about to pull for the `load`-th time, and does so once the gate is open."""
     transfer = trainer.engine._transfer
     fetch = transfer.fetch
 
     def held(*args: Any, **more: Any) -> bool:
+        nonlocal load
+        load -= 1
+        if load:
+            return fetch(*args, **more)
         transfer.fetch = fetch  # type: ignore[method-assign]
         trainer.engine.events.emit("notice", text="about to pull")
         with open(gate) as opened:

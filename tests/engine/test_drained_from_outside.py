@@ -97,3 +97,51 @@ def test_who_takes_a_name_that_is_taken_is_told_so_once(job: Job) -> None:
     job.open(gate)
     a, namesake = job.finish("a", "namesake")
     assert (a["step"], namesake["step"]) == (120, 0)
+
+
+def test_standby_is_drained_and_ends_in_peace(job: Job) -> None:
+    gate = job.gate("a")
+    job.start("a", settings={"max_nodes": 1}, gates={5: gate})
+    job.harness.wait_step(5)
+    job.start("b")
+    job.harness.wait_for("notice", lambda r: "standby" in str(r.get("text")), node="b")
+    assert drain(job.endpoint, "b") == ("b",)
+    assert job.harness.wait_exit("b") == 0
+    job.open(gate)
+    a, b = job.finish("a", "b")
+    assert (a["step"], b["step"], b["out"]) == (120, 0, True)
+
+
+def test_newcomer_is_drained_while_its_state_is_on_the_way(routed_job: Job) -> None:
+    job = routed_job
+    job.relay.shape("a", "b", rate_bps=1e6)
+    job.start("a", epochs=1000, width=4000)
+    job.harness.wait_step(5)
+    job.start("b", epochs=1000, width=4000)
+    job.harness.wait_for("pull_started", node="b")
+    drain(job.endpoint, "b")
+    assert job.harness.wait_exit("b") == 0
+    assert job.report("b")["out"]
+    released = job.harness.wait_for("left", node="b")
+    job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 1, node="a", after=released)
+    job.leave("a")
+    assert not [r for r in job.harness.records if r.name in ("fenced", "rejoin", "death")]
+
+
+def test_who_comes_in_again_is_drained_meanwhile(job: Job) -> None:
+    """It was frozen for too long, was put out, and is about to get the state anew."""
+    gate = job.gate("c")
+    for name in "abc":
+        job.start(name, epochs=1000, **({"load_gate": gate, "load": 2} if name == "c" else {}))
+        job.harness.wait_for("welcomed", node=name)
+    job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="c")
+    job.harness.stop("c")
+    job.harness.wait_for("death", lambda r: r.member.startswith("c~"))
+    job.harness.cont("c")
+    again = job.harness.wait_for("rejoin", node="c")
+    job.harness.wait_for("notice", lambda r: r["text"] == "about to pull", node="c", after=again)
+    drain(job.endpoint, "c")
+    job.open(gate)
+    assert job.harness.wait_exit("c") == 0
+    assert job.report("c")["out"]
+    job.leave("a", "b")

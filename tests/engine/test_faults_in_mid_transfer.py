@@ -1,4 +1,5 @@
-"""Somebody dies while the state is on its way: a donor, the last one, the newcomer itself, the scheduler.
+"""Somebody dies while the state is on its way: a donor, the last one, the newcomer itself, the scheduler. Or nobody
+does, and it is only the newcomer's control stream that ends.
 
 Links to the newcomer are slow from the start, so what is done to it once some of the state has passed is done in the
 middle of the transfer, however busy the machine is.
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from engine_job import Job
 
+from chaos_lightning.observe.events import Record
 from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.testing.relay import LinkRelay
 
@@ -27,12 +29,12 @@ HASHED = {"state_hash_every": 10}
 WAYS = pytest.mark.parametrize("way", ["pause", "replay"])
 
 
-def training(job: Job, names: Sequence[str]) -> LinkRelay:
-    """These train; the links that a newcomer is going to have are slow."""
+def training(job: Job, names: Sequence[str], rules: dict[str, Any] | None = None) -> LinkRelay:
+    """These train; the links that a newcomer is going to have are slow. `rules` are the scheduler's."""
     relay = job.relay
     for name in names:
         relay.shape(name, NEWCOMER, rate_bps=SLOW_BPS)
-        job.start(name, settings=HASHED, **SPEC)
+        job.start(name, settings=HASHED, rules=rules, **SPEC)
         job.harness.wait_for("joined", node=name)
     job.harness.wait_for("committed", lambda r: len(r["contributors"]) == len(names))
     return relay
@@ -57,13 +59,18 @@ def hurry(relay: LinkRelay, names: Sequence[str]) -> None:
 
 def end(job: Job, names: Sequence[str]) -> None:
     """All train together and hold the same state; then they leave."""
-    joined = job.harness.wait_for("joined", node=NEWCOMER)
+    hashed_alike(job, names)
+    nobody_was_put_out(job)
+    job.leave(*names)
+
+
+def hashed_alike(job: Job, names: Sequence[str], joined: Record | None = None) -> None:
+    """Once the newcomer is in."""
+    joined = joined or job.harness.wait_for("joined", node=NEWCOMER)
     hashed = job.harness.wait_for("state_hash", node=NEWCOMER, after=joined)
     for name in names:
         alike = job.harness.wait_for("state_hash", lambda r: r["head"] == hashed["head"], node=name)
         assert alike["hash"] == hashed["hash"], name
-    nobody_was_put_out(job)
-    job.leave(*names)
 
 
 def nobody_was_put_out(job: Job) -> None:
@@ -131,3 +138,65 @@ def test_the_scheduler_dies(routed_job: Job, way: str) -> None:
     hurry(relay, "ab")
     end(job, "abd")
     assert not [r for r in job.harness.records if r.name == "death"]
+
+
+def stream_lost(job: Job) -> Record:
+    """Until the newcomer and the scheduler have both seen that the stream between them is no more."""
+    lost = job.harness.wait_for("scheduler", lambda r: str(r["state"]).startswith("lost"), node=NEWCOMER)
+    assert not [r for r in job.harness.records if r.name == "pull_done" and r.node == NEWCOMER]
+    job.harness.wait_until(lambda: not job.connected(NEWCOMER), "the scheduler's word that the stream has ended")
+    return lost
+
+
+def came_in(job: Job, way: str) -> None:
+    """By the way that it was told to take; how often it had to begin is nobody's business."""
+    chosen = [r["way"] for r in job.harness.records if r.name == "way_in" and r.member.startswith(f"{NEWCOMER}~")]
+    assert set(chosen) == {way}, chosen
+
+
+@WAYS
+def test_the_newcomers_control_stream_is_cut_for_a_moment(routed_job: Job, way: str) -> None:
+    """All links stand, the scheduler lives and nobody is dead: whoever trains goes on, and the newcomer comes in. In a
+    view, it is the same member as before; an observer is nobody yet, and observes anew."""
+    job = routed_job
+    job.own_stream(NEWCOMER)
+    relay = training(job, "ab")
+    begin_transfer(job, relay, way)
+    job.cut_stream(NEWCOMER)
+    lost = stream_lost(job)
+    job.mend_stream(NEWCOMER)
+    again = job.harness.wait_for("welcomed", node=NEWCOMER, after=lost)
+    hurry(relay, "ab")
+    end(job, "abd")
+    first = job.harness.wait_for("welcomed", node=NEWCOMER)
+    assert (again.member == first.member) == (way == "pause")
+    came_in(job, way)
+    assert not [r for r in job.harness.records if r.name == "death"]
+
+
+@WAYS
+def test_the_newcomers_control_stream_is_cut_until_it_is_given_up(routed_job: Job, way: str) -> None:
+    """It cannot hear that the job goes on without it, though its links stand; it hears it when the scheduler is there
+    again, and comes in as another member. Nobody who trains is put out, and no step is lost."""
+    job = routed_job
+    job.own_stream(NEWCOMER)
+    relay = training(job, "ab", {"hang_timeout_s": 2.0})
+    begin_transfer(job, relay, way)
+    job.cut_stream(NEWCOMER)
+    stream_lost(job)
+    if way == "pause":  # it was in a view already
+        given_up = job.harness.wait_for("death", lambda r: r.member.startswith(f"{NEWCOMER}~"))
+        assert "not a word for 2 s" in str(given_up["evidence"])
+    else:
+        given_up = job.harness.wait_for("released", node="a")
+    for name in "ab":
+        job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node=name, after=given_up)
+    hurry(relay, "ab")
+    job.mend_stream(NEWCOMER)
+    first = job.harness.wait_for("welcomed", node=NEWCOMER)
+    again = job.harness.wait_for("joined", lambda r: r.member != first.member, node=NEWCOMER)
+    hashed_alike(job, "abd", again)
+    came_in(job, way)
+    out = [r for r in job.harness.records if r.name in ("fenced", "rejoin")]
+    assert all(r.member.startswith(f"{NEWCOMER}~") for r in out), out
+    job.leave(*"abd")

@@ -84,6 +84,8 @@ def test_everything_that_can_be_given_arrives(tmp_path: Path) -> None:
         "state_hash_every": "5",
         "join_by": "pause",
         "transfer": "even",
+        "ingress_bps": "2e8",
+        "transfer_folder": str(tmp_path),
         "neighbours": "a+b",
         "heartbeat_interval_s": "0.2",
         "heartbeat_timeout_s": "1.25",
@@ -109,6 +111,7 @@ def test_everything_that_can_be_given_arrives(tmp_path: Path) -> None:
     assert (config.join_timeout_s, config.step_timeout_s, config.heartbeat_timeout_s) == (7.5, 8.5, 1.25)
     assert (config.host_scheduler, config.overlap, config.by_reference) == (False, False, False)
     assert (config.join_by, config.neighbour_names) == ("pause", ("a", "b"))
+    assert (config.transfer, config.ingress_bps, config.transfer_folder) == ("even", 2e8, str(tmp_path))
     settings = options.settings
     assert (settings.heartbeat_interval_s, settings.heartbeat_timeout_s, settings.hang_timeout_s) == (0.2, 1.25, 11.0)
     assert (settings.confirm_timeout_s, settings.report_timeout_s, settings.join_timeout_s) == (12.0, 13.0, 14.0)

@@ -1,11 +1,14 @@
 """Settings of a member that cannot work are refused by name."""
 
 import math
+import re
+from typing import Any
 
 import pytest
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.runtime.config import EngineConfig
+from chaos_lightning.replication import POLICIES
+from chaos_lightning.runtime.config import TRANSFERS, EngineConfig
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan])
@@ -28,3 +31,26 @@ def test_neighbours_that_cannot_be_are_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^neighbours '{text}': {words}"):
         EngineConfig(name="a", neighbours=text)
     assert EngineConfig(name="a", neighbours="b, c+d").neighbour_names == ("b", "c", "d")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"transfer": "fast"}, "transfer 'fast': expected one of adaptive, greedy"),
+        ({"ingress_bps": -1.0}, "ingress_bps -1.0: expected bits per second"),
+        ({"ingress_bps": math.inf}, "ingress_bps inf: expected bits per second"),
+        ({"transfer_folder": "/no/such"}, "transfer_folder '/no/such': no such folder"),
+        ({"transfer": "stop_resume"}, "transfer 'stop_resume' needs transfer_folder"),
+        (
+            {"transfer": "stop_resume", "transfer_folder": "/", "join_by": "replay"},
+            "transfer 'stop_resume' lets all wait",
+        ),
+    ],
+)
+def test_transfers_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(words)}"):
+        EngineConfig(**settings)
+
+
+def test_every_transfer_policy_can_be_chosen() -> None:
+    assert sorted(TRANSFERS) == sorted(POLICIES)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from strategy_job import Job
 
+from chaos_lightning.runtime.channel import drain
+
 
 def needs_two(job: Job) -> None:
     """The job's scheduler anew, with min_nodes=2."""
@@ -27,7 +29,8 @@ def test_signal_ends_the_wait_for_min_nodes(job: Job, number: int) -> None:
     assert "gave up waiting" in job.harness.children["a"].tail()
 
 
-def test_standby_leaves_at_once(job: Job) -> None:
+@pytest.mark.parametrize("way", ["signal", "drained"])
+def test_standby_leaves_at_once(job: Job, way: str) -> None:
     """Its place is not free and will not be: that is no reason to wait."""
     assert job.scheduler.stop()
     job.again(max_nodes=1)
@@ -35,9 +38,13 @@ def test_standby_leaves_at_once(job: Job) -> None:
     job.harness.wait_step(2)
     job.start("b")
     job.harness.wait_for("notice", lambda r: "standby" in str(r.get("text")), node="b")
-    job.harness.terminate("b")
+    if way == "drained":
+        assert drain(job.options.listen, "b") == ("b",)
+    else:
+        job.harness.terminate("b")
     (b,) = job.finish("b", audit=False)
     assert b["step"] == 0
+    assert "gave up waiting" in job.harness.children["b"].tail()
     job.open("a")
     (a,) = job.finish("a")
     assert a["epoch"] == 3

@@ -1,0 +1,108 @@
+"""A newcomer to a real job gets the state by the transfer policy that it was told to use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_job import Job
+
+from chaos_lightning.observe.events import Record
+from chaos_lightning.transport.pacing import EMULATE
+
+WIDTH = 4000
+NEWCOMER = "d"
+IN_WORDS = {
+    "adaptive": "",
+    "greedy": "shards of",
+    "optimal": "shards of",
+    "even": "the same from each of 3 neighbours",
+    "single": "the fastest of 3 neighbours",
+    "shared": "whoever has room",
+}
+
+
+EMULATED = {EMULATE: json.dumps(dict.fromkeys("abcd", 4e8))}
+"""Links with a rate are measured when they are made, so that a newcomer's plan can go by it."""
+
+
+def came_in(job: Job, members: dict[str, str], newcomer: dict[str, Any], neighbours: str = "") -> list[Record]:
+    """Members with these neighbours train, a newcomer joins: what it got from whom. All leave, with equal states."""
+    for name, named in members.items():
+        settings = {"neighbours": named, "state_hash_every": 10, "by_reference": False, "min_nodes": len(members)}
+        job.start(
+            name,
+            settings={**settings, **{k: v for k, v in newcomer.items() if k == "transfer_folder"}},
+            env=EMULATED,
+            **SPEC,
+        )
+        job.harness.wait_for("welcomed", node=name)
+    job.harness.wait_for("committed", lambda r: len(r["contributors"]) == len(members))
+    settings = {"neighbours": neighbours, "state_hash_every": 10, "by_reference": False, **newcomer}
+    job.start(NEWCOMER, seed=2, settings=settings, env=EMULATED, **SPEC)
+    joined = job.harness.wait_for("joined", node=NEWCOMER)
+    hashed = job.harness.wait_for("state_hash", node=NEWCOMER, after=joined)
+    for name in members:
+        alike = job.harness.wait_for("state_hash", lambda r: r["head"] == hashed["head"], node=name)
+        assert alike["hash"] == hashed["hash"], name
+    assert not [r for r in job.harness.records if r.name in ("fenced", "rejoin", "death")]
+    job.leave(*members, NEWCOMER)
+    return [r for r in job.harness.records if r.node == NEWCOMER]
+
+
+SPEC = {"epochs": 1000, "width": WIDTH, "step_s": 0.01}
+
+
+def first_pull(records: list[Record]) -> tuple[str, dict[str, int]]:
+    """The policy in words, and what came from whom."""
+    by_source: dict[str, int] = {}
+    for record in records:
+        if record.name == "pull_source" and record["nbytes"]:
+            by_source[str(record["source"]).partition("~")[0]] = int(record["nbytes"])
+        elif record.name == "pull_done":
+            return str(record["policy"]), by_source
+    raise AssertionError("nothing was pulled")
+
+
+@pytest.mark.parametrize("way", ["pause", "replay"])
+@pytest.mark.parametrize("policy", IN_WORDS)
+def test_named_policy_is_what_the_pull_went_by(job: Job, policy: str, way: str) -> None:
+    settings = {"transfer": policy, "join_by": way}
+    words, by_source = first_pull(came_in(job, dict.fromkeys("abc", ""), settings))
+    assert IN_WORDS[policy] in words, words
+    assert "no estimate of" not in words or policy == "even", words
+    assert sum(by_source.values()) > WIDTH * 100
+    assert len(by_source) == 1 or policy != "single"
+
+
+def test_greedy_searches_its_shard_size_between_the_layers_of_the_state(job: Job) -> None:
+    words, _ = first_pull(came_in(job, dict.fromkeys("abc", ""), {"transfer": "greedy", "join_by": "pause"}))
+    assert "bytes searched" in words, words
+
+
+@pytest.mark.parametrize("way", ["pause", "replay"])
+def test_multi_source_asks_also_those_behind_its_neighbours(job: Job, way: str) -> None:
+    """a - b - c - d: of what d gets, a third comes from a, two hops beyond c."""
+    named = {"a": "b", "b": "a,c", "c": "b"}
+    settings = {"transfer": "multi_source", "join_by": way}
+    words, by_source = first_pull(came_in(job, named, settings, neighbours="c"))
+    assert "the same from each of 3 nodes" in words, words
+    assert set(by_source) == {"a", "b", "c"}
+    assert all(nbytes > WIDTH * 10 for nbytes in by_source.values()), by_source
+
+
+def test_stop_resume_takes_the_state_out_of_a_checkpoint_that_all_wait_for(job: Job, tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    settings = {"transfer": "stop_resume", "transfer_folder": str(folder), "join_by": "auto"}
+    records = came_in(job, dict.fromkeys("ab", ""), settings)
+    words, by_source = first_pull(records)
+    assert words.endswith(f"writes a checkpoint to {folder}, this member reads it there"), words
+    assert set(by_source) == {"a"}
+    (file,) = folder.iterdir()
+    assert file.stat().st_size > WIDTH * 100
+    assert not [r for r in records if r.name == "observing"]
+    (way,) = [r for r in records if r.name == "way_in"]
+    assert (way["way"], "stop_resume" in str(way["reason"])) == ("pause", True)

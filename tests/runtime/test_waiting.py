@@ -1,0 +1,87 @@
+"""Who waits while the scheduler cannot be reached says so itself: once, and only if there is something to say."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from chaos_lightning.errors import DeadlineError
+from chaos_lightning.observe.events import EventLog
+from chaos_lightning.runtime import waiting
+from chaos_lightning.runtime.mailbox import Mailbox
+from chaos_lightning.runtime.waiting import Waiting
+
+LOST = "lost: no scheduler answered"
+
+
+def member(severed: Sequence[str] = ()) -> tuple[Mailbox, Waiting]:
+    mail = Mailbox("m", endpoint="h:1")
+    return mail, Waiting(mail, EventLog.in_directory(None, "m"), lambda: severed)
+
+
+def wait(mail: Mailbox, seconds: float = 0.05) -> str:
+    """Waits in vain; the words with which it ends."""
+    with mail.changed, pytest.raises(DeadlineError) as caught:
+        mail.wait(lambda: False, "the commit of slot 5 (step)", time.monotonic() + seconds)
+    return str(caught.value)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that is down is told of at once; a slot is slow after 30 s."""
+    monkeypatch.setattr(waiting, "SEVERED_S", 0.0)
+    monkeypatch.setattr(waiting, "SLOW_S", 30.0)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_it_is_said_once_per_loss_of_the_scheduler(caplog: pytest.LogCaptureFixture) -> None:
+    mail, speaker = member(["a~1", "b~2"])
+    for _ in range(2):
+        speaker.stream(LOST)
+        wait(mail)
+        wait(mail)
+        speaker.stream("connected")
+    assert [r.levelno for r in caplog.records] == [logging.WARNING] * 2
+    for part in (
+        "m: waits for the commit of slot 5 (step): the scheduler at h:1 cannot be reached (no scheduler answered)",
+        "and no link to a~1, b~2 stands",
+    ):
+        assert part in caplog.messages[0]
+    speaker.over("the job goes on after step 4")
+    assert caplog.messages[2:] == ["m: waiting is over, the job goes on after step 4"]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_nothing_is_said_while_the_scheduler_is_there_or_all_links_stand(caplog: pytest.LogCaptureFixture) -> None:
+    """Training needs no scheduler, and a step may take its time."""
+    mail, speaker = member(["a~1"])
+    speaker.stream("connected")
+    wait(mail)
+    mail, speaker = member()
+    speaker.stream(LOST)
+    wait(mail)
+    speaker.over("the job goes on after step 4")
+    assert caplog.messages == []
+
+
+def test_a_slow_slot_is_told_of_though_all_links_of_this_member_stand(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two others may have lost theirs."""
+    monkeypatch.setattr(waiting, "SLOW_S", 0.0)
+    mail, speaker = member()
+    speaker.stream(LOST)
+    wait(mail)
+    (said,) = caplog.messages
+    assert "cannot be reached (no scheduler answered); it goes on" in said
+
+
+def test_the_error_after_a_vain_wait_names_the_scheduler_that_was_not_reached() -> None:
+    mail, speaker = member()
+    speaker.stream(LOST)
+    assert "; the scheduler cannot be reached (no scheduler answered);" in wait(mail)
+    speaker.stream("connected")
+    assert "cannot be reached" not in wait(mail)
