@@ -482,17 +482,17 @@ class MemberMachine(Observing):
     # ------------------------------------------------------------------ going
 
     def _on_tick(self) -> None:
-        lingers = self.phase in (Phase.LEAVING, Phase.CLOSED)
-        if lingers and self._now - self._lingers_since > self._linger_timeout_s:
-            self._leave_now(f"{self._finish_reason}; not released within {self._linger_timeout_s:g} s")
+        leaves = self.phase is Phase.LEAVING
+        if (leaves or self.phase is Phase.CLOSED) and self._now - self._lingers_since > self._linger_timeout_s:
+            self._leave_now(f"{self._finish_reason}; not released within {self._linger_timeout_s:g} s", asked=leaves)
 
-    def _leave_now(self, reason: str, *, asked: bool = True) -> None:
+    def _leave_now(self, reason: str, *, asked: bool) -> None:
         self.phase = Phase.GONE
         self._emit(Left(reason, asked))
 
     def _eject(self, reason: str, *, rejoin: bool) -> None:
         if rejoin and (self.pending_leave or self.phase is Phase.LEAVING):
-            self._leave_now(reason)  # it wanted to go: a scheduler that was restarted in between does not know
+            self._leave_now(reason, asked=True)  # a scheduler that was restarted in between does not know
             return
         if self.view is not None:
             self._emit(DropAttempt(self.view.id))

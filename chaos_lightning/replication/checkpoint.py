@@ -10,8 +10,10 @@ that reading it is reading the disk.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from chaos_lightning.replication.policy import Deliver
 
 PART_NBYTES = 4 << 20
+SYNC_NBYTES = 64 << 20
 KEPT_FILES = 3
 """A member deletes its older checkpoints; somebody may still be about to open the last ones."""
 _NAP_S = 0.05
@@ -76,11 +79,25 @@ class CheckpointWriter:
     disk_bps: float = 0.0
     """Writing is held to this rate in bits per second; 0: as fast as the disk is."""
     _written: list[Path] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def save(self, source: Source, tick: Callable[[], None]) -> bytes:
-        """Write the state; what SAVED carries."""
-        name = file_name(source.head, source.seq)
-        part = self.folder / f".{name}.{os.getpid()}.part"
+        """Write the state; what SAVED carries. Whoever asks for the same one meanwhile or soon gets that file."""
+        path = self.folder / file_name(source.head, source.seq)
+        while not self._lock.acquire(timeout=_NAP_S):
+            tick()
+        try:
+            if path not in self._written or not path.exists():
+                self._write(path, source, tick)
+        except OSError as error:
+            raise StateError(f"the checkpoint could not be written to {self.folder}: {error}") from error
+        finally:
+            self._lock.release()
+        return json.dumps({"name": path.name, "nbytes": source.nbytes}).encode()
+
+    def _write(self, path: Path, source: Source, tick: Callable[[], None]) -> None:
+        # The folder is shared by machines, whose processes may have the same id.
+        part = self.folder / f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.part"
         pace = Pace(self.disk_bps, tick)
         try:
             with part.open("wb", buffering=0) as file:
@@ -89,20 +106,19 @@ class CheckpointWriter:
                     for view in source.read(start, stop):
                         while view:
                             view = view[file.write(view) :]
+                    if stop % SYNC_NBYTES < PART_NBYTES:  # the last one must not take long: nobody ticks meanwhile
+                        os.fdatasync(file.fileno())
                     pace.passed(stop - start)
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            part.replace(self.folder / name)
-            self._forget_old(self.folder / name)
-        except OSError as error:
+            part.replace(path)
+        except OSError:
             part.unlink(missing_ok=True)
-            raise StateError(f"the checkpoint could not be written to {self.folder}: {error}") from error
-        return json.dumps({"name": name, "nbytes": source.nbytes}).encode()
-
-    def _forget_old(self, newest: Path) -> None:
-        self._written = [path for path in self._written if path != newest] + [newest]
+            raise
+        self._written = [old for old in self._written if old != path] + [path]
         while len(self._written) > KEPT_FILES:
-            self._written.pop(0).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what cannot be deleted is no reason to refuse what was written
+                self._written.pop(0).unlink()
 
 
 def reader(folder: Path, disk_bps: float) -> Deliver:

@@ -71,7 +71,7 @@ class StateServer:
         self._closed = False
         self._sockets: set[socket.socket] = set()
         self.served_nbytes: dict[str, int] = {}
-        """Payload bytes sent so far, by peer."""
+        """Payload bytes sent so far, or being sent, by peer."""
         self.forwarder: Forwarder | None = None
         """Set it to let others reach members through this one."""
         self.checkpoints: CheckpointWriter | None = None
@@ -378,9 +378,9 @@ class StateServer:
                 self.pace.spend(request.length)
             views = item.read(start, stop)
             checksum, flags = (bulk.checksum_of(views), 0) if result else (0, bulk.UNSUMMED)
-            channel.send(Frame(Type.DATA, head, seq, start, request.length, flags, checksum), views)
-            with self._changed:
+            with self._changed:  # before it can be seen that they have come
                 self.served_nbytes[peer] = self.served_nbytes.get(peer, 0) + request.length
+            channel.send(Frame(Type.DATA, head, seq, start, request.length, flags, checksum), views)
 
     def _answer_beside(self, channel: BulkSocket, request: Frame, peer: str, tick: Callable[[], None]) -> None:
         """Somebody who reads this process's memory."""

@@ -421,7 +421,7 @@ class Engine:
         """After leaving or finishing: until nobody needs this member any more."""
         mail = self._mail
         with mail.changed, contextlib.suppress(ChaosError):
-            mail.wait(lambda: bool(mail.left), "release", time.monotonic() + timeout_s)
+            mail.wait(lambda: bool(mail.left), "release", time.monotonic() + timeout_s, tells=False)
 
     def rejoin(self, state: StateAccess) -> Header:
         """After FencedError: forget everything and join again in this process (PROTOCOL.md 11).

@@ -81,7 +81,7 @@ class Entrance:
                 if mail.giving_up:
                     return None
                 pull, mail.pull = mail.pull, None
-                observe, mail.observe = mail.observe, None
+                (observe, mail.observe), me = (mail.observe, None), mail.who()
                 view = mail.view
             if pull is not None:
                 if self._transfer.fetch(*pull, state, deadline):
@@ -93,9 +93,10 @@ class Entrance:
             elif view is None:
                 assert observe is not None
                 if replay is not None:
-                    Observation(self._transfer, mail, self._shell.events, window, replay, self._shell.to_scheduler).run(
-                        *observe, state, deadline
+                    observation = Observation(
+                        self._transfer, mail, self._shell.events, window, replay, self._shell.to_scheduler, me
                     )
+                    observation.run(*observe, state, deadline)
             elif self._transfer.mixed and mail.who() not in view.joiners:
                 # Those whose state it was about to take are gone, and what lies here is neither theirs nor its own.
                 raise StateError(

@@ -74,28 +74,37 @@ class Mailbox:
         if self.left and not self.commits:
             raise DepartedError(f"{self.who()} was let go: {self.left}")
 
-    def wait(self, ready: Callable[[], bool], what: str, deadline: float, advice: str = "") -> None:
-        """Waits until `ready()`; the caller holds `changed`.
+    def wait(
+        self, ready: Callable[[], bool], what: str, deadline: float, advice: str = "", *, tells: bool = True
+    ) -> None:
+        """Waits until `ready()`; the caller holds `changed`, once.
 
         Args:
             ready: What is waited for.
             what: The same in words.
             deadline: By `time.monotonic()`.
             advice: What the user can do if it does not come.
+            tells: The user hears of it if this waits for long and the scheduler cannot be reached.
 
         Raises:
             FencedError, RefusedError, DepartedError, ChaosError: This member is out, or its I/O thread is broken.
             DeadlineError: `time.monotonic()` passed `deadline`.
         """
-        began = time.monotonic()
+        began, told = time.monotonic(), 0.0
         while not ready():
             self.check()
             now = time.monotonic()
             left = deadline - now
             if left <= 0:
                 raise DeadlineError(self._vain(what, advice))
-            if self.lost:
-                self.on_lost(what, now - began, left)
+            if tells and self.lost and now - told >= 1.0:
+                told = now
+                self.changed.release()  # a terminal that nobody reads must not hold up the I/O thread
+                try:
+                    self.on_lost(what, now - began, left)
+                finally:
+                    self.changed.acquire()
+                continue
             self.changed.wait(min(left, 1.0))
 
     def _vain(self, what: str, advice: str) -> str:
@@ -108,8 +117,7 @@ class Mailbox:
         else:
             greeting = "; the scheduler has not welcomed it"
         said = f"; the scheduler says: {self.notice}" if self.notice else ""
-        if self.lost:
-            said = f"; the scheduler cannot be reached ({self.lost})"
+        said += f"; the scheduler cannot be reached ({self.lost})" if self.lost else ""
         status = f"`chaos-lightning status --endpoint {self.endpoint}`" if self.endpoint else "`chaos-lightning status`"
         return (
             f"{self.who()} waited in vain for {what}{at} ({view}, step {self.step}){greeting}{said}; "

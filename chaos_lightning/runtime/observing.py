@@ -85,6 +85,7 @@ class Observation:
         window: Turns raw sums into gradients.
         replay: Applies them.
         send: Sends a message to the scheduler.
+        me: Whose observation it is: this member's id when it was told to observe.
     """
 
     def __init__(
@@ -95,10 +96,11 @@ class Observation:
         window: Window,
         replay: Replay,
         send: Callable[[CatchUp | Progress], None],
+        me: str,
     ) -> None:
         self._transfer = transfer
         self._mail = mail
-        self._me = mail.who()
+        self._me = me
         self._events = events
         self._window = window
         self._replay = replay

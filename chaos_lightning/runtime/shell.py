@@ -197,6 +197,8 @@ class Shell:
         if self.reducer is None or self.reducer.me != me:  # a scheduler that was restarted gives newcomers new ids
             self.reducer = Reducer(self.memory, self._grid, me, self.links.chunk, self._ranges_done)
             self.transfer.arrived()
+        if self.mailbox.who() != me:  # what the one was to observe that it was before
+            self.mailbox.post(observe=None)
         self.mailbox.post(member=message.member)
         self.events.identify(me)
         self.events.emit("welcomed", id=me, role=message.role, reason=message.reason)
@@ -312,7 +314,7 @@ class Shell:
                 self.mailbox.post(ejected=(reason, rejoin))
             case fx.Left(reason, asked):
                 self.events.emit("left", reason=reason)
-                self.mailbox.post(left=reason, giving_up=asked or self.mailbox.giving_up)
+                self.mailbox.post(left=reason, **({"giving_up": True} if asked else {}))
             case fx.Note(name, fields):
                 self.events.emit(name, **dict(fields))
 

@@ -86,6 +86,8 @@ class Transfer:
         """The last state that was pulled was an observer's."""
         self._copying: Snapshot | None = None
         self._choice = choice
+        self._said = ""
+        """Why another policy than the chosen one is used, if that was told."""
         self._job = job
         self._token = token
         self._mail = mail
@@ -189,10 +191,13 @@ class Transfer:
             StateError: No donor is left, or the state does not fit.
         """
         sources = [m for m in view.members if m.id not in view.joiners]
-        donors, watched = endpoints(sources, view, self.near()), self._watched(header, state)
-        in_place = self._choice.in_place
+        given_up, proves = superseded or self._superseded, superseded is None and self._observed
+        if self._choice.fixes_shares and not proves:  # there is nothing to share out, as a rule, and all wait
+            self._await_estimates({source.id for source in sources}, deadline, given_up)
+        near, in_place = self.near(), self._choice.in_place
+        donors, watched = endpoints(sources, view, near), self._watched(header, state)
         config = PullConfig(deadline_s=max(0.1, deadline - time.monotonic()), by_reference=in_place)
-        policy = self._policy(sources, view, state)
+        policy = self._policy(sources, view, near, state)
         self._events.emit("pull_started", seq=header.seq, head=header.hash, sources=[m.id for m in sources])
         try:
             report = None
@@ -207,34 +212,35 @@ class Transfer:
                 config=config,
                 policy=policy,
                 progress=self._progress("prove" if superseded is None else "pull"),
-                abandoned=superseded or self._superseded,
-                replayed=superseded is None and self._observed,
+                abandoned=given_up,
+                replayed=proves,
             )
         except (StateError, DeadlineError) as error:
             self._events.emit("error", what="pull", reason=str(error))
-            if (superseded or self._superseded)():
+            if given_up():
                 return False
             raise
         self._observed = superseded is not None
         self._pulled(report, header)
         return True
 
-    def _policy(self, sources: Sequence[Member], view: View, state: StateAccess) -> TransferPolicy:
-        if self._choice.fixes_shares:
-            self._await_estimates({source.id for source in sources})
+    def _policy(
+        self, sources: Sequence[Member], view: View, near: Collection[str], state: StateAccess
+    ) -> TransferPolicy:
         sizes = tuple(tensor.nbytes for _, tensor in state.tensors())
-        now = Situation(self._mail.who(), sources, view, self.near(), self.estimates(), sizes)
+        now = Situation(self._mail.who(), sources, view, near, self.estimates(), sizes)
         policy, instead = self._choice.make(now)
-        if instead:
+        if instead and instead != self._said:
+            self._said = instead
             self._events.emit("notice", text=instead)
             _log.warning(instead)
         return policy
 
-    def _await_estimates(self, sources: set[str]) -> None:
+    def _await_estimates(self, sources: set[str], deadline: float, given_up: Callable[[], bool]) -> None:
         """A plan that is not corrected is as good as what is known of the links; those of a newcomer are just made."""
-        mail, until = self._mail, time.monotonic() + ESTIMATES_TIMEOUT_S
+        mail, until = self._mail, min(deadline, time.monotonic() + ESTIMATES_TIMEOUT_S)
         with mail.changed:
-            while sources & set(self.unmeasured()) and time.monotonic() < until and not self._superseded():
+            while sources & set(self.unmeasured()) and time.monotonic() < until and not given_up():
                 mail.changed.wait(0.02)
 
     def _read(
@@ -317,7 +323,13 @@ class Transfer:
     def _superseded(self) -> bool:
         """Whether a newer decision (or this member's end) has made the present pull pointless."""
         mail = self._mail
-        return mail.pull is not None or mail.ejected is not None or mail.crash is not None or mail.giving_up
+        return (
+            mail.pull is not None
+            or mail.ejected is not None
+            or mail.crash is not None
+            or mail.giving_up
+            or bool(mail.left)
+        )
 
     def hand_on(
         self,

@@ -7,7 +7,8 @@ for a header in order to leave: it says so, gives the scheduler a moment to rele
 
 Who cannot reach the scheduler hears nothing of it, and as a rule need not, for training goes on without it. Only when
 a slot does not commit meanwhile (after a death, or on one side of a graph that was cut in two), such a member says of
-itself what it waits for and whom it does not reach: once, until the scheduler is back.
+itself what it waits for and whom it does not reach: once for each wait with links that are down, and once until the
+scheduler is back where a slot is only slow.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Waiting:
     def __init__(self, mail: Mailbox, events: EventLog, severed: Callable[[], Sequence[str]] = lambda: ()) -> None:
         self._mail = mail
         self._severed = severed
-        self._cut_off = False
+        self._told_severed = self._told_slow = False
         mail.on_lost = self._lost
         self._events = events
         self._shown: set[str] = set()
@@ -69,17 +70,22 @@ class Waiting:
         """What became of the control stream (agent's thread; states as in runtime/agent.py)."""
         self._events.emit("scheduler", state=state)
         if state == "connected":
-            self._cut_off = False
+            self._told_severed = self._told_slow = False
             self._mail.post(lost="")
-        elif state.startswith("lost: "):
+        elif state.startswith("lost: ") and not self._refused:  # who is refused has reached it
             self._mail.post(lost=state.removeprefix("lost: "))
 
     def _lost(self, what: str, waited_s: float, left_s: float) -> None:
         """The training thread waits, and the scheduler cannot be reached."""
-        severed = () if self._cut_off or waited_s < SEVERED_S else self._severed()
-        if self._cut_off or not (severed or waited_s >= SLOW_S):
+        if self._told_severed:
             return
-        self._cut_off = True
+        severed = self._severed() if waited_s >= SEVERED_S else ()
+        if severed:
+            self._told_severed = True
+        elif waited_s >= SLOW_S and not self._told_slow:
+            self._told_slow = True
+        else:
+            return
         text = f"waits for {what}: the scheduler at {self._mail.endpoint} cannot be reached ({self._mail.lost})"
         text += f", and no link to {', '.join(severed)} stands" if severed else ""
         text += f"; it goes on, or joins again, when the scheduler is back, and gives up in {left_s:.0f} s"
@@ -95,6 +101,7 @@ class Waiting:
 
     def over(self, words: str) -> None:
         """Training begins, or goes on."""
+        self._told_severed = False
         if self._shown:
             self._shown = set()
             _log.warning("%s: waiting is over, %s", self._mail.who(), words)
@@ -104,7 +111,7 @@ class Waiting:
         mail = self._mail
         if mail.member is not None and mail.view is None and mail.pull is None:
             with mail.changed, contextlib.suppress(ChaosError):
-                mail.wait(lambda: bool(mail.left), "release", time.monotonic() + _RELEASE_TIMEOUT_S)
+                mail.wait(lambda: bool(mail.left), "release", time.monotonic() + _RELEASE_TIMEOUT_S, tells=False)
         if agent is not None:
             agent.close()
         mail.post(left=mail.left or "it asked to leave before it was in the job")

@@ -68,8 +68,10 @@ def message_words(names: Names, message: object) -> str:
             return f"link to {peer} {'up' if up else 'down'} ({evidence})"
         case Verdict(suspect, alive, evidence):
             return f"verdict on {suspect}: {'alive' if alive else 'dead'} ({evidence})"
-        case Released(reason) | Leave(reason):
-            return f"{type(message).__name__.lower()}: {reason}"
+        case Released(reason, asked):
+            return f"released{', as asked' if asked else ''}: {reason}"
+        case Leave(reason):
+            return f"leave: {reason}"
         case Notice(text, waiting):
             return f"notice{', waiting' if waiting else ''}: {text}"
         case Finished(seq, step):

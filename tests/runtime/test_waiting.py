@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 
 import pytest
 
 from chaos_lightning.errors import DeadlineError
+from chaos_lightning.membership.types import Refused
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.runtime import waiting
 from chaos_lightning.runtime.mailbox import Mailbox
@@ -52,6 +54,60 @@ def test_it_is_said_once_per_loss_of_the_scheduler(caplog: pytest.LogCaptureFixt
         assert part in caplog.messages[0]
     speaker.over("the job goes on after step 4")
     assert caplog.messages[2:] == ["m: waiting is over, the job goes on after step 4"]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_slow_slot_before_does_not_silence_it_when_a_link_is_down_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "SLOW_S", 0.0)
+    severed: list[str] = []
+    mail, speaker = member(severed)
+    speaker.stream(LOST)
+    wait(mail)
+    speaker.over("the job goes on after step 4")
+    wait(mail)
+    severed.append("a~1")
+    for _ in range(2):
+        wait(mail)
+        wait(mail)
+        speaker.over("the job goes on after step 5")
+    said = [m for m in caplog.messages if "cannot be reached" in m]
+    assert ["no link to a~1" in m for m in said] == [False, True, True]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_who_leaves_or_is_refused_says_nothing_of_the_kind(caplog: pytest.LogCaptureFixture) -> None:
+    mail, speaker = member(["a~1"])
+    speaker.stream(LOST)
+    with mail.changed, pytest.raises(DeadlineError):
+        mail.wait(lambda: False, "release", time.monotonic() + 0.05, tells=False)
+    assert caplog.messages == []
+    mail, speaker = member(["a~1"])
+    speaker.hear(Refused("m is in the job already", True))
+    speaker.stream("lost: the scheduler said: m is in the job already")
+    assert "cannot be reached" not in wait(mail)
+    assert caplog.messages == ["m: m is in the job already"]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_what_happens_while_it_is_said_is_not_missed() -> None:
+    """Others may write into the mailbox while a terminal is slow."""
+    mail, speaker = member()
+    speaker.stream(LOST)
+    said: list[bool] = []
+
+    def slow(*_: object) -> None:
+        said.append(True)
+        poster = threading.Thread(target=lambda: mail.post(left="let go"))
+        poster.start()
+        poster.join(10)
+        assert not poster.is_alive()
+
+    mail.on_lost = slow
+    with mail.changed:
+        mail.wait(lambda: bool(mail.left), "release", time.monotonic() + 30)
+    assert said == [True]
 
 
 @pytest.mark.usefixtures("hasty")
