@@ -6,16 +6,13 @@ store of its own, rank 0 of 1, so each agent is a world by itself that starts an
 belongs to the job is settled between the workers and the scheduler, while training goes on. So:
 
 - `num_nodes_waiting` is always 0 (anything else restarts all workers). The agent asks ten times a second, and the
-handler
-  uses that to look now and then whether the scheduler, if it is this machine's to host, is still there.
+  handler uses that to look now and then whether the scheduler, if it is this machine's to host, is still there.
 - What workers need goes into the agent's own environment, which they inherit.
 - The scheduler is started detached: it survives the agent's process group.
 - More agents than max_nodes: their workers start all the same and wait as standbys in their Hello, where a SIGTERM
-finds
-  them responsive; an agent that blocks in `next_rendezvous` would die without cleaning up.
+  finds them responsive; an agent that blocks in `next_rendezvous` would die without cleaning up.
 - A worker that restarts (--max-restarts) is a newcomer. If its job has finished meanwhile, the rendezvous is closed:
-the
-  job must not begin anew because one worker failed on its way out.
+  the job must not begin anew because one worker failed on its way out.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ def shown(job: Job, name: str, text: str) -> bool:
     ("named", "side"),
     [
         pytest.param(COMPLETE, OLD, id="complete"),
-        pytest.param(COMPLETE, YOUNG, id="complete, without the root"),
-        pytest.param(RING, OLD, id="ring"),
+        pytest.param(COMPLETE, YOUNG, id="complete, without the root", marks=pytest.mark.slow),
+        pytest.param(RING, OLD, id="ring", marks=pytest.mark.slow),
         pytest.param(RING, YOUNG, id="ring, without the root"),
     ],
 )
@@ -129,7 +129,9 @@ def test_the_side_that_the_scheduler_reaches_goes_on_and_the_other_waits_and_say
         assert shown(job, name, "waiting is over, this member is rank ")
 
 
-@pytest.mark.parametrize("named", [pytest.param(COMPLETE, id="complete"), pytest.param(RING, id="ring")])
+@pytest.mark.parametrize(
+    "named", [pytest.param(COMPLETE, id="complete", marks=pytest.mark.slow), pytest.param(RING, id="ring")]
+)
 def test_where_the_scheduler_reaches_both_sides_the_one_with_the_oldest_member_goes_on(
     routed_job: Job, named: dict[str, str]
 ) -> None:

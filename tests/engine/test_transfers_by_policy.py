@@ -24,6 +24,8 @@ IN_WORDS = {
 }
 
 
+USUAL = (("greedy", "replay"), ("single", "pause"))
+"""The others take their time."""
 EMULATED = {EMULATE: json.dumps(dict.fromkeys("abcd", 4e8))}
 """Links with a rate are measured when they are made, so that a newcomer's plan can go by it."""
 
@@ -66,8 +68,14 @@ def first_pull(records: list[Record]) -> tuple[str, dict[str, int]]:
     raise AssertionError("nothing was pulled")
 
 
-@pytest.mark.parametrize("way", ["pause", "replay"])
-@pytest.mark.parametrize("policy", IN_WORDS)
+@pytest.mark.parametrize(
+    ("policy", "way"),
+    [
+        pytest.param(policy, way, marks=[] if (policy, way) in USUAL else [pytest.mark.slow])
+        for policy in IN_WORDS
+        for way in ("pause", "replay")
+    ],
+)
 def test_named_policy_is_what_the_pull_went_by(job: Job, policy: str, way: str) -> None:
     settings = {"transfer": policy, "join_by": way}
     words, by_source = first_pull(came_in(job, dict.fromkeys("abc", ""), settings))
@@ -80,12 +88,13 @@ def test_named_policy_is_what_the_pull_went_by(job: Job, policy: str, way: str) 
     assert len(by_source) == 1 or policy != "single"
 
 
+@pytest.mark.slow
 def test_greedy_searches_its_shard_size_between_the_layers_of_the_state(job: Job) -> None:
     words, _ = first_pull(came_in(job, dict.fromkeys("abc", ""), {"transfer": "greedy", "join_by": "pause"}))
     assert "bytes searched" in words, words
 
 
-@pytest.mark.parametrize("way", ["pause", "replay"])
+@pytest.mark.parametrize("way", [pytest.param("pause", marks=pytest.mark.slow), "replay"])
 def test_multi_source_asks_also_those_behind_its_neighbours(job: Job, way: str) -> None:
     """a - b - c - d: of what d gets, a third comes from a, two hops beyond c."""
     named = {"a": "b", "b": "a,c", "c": "b"}
