@@ -19,6 +19,7 @@ from chaos_lightning.testing.harness import Harness
 PHASES = ["forward", "backward", "allreduce", "optimizer", "validation", "checkpoint", "train_end"]
 
 
+@pytest.mark.slow
 def test_each_phase_is_struck_and_told_before(tmp_path: Path) -> None:
     with Harness(tmp_path) as harness:
         for phase in PHASES:

@@ -18,6 +18,7 @@ def test_seeds_end_with_a_line_of_counts(capsys: pytest.CaptureFixture[str]) -> 
     assert "20/20 seeds" in err
 
 
+@pytest.mark.slow
 def test_several_processes_do_the_same_as_one(capsys: pytest.CaptureFixture[str]) -> None:
     def counts(*arguments: str) -> str:
         assert main(["--seeds", "40", *arguments]) == 0
