@@ -31,11 +31,15 @@ COMMANDS: dict[str, Command] = {
     "status": Command("chaos_lightning.runtime.commands:status", "Show who is in a job, and what it waits for."),
     "drain": Command("chaos_lightning.runtime.commands:drain", "Ask a node to leave politely."),
     "link": Command("chaos_lightning.runtime.commands:link", "Add or remove a link between two members."),
+    "etcd": Command("chaos_lightning.runtime.cli_etcd:etcd", "Run etcd servers on this machine, for development."),
     "top": Command("chaos_lightning.observe.cli_top:top", "Watch a job live."),
     "report": Command("chaos_lightning.observe.cli_report:report", "Write a page about a run from its event logs."),
     "audit": Command("chaos_lightning.observe.cli_report:audit", "Check from the event logs that the contract held."),
     "demo": Command("chaos_lightning.demo.command:demo", "Train here while nodes join, die, freeze and leave."),
     "demo-edge": Command("chaos_lightning.demo.edge:demo_edge", "Train over links that change, fail and return."),
+    "demo-failover": Command(
+        "chaos_lightning.demo.failover:demo_failover", "Train while schedulers and etcd servers are killed."
+    ),
     "lab": Command("chaos_lightning.testing.cli_lab:lab", "Run a command on every node of an emulated network."),
     "version": Command("chaos_lightning.runtime.commands:version", "Print the versions that a bug report needs."),
 }

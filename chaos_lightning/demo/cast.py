@@ -97,12 +97,12 @@ class Cast:
 
     # ------------------------------------------------------------------------------------------------ starting
 
-    def command(self) -> list[str]:
-        """What a user would type on each machine, but for `torchrun` being called by its module."""
+    def command(self, name: str = "") -> list[str]:
+        """What a user would type on this machine, but for `torchrun` being called by its module."""
         return [
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--rdzv-backend=chaos", f"--rdzv-endpoint={self.endpoint}", f"--nnodes={self.min_nodes}:8"),
-            *("--max-restarts=3", "--rdzv-conf=idle_timeout_s=30"),
+            *("--max-restarts=3", f"--rdzv-conf=idle_timeout_s=30,store={self.folder / 'chain.sqlite'}"),
             *("-m", "chaos_lightning.demo.train", "--folder", str(self.folder), *self.arguments),
         ]
 
@@ -117,13 +117,12 @@ class Cast:
             "CUDA_VISIBLE_DEVICES": "",
             "CHAOS_NODE": name,
             "CHAOS_LOG_DIR": str(self.events),
-            "CHAOS_STORE": str(self.folder / "chain.sqlite"),
             "CHAOS_STATE_HASH_EVERY": "5",
             EMULATE: json.dumps(rates_of(name)),
             **self._mark.environment(),
         }
         self.nodes[name] = start_command(
-            name, self.command(), self.folder / "out" / f"{name}.log", env=environment, cwd=self.folder
+            name, self.command(name), self.folder / "out" / f"{name}.log", env=environment, cwd=self.folder
         )
 
     # ------------------------------------------------------------------------------------------------ hurting
@@ -151,6 +150,15 @@ class Cast:
         self.left.add(name)
         self._note("sigint", name, pid=self.nodes[name].pid)
         self.nodes[name].send(signal.SIGINT)
+
+    def kill_scheduler(self, pid: int) -> None:
+        """SIGKILL for a scheduler that one of the nodes has started."""
+        self._log.emit(Event.FAULT_INJECTED, kind="scheduler_sigkill", node="scheduler", pid=pid)
+        self._signal(pid, signal.SIGKILL)
+
+    def note(self, kind: str, name: str) -> None:
+        """Something that was done to others than the nodes."""
+        self._log.emit(Event.FAULT_INJECTED, kind=kind, node=name)
 
     def _note(self, kind: str, name: str, **fields: object) -> None:
         self._log.emit(Event.FAULT_INJECTED, kind=kind, node=f"{name}-0", **fields)

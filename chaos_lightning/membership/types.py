@@ -433,6 +433,11 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
+class Pulse:
+    """The scheduler lives; said often where others stand by, so that a frozen one is left soon."""
+
+
+@dataclass(frozen=True, slots=True)
 class Released:
     """Nobody needs you any more."""
 
@@ -458,7 +463,9 @@ FromMember = (
     | LinkReport
     | LinkRequest
 )
-ToMember = Welcome | Refused | OpenLinks | NextView | Prepare | Decide | Probe | Fence | Notice | Released | Observers
+ToMember = (
+    Welcome | Refused | OpenLinks | NextView | Prepare | Decide | Probe | Fence | Notice | Released | Observers | Pulse
+)
 PeerMessage = Contribution | Header
 
 

@@ -37,7 +37,7 @@ from chaos_lightning.errors import ChaosError, ConfigurationError, RefusedError
 from chaos_lightning.rendezvous.options import RendezvousOptions, read_options
 from chaos_lightning.rendezvous.polite import PoliteExit
 from chaos_lightning.runtime.access import check_bind, load_token
-from chaos_lightning.runtime.hosting import ensure_scheduler, options_for_engine
+from chaos_lightning.runtime.hosting import ensure_scheduler, may_host, options_for_engine
 from chaos_lightning.runtime.orphan import VARIABLE, agent_mark
 
 logger = logging.getLogger("chaos_lightning.rendezvous")
@@ -62,6 +62,7 @@ class ChaosRendezvousHandler(RendezvousHandler):
         self._closed = False
         self._looked = 0.0
         self._looking: threading.Thread | None = None
+        self._may_host = False
         self._polite = PoliteExit(agent_mark(), options.config.step_timeout_s)
         check_bind(options.config.bind, self._token)
 
@@ -97,12 +98,12 @@ class ChaosRendezvousHandler(RendezvousHandler):
         return RendezvousInfo(store, 0, 1, info)
 
     def _host(self, *, continue_only: bool) -> None:
-        if not self._options.config.host_scheduler:
+        options = options_for_engine(self._options.config)
+        self._may_host = may_host(self._options.config, options)
+        if not self._may_host:
             return
         try:
-            hosted = ensure_scheduler(
-                options_for_engine(self._options.config), self._token, continue_only=continue_only
-            )
+            hosted = ensure_scheduler(options, self._token, continue_only=continue_only)
         except ConfigurationError:
             raise
         except RefusedError as error:
@@ -125,7 +126,7 @@ class ChaosRendezvousHandler(RendezvousHandler):
         self._polite.watch()
         now = time.monotonic()
         looking = self._looking is not None and self._looking.is_alive()
-        if self._options.config.host_scheduler and now - self._looked > _LOOK_INTERVAL_S and not looking:
+        if self._may_host and now - self._looked > _LOOK_INTERVAL_S and not looking:
             self._looked = now
             self._looking = threading.Thread(target=self._look, name="chaos-revive", daemon=True)
             self._looking.start()

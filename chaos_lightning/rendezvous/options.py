@@ -20,9 +20,16 @@ from typing import Any
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.types import Settings
-from chaos_lightning.runtime.access import DEFAULT_PORT, addresses, is_loopback, join_endpoint, split_endpoint
+from chaos_lightning.runtime.access import (
+    DEFAULT_PORT,
+    addresses,
+    is_loopback,
+    join_endpoint,
+    split_endpoint,
+    split_endpoints,
+)
 from chaos_lightning.runtime.config import DEFAULT_ENDPOINT, TRANSFERS, EngineConfig
-from chaos_lightning.runtime.options import MEMORY, change_settings, settings_from_json, settings_to_json
+from chaos_lightning.runtime.options import ETCD, MEMORY, change_settings, settings_from_json, settings_to_json
 from chaos_lightning.runtime.plans import absolute_plan
 
 logger = logging.getLogger("chaos_lightning.rendezvous")
@@ -63,7 +70,7 @@ SETTING_OPTIONS = {
 OWN_OPTIONS = {
     "node": "this node's name, unique in the job (default: host name and process id of the agent)",
     "nproc": "workers per node, where torchrun's own --nproc-per-node cannot be seen",
-    "store": "the chain's file on the scheduler's host",
+    "store": "the chain's file on the scheduler's host; or etcd://a+b+c: every agent is a candidate (docs/failover.md)",
     "idle_timeout_s": "a hosted scheduler ends after so long without a worker",
 }
 
@@ -148,7 +155,7 @@ def read_options(
             f"--rdzv-conf: unknown {', '.join(unknown)}; known are " + "; ".join(f"{k} ({v})" for k, v in known.items())
         )
     nproc = _number(conf, "nproc", int, nproc)
-    host, port = split_endpoint(endpoint) if endpoint.strip() else split_endpoint(DEFAULT_ENDPOINT)
+    host, port = split_endpoint(split_endpoints(endpoint or DEFAULT_ENDPOINT)[0])
     values: dict[str, Any] = {name: _typed(name, conf[name]) for name in MEMBER_OPTIONS if name in conf}
     for name in _PATHS:
         text = values.get(name) or environ.get(f"CHAOS_{name.upper()}")
@@ -162,10 +169,11 @@ def read_options(
     if "heartbeat_timeout_s" in conf:
         values["heartbeat_timeout_s"] = _parse("heartbeat_timeout_s", conf["heartbeat_timeout_s"], float)
     values.setdefault("bind", environ.get("CHAOS_BIND") or local_addr or facing(host, port))
+    store = conf.get("store") or environ.get("CHAOS_STORE", "")
     config = EngineConfig.build(
         {
             **values,
-            "endpoint": join_endpoint(host, port),
+            "endpoint": candidates(endpoint or DEFAULT_ENDPOINT, str(values["bind"]), store),
             "job": "default" if run_id in ("", "none") else run_id,
             "min_nodes": nodes[0] * nproc,
             "max_nodes": nodes[1] * nproc,
@@ -176,16 +184,24 @@ def read_options(
     base = settings_from_json(environ.get("CHAOS_SETTINGS") or "{}")
     changed = {theirs: conf[ours] for ours, theirs in SETTING_OPTIONS.items() if ours in conf}
     changed.setdefault("heartbeat_timeout_s", str(config.heartbeat_timeout_s))
-    store = conf.get("store") or environ.get("CHAOS_STORE", "")
     return RendezvousOptions(
         config=config,
         settings=replace(
             change_settings(base, changed), job=config.job, min_nodes=config.min_nodes, max_nodes=config.max_nodes
         ),
         node=_node_name(conf.get("node") or environ.get("CHAOS_NODE", "")),
-        store=store if store in ("", MEMORY) else str(Path(store).absolute()),
+        store=store if store in ("", MEMORY) or store.startswith(ETCD) else str(Path(store).absolute()),
         idle_timeout_s=_number(conf, "idle_timeout_s", float, 0.0),
     )
+
+
+def candidates(endpoint: str, bind: str, store: str) -> str:
+    """Where workers look for the scheduler. With a chain in etcd every agent hosts a candidate, and its workers ask
+    that one first, which knows who leads; without, there is one scheduler at the endpoint."""
+    named = split_endpoints(endpoint)
+    if not store.startswith(ETCD):
+        return ",".join(named)
+    return ",".join(dict.fromkeys((join_endpoint(bind, split_endpoint(named[0])[1]), *named)))
 
 
 def facing(host: str, port: int = DEFAULT_PORT) -> str:

@@ -25,6 +25,8 @@ logger = logging.getLogger("chaos_lightning.runtime")
 DEFAULT_PORT = 29400
 TOKEN_KEY = "chaos-token-bin"
 """gRPC metadata key of the token; "-bin" keys may hold any bytes."""
+LEADER_KEY = "chaos-leader"
+"""gRPC metadata key: a scheduler that waits to lead says who does."""
 MIN_TOKEN_NBYTES = 8
 
 
@@ -43,6 +45,14 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     if not host or not port.isdigit() or not 0 <= int(port) < 65536:
         raise ConfigurationError(f"endpoint {endpoint!r} is no HOST:PORT; write for example 10.0.0.5:{DEFAULT_PORT}")
     return host, int(port)
+
+
+def split_endpoints(text: str) -> tuple[str, ...]:
+    """Each "HOST:PORT" of a list with commas: the candidates of one job."""
+    found = tuple(join_endpoint(*split_endpoint(part)) for part in text.split(",") if part.strip())
+    if not found:
+        raise ConfigurationError(f"endpoint {text!r} is no HOST:PORT; write for example 10.0.0.5:{DEFAULT_PORT}")
+    return tuple(dict.fromkeys(found))
 
 
 def join_endpoint(host: str, port: int) -> str:

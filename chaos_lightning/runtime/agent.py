@@ -20,7 +20,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from chaos_lightning.membership.types import (
     FromMember,
     Heartbeat,
     Hello,
+    Pulse,
     Refused,
     Released,
     ToMember,
@@ -37,7 +38,7 @@ from chaos_lightning.membership.types import (
 )
 from chaos_lightning.runtime import chaos_pb2
 from chaos_lightning.runtime.access import addresses, split_endpoint, token_metadata
-from chaos_lightning.runtime.channel import CLIENT_OPTIONS, explain_code
+from chaos_lightning.runtime.channel import CLIENT_OPTIONS, StandbyError, explain
 from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerStub
 from chaos_lightning.runtime.codec import unwrap_to_member, wrap_from_member
 from chaos_lightning.runtime.forks import close_peer_in_children, forget_peer
@@ -49,6 +50,8 @@ _LONGEST_PAUSE_S = 1.0
 _ANSWER_TIMEOUT_S = 10.0
 """How long the scheduler may take to answer a Hello."""
 _GOODBYE_TIMEOUT_S = 1.0
+PULSE_TIMEOUT_S = 0.7
+"""A scheduler that says every `channel.PULSE_S` that it lives, and then does not for so long, is frozen or cut off."""
 _REVIVE_AFTER = 3
 """Failed attempts in a row after which `revive` is called."""
 _MAX_OUTBOX = 65536
@@ -75,6 +78,8 @@ class _Talk:
         self._inbox = inbox
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.welcomed = False
+        self.pulses = False
+        """The scheduler says all the time that it lives."""
         self.call = SchedulerStub(channel).Attend(iter(self._outbox.get, None), metadata=token_metadata(token))
         threading.Thread(target=self._read, name="chaos-agent-reader", daemon=True).start()
 
@@ -103,7 +108,7 @@ class _Talk:
             for envelope in self.call:
                 self._inbox.put((self, unwrap_to_member(envelope)))
         except grpc.RpcError as error:
-            reason = explain_code(error.code(), error.details(), self._endpoint)
+            reason = explain(error, self._endpoint)
         except WireError as error:
             reason = error
         finally:
@@ -114,7 +119,7 @@ class Agent(threading.Thread):
     """See the module. `start` it, `send` from any thread, `close` it.
 
     Args:
-        endpoint: HOST:PORT of the scheduler.
+        endpoints: HOST:PORT of the scheduler, or of all that stand by for each other.
         token: Cluster token, b"" for none.
         hello_factory: Makes the Hello of each connection. Sets `resume` to the member's id once it stands in a view;
             before that there is nothing to resume, and a scheduler restarted on its chain would not know the id.
@@ -128,7 +133,7 @@ class Agent(threading.Thread):
     def __init__(
         self,
         *,
-        endpoint: str,
+        endpoints: Sequence[str],
         token: bytes,
         hello_factory: Callable[[], Hello],
         on_message: Callable[[ToMember], None],
@@ -138,7 +143,10 @@ class Agent(threading.Thread):
         revive: Callable[[], object] | None = None,
     ) -> None:
         super().__init__(name="chaos-agent", daemon=True)
-        self._endpoint = endpoint
+        self._endpoints = tuple(endpoints)
+        self._at = 0
+        self._leader = ""
+        """Where a standby said that the leader listens."""
         self._token = token
         self._hello_factory = hello_factory
         self._on_message = on_message
@@ -204,12 +212,31 @@ class Agent(threading.Thread):
                 self._on_state(f"failed: {reason}")
                 return
             failures = 0 if self._answered else failures + 1
+            if self._turn(reason):
+                continue
             if failures >= _REVIVE_AFTER:
                 self._try_to_revive()
             if time.monotonic() > deadline:
                 self._on_state(f"failed: no admission within {self._connect_timeout_s:g} s: {reason}")
                 return
-            self._pause(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0))
+            # Of several one is bound to lead soon: each is asked again before a newcomer would lose patience.
+            longest = _LONGEST_PAUSE_S if len(self._endpoints) == 1 else _LONGEST_PAUSE_S / 4
+            self._pause(min(longest, _FIRST_PAUSE_S * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0))
+
+    @property
+    def _endpoint(self) -> str:
+        return self._leader or self._endpoints[self._at % len(self._endpoints)]
+
+    def _turn(self, reason: ChaosError) -> bool:
+        """Chooses whom to ask next; True if a standby has named the leader, who can be asked at once."""
+        if isinstance(reason, StandbyError) and reason.leader and reason.leader != self._endpoint:
+            self._leader = reason.leader
+            return True
+        if self._leader:
+            self._leader = ""
+        else:
+            self._at += 1
+        return False
 
     def _tell(self, state: str, told: str) -> str:
         """Tells a state unless it was the last one told; returns it."""
@@ -269,9 +296,10 @@ class Agent(threading.Thread):
     def _attend(self, talk: _Talk) -> ChaosError:
         talk.say(wrap_from_member(self._hello_factory()))
         interval = _ANSWER_TIMEOUT_S
-        due = time.monotonic() + interval
+        due = heard = time.monotonic() + interval
         while True:
-            item = self._next(due - time.monotonic())
+            patience = heard + PULSE_TIMEOUT_S if talk.pulses else due
+            item = self._next(min(due, patience) - time.monotonic())
             if isinstance(item, _Stop) or (self._stopping and item is None):
                 self._take_leave(talk)
                 return ChaosError("closed by this member")
@@ -280,6 +308,10 @@ class Agent(threading.Thread):
                     return item.reason or SchedulerUnreachableError("the scheduler closed the stream")
             elif item is not None and item[0] is talk:
                 message: ToMember = item[1]
+                heard = time.monotonic()
+                if isinstance(message, Pulse):
+                    talk.pulses = True
+                    continue
                 if isinstance(message, Welcome) and not talk.welcomed:
                     interval, due = message.heartbeat_interval_s, time.monotonic()
                     talk.welcomed = True
@@ -293,6 +325,9 @@ class Agent(threading.Thread):
                     self._over = not (isinstance(message, Refused) and message.retry)
                     self._take_leave(talk)
                     return ChaosError(f"the scheduler said: {message.reason}")
+            # Nothing lies in the inbox: it was not this process that was frozen.
+            if item is None and talk.pulses and time.monotonic() >= heard + PULSE_TIMEOUT_S:
+                return SchedulerUnreachableError(f"{self._endpoint} was silent for {PULSE_TIMEOUT_S:g} s")
             if time.monotonic() >= due:
                 if talk.welcomed:
                     if not talk.clogged:

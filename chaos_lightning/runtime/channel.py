@@ -8,8 +8,10 @@ a scheduler's host that vanished without a word.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import time
 from typing import Any, cast
 
 # gRPC's fork handlers hang or crash DataLoader workers; runtime/forks.py closes what a child must not hold.
@@ -19,11 +21,13 @@ import grpc
 
 from chaos_lightning.errors import ChaosError, RefusedError, SchedulerUnreachableError
 from chaos_lightning.runtime import chaos_pb2
-from chaos_lightning.runtime.access import token_metadata
+from chaos_lightning.runtime.access import LEADER_KEY, split_endpoints, token_metadata
 from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerStub
 from chaos_lightning.runtime.codec import MAX_CONTROL_NBYTES
 
 KEEPALIVE_S = 5.0
+PULSE_S = 0.2
+"""Where several schedulers stand by for each other, the leader says so often that it lives."""
 
 Options = list[tuple[str, Any]]
 
@@ -52,9 +56,21 @@ END_OF_STREAM: object = vars(grpc.aio)["EOF"]
 """What `read` returns at the end of a stream (the type stubs of gRPC do not know it)."""
 
 
-def explain_code(code: grpc.StatusCode | None, details: str | None, endpoint: str) -> ChaosError:
+class StandbyError(SchedulerUnreachableError):
+    """This scheduler waits to lead. `leader` is where the one listens that does, or empty."""
+
+    def __init__(self, text: str, leader: str) -> None:
+        super().__init__(text)
+        self.leader = leader
+
+
+def explain(error: grpc.RpcError, endpoint: str) -> ChaosError:
     """Our exception for a call that failed: refused by the scheduler, or none reached."""
-    details = details or ""
+    code, details = error.code(), error.details() or ""
+    metadata: Any = error.trailing_metadata() or ()
+    leader = next((value for key, value in metadata if key == LEADER_KEY), None)
+    if leader is not None:
+        return StandbyError(f"at {endpoint}: {details}", str(leader))
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return RefusedError(f"the scheduler at {endpoint} refused: {details}")
     if code == grpc.StatusCode.UNIMPLEMENTED:
@@ -65,21 +81,51 @@ def explain_code(code: grpc.StatusCode | None, details: str | None, endpoint: st
 
 
 def _call(endpoint: str, token: bytes, timeout_s: float, method: str, request: Any) -> Any:
-    with grpc.insecure_channel(endpoint, options=CLIENT_OPTIONS) as channel:
-        try:
-            rpc = getattr(SchedulerStub(channel), method)
-            return rpc(request, timeout=timeout_s, metadata=token_metadata(token))
-        except grpc.RpcError as error:
-            raise explain_code(error.code(), error.details(), endpoint) from error
+    """Asks the scheduler at `endpoint`, or of several the one that leads."""
+    deadline = time.monotonic() + timeout_s
+    waiting, asked = list(split_endpoints(endpoint)), set[str]()
+    failed: ChaosError = SchedulerUnreachableError(f"no scheduler answered at {endpoint}")
+    while waiting:
+        here = waiting.pop(0)
+        asked.add(here)
+        left = max(0.1, deadline - time.monotonic())
+        with grpc.insecure_channel(here, options=CLIENT_OPTIONS) as channel:
+            try:
+                rpc = getattr(SchedulerStub(channel), method)
+                return rpc(request, timeout=left / (len(waiting) + 1), metadata=token_metadata(token))
+            except grpc.RpcError as error:
+                found = explain(error, here)
+        if isinstance(found, RefusedError):
+            raise found
+        failed = found
+        if isinstance(found, StandbyError) and found.leader and found.leader not in asked:
+            waiting = [found.leader, *(e for e in waiting if e != found.leader)]
+    raise failed
 
 
-def fetch_status(endpoint: str, token: bytes = b"", timeout_s: float = 5.0) -> dict[str, Any]:
+def fetch_status(endpoint: str, token: bytes = b"", timeout_s: float = 5.0, *, follow: bool = True) -> dict[str, Any]:
     """The scheduler's status as a dictionary (see SchedulerServer.status).
+
+    Args:
+        endpoint: One, or several with commas: the first one that answers.
+        token: Cluster token.
+        timeout_s: For all of it.
+        follow: Ask the one that leads, if that is another one and it answers.
 
     Raises:
         SchedulerUnreachableError: Nobody answered in time.
         RefusedError: Somebody did, but does not accept the token or is no scheduler.
     """
+    deadline = time.monotonic() + timeout_s
+    facts = _status(endpoint, token, timeout_s)
+    leader = facts.get("leader")
+    if follow and facts.get("role") == "standby" and leader:
+        with contextlib.suppress(SchedulerUnreachableError):  # it has just died; what the standby knows is told
+            return _status(leader, token, max(0.5, deadline - time.monotonic()))
+    return facts
+
+
+def _status(endpoint: str, token: bytes, timeout_s: float) -> dict[str, Any]:
     reply = _call(endpoint, token, timeout_s, "Status", chaos_pb2.StatusRequest())
     return cast(dict[str, Any], json.loads(reply.json))
 

@@ -45,6 +45,7 @@ def scheduler(
         str,
         typer.Option(
             help="The chain's file; default $XDG_STATE_HOME/chaos-lightning/JOB-PORT/chain.sqlite. "
+            "Or etcd://HOST:PORT,...: several schedulers stand by for each other then, and one leads. "
             f"{MEMORY} keeps nothing (for tests).",
             metavar="PATH",
         ),

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.types import PlanSpec
+from chaos_lightning.runtime.access import split_endpoints
 from chaos_lightning.runtime.options import NAME
 from chaos_lightning.runtime.plans import DEFAULT_PLAN, read_plan
 
@@ -30,7 +31,8 @@ class EngineConfig:
     """Settings of one member.
 
     Attributes:
-        endpoint: Scheduler as HOST:PORT. If it is this machine's and nobody listens there, this member hosts it.
+        endpoint: Scheduler as HOST:PORT. If it is this machine's and nobody listens there, this member hosts it. Where
+            several schedulers stand by for each other (docs/failover.md), all of them, with commas.
         job: Name of the job; members of different jobs never meet.
         name: This node's name, unique in the job; default host name, local rank and process id.
         min_nodes: Training starts with, and pauses below, so many members.
@@ -88,9 +90,7 @@ class EngineConfig:
     neighbours: str = ""
 
     def __post_init__(self) -> None:
-        host, _, port = self.endpoint.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ConfigurationError(f"endpoint {self.endpoint!r} is no HOST:PORT; write for example 10.0.0.5:29400")
+        _ = self.endpoints
         for what, value in (("job", self.job), ("name", self.name or "x")):
             if not NAME.fullmatch(value):
                 raise ConfigurationError(
@@ -138,6 +138,11 @@ class EngineConfig:
             raise ConfigurationError(
                 "transfer 'stop_resume' lets all wait: write join_by='auto' or 'pause', not 'replay'"
             )
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Where a scheduler may be: one, or the candidates of the job."""
+        return split_endpoints(self.endpoint)
 
     @property
     def neighbour_names(self) -> tuple[str, ...]:

@@ -209,7 +209,7 @@ class Engine:
         """Opens the control stream, if it is not open."""
         if self._agent is None:
             self._agent = Agent(
-                endpoint=self.config.endpoint,
+                endpoints=self.config.endpoints,
                 token=self._token,
                 hello_factory=self._make_hello,
                 on_message=self._on_control,
@@ -241,8 +241,7 @@ class Engine:
 
     def _host_scheduler(self, *, continue_only: bool = False) -> None:
         """Starts a scheduler if the endpoint is this machine's and free."""
-        if self.config.host_scheduler:
-            host_for_engine(self.config, continue_only=continue_only)
+        host_for_engine(self.config, continue_only=continue_only)
 
     def _make_hello(self) -> Hello:
         assert self._hello is not None

@@ -1,4 +1,5 @@
-"""Writes chaos_pb2.py and chaos_pb2_grpc.py from chaos.proto: `python -m chaos_lightning.runtime.generate`.
+"""Writes chaos_pb2.py and chaos_pb2_grpc.py from chaos.proto, and etcd_pb2.py from etcd.proto:
+`python -m chaos_lightning.runtime.generate`.
 
 Needs grpcio-tools (in the `dev` extra); the committed results need only grpcio and protobuf. The stubs demand at least
 the versions of grpcio and protobuf they were generated with, so regenerate with the oldest grpcio-tools that
@@ -12,7 +13,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PROTO = "chaos_lightning/runtime/chaos.proto"
+FOLDER = "chaos_lightning/runtime"
+PROTOS = {"chaos": ("python_out", "grpc_python_out"), "etcd": ("python_out",)}
+"""etcd's methods are called by name, since its messages have a package name of ours."""
 
 
 def generate(out: Path = ROOT) -> None:
@@ -21,9 +24,10 @@ def generate(out: Path = ROOT) -> None:
         protoc = importlib.import_module("grpc_tools.protoc")
     except ImportError as error:
         raise SystemExit("grpcio-tools is not installed; pip install 'chaos-lightning[dev]'") from error
-    arguments = ["protoc", f"-I{ROOT}", f"--python_out={out}", f"--grpc_python_out={out}", PROTO]
-    if protoc.main(arguments) != 0:
-        raise SystemExit(f"protoc refused {PROTO}")
+    for name, outputs in PROTOS.items():
+        proto = f"{FOLDER}/{name}.proto"
+        if protoc.main(["protoc", f"-I{ROOT}", *(f"--{output}={out}" for output in outputs), proto]) != 0:
+            raise SystemExit(f"protoc refused {proto}")
 
 
 if __name__ == "__main__":

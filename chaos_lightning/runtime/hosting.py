@@ -25,8 +25,14 @@ from typing import TYPE_CHECKING
 
 from chaos_lightning.errors import ChaosError, ConfigurationError, RefusedError, SchedulerUnreachableError
 from chaos_lightning.membership.types import PlanSpec
-from chaos_lightning.runtime.access import check_bind, is_local, join_endpoint, load_token, split_endpoint
-from chaos_lightning.runtime.options import SchedulerOptions, check_settings, settings_from_json, settings_to_json
+from chaos_lightning.runtime.access import check_bind, is_local, load_token, split_endpoint
+from chaos_lightning.runtime.options import (
+    MEMORY,
+    SchedulerOptions,
+    check_settings,
+    settings_from_json,
+    settings_to_json,
+)
 from chaos_lightning.runtime.orphan import still_runs
 from chaos_lightning.runtime.process_table import start_time
 
@@ -93,7 +99,7 @@ def look(endpoint: str, job: str, token: bytes) -> str:
     if not _listens(endpoint):
         return "free"
     try:
-        status = fetch_status(endpoint, token, timeout_s=2.0)
+        status = fetch_status(endpoint, token, timeout_s=2.0, follow=False)
     except SchedulerUnreachableError:
         return "silent"
     if status.get("job") != job:
@@ -121,7 +127,7 @@ def ensure_scheduler(
     """
     host, _ = split_endpoint(options.listen)
     job = options.settings.job
-    if not is_local(host) or (continue_only and options.store_path is None):
+    if not is_local(host) or (continue_only and options.store == MEMORY):
         return None
     check_bind(host, token)
     check_settings(options.settings)
@@ -146,10 +152,12 @@ def ensure_scheduler(
                 if again:
                     logger.warning(
                         "job %r was finished; a new job by that name begins at %s, from the state that its members "
-                        "start with (the old chain is archived beside %s)",
+                        "start with (%s)",
                         job,
                         options.listen,
-                        options.store_path,
+                        "etcd holds no old chains"
+                        if options.in_etcd
+                        else f"the old one is beside {options.store_path}",
                     )
         elif found == "silent":
             silent_since = silent_since if silent_since is not None else now
@@ -167,13 +175,19 @@ def _serves_itself(started: HostedScheduler, token: bytes) -> bool:
     """Whether it is our own process that answers, and not the winner of a race."""
     from chaos_lightning.runtime.channel import fetch_status
 
-    return started.alive() and fetch_status(started.endpoint, token).get("pid") == started.pid
+    return started.alive() and fetch_status(started.endpoint, token, follow=False).get("pid") == started.pid
 
 
 def _finished(options: SchedulerOptions) -> bool:
     from chaos_lightning.runtime.sqlite_store import SqliteStore
 
     path = options.store_path
+    if options.in_etcd:
+        from chaos_lightning.runtime.etcd_client import EtcdClient, read_address
+        from chaos_lightning.runtime.etcd_store import EtcdStore
+
+        with EtcdStore(EtcdClient(read_address(options.store)), options.settings.job) as chain:
+            return chain.tip().finished
     if path is None or not path.exists():
         return False
     with SqliteStore(path, options.settings.job, read_only=True) as store:
@@ -257,12 +271,18 @@ def options_for_engine(config: EngineConfig) -> SchedulerOptions:
         plan=plan,
     )
     return SchedulerOptions(
-        listen=join_endpoint(*split_endpoint(config.endpoint)),
+        listen=config.endpoints[0],
         settings=settings,
         store=os.environ.get("CHAOS_STORE", ""),
         log_dir=config.log_dir,
         idle_timeout_s=_idle_timeout_s(),
     )
+
+
+def may_host(config: EngineConfig, options: SchedulerOptions) -> bool:
+    """Whether a scheduler may be started for this configuration. Where several are named, each on a chain of its own
+    would lead a job of its own; only with the chain in etcd one of them leads."""
+    return config.host_scheduler and (options.in_etcd or len(config.endpoints) == 1)
 
 
 def _idle_timeout_s() -> float:
@@ -279,4 +299,7 @@ def host_for_engine(config: EngineConfig, *, continue_only: bool = False) -> Hos
     A worker that torchrun has started again had a job: if that finished since the agent looked, no new one begins.
     """
     continue_only |= os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return ensure_scheduler(options_for_engine(config), load_token(config.token_file), continue_only=continue_only)
+    options = options_for_engine(config)
+    if not may_host(config, options):
+        return None
+    return ensure_scheduler(options, load_token(config.token_file), continue_only=continue_only)

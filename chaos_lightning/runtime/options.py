@@ -19,6 +19,8 @@ from chaos_lightning.runtime.plans import plan_from
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 """What a job or a member may be called (fullmatch)."""
 
+ETCD = "etcd://"
+"""How the address of a store in etcd begins."""
 MEMORY = ":memory:"
 """As a store: keep the chain in memory only. For tests; the job dies with the scheduler."""
 
@@ -30,7 +32,7 @@ class SchedulerOptions:
     Attributes:
         listen: HOST:PORT to listen on.
         settings: The job's rules.
-        store: The chain's file, MEMORY, or "" for `default_store`.
+        store: The chain's file, MEMORY, "etcd://..." (etcd_client.EXPECTED), or "" for `default_store`.
         token_file: File of the cluster token; "" for the environment's, if any.
         log_dir: Folder for the event log; "" for none.
         idle_timeout_s: End after so long without a member; 0 never.
@@ -46,9 +48,14 @@ class SchedulerOptions:
     keep_finished: bool = False
 
     @property
+    def in_etcd(self) -> bool:
+        """Other schedulers can stand by for this one."""
+        return self.store.startswith(ETCD)
+
+    @property
     def store_path(self) -> Path | None:
-        """The chain's file; None in memory."""
-        if self.store == MEMORY:
+        """The chain's file; None in memory and in etcd."""
+        if self.store == MEMORY or self.in_etcd:
             return None
         return Path(self.store) if self.store else default_store(self.settings.job, split_endpoint(self.listen)[1])
 

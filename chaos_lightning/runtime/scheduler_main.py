@@ -12,6 +12,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +22,11 @@ from chaos_lightning.runtime.access import load_token, split_endpoint
 from chaos_lightning.runtime.options import SchedulerOptions, check_settings, settings_from_json
 
 if TYPE_CHECKING:
+    from chaos_lightning.runtime.seat import EtcdSeat
     from chaos_lightning.runtime.server import SchedulerServer
     from chaos_lightning.runtime.store import Store
 
+_AGAIN_S = 0.2
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -43,6 +46,16 @@ def open_store(options: SchedulerOptions) -> Store:
         if finished:
             _say(f"the chain in {path} is finished; archived as {archive(path)}")
     return SqliteStore(path, job, exclusive=True)
+
+
+def _seat(options: SchedulerOptions) -> EtcdSeat | None:
+    """In etcd several schedulers stand by for each other."""
+    if not options.in_etcd:
+        return None
+    from chaos_lightning.runtime.etcd_client import read_address
+    from chaos_lightning.runtime.seat import EtcdSeat
+
+    return EtcdSeat(read_address(options.store), options.settings.job, keep_finished=options.keep_finished)
 
 
 def run(options: SchedulerOptions) -> int:
@@ -65,13 +78,21 @@ def run(options: SchedulerOptions) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.end, f"stopped by {number.name}")
         facts = server.status()
+        place = f"term {facts['term']}, chain in {facts['store']}" if not options.in_etcd else f"store {options.store}"
         _say(
-            f"scheduler of job {facts['job']} at {facts['endpoint']} (pid {facts['pid']}, term {facts['term']}, "
-            f"min_nodes {facts['min_nodes']}, max_nodes {facts['max_nodes']}, chain in {facts['store']})"
+            f"scheduler of job {facts['job']} at {facts['endpoint']} (pid {facts['pid']}, "
+            f"min_nodes {facts['min_nodes']}, max_nodes {facts['max_nodes']}, {place})"
         )
 
     with EventLog.in_directory(options.log_dir or None, options.settings.job, role="scheduler") as events:
-        reason, failed = asyncio.run(serve(config, lambda: open_store(options), events, on_started=on_started))
+        while True:
+            seat = _seat(options)
+            open_it = seat.open_store if seat is not None else lambda: open_store(options)
+            reason, failed = asyncio.run(serve(config, open_it, events, on_started=on_started, seat=seat))
+            if seat is None or not failed:
+                break
+            _say(f"scheduler of job {options.settings.job} stands by again: {reason}")
+            time.sleep(_AGAIN_S)
     _say(f"scheduler of job {options.settings.job} ends: {reason}")
     return EXIT_FAILED if failed else EXIT_OK
 
@@ -102,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m chaos_lightning.runtime.scheduler_main", description=__doc__)
     parser.add_argument("--listen", required=True, help="HOST:PORT")
     parser.add_argument("--settings", default="{}", help="the job's rules, a JSON object of membership.types.Settings")
-    parser.add_argument("--store", default="", help="the chain's file (default: below XDG_STATE_HOME)")
+    parser.add_argument("--store", default="", help="the chain's file (default: below XDG_STATE_HOME), or etcd://...")
     parser.add_argument("--token-file", default="", help="file of the cluster token (or CHAOS_TOKEN_FILE, CHAOS_TOKEN)")
     parser.add_argument("--log-dir", default="", help="folder of the event log")
     parser.add_argument("--idle-timeout", type=float, default=0.0, help="seconds without any member; 0 never")

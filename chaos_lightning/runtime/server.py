@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import os
 import time
@@ -26,15 +25,17 @@ from typing import Any, Protocol
 
 from chaos_lightning.errors import ChaosError, ConfigurationError, StoreError, WireError
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import Hello, Settings, ToMember, Welcome
+from chaos_lightning.membership.types import Hello, Pulse, Settings, ToMember, Welcome
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.runtime import chaos_pb2
-from chaos_lightning.runtime.access import TOKEN_KEY, check_bind, join_endpoint
-from chaos_lightning.runtime.channel import END_OF_STREAM, SERVER_OPTIONS
+from chaos_lightning.runtime.access import LEADER_KEY, check_bind, join_endpoint
+from chaos_lightning.runtime.channel import END_OF_STREAM, PULSE_S, SERVER_OPTIONS
 from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
 from chaos_lightning.runtime.codec import unwrap_from_member, wrap_to_member
 from chaos_lightning.runtime.process_table import same_machine_verdict
+from chaos_lightning.runtime.seat import Seat
 from chaos_lightning.runtime.store import Store, StoreFactory
+from chaos_lightning.runtime.strangers import Strangers
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
@@ -43,7 +44,6 @@ _MAX_OUTBOX = 4096
 _STORE_PATIENCE_S = 5.0
 _ANSWER_TIMEOUT_S = 4.0
 """A request waits so long for the machine, which may be writing to its store."""
-_MAX_STRANGER_LINES_PER_S = 5
 
 
 class Machine(Protocol):
@@ -105,10 +105,16 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         open_store: Opens the store that decisions go to; called in `start`, once the port is ours.
         events: The scheduler's event log.
         machine: Makes the state machine.
+        seat: Where several schedulers stand by for each other: this one leads once it is elected (runtime/seat.py).
     """
 
     def __init__(
-        self, config: ServerConfig, open_store: StoreFactory, events: EventLog, machine: MachineFactory = real_machine
+        self,
+        config: ServerConfig,
+        open_store: StoreFactory,
+        events: EventLog,
+        machine: MachineFactory = real_machine,
+        seat: Seat | None = None,
     ) -> None:
         self.config = config
         self.port = config.port
@@ -118,6 +124,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._opened: Store | None = None
         self._events = events
         self._make_machine = machine
+        self._seat = seat
         self._machine: Machine | None = None
         self._connections: dict[int, _Connection] = {}
         self._count = 0
@@ -131,12 +138,12 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="chaos-store")
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
-        self._stranger_budget = (0.0, 0, 0)
+        self._strangers = Strangers(config.token, events.emit)
 
     # ------------------------------------------------------------------ life
 
     async def start(self) -> int:
-        """Takes the port, then the chain, then lets members in; returns the port.
+        """Takes the port, then the chain (with a seat: once it is elected), then lets members in; returns the port.
 
         Raises:
             ConfigurationError: The port is taken, or the address may not be listened on.
@@ -154,10 +161,44 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
                 f"cannot listen on {endpoint}: the port is taken or the address is not this machine's ({error}); "
                 f"see `chaos-lightning status --endpoint {endpoint}`, or choose another port"
             ) from error
-        self._opened = self._open_store()
-        self._store.take_term()
-        chain = self._store.load()
-        self._machine = self._make_machine(self.config.settings, chain)
+        if self._seat is None:
+            await self._lead()
+            await self._server.start()
+        else:
+            await self._server.start()
+            self._contest(self._seat)
+        self._tasks.append(asyncio.create_task(self._tick()))
+        return self.port
+
+    def _contest(self, seat: Seat) -> None:
+        loop = asyncio.get_running_loop()
+
+        def elected() -> None:
+            loop.call_soon_threadsafe(lambda: self._tasks.append(loop.create_task(self._come_to_lead())))
+
+        def lost(reason: str) -> None:
+            loop.call_soon_threadsafe(lambda: self.end(f"it leads no more: {reason}", failed=True))
+
+        seat.contest(join_endpoint(self.config.host, self.port), elected, lost, self._events.emit)
+
+    async def _come_to_lead(self) -> None:
+        try:
+            chain = await self._lead()
+            self._tasks.append(asyncio.create_task(self._pulse()))
+            if self._seat is not None and self._seat.waited() and chain.finished:
+                self._done("the job was finished while this scheduler stood by")
+        except ChaosError as error:
+            self.end(f"it was elected and cannot lead: {error}", failed=True)
+
+    async def _lead(self) -> fx.Chain:
+        """Takes the chain; from now on members are let in."""
+
+        def take() -> fx.Chain:
+            self._opened = self._open_store()
+            self._store.take_term()
+            return self._store.load()
+
+        chain = await asyncio.get_running_loop().run_in_executor(self._disk, take)
         self._events.emit(
             "scheduler_started",
             endpoint=join_endpoint(self.config.host, self.port),
@@ -167,9 +208,17 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             finished=chain.finished,
             store=self._store.place,
         )
-        await self._server.start()
-        self._tasks = [asyncio.create_task(self._drive()), asyncio.create_task(self._tick())]
-        return self.port
+        self._machine = self._make_machine(self.config.settings, chain)
+        self._tasks.append(asyncio.create_task(self._drive()))
+        return chain
+
+    async def _pulse(self) -> None:
+        """Members leave a leader that says nothing, for another may be elected by then."""
+        while True:
+            await asyncio.sleep(PULSE_S)
+            for connection in self._connections.values():
+                if connection.name and connection.outbox.empty():
+                    connection.outbox.put_nowait(Pulse())
 
     @property
     def _store(self) -> Store:
@@ -198,6 +247,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._disk.shutdown()
         if self._opened is not None:
             self._opened.close()
+        if self._seat is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._seat.close)
 
     # ------------------------------------------------------------------ the machine
 
@@ -306,31 +357,13 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
     # ------------------------------------------------------------------ rpc
 
     async def _admit(self, context: Any, what: str) -> None:
-        """Aborts the call of a stranger."""
-        if not self.config.token:
+        """Aborts the call of a stranger; and of everybody while another scheduler leads."""
+        await self._strangers.refuse(context, what)
+        if self._machine is not None or self._seat is None or what == "Status":
             return
-        given = next((v for k, v in context.invocation_metadata() or () if k == TOKEN_KEY), b"")
-        if isinstance(given, str):
-            given = given.encode()
-        if hmac.compare_digest(given, self.config.token):
-            return
-        reason = "wrong cluster token" if given else "missing cluster token"
-        self._note_stranger(context.peer(), f"{reason} ({what})")
-        await context.abort(
-            grpc.StatusCode.UNAUTHENTICATED, f"{reason}; give this job's token by CHAOS_TOKEN_FILE or CHAOS_TOKEN"
-        )
-
-    def _note_stranger(self, peer: str, reason: str) -> None:
-        """A line for the log, but no more than a few a second: a stranger must not fill the disk."""
-        since, lines, dropped = self._stranger_budget
-        now = time.monotonic()
-        if now - since > 1.0:
-            since, lines = now, 0
-        if lines >= _MAX_STRANGER_LINES_PER_S:
-            self._stranger_budget = (since, lines, dropped + 1)
-            return
-        self._stranger_budget = (since, lines + 1, 0)
-        self._events.emit("refused", peer=peer, reason=reason, unlogged=dropped)
+        leader = self._seat.leader()
+        words = f"this scheduler waits to lead; now {leader or 'nobody'} does"
+        await context.abort(grpc.StatusCode.UNAVAILABLE, words, ((LEADER_KEY, leader),))
 
     async def Attend(self, _requests: AsyncIterator[Any], context: Any) -> None:
         """One member's stream, from its Hello to its end."""
@@ -356,7 +389,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             elif tasks[1].done():
                 abrupt = tasks[1].exception() is not None
         except WireError as error:
-            self._note_stranger(connection.peer, str(error))
+            self._strangers.note(connection.peer, str(error))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except (asyncio.CancelledError, grpc.aio.AioRpcError, grpc.aio.UsageError):
             raise
@@ -391,7 +424,10 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
 
     async def Status(self, _request: Any, context: Any) -> Any:
         await self._admit(context, "Status")
-        return chaos_pb2.StatusReply(json=json.dumps(self.status(), default=str))
+        seat: dict[str, Any] = {}
+        if self._seat is not None:
+            seat = await asyncio.get_running_loop().run_in_executor(None, self._seat.facts)
+        return chaos_pb2.StatusReply(json=json.dumps({**self.status(), **seat}, default=str))
 
     def status(self) -> dict[str, Any]:
         """Facts of this server, and the machine's snapshot under "machine"."""
@@ -400,8 +436,9 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             "job": settings.job,
             "endpoint": join_endpoint(self.config.host, self.port),
             "pid": os.getpid(),
-            "term": self._store.term,
-            "store": self._store.place,
+            "term": self._opened.term if self._opened is not None else 0,
+            "store": self._opened.place if self._opened is not None else "",
+            "role": "leader" if self._machine is not None else "standby",
             "uptime_s": round(time.time() - self._started, 3),
             "streams": [{"peer": c.peer, "name": c.name} for c in self._connections.values()],
             "finished": bool(self._done_reason),
@@ -444,9 +481,10 @@ async def serve(
     events: EventLog,
     machine: MachineFactory = real_machine,
     on_started: Callable[[SchedulerServer], None] = lambda server: None,
+    seat: Seat | None = None,
 ) -> tuple[str, bool]:
     """Runs a scheduler until it ends; returns (why, whether that is a failure)."""
-    server = SchedulerServer(config, open_store, events, machine)
+    server = SchedulerServer(config, open_store, events, machine, seat)
     try:
         await server.start()
         on_started(server)

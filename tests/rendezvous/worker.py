@@ -87,7 +87,7 @@ def on_message(message: ToMember) -> None:
 
 entered: list[Any] = [NO_VIEW]
 agent = Agent(
-    endpoint=config.endpoint,
+    endpoints=config.endpoints,
     token=load_token(config.token_file),
     hello_factory=hello,
     on_message=on_message,

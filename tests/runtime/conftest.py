@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.runtime.etcd_servers import EtcdServers
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +18,26 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [n for n in os.environ if n.startswith("CHAOS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
+    """One real server for all tests that do not kill it; each of them has a job of its own."""
+    with servers(tmp_path_factory.mktemp("etcd"), 1) as started:
+        yield started
+
+
+@pytest.fixture
+def etcd_of_three(tmp_path: Path) -> Iterator[EtcdServers]:
+    with servers(tmp_path / "etcd", 3) as started:
+        yield started
+
+
+@contextlib.contextmanager
+def servers(folder: Path, count: int) -> Iterator[EtcdServers]:
+    try:
+        made = EtcdServers(folder, count)
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+    with made:
+        yield made

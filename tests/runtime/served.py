@@ -197,7 +197,7 @@ class Client:
         self.answer: Callable[[ToMember], list[FromMember]] = lambda message: []
         options: dict[str, Any] = {"connect_timeout_s": PATIENCE_S, **changes}
         self.agent = Agent(
-            endpoint=endpoint,
+            endpoints=(endpoint,),
             token=token,
             hello_factory=lambda: hello(name, resume=self.resume, job=job),
             on_message=self._on_message,

@@ -209,7 +209,7 @@ def test_closing_does_not_wait_for_a_scheduler_that_is_not_there() -> None:
 
 def test_closing_before_the_start() -> None:
     agent = Agent(
-        endpoint="127.0.0.1:1",
+        endpoints=("127.0.0.1:1",),
         token=b"",
         hello_factory=hello,
         on_message=lambda m: None,

@@ -20,6 +20,7 @@ import pytest
 from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.membership.effects import LinkWish, Persist
 from chaos_lightning.membership.types import GENESIS, NO_VIEW, Header, Kind, Ledger, Member, Spent, View, ViewId
+from chaos_lightning.runtime.etcd_store import EtcdStore
 from chaos_lightning.runtime.memory_store import MemoryStore, Shelf
 from chaos_lightning.runtime.sqlite_store import FileLock, SqliteStore, archive
 from chaos_lightning.runtime.store import Entry, Store, Tip, advance
@@ -49,15 +50,20 @@ def link(a: str, b: str, *, add: bool = False) -> Persist:
     return Persist(1, "link", NO_VIEW, wish=LinkWish(a, b, add, 'an operator asks: "why not?" (\u20ac)'))
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(params=["memory", "sqlite", "etcd"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     """Opens the same chain as often as wanted, as several schedulers would."""
-    shelf = Shelf()
+    shelf, job = Shelf(), f"job-{os.urandom(4).hex()}"
     with ExitStack() as stack:
 
         def another() -> Store:
             store: Store
-            store = MemoryStore("job", shelf) if request.param == "memory" else SqliteStore(tmp_path / "chain", "job")
+            if request.param == "memory":
+                store = MemoryStore("job", shelf)
+            elif request.param == "sqlite":
+                store = SqliteStore(tmp_path / "chain", "job")
+            else:
+                store = EtcdStore(request.getfixturevalue("etcd").client(), job)
             return stack.enter_context(store)
 
         yield another

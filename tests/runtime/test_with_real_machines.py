@@ -103,7 +103,7 @@ class Node:
         self.wanted: set[str] = set()
         self.dead = False
         self.agent = Agent(
-            endpoint=endpoint,
+            endpoints=(endpoint,),
             token=b"",
             hello_factory=self._hello,
             on_message=lambda message: fabric.call(lambda: self._control(message)),

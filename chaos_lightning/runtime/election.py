@@ -1,0 +1,279 @@
+"""Who leads a job: of several candidates the one that holds a key in etcd on a lease (as in EDL and Elan).
+
+Theory of operation. A candidate has a lease of etcd's, which it prolongs three times within its duration, and a key
+that tells others where it listens. It leads from the transaction on in which it made the key `leader`, on its lease;
+the others watch that key. If it is deleted, or ends with its lease, each of them tries to make it; one succeeds. What
+the leader writes to the chain names that key's creation (`guard`), so that it fails once somebody else made it.
+
+A lease ends about two seconds after its holder died (etcd grants no less); that decides between machines. A candidate
+on the leader's own machine can see that its process is gone, or stopped, and ends the lease for it at once. A leader
+that was merely stopped finds when it wakes that it leads no more.
+
+Safety does not rest on clocks: what a leader decides it writes by transactions that name its lease, so one that leads
+no more can decide nothing, whatever it believes. So a leader that cannot reach etcd goes on for some seconds, in which
+etcd may elect a leader of its own, which lets leases live on; after that it stands by, and members look for another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+
+from chaos_lightning.errors import StoreError
+from chaos_lightning.runtime import etcd_pb2 as pb
+from chaos_lightning.runtime.etcd_client import CompactedError, EtcdClient, put, same_revision
+from chaos_lightning.runtime.etcd_store import job_root
+from chaos_lightning.runtime.process_table import host_identity, start_time
+
+LEASE_S = 2
+PATIENCE_S = 3.0
+"""A leader that cannot prolong its lease stands by so long after the lease may have ended."""
+_LOOK_S = 0.1
+_STOPPED_S = 0.3
+"""A leader of this machine that is stopped for so long is replaced; a debugger's stop is shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One scheduler process."""
+
+    id: str
+    endpoint: str
+    host: str
+    pid: int
+    pid_start: int
+    lease: int = 0
+
+    @classmethod
+    def here(cls, endpoint: str) -> Candidate:
+        """This process."""
+        pid = os.getpid()
+        return cls(f"{endpoint}-{pid}", endpoint, host_identity(), pid, start_time(pid))
+
+    @classmethod
+    def read(cls, value: bytes) -> Candidate | None:
+        """From its key; None if there is something else."""
+        try:
+            document = json.loads(value)
+            found = cls(**document)
+        except (ValueError, TypeError, RecursionError):
+            return None
+        texts = isinstance(found.id, str) and isinstance(found.endpoint, str) and isinstance(found.host, str)
+        numbers = all(type(n) is int for n in (found.pid, found.pid_start, found.lease))
+        return found if texts and numbers else None
+
+    def packed(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    def process_state(self) -> str:
+        """Of a candidate on this machine: "gone", "stopped" or "runs"; "" of one elsewhere."""
+        if self.host != host_identity():
+            return ""
+        if start_time(self.pid) != self.pid_start:
+            return "gone"
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as file:
+                state = file.read().rpartition(b")")[2].split()[0]
+        except (OSError, IndexError):
+            return "gone"
+        return {b"T": "stopped", b"t": "stopped", b"Z": "gone", b"X": "gone"}.get(state, "runs")
+
+
+class Election(threading.Thread):
+    """Takes part from `start` on, until `resign`. Callbacks are called in this thread.
+
+    Args:
+        client: How to reach etcd; not closed here.
+        job: Whose leader is elected.
+        me: This candidate.
+        on_elected: This candidate leads now; its writes to the chain are to make these comparisons.
+        on_lost: It led, and does no more; says why. It takes part no longer.
+        note: Takes (event name, fields) for the event log.
+        lease_s: Duration of the lease; etcd may grant more.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        job: str,
+        me: Candidate,
+        *,
+        on_elected: Callable[[tuple[pb.Compare, ...]], None],
+        on_lost: Callable[[str], None],
+        note: Callable[..., None] = lambda name, **fields: None,
+        lease_s: int = LEASE_S,
+    ) -> None:
+        super().__init__(name="chaos-election", daemon=True)
+        self._client = client
+        self._root = job_root(client.address.prefix, job)
+        self._me = me
+        self._on_elected = on_elected
+        self._on_lost = on_lost
+        self._note = note
+        self._lease_s = lease_s
+        self._granted_s = float(lease_s)
+        self._until = 0.0
+        """The lease stands at least until then, by `now`."""
+        self._over = threading.Event()
+        self._stopped_since = 0.0
+        self.leader: Candidate | None = None
+        """As seen last."""
+        self.leads = False
+        self.followed = False
+        """Another candidate led while this one waited."""
+
+    # ------------------------------------------------------------------ any thread
+
+    def resign(self, timeout_s: float = 2.0) -> None:
+        """Ends the lease, so that another candidate leads at once. Idempotent."""
+        self._over.set()
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join(timeout_s)
+
+    def candidates(self, deadline_s: float | None = None) -> list[Candidate]:
+        """All that are known to etcd now."""
+        found, _ = self._client.get_all(self._root + "candidates/", deadline_s=deadline_s)
+        return [c for c in (Candidate.read(kv.value) for kv in found) if c is not None]
+
+    # ------------------------------------------------------------------ the thread
+
+    def run(self) -> None:
+        while not self._over.is_set():
+            try:
+                self._take_lease()
+                if self._campaign():
+                    self._lead()
+                    break
+            except StoreError as error:
+                self._note("error", where="election", text=str(error))
+                self._over.wait(_LOOK_S)
+        if self._me.lease:
+            try:
+                self._client.revoke(self._me.lease)
+            except StoreError as error:  # it ends by itself
+                self._note("error", where="election", text=str(error))
+
+    def _take_lease(self) -> None:
+        asked = now()
+        lease, granted_s = self._client.grant(self._lease_s)
+        self._me = replace(self._me, lease=lease)
+        self._granted_s = float(granted_s)
+        self._until = asked + granted_s
+        key = self._root + f"candidates/{self._me.id}"
+        self._client.transact([], [put(key, self._me.packed(), lease)])
+
+    def _prolong(self) -> bool:
+        """Once; False if the lease has ended."""
+        asked = now()
+        granted_s = self._client.keep_alive(self._me.lease, max(1.0, self._until - asked))
+        if granted_s <= 0:
+            return False
+        self._until = asked + granted_s
+        return True
+
+    @property
+    def _due(self) -> float:
+        return self._until - self._granted_s * 2 / 3
+
+    def _campaign(self) -> bool:
+        """Until this candidate leads (True), is stopped, or has lost its lease."""
+        key = self._root + "leader"
+        while not self._over.is_set():
+            found = self._client.get(key)
+            if found is None:
+                self._client.transact([same_revision(key, 0)], [put(key, self._me.packed(), self._me.lease)])
+                mine = self._client.get(key)
+                if mine is None or mine.lease != self._me.lease:
+                    continue  # an answer that got lost is recognised by the lease
+                self.leader, self.leads = self._me, True
+                self._note("elected", candidate=self._me.id, endpoint=self._me.endpoint, lease_s=self._granted_s)
+                self._on_elected(
+                    (
+                        pb.Compare(target=pb.Compare.CREATE, key=key.encode(), create_revision=mine.create_revision),
+                        pb.Compare(target=pb.Compare.LEASE, key=key.encode(), lease=self._me.lease),
+                    )
+                )
+                return True
+            if found.lease == self._me.lease:
+                continue
+            self.followed = True
+            self._follow(Candidate.read(found.value), found)
+            if not self._wait_for_change(key, found.mod_revision + 1):
+                return False
+        return False
+
+    def _follow(self, leader: Candidate | None, found: pb.KeyValue) -> None:
+        if leader is not None:
+            leader = replace(leader, lease=found.lease)
+        if leader != self.leader:
+            self.leader, self._stopped_since = leader, 0.0
+            if leader is not None:
+                self._note("leader", candidate=leader.id, endpoint=leader.endpoint)
+
+    def _wait_for_change(self, key: str, revision: int) -> bool:
+        """Until the leader's key has changed; False if this candidate's lease has ended meanwhile."""
+        try:
+            for events in self._changes(key, revision):
+                if self._over.is_set() or events:
+                    return True
+                if now() >= self._due and not self._prolong():
+                    self._note(
+                        "error", where="election", text="the lease of this candidate has ended; it takes another"
+                    )
+                    return False
+                if self._replaces():
+                    return True
+        except CompactedError:
+            return True
+        return True
+
+    def _changes(self, key: str, revision: int) -> Iterable[list[pb.Event]]:
+        return self._client.watch(key, revision, self._over, every_s=_LOOK_S)
+
+    def _replaces(self) -> bool:
+        """Whether the leader is a dead or stopped process of this machine; then its lease is ended for it."""
+        leader = self.leader
+        state = leader.process_state() if leader is not None else ""
+        if leader is None or state in ("", "runs"):
+            self._stopped_since = 0.0
+            return False
+        at = now()
+        self._stopped_since = self._stopped_since or at
+        if state == "stopped" and at - self._stopped_since < _STOPPED_S:
+            return False
+        self._note("deposed", candidate=leader.id, reason=f"its process {leader.pid} on this machine is {state}")
+        self._client.revoke(leader.lease)
+        return True
+
+    def _lead(self) -> None:
+        """Prolongs the lease for as long as that works."""
+        reason = ""
+        while not self._over.wait(min(_LOOK_S, self._granted_s / 10)):
+            if now() < self._due:
+                continue
+            try:
+                if not self._prolong():
+                    reason = "its lease has ended"
+            except StoreError as error:
+                self._note("error", where="election", text=str(error))
+            lost_s = now() - self._until
+            if lost_s >= PATIENCE_S:
+                reason = reason or f"it could not prolong its lease for {self._granted_s + lost_s:.1f} s"
+            if reason:
+                break
+        self.leads = False
+        if reason:
+            self._note("deposed", candidate=self._me.id, reason=reason)
+            self._on_lost(reason)
+
+
+def now() -> float:
+    """Seconds, also those in which the machine slept."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+__all__ = ["Candidate", "Election", "now"]

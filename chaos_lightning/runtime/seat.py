@@ -1,0 +1,116 @@
+"""A scheduler's seat among several: it waits until it is elected, and opens the chain as the leader.
+
+Theory of operation. A scheduler without a seat (embedded store) leads from its start; its store's lock and terms keep
+others out. With a seat it listens at once, says to whoever comes who leads, and takes the chain when it is elected.
+When it leads no more its process begins anew as a candidate (runtime/scheduler_main.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from chaos_lightning.errors import StoreError
+from chaos_lightning.runtime import etcd_pb2 as pb
+from chaos_lightning.runtime.election import LEASE_S, Candidate, Election
+from chaos_lightning.runtime.etcd_client import EtcdAddress, EtcdClient
+from chaos_lightning.runtime.etcd_store import EtcdStore
+from chaos_lightning.runtime.store import Store
+
+_FACTS_DEADLINE_S = 0.5
+"""`status` must answer also where etcd does not."""
+
+
+class Seat(Protocol):
+    """What a scheduler's shell needs of it. Methods may be called from any thread."""
+
+    def contest(
+        self, endpoint: str, on_elected: Callable[[], None], on_lost: Callable[[str], None], note: Callable[..., None]
+    ) -> None: ...
+
+    def open_store(self) -> Store: ...
+
+    def waited(self) -> bool: ...
+
+    def leader(self) -> str: ...
+
+    def facts(self) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+class EtcdSeat:
+    """See the module.
+
+    Args:
+        address: Where etcd is.
+        job: Whose leader is elected.
+        keep_finished: Serve a finished chain instead of beginning the job anew.
+        lease_s: Duration of leases.
+
+    Raises:
+        ConfigurationError: A file of the address cannot be read.
+    """
+
+    def __init__(self, address: EtcdAddress, job: str, *, keep_finished: bool = False, lease_s: int = LEASE_S) -> None:
+        self._client = EtcdClient(address)
+        self._job = job
+        self._keep_finished = keep_finished
+        self._lease_s = lease_s
+        self._guard: tuple[pb.Compare, ...] = ()
+        self._election: Election | None = None
+        self._note: Callable[..., None] = lambda name, **fields: None
+
+    def contest(
+        self, endpoint: str, on_elected: Callable[[], None], on_lost: Callable[[str], None], note: Callable[..., None]
+    ) -> None:
+        """Takes part in the election; callbacks come in its thread."""
+
+        def elected(guard: tuple[pb.Compare, ...]) -> None:
+            self._guard = guard
+            on_elected()
+
+        self._note = note
+        self._election = Election(
+            self._client,
+            self._job,
+            Candidate.here(endpoint),
+            on_elected=elected,
+            on_lost=on_lost,
+            note=note,
+            lease_s=self._lease_s,
+        )
+        self._election.start()
+
+    def open_store(self) -> Store:
+        """The chain, for the leader; that of a finished job is emptied first, unless it is to be kept."""
+        store = EtcdStore(self._client, self._job, guard=self._guard, owned=False)
+        if store.tip().finished and not self._keep_finished and not self.waited():
+            store.begin_again()
+            self._note("notice", text=f"job {self._job} was finished; it begins anew in {store.place}")
+        return store
+
+    def waited(self) -> bool:
+        """Another scheduler led before: if the job is finished by now, it was so under that one."""
+        return self._election is not None and self._election.followed
+
+    def leader(self) -> str:
+        """Where the one listens that leads, as seen last; "" if nobody does."""
+        leader = self._election.leader if self._election is not None else None
+        return leader.endpoint if leader is not None else ""
+
+    def facts(self) -> dict[str, Any]:
+        """For `status`: who leads, and who stands by."""
+        if self._election is None:
+            return {}
+        try:
+            known = {c.endpoint for c in self._election.candidates(_FACTS_DEADLINE_S)}
+        except StoreError as error:
+            return {"leader": self.leader(), "candidates": [], "store_error": str(error)}
+        return {"leader": self.leader(), "candidates": sorted(known)}
+
+    def close(self) -> None:
+        """Gives the seat up; another candidate leads at once. Idempotent."""
+        if self._election is not None:
+            self._election.resign()
+        self._client.close()

@@ -1,0 +1,129 @@
+"""Several schedulers on one chain in a real etcd: the leading one dies, freezes or resigns, and training goes on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_job import Job
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.observe.events import Record
+from chaos_lightning.runtime.channel import fetch_status
+from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
+
+SPEC: dict[str, Any] = {"epochs": 1000, "step_s": 0.01}
+SETTINGS: dict[str, Any] = {"state_hash_every": 10, "host_scheduler": False}
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdServers]:
+    try:
+        servers = EtcdServers(tmp_path / "etcd", 3)
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+    with servers:
+        yield servers
+
+
+def stand_by(job: Job, etcd: EtcdServers, count: int) -> dict[str, str]:
+    """Candidates; members ask all of them. Returns endpoint by name."""
+    places = {f"s{n}": f"127.0.0.1:{port}" for n, port in enumerate(free_ports(count))}
+    for name, place in places.items():
+        command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", place]
+        command += ["--settings", json.dumps({"min_nodes": 1}), "--store", etcd.address]
+        job.harness.start(name, [*command, "--log-dir", str(job.harness.logs)])
+    job.endpoint = ",".join(places.values())
+    job.harness.wait_for("elected")
+    return places
+
+
+def leading(job: Job, places: dict[str, str]) -> str:
+    """Name of the candidate that leads."""
+    found = fetch_status(job.endpoint, timeout_s=10.0)["endpoint"]
+    return next(name for name, place in places.items() if place == found)
+
+
+def train(job: Job, *names: str) -> Record:
+    for name in names:
+        job.start(name, settings=SETTINGS, **SPEC)
+        job.harness.wait_for("joined", node=name)
+    return job.harness.wait_for("committed", lambda r: len(r["contributors"]) == len(names), node=names[0])
+
+
+def equal(job: Job, names: str, after: Record) -> None:
+    hashed = job.harness.wait_for("state_hash", node=names[0], after=after)
+    for name in names:
+        alike = job.harness.wait_for("state_hash", lambda r: r["head"] == hashed["head"], node=name)
+        assert alike["hash"] == hashed["hash"], name
+
+
+@pytest.mark.parametrize("how", ["kill", "stop", "resign"])
+def test_another_one_leads_at_once_and_nobody_is_put_out(job: Job, etcd: EtcdServers, how: str) -> None:
+    places = stand_by(job, etcd, 3)
+    before = train(job, *"ab")
+    first = leading(job, places)
+    if how == "kill":
+        job.harness.kill(first)
+    elif how == "stop":
+        job.harness.stop(first)
+    else:
+        job.harness.terminate(first)
+    second = job.harness.wait_for("scheduler_started", lambda r: r["term"] == 2, after=before)
+    for name in "ab":
+        job.harness.wait_for("scheduler", lambda r: r["state"] == "connected", node=name, after=second)
+    if how == "stop":
+        job.harness.cont(first)
+        job.harness.wait_for("scheduler_ended", lambda r: "leads no more" in str(r["reason"]), after=second)
+    job.start("c", settings=SETTINGS, **SPEC)
+    joined = job.harness.wait_for("joined", node="c", after=second)
+    equal(job, "abc", joined)
+    assert not [r for r in job.harness.records if r.name in ("fenced", "rejoin", "death", "prepare")]
+    assert {r["term"] for r in job.harness.records if r.name == "scheduler_started"} == {1, 2}
+    job.leave(*"abc")
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_member_dies_with_the_leader_and_the_others_go_on(job: Job, etcd: EtcdServers, how: str) -> None:
+    places = stand_by(job, etcd, 2)
+    before = train(job, *"abc")
+    first = leading(job, places)
+    (job.harness.kill if how == "kill" else job.harness.stop)(first)
+    job.harness.kill("c")
+    decided = job.harness.wait_for("decide", after=before)
+    for name in "ab":
+        job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node=name, after=decided)
+    equal(job, "ab", decided)
+    if how == "stop":
+        job.harness.cont(first)
+    assert not [r for r in job.harness.records if r.name in ("fenced", "rejoin") and not r.member.startswith("c~")]
+    job.leave(*"ab")
+
+
+def test_etcds_leader_dies_with_the_leader(job: Job, etcd: EtcdServers) -> None:
+    places = stand_by(job, etcd, 2)
+    before = train(job, *"ab")
+    etcd.kill(etcd.leader())
+    job.harness.kill(leading(job, places))
+    second = job.harness.wait_for("scheduler_started", lambda r: r["term"] == 2, after=before)
+    job.start("c", settings=SETTINGS, **SPEC)
+    equal(job, "abc", job.harness.wait_for("joined", node="c", after=second))
+    job.leave(*"abc")
+
+
+def test_a_candidate_that_does_not_lead_names_the_one_that_does(job: Job, etcd: EtcdServers) -> None:
+    places = stand_by(job, etcd, 2)
+    train(job, "a")
+    first = leading(job, places)
+    other = next(name for name in places if name != first)
+    facts = fetch_status(places[other], follow=False)
+    assert (facts["role"], facts["leader"]) == ("standby", places[first])
+    assert facts["candidates"] == sorted(places.values())
+    job.harness.terminate(first, number=signal.SIGTERM)
+    job.harness.wait_until(lambda: fetch_status(places[other])["role"] == "leader", "the other one's lead")
+    job.leave("a")

@@ -1,0 +1,215 @@
+"""Who leads: one candidate at a time, and soon another one where it dies, freezes, resigns or loses its lease."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_store import decide, reserve
+
+from chaos_lightning.errors import StoreError
+from chaos_lightning.membership.types import NO_VIEW, ViewId
+from chaos_lightning.runtime.election import Candidate, Election
+from chaos_lightning.runtime.etcd_client import EtcdClient
+from chaos_lightning.runtime.etcd_servers import EtcdServers
+from chaos_lightning.runtime.etcd_store import EtcdStore
+
+PATIENCE_S = 60.0
+
+
+class Running:
+    """A candidate in this process; `said` is what became of it."""
+
+    def __init__(self, servers: EtcdServers, job: str, name: str, *, elsewhere: bool = False) -> None:
+        self.client: EtcdClient = servers.client()
+        self.said: queue.Queue[tuple[str, Any]] = queue.Queue()
+        me = replace(Candidate.here(f"{name}:1"), id=name)
+        if elsewhere:
+            me = replace(me, host="another machine")
+        self.election = Election(
+            self.client,
+            job,
+            me,
+            on_elected=lambda guard: self.said.put(("elected", guard)),
+            on_lost=lambda reason: self.said.put(("lost", reason)),
+        )
+        self.election.start()
+
+    def hears(self, what: str) -> Any:
+        word, value = self.said.get(timeout=PATIENCE_S)
+        assert word == what, (word, value)
+        return value
+
+    def close(self) -> None:
+        self.election.resign(PATIENCE_S)
+        self.client.close()
+
+
+@pytest.fixture
+def job() -> str:
+    return f"job-{os.urandom(4).hex()}"
+
+
+@pytest.fixture
+def running() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def start(stack: contextlib.ExitStack, servers: EtcdServers, job: str, name: str, **more: Any) -> Running:
+    made = Running(servers, job, name, **more)
+    stack.callback(made.close)
+    return made
+
+
+def test_the_first_leads_and_the_next_one_after_it_resigned(
+    etcd: EtcdServers, job: str, running: contextlib.ExitStack
+) -> None:
+    a = start(running, etcd, job, "a")
+    a.hears("elected")
+    b = start(running, etcd, job, "b")
+    deadline = time.monotonic() + PATIENCE_S
+    while b.election.leader is None and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    assert b.election.leader is not None
+    assert b.election.leader.endpoint == "a:1"
+    assert sorted(c.id for c in b.election.candidates()) == ["a", "b"]
+    assert b.said.empty()
+    a.election.resign()
+    b.hears("elected")
+    assert a.said.empty(), "who resigns knows it"
+
+
+def test_of_many_that_come_at_once_one_leads(etcd: EtcdServers, job: str, running: contextlib.ExitStack) -> None:
+    all_of_them = [start(running, etcd, job, f"c{number}") for number in range(5)]
+    led = []
+    for _ in range(len(all_of_them)):
+        deadline = time.monotonic() + PATIENCE_S
+        while not (leading := [c for c in all_of_them if c.election.leads]) and time.monotonic() < deadline:
+            threading.Event().wait(0.01)
+        assert len(leading) == 1
+        led.append(leading[0])
+        leading[0].election.resign(PATIENCE_S)
+        all_of_them.remove(leading[0])
+    assert len(led) == 5
+
+
+def test_a_leader_that_lost_its_lease_writes_nothing_more_though_nobody_leads_yet(
+    etcd: EtcdServers, job: str, running: contextlib.ExitStack
+) -> None:
+    a = start(running, etcd, job, "a")
+    guard = a.hears("elected")
+    with EtcdStore(etcd.client(), job, guard=guard) as chain:
+        chain.take_term()
+        assert chain.append(decide(ViewId(1, 1))).ok
+        assert chain.holds_term()
+        assert a.election.leader is not None
+        a.client.revoke(a.election._me.lease)
+        outcome = chain.append(reserve(ViewId(1, 2)))
+        assert not outcome.ok
+        assert "does not lead any more" in outcome.detail
+        assert not chain.holds_term()
+        with pytest.raises(StoreError, match="does not lead any more"):
+            chain.take_term()
+    assert a.hears("lost") == "its lease has ended"
+
+
+def test_a_lease_that_ends_while_waiting_is_taken_anew(
+    etcd: EtcdServers, job: str, running: contextlib.ExitStack
+) -> None:
+    """As after a long pause of the machine."""
+    a = start(running, etcd, job, "a")
+    a.hears("elected")
+    b = start(running, etcd, job, "b")
+    deadline = time.monotonic() + PATIENCE_S
+    while not b.election.followed and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    before = b.election._me.lease
+    b.client.revoke(before)
+    while b.election._me.lease == before and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    a.election.resign()
+    b.hears("elected")
+
+
+def test_etcd_that_cannot_be_reached_ends_a_reign_no_later_than_its_lease(
+    etcd_of_three: EtcdServers, job: str, running: contextlib.ExitStack
+) -> None:
+    a = start(running, etcd_of_three, job, "a")
+    a.hears("elected")
+    for server in etcd_of_three.servers:
+        etcd_of_three.kill(server)
+    assert "could not prolong its lease" in a.hears("lost")
+
+
+CANDIDATE = """
+import json, sys, threading
+from chaos_lightning.runtime.election import Candidate, Election
+from chaos_lightning.runtime.etcd_client import EtcdClient, read_address
+
+def say(*words):
+    print(json.dumps(words), flush=True)
+
+client = EtcdClient(read_address(sys.argv[1]))
+election = Election(client, sys.argv[2], Candidate.here("child:1"), on_elected=lambda guard: say("elected"),
+                    on_lost=lambda reason: say("lost", reason))
+election.start()
+threading.Event().wait()
+"""
+
+
+@contextlib.contextmanager
+def child(servers: EtcdServers, job: str) -> Iterator[subprocess.Popen[str]]:
+    """A candidate that is a process of its own."""
+    command = [sys.executable, "-c", CANDIDATE, servers.address, job]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+
+
+def says(process: subprocess.Popen[str]) -> list[str]:
+    assert process.stdout is not None
+    words: list[str] = json.loads(process.stdout.readline())
+    return words
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["the same machine", "another machine"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_frozen_leader_is_followed_by_the_next_and_learns_it_when_it_wakes(
+    etcd: EtcdServers, job: str, running: contextlib.ExitStack, number: signal.Signals, elsewhere: bool
+) -> None:
+    with child(etcd, job) as process:
+        assert says(process) == ["elected"]
+        b = start(running, etcd, job, "b")
+        if elsewhere:  # it does not see processes then, and the lease must end by itself
+            running.enter_context(pytest.MonkeyPatch.context()).setattr(Candidate, "process_state", lambda self: "")
+        deadline = time.monotonic() + PATIENCE_S
+        while b.election.leader is None and time.monotonic() < deadline:
+            threading.Event().wait(0.01)
+        os.kill(process.pid, number)
+        guard = b.hears("elected")
+        with EtcdStore(etcd.client(), job, guard=guard) as chain:
+            chain.take_term()
+            assert chain.append(decide(ViewId(chain.term, 1), NO_VIEW)).ok
+        if number == signal.SIGSTOP:
+            os.kill(process.pid, signal.SIGCONT)
+            assert says(process) == ["lost", "its lease has ended"]
+
+
+@pytest.mark.parametrize("value", [b"", b"[]", b"\xff", b'{"id": 1}', json.dumps({"id": "x"}).encode()])
+def test_a_leaders_key_with_something_else_in_it_names_nobody(value: bytes) -> None:
+    assert Candidate.read(value) is None

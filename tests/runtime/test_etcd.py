@@ -1,0 +1,233 @@
+"""The chain in a real etcd: what the conformance suite (test_store.py) cannot ask of all stores."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_store import decide, reserve, view
+
+from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.membership.effects import Persist
+from chaos_lightning.membership.types import NO_VIEW, ViewId
+from chaos_lightning.runtime.etcd_client import CompactedError, EtcdAddress, EtcdClient, put, read_address
+from chaos_lightning.runtime.etcd_servers import EtcdServers
+from chaos_lightning.runtime.etcd_store import EtcdStore, job_root
+from chaos_lightning.runtime.store import Appended
+
+
+@pytest.fixture
+def job() -> str:
+    return f"job-{os.urandom(4).hex()}"
+
+
+@contextlib.contextmanager
+def store(servers: EtcdServers, job: str) -> Iterator[EtcdStore]:
+    with EtcdStore(servers.client(), job) as opened:
+        yield opened
+
+
+def grow(chain: EtcdStore, count: int, last: ViewId = NO_VIEW) -> ViewId:
+    for number in range(last.number + 1, last.number + 1 + count):
+        decided = decide(ViewId(chain.term, number), last)
+        assert chain.append(decided).ok
+        last = decided.number
+    return last
+
+
+# ------------------------------------------------------------------------------------------------ addresses
+
+
+def test_addresses() -> None:
+    assert read_address("etcd://a:1,b,[::1]:3").servers == ("a:1", "b:2379", "[::1]:3")
+    assert read_address("etcd://a+b/jobs/of/mine").prefix == "jobs/of/mine"
+    found = read_address("etcd://ann@a?ca=/ca&cert=/c&key=/k&password-file=/p")
+    assert (found.user, found.ca_file, found.cert_file, found.key_file) == ("ann", "/ca", "/c", "/k")
+    assert (found.password_file, found.prefix) == ("/p", "chaos-lightning")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("etcd://", "expected etcd://"),
+        ("etcd://a:b", "'a:b' is no HOST:PORT"),
+        ("etcd://a:0", "'a:0' is no HOST:PORT"),
+        ("etcd://ann:secret@a", "put it into a file"),
+        ("etcd://ann@a", "needs a password"),
+        ("etcd://a?cert=x", "cert and key go together"),
+        ("etcd://a?tls=yes", "unknown tls"),
+    ],
+)
+def test_addresses_that_cannot_be(text: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        read_address(text)
+    assert "secret" not in str(caught.value)
+
+
+def test_nobody_there_is_told_within_the_deadline() -> None:
+    client = EtcdClient(EtcdAddress(servers=("127.0.0.1:1", "127.0.0.1:2")), deadline_s=0.5)
+    started = time.monotonic()
+    with contextlib.closing(client), pytest.raises(StoreError, match="is a majority of its servers up"):
+        client.get("key")
+    assert time.monotonic() - started < 5
+
+
+# ------------------------------------------------------------------------------------------------ what lies there
+
+
+def test_keys_of_another_program_or_version_are_refused(etcd: EtcdServers, job: str) -> None:
+    with store(etcd, job) as chain:
+        root = job_root(chain._client.address.prefix, job)
+        for value, words in (
+            (b"precious", "another program's"),
+            (b"[]", "another program's"),
+            (json.dumps({"format": 99}).encode(), "has format 99, this version reads 1"),
+            (json.dumps({"format": 1, "count": 0}).encode(), "holds no tip"),
+        ):
+            chain._client.transact([], [put(root + "tip", value)])
+            with pytest.raises(StoreError, match=words):
+                chain.take_term()
+            found = chain._client.get(root + "tip")
+            assert found is not None
+            assert found.value == value
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"\xff\xff", b"{}", b'{"format": 1}', b'{"format":1,"kind":"view","view":"////","base":null}']
+)
+def test_a_damaged_entry_is_an_error_not_a_shorter_chain(etcd: EtcdServers, job: str, damaged: bytes) -> None:
+    with store(etcd, job) as chain:
+        chain.take_term()
+        grow(chain, 2)
+        key = job_root(chain._client.address.prefix, job) + f"entry/{1:016d}"
+        chain._client.transact([], [put(key, damaged)])
+        with pytest.raises(StoreError, match=r"damaged|another program's"):
+            chain.load()
+
+
+def test_a_missing_entry_is_an_error(etcd: EtcdServers, job: str) -> None:
+    from chaos_lightning.runtime.etcd_client import delete
+
+    with store(etcd, job) as chain:
+        chain.take_term()
+        grow(chain, 3)
+        chain._client.transact([], [delete(job_root(chain._client.address.prefix, job) + f"entry/{2:016d}")])
+        with pytest.raises(StoreError, match="entry 2 is missing"):
+            chain.load()
+
+
+def test_an_entry_that_etcd_would_not_take_is_refused_before(etcd: EtcdServers, job: str) -> None:
+    from dataclasses import replace
+
+    with store(etcd, job) as chain:
+        chain.take_term()
+        huge = replace(view(ViewId(1, 1)), reason="x" * (1 << 20))
+        with pytest.raises(StoreError, match=r"has 1[0-9]{6} bytes, etcd takes 1048576"):
+            chain.append(Persist(2, "view", huge.id, huge))
+        grow(chain, 1)
+
+
+def test_long_chains_are_read_in_pages(etcd: EtcdServers, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chaos_lightning.runtime.etcd_client.PAGE", 7)
+    with store(etcd, job) as chain:
+        chain.take_term()
+        grow(chain, 30)
+        assert [e.revision for e in chain.entries(after=12)] == list(range(13, 31))
+
+
+def test_a_finished_job_begins_again_above_all_older_terms(etcd: EtcdServers, job: str) -> None:
+    with store(etcd, job) as old, store(etcd, job) as new:
+        old.take_term()
+        grow(old, 2)
+        assert old.append(Persist(1, "finish", ViewId(1, 2))).ok
+        new.begin_again()
+        assert new.take_term() == 3
+        assert new.load().views == ()
+        assert "term 3" in old.append(reserve(ViewId(1, 9))).detail
+        grow(new, 1)
+
+
+# ------------------------------------------------------------------------------------------------ revisions
+
+
+def test_a_watch_whose_revision_was_compacted_says_so_and_waiting_goes_on(etcd: EtcdServers, job: str) -> None:
+    with store(etcd, job) as chain:
+        chain.take_term()
+        grow(chain, 3)
+        _, revision = chain._client.get_all("nothing/")
+        chain._client.compact(revision)
+        with pytest.raises(CompactedError, match="forgotten"):
+            for _ in chain._client.watch("nothing/", 1, threading.Event()):
+                pass
+        assert not chain.wait(3, 0.1)
+        grown = threading.Thread(target=lambda: grow(chain, 1, ViewId(1, 3)))
+        grown.start()
+        assert chain.wait(3, 30.0)
+        grown.join()
+
+
+# ------------------------------------------------------------------------------------------------ servers die
+
+
+def test_a_server_that_is_restarted_forgets_nothing_and_watches_go_on(tmp_path: Path, job: str) -> None:
+    from conftest import servers
+
+    with servers(tmp_path / "etcd", 1) as one, store(one, job) as chain, store(one, job) as other:
+        chain.take_term()
+        last = grow(chain, 3)
+        seen: list[bool] = []
+        watcher = threading.Thread(target=lambda: seen.append(other.wait(3, 60.0)))
+        watcher.start()
+        one.kill(one.servers[0])
+        restarted = threading.Thread(target=one.run, args=(one.servers[0],))
+        restarted.start()
+        outcome = append_patiently(chain, decide(ViewId(1, 4), last))
+        assert outcome.ok
+        restarted.join()
+        watcher.join(60)
+        assert seen == [True]
+        assert [v.id.number for v in other.load().views] == [1, 2, 3, 4]
+
+
+def append_patiently(chain: EtcdStore, effect: Persist) -> Appended:
+    """As the scheduler does, which tries again for seconds."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return chain.append(effect)
+        except StoreError:
+            if time.monotonic() > deadline:
+                raise
+
+
+def test_the_leader_of_three_dies_and_writing_goes_on(etcd_of_three: EtcdServers, job: str) -> None:
+    with store(etcd_of_three, job) as chain:
+        chain.take_term()
+        last = grow(chain, 3)
+        etcd_of_three.kill(etcd_of_three.leader())
+        assert append_patiently(chain, decide(ViewId(1, 4), last)).ok
+        last = grow(chain, 3, ViewId(1, 4))
+        assert [v.id.number for v in chain.load().views] == list(range(1, 8))
+
+
+def test_without_a_majority_nothing_is_written_and_nothing_pretended(etcd_of_three: EtcdServers, job: str) -> None:
+    three = etcd_of_three.servers
+    client = EtcdClient(EtcdAddress(servers=tuple(s.endpoint for s in three)), deadline_s=3.0)
+    with EtcdStore(client, job) as chain:
+        chain.take_term()
+        last = grow(chain, 1)
+        for server in three[:2]:
+            etcd_of_three.kill(server)
+        with pytest.raises(StoreError, match="is a majority of its servers up"):
+            chain.append(decide(ViewId(1, 2), last))
+        with pytest.raises(StoreError):
+            chain.tip()  # the one that lives must not answer from what it has
+        etcd_of_three.run(three[0])
+        assert append_patiently(chain, decide(ViewId(1, 2), last)).ok
+        assert [v.id.number for v in chain.load().views] == [1, 2]
