@@ -112,9 +112,8 @@ class Cast:
             **{k: v for k, v in os.environ.items() if not k.startswith(("CHAOS_", "TORCHELASTIC_"))},
             "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-            # Nodes share this machine: one thread each, and no accelerator.
+            # Nodes share this machine: one thread each.
             **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-            "CUDA_VISIBLE_DEVICES": "",
             "CHAOS_NODE": name,
             "CHAOS_LOG_DIR": str(self.events),
             "CHAOS_STATE_HASH_EVERY": "5",

@@ -31,6 +31,9 @@ def demo(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A smaller model and shorter rests; the same story.")] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep checkpoints and outputs, too.")] = False,
+    accelerator: Annotated[
+        str, typer.Option("--accelerator", help="Where all nodes train, as Lightning names it: cpu, gpu, auto.")
+    ] = "cpu",
     plan: Annotated[
         bool, typer.Option("--plan", help="Only print what happens, as a fault plan, to simulate or to test with.")
     ] = False,
@@ -44,7 +47,7 @@ def demo(
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
-    cast = Cast(folder, plot.arguments)
+    cast = Cast(folder, (*plot.arguments, f"--accelerator={accelerator}"))
     # Explicitly for both: a shell's background job comes with SIGINT ignored.
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     problem = ""

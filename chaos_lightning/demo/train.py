@@ -121,6 +121,7 @@ def main() -> None:
     options.add_argument("--text", type=int, default=200_000, help="bytes of text")
     options.add_argument("--pause", type=float, default=0.03, help="added to each step, s")
     options.add_argument("--max-epochs", type=int, default=100)
+    options.add_argument("--accelerator", default="cpu", help="as Lightning names it")
     args = options.parse_args()
 
     torch.set_num_threads(1)
@@ -128,7 +129,7 @@ def main() -> None:
     train, valid = prose(args.block, args.text)
     trainer = Trainer(
         strategy="chaos",
-        accelerator="cpu",
+        accelerator=args.accelerator,
         devices=1,
         max_epochs=args.max_epochs,
         callbacks=[Demo(args.folder, args.pause)],
@@ -148,7 +149,7 @@ def main() -> None:
     if session is not None and not session.departed:
         digest = hashlib.sha256()
         for _, tensor in sorted(model.state_dict().items()):
-            digest.update(tensor.detach().contiguous().numpy().tobytes())
+            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
         words = {"member": session.engine.name, "step": trainer.global_step, "weights": digest.hexdigest()}
         (args.folder / f"final-{session.engine.name}.json").write_text(json.dumps(words))
 

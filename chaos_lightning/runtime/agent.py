@@ -48,7 +48,7 @@ import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _ANSWER_TIMEOUT_S = 10.0
-"""How long the scheduler may take to answer a Hello."""
+"""How long the scheduler may take to answer a Hello; one of several a fifth of it, since another may lead."""
 _GOODBYE_TIMEOUT_S = 1.0
 PULSE_TIMEOUT_S = 0.7
 """A scheduler that says every `channel.PULSE_S` that it lives, and then does not for so long, is frozen or cut off."""
@@ -295,7 +295,7 @@ class Agent(threading.Thread):
 
     def _attend(self, talk: _Talk) -> ChaosError:
         talk.say(wrap_from_member(self._hello_factory()))
-        interval = _ANSWER_TIMEOUT_S
+        interval = patience_s = _ANSWER_TIMEOUT_S if len(self._endpoints) == 1 else _ANSWER_TIMEOUT_S / 5
         due = heard = time.monotonic() + interval
         while True:
             patience = heard + PULSE_TIMEOUT_S if talk.pulses else due
@@ -335,7 +335,7 @@ class Agent(threading.Thread):
                     # Late beats are not made up for; the next one counts from now if this thread was held up.
                     due = max(due + interval, time.monotonic())
                 elif not self._answered:
-                    return SchedulerUnreachableError(f"{self._endpoint} did not answer within {_ANSWER_TIMEOUT_S:g} s")
+                    return SchedulerUnreachableError(f"{self._endpoint} did not answer within {patience_s:g} s")
                 else:
                     due = time.monotonic() + interval
 

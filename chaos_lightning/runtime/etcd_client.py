@@ -36,6 +36,8 @@ _ATTEMPT_S = 1.0
 """A server that does not answer within this time is left for the next one."""
 _PAUSE_S = 0.05
 _AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+_OWN_DEADLINE = "context deadline exceeded"
+"""So a server says, as UNKNOWN, that a call ended while it waited for the others."""
 PAGE = 500
 
 
@@ -216,7 +218,7 @@ class EtcdClient:
                 if code == grpc.StatusCode.UNAUTHENTICATED and self.address.user and not renewed:
                     self._auth, renewed = "", True  # tokens end, or the server was restarted
                     continue
-                if code not in _AGAIN:
+                if code not in _AGAIN and not (code == grpc.StatusCode.UNKNOWN and _OWN_DEADLINE in words):
                     raise self._refused(code, words) from error
                 self._next(server)
                 if time.monotonic() + _PAUSE_S >= until:

@@ -370,6 +370,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         await self._admit(context, "Attend")
         self._count += 1
         connection = _Connection(self._count, context.peer())
+        if self._seat is not None:
+            connection.outbox.put_nowait(Pulse())  # from the first moment on, silence means something
         self._connections[connection.number] = connection
         self._inbox.put_nowait(fx.Opened(connection.number))
         tasks: list[asyncio.Task[Any]] = []

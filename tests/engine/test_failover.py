@@ -88,6 +88,17 @@ def test_another_one_leads_at_once_and_nobody_is_put_out(job: Job, etcd: EtcdSer
     job.leave(*"abc")
 
 
+def test_a_leader_that_freezes_when_it_has_just_welcomed_a_member_is_left(job: Job, etcd: EtcdServers) -> None:
+    places = stand_by(job, etcd, 2)
+    job.start("a", settings=SETTINGS, **SPEC)
+    job.harness.wait_for("scheduler", lambda r: r["state"] == "connected", node="a")
+    job.harness.stop(leading(job, places))
+    second = job.harness.wait_for("scheduler_started", lambda r: r["term"] == 2)
+    found = job.harness.wait_for("scheduler", lambda r: r["state"] == "connected", node="a", after=second)
+    assert found.t - second.t < 10  # gRPC itself takes a minute to see that nobody answers
+    job.leave("a")
+
+
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_member_dies_with_the_leader_and_the_others_go_on(job: Job, etcd: EtcdServers, how: str) -> None:
     places = stand_by(job, etcd, 2)

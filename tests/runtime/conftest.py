@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from etcd_for_tests import servers
 
-from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.runtime.etcd_servers import EtcdServers
 
 
@@ -31,13 +30,3 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
 def etcd_of_three(tmp_path: Path) -> Iterator[EtcdServers]:
     with servers(tmp_path / "etcd", 3) as started:
         yield started
-
-
-@contextlib.contextmanager
-def servers(folder: Path, count: int) -> Iterator[EtcdServers]:
-    try:
-        made = EtcdServers(folder, count)
-    except ConfigurationError as error:
-        pytest.skip(str(error))
-    with made:
-        yield made

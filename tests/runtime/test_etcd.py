@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from etcd_for_tests import servers
 from test_store import decide, reserve, view
 
 from chaos_lightning.errors import ConfigurationError, StoreError
@@ -176,8 +177,6 @@ def test_a_watch_whose_revision_was_compacted_says_so_and_waiting_goes_on(etcd: 
 
 
 def test_a_server_that_is_restarted_forgets_nothing_and_watches_go_on(tmp_path: Path, job: str) -> None:
-    from conftest import servers
-
     with servers(tmp_path / "etcd", 1) as one, store(one, job) as chain, store(one, job) as other:
         chain.take_term()
         last = grow(chain, 3)
