@@ -9,6 +9,9 @@ follow in the same run.
 
 All contenders step with the same Adam. Torch's fused one takes a tenth of a step of 50 MiB; its default loop takes
 half of it and hides what is compared here (--optimizer loop).
+
+With --device cuda all members share one device; DDP reduces by gloo there too, since NCCL refuses two ranks on one
+device, and Lightning and torchft, whose loops are the host's, are left out.
 """
 
 from __future__ import annotations
@@ -25,13 +28,13 @@ BOUND_VIEW = 1.00
 
 
 def measure(
-    world: int, state_mib: float, pairs: int, steps: int, fused: bool
+    world: int, state_mib: float, pairs: int, steps: int, fused: bool, device: str
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Per contender: step seconds of the slowest member, and CPU seconds of all members per step, block by block."""
     ctx = context("benchmarks.steady_members")
     with scheduler(world) as one, scheduler(world) as other:
         port, endpoints, case = free_port(), dict(zip(CHAOS, (one, other), strict=True)), (state_mib, pairs, steps)
-        workers = [Worker(ctx, work, r, world, port, endpoints, case, fused) for r in range(world)]
+        workers = [Worker(ctx, work, r, world, port, endpoints, case, fused, device) for r in range(world)]
         try:
             reports = [w.receive(600) for w in workers]
         finally:
@@ -49,6 +52,7 @@ def main() -> int:
     p.add_argument("--states-mib", type=float, nargs="*", default=[50, 200])
     p.add_argument("--pairs", type=int, default=0, help="block pairs per case; 0: 12, or 3 with --quick")
     p.add_argument("--optimizer", choices=["fused", "loop"], default="fused", help="which of torch's Adams")
+    p.add_argument("--device", default="cpu", help="where all members compute, as torch names it")
     p.add_argument("--no-peers", action="store_true", help="leave torchft and Lightning's strategies out")
     p.add_argument("--rounds", type=int, default=0, help="runs of each peer per case; 0: 3, or 1 with --quick")
     args = p.parse_args()
@@ -60,7 +64,12 @@ def main() -> int:
     for state_mib in states:
         for world in worlds:
             times, cpu = measure(
-                world, state_mib, pairs, steps=10 if state_mib < 100 else 6, fused=args.optimizer == "fused"
+                world,
+                state_mib,
+                pairs,
+                steps=10 if state_mib < 100 else 6,
+                fused=args.optimizer == "fused",
+                device=args.device,
             )
             case = f"world {world}, {state_mib:g} MiB"
             for kind, values in times.items():
@@ -71,7 +80,7 @@ def main() -> int:
                     ratios = [c / d for c, d in zip(times[ours], times[kind], strict=True)]
                     result.add(f"{ours} / {kind}, {case}", median(ratios), "ratio", limit)
                     result.details[f"ratios {ours} / {kind}, {case}"] = ratios
-            if not args.no_peers:
+            if not args.no_peers and args.device == "cpu":
                 rounds = args.rounds or (1 if args.quick else 3)
                 steady_peers.measure(result, world, state_mib, 10 if args.quick else 30, rng, rounds)
     return result.finish(args)

@@ -14,13 +14,13 @@ CHAOS = {"chaos": True, "chaos_sockets": False}
 """Whether chunks travel by reference."""
 
 
-def _contender(kind: str, state_mib: float, rank: int, endpoint: str, fused: bool) -> Any:
+def _contender(kind: str, state_mib: float, rank: int, endpoint: str, fused: bool, device: str) -> Any:
     """Returns step(batch) for one contender; each has its own model and optimizer."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(0)
-    model = state_model(state_mib)
+    model = state_model(state_mib).to(device)
     if kind in CHAOS:
         from chaos_lightning.collectives.layout import Section
         from chaos_lightning.replication.access import ModuleState
@@ -63,6 +63,7 @@ def work(
     endpoints: dict[str, str],
     case: tuple[float, int, int],
     fused: bool,
+    device: str,
 ) -> None:
     """One member: alternating blocks; sends {kind: [median step seconds per block]}."""
     import torch
@@ -73,9 +74,9 @@ def work(
     try:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
         kinds = ["chaos", "ddp", "ddp_view", "chaos_sockets"]
-        contenders = {k: _contender(k, state_mib, rank, endpoints.get(k, ""), fused) for k in kinds}
+        contenders = {k: _contender(k, state_mib, rank, endpoints.get(k, ""), fused, device) for k in kinds}
         width = int(next(state_model(state_mib).parameters()).shape[1])
-        batch = torch.randn(BATCH, width, generator=torch.Generator().manual_seed(rank))
+        batch = torch.randn(BATCH, width, generator=torch.Generator().manual_seed(rank)).to(device)
         times: dict[str, list[float]] = {k: [] for k in kinds}
         cpu: dict[str, list[float]] = {k: [] for k in kinds}
         for pair in range(pairs + 1):
@@ -87,6 +88,8 @@ def work(
                 for _ in range(steps):
                     started = time.perf_counter()
                     contenders[kind](batch)
+                    if device != "cpu":
+                        torch.accelerator.synchronize()
                     block.append(time.perf_counter() - started)
                 if pair:  # the first round warms up
                     times[kind].append(median(block))
