@@ -133,7 +133,7 @@ class Gradients:
                 f"the gradient of {self._layout.slots[index].name!r} is sparse; use sparse=False (dense gradients)"
             )
         elif self._stage is not None:
-            own.copy_(grad if self._coefficient == 1.0 else grad * self._coefficient, non_blocking=True)
+            self._stage.put(own, grad if self._coefficient == 1.0 else grad * self._coefficient)
         elif grad.data_ptr() != own.data_ptr():
             if self._coefficient == 1.0:
                 if grad.is_contiguous() and grad.dtype == own.dtype and own.nbytes >= LEND_NBYTES:
@@ -213,6 +213,8 @@ class Gradients:
         """
         self._return_lent()
         self._fired = {}
+        if self._stage is not None:
+            self._stage.await_taken_over()  # the coming slot's sum goes where the last one's was read
         total = header.total_weight
         if total <= 0:  # nobody had a sample: no gradient, and buffers without what stand-in batches did to them
             for index in self._scope:
@@ -222,16 +224,14 @@ class Gradients:
             return
         total_sum = self._memory.results[header.seq % 2] if raw is None else torch.frombuffer(raw, dtype=torch.uint8)
         scale = 1.0 / total
-        target = self._memory.own
+        home = self._memory.own if self._flat is None else self._flat
         for run in self._layout.runs:
             if run.stop > run.start and run.section in (self._section, len(self._layout.section_slots)):
-                source = total_sum[run.start : run.stop].view(run.dtype)
-                torch.mul(source, scale, out=target[run.start : run.stop].view(run.dtype))
-        home = target
-        if self._flat is not None:
-            for start, stop in self._layout.scope(self._section):
-                self._flat[start:stop].copy_(target[start:stop], non_blocking=True)
-            home = self._flat
+                target = home[run.start : run.stop]
+                source = total_sum[run.start : run.stop]
+                if self._flat is not None:  # the device multiplies faster, and to the same bits
+                    source = target.copy_(source, non_blocking=True)
+                torch.mul(source.view(run.dtype), scale, out=target.view(run.dtype))
         for place, index in enumerate(self._scope):
             slot = self._layout.slots[index]
             present = header.presence[place // 8] >> (place % 8) & 1 if header.presence else 0
@@ -241,8 +241,10 @@ class Gradients:
             mean = self._memory.view(home, index)
             buffer.copy_(mean.round() if not buffer.dtype.is_floating_point else mean)
         self.settle()
-        if self._flat is not None:
-            torch.accelerator.synchronize(self._device)
+        if self._stage is not None:
+            self._stage.taken_over()
+            if raw is not None:
+                self._stage.await_taken_over()
 
     def _return_lent(self) -> None:
         for index in self._lent:
@@ -259,10 +261,16 @@ class Gradients:
 
 
 class _Stage:
-    """Waits for device-to-host copies in its own thread and then reports their cells."""
+    """Copies to host memory on a stream beside the one that computes, waits for them in its own thread, and then
+    reports their cells."""
 
     def __init__(self, device: torch.device, ready: Ready) -> None:
         self._device = device
+        self._stream = torch.Stream(device)
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._held: list[Tensor] = []
+        """What is being copied must not be given to another tensor meanwhile."""
+        self._taken_over: torch.Event | None = None
         self._ready = ready
         self._queue: queue.SimpleQueue[tuple[torch.Event, Sequence[int]] | None] = queue.SimpleQueue()
         self._pending = 0
@@ -271,10 +279,21 @@ class _Stage:
         self._thread = threading.Thread(target=self._run, name="chaos-stage", daemon=True)
         self._thread.start()
 
+    def put(self, own: Tensor, gradient: Tensor) -> None:
+        """To be copied with the next cells that are complete."""
+        self._waiting.append((own, gradient))
+
     def after_copies(self, cells: Sequence[int]) -> None:
-        """Reports `cells` when every copy issued so far on this device's stream is done."""
-        event = torch.Event(self._device)
-        event.record()
+        """Copies what was put, as the device's present stream has computed it; reports `cells` when that is done."""
+        computed, event = torch.Event(self._device), torch.Event(self._device)
+        computed.record()
+        self._stream.wait_event(computed)
+        with self._stream:
+            for own, gradient in self._waiting:
+                own.copy_(gradient, non_blocking=True)
+            event.record()
+        self._held += [gradient for _, gradient in self._waiting]
+        self._waiting.clear()
         with self._idle:
             self._pending += 1
         self._queue.put((event, cells))
@@ -286,6 +305,18 @@ class _Stage:
                 raise ConfigurationError(f"copies from {self._device} did not finish in {deadline_s} s")
         if self._error is not None:
             raise self._error
+        self._held.clear()
+
+    def taken_over(self) -> None:
+        """A sum is being copied to the device by its present stream."""
+        self._taken_over = torch.Event(self._device)
+        self._taken_over.record()
+
+    def await_taken_over(self) -> None:
+        """Until that is done: the sum's memory may be written to then."""
+        if self._taken_over is not None:
+            self._taken_over.synchronize()
+            self._taken_over = None
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:

@@ -122,3 +122,19 @@ def test_an_error_of_the_reducer_is_told_by_the_next_step(benches: list[Bench]) 
     net(torch.randn(8, 16, device=device())).sum().backward()
     with pytest.raises(RuntimeError, match="the reducer is gone"):
         bench.gradients.flush()
+
+
+def test_the_average_has_the_bits_that_the_host_would_compute(benches: list[Bench]) -> None:
+    """Members of one job may compute on different kinds of devices, and replay elsewhere what was averaged here."""
+    net = model(256).to(device())
+    bench = bench_of(benches, net)
+    weights = [0.3, 0.7, 1.1]
+    for step in range(4):
+        bench.gradients.arm(0, 0.3)
+        net.zero_grad()
+        net(torch.randn(64, 16, device=device())).sum().backward()
+        header = bench.commit(bench.gradients.flush(), weights, times=step + 1)
+        host = bench.memory.results[1].view(torch.float32) * (1.0 / header.total_weight)
+        for index, slot in enumerate(bench.layout.slots):
+            assert slot.tensor.grad is not None
+            assert torch.equal(slot.tensor.grad.cpu(), bench.memory.view(host.view(torch.uint8), index))
