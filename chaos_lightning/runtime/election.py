@@ -139,6 +139,11 @@ class Election(threading.Thread):
         found, _ = self._client.get_all(self._root + "candidates/", deadline_s=deadline_s)
         return [c for c in (Candidate.read(kv.value) for kv in found) if c is not None]
 
+    @property
+    def stands_by(self) -> bool:
+        """Another candidate leads, and this one would follow it: its lease stands."""
+        return self.leader is not None and not self.leads and now() < self._until
+
     # ------------------------------------------------------------------ the thread
 
     def run(self) -> None:

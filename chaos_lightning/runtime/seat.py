@@ -32,6 +32,8 @@ class Seat(Protocol):
 
     def waited(self) -> bool: ...
 
+    def stands_by(self) -> bool: ...
+
     def leader(self) -> str: ...
 
     def facts(self) -> dict[str, Any]: ...
@@ -93,6 +95,10 @@ class EtcdSeat:
     def waited(self) -> bool:
         """Another scheduler led before: if the job is finished by now, it was so under that one."""
         return self._election is not None and self._election.followed
+
+    def stands_by(self) -> bool:
+        """Another one leads, and this one would follow it: it is needed, though it has no members."""
+        return self._election is not None and self._election.stands_by
 
     def leader(self) -> str:
         """Where the one listens that leads, as seen last; "" if nobody does."""

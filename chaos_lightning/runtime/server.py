@@ -263,7 +263,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
 
     def _look_for_idleness(self) -> None:
         now = time.monotonic()
-        if self._connections:
+        if self._connections or (self._seat is not None and self._seat.stands_by()):
             self._idle_since = now
         idle = now - self._idle_since
         if self._done_reason and not self._connections:

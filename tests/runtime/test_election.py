@@ -11,11 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from etcd_for_tests import servers
 from test_store import decide, reserve
 
 from chaos_lightning.errors import StoreError
@@ -73,21 +75,39 @@ def start(stack: contextlib.ExitStack, servers: EtcdServers, job: str, name: str
     return made
 
 
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true() and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    assert true()
+
+
+def test_who_stands_by_is_needed_until_etcd_is_gone(tmp_path: Path, job: str, running: contextlib.ExitStack) -> None:
+    """A hosted scheduler without members ends after a while; one that stands by has none and must stay."""
+    one = running.enter_context(servers(tmp_path / "etcd", 1))
+    a = start(running, one, job, "a")
+    a.hears("elected")
+    b = start(running, one, job, "b")
+    until(lambda: b.election.stands_by)
+    one.kill(one.servers[0])
+    until(lambda: not b.election.stands_by)
+
+
 def test_the_first_leads_and_the_next_one_after_it_resigned(
     etcd: EtcdServers, job: str, running: contextlib.ExitStack
 ) -> None:
     a = start(running, etcd, job, "a")
     a.hears("elected")
     b = start(running, etcd, job, "b")
-    deadline = time.monotonic() + PATIENCE_S
-    while b.election.leader is None and time.monotonic() < deadline:
-        threading.Event().wait(0.01)
+    until(lambda: b.election.stands_by)
     assert b.election.leader is not None
     assert b.election.leader.endpoint == "a:1"
     assert sorted(c.id for c in b.election.candidates()) == ["a", "b"]
     assert b.said.empty()
+    assert not a.election.stands_by
     a.election.resign()
     b.hears("elected")
+    assert not b.election.stands_by
     assert a.said.empty(), "who resigns knows it"
 
 
