@@ -31,6 +31,9 @@ COMMANDS: dict[str, Command] = {
     "status": Command("chaos_lightning.runtime.commands:status", "Show who is in a job, and what it waits for."),
     "drain": Command("chaos_lightning.runtime.commands:drain", "Ask a node to leave politely."),
     "link": Command("chaos_lightning.runtime.commands:link", "Add or remove a link between two members."),
+    "keys": Command(
+        "chaos_lightning.runtime.cli_keys:keys", "Make and renew the keys of a cluster on an open network."
+    ),
     "etcd": Command("chaos_lightning.runtime.cli_etcd:etcd", "Run etcd servers on this machine, for development."),
     "top": Command("chaos_lightning.observe.cli_top:top", "Watch a job live."),
     "report": Command("chaos_lightning.observe.cli_report:report", "Write a page about a run from its event logs."),
