@@ -53,7 +53,10 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 def split_endpoints(text: str) -> tuple[str, ...]:
     """Each "HOST:PORT" of a list with commas: the candidates of one job."""
-    found = tuple(join_endpoint(*split_endpoint(part)) for part in text.split(",") if part.strip())
+    parts = [split_endpoint(part) for part in text.split(",") if part.strip()]
+    found = tuple(join_endpoint(*part) for part in parts)
+    if not all(port for _, port in parts):
+        raise ConfigurationError(f"endpoint {text!r}: nobody can be called at port 0; name the port")
     if not found:
         raise ConfigurationError(f"endpoint {text!r} is no HOST:PORT; write for example 10.0.0.5:{DEFAULT_PORT}")
     return tuple(dict.fromkeys(found))

@@ -122,7 +122,8 @@ def _rotate(folder: Path, without: list[str], days: float, *, finish: bool) -> N
 
 
 def _show(folder: Path, *, as_json: bool) -> None:
-    from chaos_lightning.runtime.keyfiles import CLUSTER, load, show, when
+    from chaos_lightning.runtime.certificates import when
+    from chaos_lightning.runtime.keyfiles import CLUSTER, load, show
 
     rows = show(folder)
     rotating = (folder / CLUSTER).exists() and load(folder).rotating

@@ -18,12 +18,14 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from chaos_lightning.errors import ConfigurationError, RefusedError, WireError
 from chaos_lightning.runtime.access import MIN_TOKEN_NBYTES, TOKEN_KEY, load_token
-from chaos_lightning.runtime.keyfiles import CHAIN, KEY, TOKEN, TRUSTED, Facts, facts_of
+from chaos_lightning.runtime.certificates import Facts, facts_of, when
+from chaos_lightning.runtime.keyfiles import CHAIN, KEY, TOKEN, TRUSTED
 from chaos_lightning.runtime.roles import MEMBER
 
 logger = logging.getLogger("chaos_lightning.runtime")
@@ -32,6 +34,7 @@ _FILES = (TRUSTED, CHAIN, KEY, TOKEN)
 _PATIENCE_S = 2.0
 """Files that are being replaced fit together again within this time."""
 _RETRY_S = 0.05
+_SOON = timedelta(days=14)
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Keys:
         tokens: The token, and during a rotation the old one; none unless this is a member.
         server: For those who come.
         client: For a look at whom one calls; does not check its host name.
+        curious: The same, and believes everybody: to read what a certificate says that does not count.
     """
 
     facts: Facts
@@ -55,6 +59,7 @@ class Keys:
     tokens: tuple[bytes, ...] = field(repr=False)
     server: ssl.SSLContext = field(repr=False)
     client: ssl.SSLContext = field(repr=False)
+    curious: ssl.SSLContext = field(repr=False)
 
 
 class KeyFolder:
@@ -126,14 +131,18 @@ class KeyFolder:
                 raise ConfigurationError(f"{self.folder / TOKEN}: expected a token of {MIN_TOKEN_NBYTES} bytes or more")
         server = self._context(ssl.PROTOCOL_TLS_SERVER)
         server.num_tickets = 0  # a session that is resumed would outlive the keys it began with
-        server.set_alpn_protocols(["h2"])
         client = self._context(ssl.PROTOCOL_TLS_CLIENT)
-        client.check_hostname = False
-        client.set_alpn_protocols(["h2"])
+        curious = self._context(ssl.PROTOCOL_TLS_CLIENT)
+        curious.verify_mode = ssl.CERT_NONE
         if self._signature() != before:
             raise ConfigurationError(f"the files in {self.folder} are being replaced")
         self._warn_of_readers()
-        return Keys(facts, contents[TRUSTED], contents[CHAIN], contents[KEY], tokens, server, client)
+        if not facts.trouble and (left := facts.until - datetime.now(UTC)) < _SOON:
+            logger.warning(
+                "the certificate of %s ends in %.1f days, on %s; renew it: chaos-lightning keys node %s --renew",
+                *(facts.name, left / timedelta(days=1), when(facts.until), facts.name),
+            )
+        return Keys(facts, contents[TRUSTED], contents[CHAIN], contents[KEY], tokens, server, client, curious)
 
     def _facts(self) -> Facts:
         try:
@@ -155,6 +164,7 @@ class KeyFolder:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
+        context.set_alpn_protocols(["h2"])
         context.verify_flags |= ssl.VERIFY_X509_STRICT
         try:
             context.load_cert_chain(self.folder / CHAIN, self.folder / KEY)

@@ -19,12 +19,9 @@ import ssl
 from collections.abc import Callable
 from typing import Any
 
-from cryptography import x509
-
 from chaos_lightning.errors import WireError
 from chaos_lightning.runtime.access import addresses
 from chaos_lightning.runtime.credentials import KeyFolder
-from chaos_lightning.runtime.keyfiles import facts
 from chaos_lightning.runtime.roles import Caller, read_uris
 
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -182,11 +179,11 @@ class _Outside:
         return Caller(name, role, self.peer)
 
     def why(self, error: Exception) -> str:
-        """Why it was refused, and whose certificate it showed, if that can be told."""
+        """Why it was refused. Whose certificate was refused cannot be told: ssl keeps those to itself."""
         if not isinstance(error, ssl.SSLError):
             return str(error)
         if isinstance(error, ssl.SSLCertVerificationError):
-            return f"its certificate does not count: {error.verify_message}{self._shown()}"
+            return f"its certificate does not count: {error.verify_message}"
         known = {
             "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it showed no certificate",
             "HTTP_REQUEST": "it speaks no TLS",
@@ -195,16 +192,6 @@ class _Outside:
         }
         reason = error.reason or str(error)
         return known.get(reason, f"TLS: {reason.replace('_', ' ').lower()}")
-
-    def _shown(self) -> str:
-        """What the refused certificate says of itself. Python tells it of refused ones only this way."""
-        try:
-            chain = vars(self._tls)["_sslobj"].get_unverified_chain()
-            said = facts(x509.load_der_x509_certificate(chain[0].public_bytes(2)))  # 2: DER
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError, WireError):
-            return ""
-        trouble = f"; {said.trouble}" if said.trouble else ""
-        return f" (it says to be {said.name}, {said.role}{trouble})"
 
     async def receive_all(self, inside: asyncio.StreamWriter) -> None:
         """What it says goes inside, until it ends."""

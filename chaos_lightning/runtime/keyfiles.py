@@ -14,39 +14,35 @@ one and that signature travels with each certificate. The old authority's key is
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.runtime.certificates import (
+    AUTHORITY_DAYS,
+    NODE_DAYS,
+    Facts,
+    bridge,
+    certify,
+    facts_of,
+    first_of,
+    host_name,
+    new_authority,
+)
 from chaos_lightning.runtime.options import NAME
-from chaos_lightning.runtime.roles import CERTIFIED, MEMBER, OPERATOR, read_uris, uri
+from chaos_lightning.runtime.roles import CERTIFIED, MEMBER, OPERATOR
 
 CLUSTER = "cluster.json"
 NODES = "nodes"
 TRUSTED, CHAIN, KEY, TOKEN = "ca.crt", "node.crt", "node.key", "token"
 """Files of a node's folder; `token` only where the role is member."""
 FORMAT = 1
-AUTHORITY_DAYS = 3650
-NODE_DAYS = 365
-CLOCK_SLACK = timedelta(minutes=5)
-"""Certificates count from so long ago, for clocks of nodes that are behind."""
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""Every member may also be called by these, for jobs on one machine."""
-_HOST = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*\.?")
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ class Node:
         if self.role not in CERTIFIED:
             raise ConfigurationError(f"role {self.role!r} of {self.name}: expected one of {', '.join(CERTIFIED)}")
         for host in self.hosts:
-            _host_name(host)
+            host_name(host)
         if self.hosts and self.role != MEMBER:
             raise ConfigurationError(
                 f"{self.name} is {self.role} and serves nothing: leave out ={','.join(self.hosts)}, or make it a member"
@@ -87,17 +83,6 @@ class Node:
         if equals and not found:
             raise ConfigurationError(f"node {text!r}: expected NAME=HOST,ADDRESS,... or NAME alone")
         return cls(name.strip(), role, found)
-
-
-def _host_name(host: str) -> x509.GeneralName:
-    """As it stands in a certificate."""
-    try:
-        return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
-    except ValueError:
-        pass
-    if not _HOST.fullmatch(host) or host.replace(".", "").isdigit():
-        raise ConfigurationError(f"{host!r} is neither an IP address nor a host name (without port, please)")
-    return x509.DNSName(host)
 
 
 # ------------------------------------------------------------------------------------------------ the authority
@@ -133,106 +118,11 @@ class Cluster:
         return next((n for n in self.nodes if n.name == name), None)
 
 
-def _key() -> ec.EllipticCurvePrivateKey:
-    return ec.generate_private_key(ec.SECP256R1())
-
-
-def _pem(key: ec.EllipticCurvePrivateKey) -> str:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    ).decode()
-
-
-def _text(certificate: x509.Certificate) -> str:
-    return certificate.public_bytes(serialization.Encoding.PEM).decode()
-
-
-def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
-    public: ec.EllipticCurvePublicKey,
-    signer: ec.EllipticCurvePublicKey,
-    days: float,
-) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(public)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - CLOCK_SLACK)
-        .not_valid_after(now + timedelta(days=days))
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer), critical=False)
-    )
-
-
-def _usage(*, authority: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not authority,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=authority,
-        crl_sign=authority,
-        encipher_only=False,
-        decipher_only=False,
-    )
-
-
-def _authority(
-    subject: x509.Name, public: ec.EllipticCurvePublicKey, issuer: x509.Name, signer: ec.EllipticCurvePrivateKey
-) -> x509.Certificate:
-    builder = _builder(subject, issuer, public, signer.public_key(), AUTHORITY_DAYS)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-    return builder.add_extension(_usage(authority=True), critical=True).sign(signer, hashes.SHA256())
-
-
-def _new_authority(cluster: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    key = _key()
-    # Each authority has a name of its own: during a rotation two are believed, and verifiers look them up by name.
-    mark = secrets.token_hex(4)
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"chaos-lightning {cluster} {mark}")])
-    return _authority(subject, key.public_key(), subject, key), key
-
-
-def _load_key(pem: str) -> ec.EllipticCurvePrivateKey:
-    key = serialization.load_pem_private_key(pem.encode(), None)
-    assert isinstance(key, ec.EllipticCurvePrivateKey)
-    return key
-
-
 def issue(cluster: Cluster, node: Node, days: float = NODE_DAYS) -> dict[str, str]:
     """The files of a node's folder, with a new key."""
-    authority, signer = x509.load_pem_x509_certificate(cluster.authority[0].encode()), _load_key(cluster.authority[1])
-    key = _key()
-    serves = node.role == MEMBER
-    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri(cluster.name, node.role, node.name))]
-    if serves:
-        names += [_host_name(host) for host in dict.fromkeys((*node.hosts, *LOOPBACK))]
-    purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if serves else [])]
-    subject = x509.Name(
-        [
-            x509.NameAttribute(NameOID.COMMON_NAME, node.name),
-            x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, node.role),
-        ]
-    )
-    builder = _builder(subject, authority.subject, key.public_key(), signer.public_key(), days)
-    certificate = (
-        builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(authority=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .sign(signer, hashes.SHA256())
-    )
-    files = {
-        TRUSTED: cluster.authority[0] + cluster.old_authority,
-        CHAIN: _text(certificate) + cluster.bridge,
-        KEY: _pem(key),
-    }
-    if serves:
+    certificate, key = certify(cluster.authority, cluster.name, node.name, node.role, node.hosts, days)
+    files = {TRUSTED: cluster.authority[0] + cluster.old_authority, CHAIN: certificate + cluster.bridge, KEY: key}
+    if node.role == MEMBER:
         files[TOKEN] = "".join(f"{token}\n" for token in cluster.tokens)
     return files
 
@@ -331,8 +221,7 @@ def init(folder: Path, nodes: Iterable[Node], *, name: str = "cluster", days: fl
             f"{folder} exists and is not empty; nothing is overwritten: give another --dir, or see `keys node` and "
             "`keys rotate`"
         )
-    certificate, key = _new_authority(name)
-    cluster = Cluster(name, (_text(certificate), _pem(key)), tokens=(secrets.token_urlsafe(32),), nodes=tuple(given))
+    cluster = Cluster(name, new_authority(name), tokens=(secrets.token_urlsafe(32),), nodes=tuple(given))
     save(_folder(folder), cluster)
     _hand_out(folder, cluster, given, days)
     return cluster
@@ -388,15 +277,12 @@ def rotate(folder: Path, *, without: Iterable[str] = (), days: float = NODE_DAYS
         raise ConfigurationError(
             f"no node is called {', '.join(unknown)}; there are {', '.join(n.name for n in cluster.nodes)}"
         )
-    old_certificate = x509.load_pem_x509_certificate(cluster.authority[0].encode())
-    old_key = _load_key(cluster.authority[1])
-    certificate, key = _new_authority(cluster.name)
-    bridge = _authority(certificate.subject, key.public_key(), old_certificate.subject, old_key)
+    authority = new_authority(cluster.name)
     turned = replace(
         cluster,
-        authority=(_text(certificate), _pem(key)),
+        authority=authority,
         old_authority=cluster.authority[0],
-        bridge=_text(bridge),
+        bridge=bridge(authority, cluster.authority),
         tokens=(secrets.token_urlsafe(32), *cluster.tokens),
         nodes=tuple(n for n in cluster.nodes if n.name not in left_out),
     )
@@ -421,7 +307,7 @@ def finish(folder: Path) -> Cluster:
     for node in done.nodes:
         path = folder / NODES / node.name / CHAIN
         try:
-            leaves[node.name] = _text(x509.load_pem_x509_certificates(path.read_bytes())[0])
+            leaves[node.name] = first_of(path.read_bytes())
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"{path}: {error}; write it again: `keys node {node.name} --renew`") from error
     save(folder, done)
@@ -439,48 +325,6 @@ def _check_days(days: float) -> None:
         raise ConfigurationError(f"--days {days:g}: expected more than 0 and up to {AUTHORITY_DAYS}")
 
 
-# ------------------------------------------------------------------------------------------------ facts
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a certificate says."""
-
-    name: str
-    role: str
-    hosts: tuple[str, ...]
-    since: datetime
-    until: datetime
-
-    @property
-    def trouble(self) -> str:
-        """Why it does not count now; "" if it does."""
-        now = datetime.now(UTC)
-        if now > self.until:
-            return f"it expired on {when(self.until)}"
-        return f"it counts only from {when(self.since)} on (is this clock right?)" if now < self.since else ""
-
-
-def when(moment: datetime) -> str:
-    """To the minute, in UTC."""
-    return f"{moment:%Y-%m-%d %H:%M} UTC"
-
-
-def facts(certificate: x509.Certificate) -> Facts:
-    """What this certificate says.
-
-    Raises:
-        WireError: It names no role of ours.
-    """
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        names = x509.SubjectAlternativeName([])
-    role, name = read_uris(names.get_values_for_type(x509.UniformResourceIdentifier))
-    hosts = (*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress)))
-    return Facts(name, role, hosts, certificate.not_valid_before_utc, certificate.not_valid_after_utc)
-
-
 def show(folder: Path) -> list[Facts]:
     """Of every node whose keys lie here, or of the one whose folder this is. Nothing secret.
 
@@ -490,13 +334,3 @@ def show(folder: Path) -> list[Facts]:
     if (folder / CHAIN).exists():
         return [facts_of(folder / CHAIN)]
     return [facts_of(folder / NODES / node.name / CHAIN) for node in load(folder).nodes]
-
-
-def facts_of(path: Path) -> Facts:
-    """Of a file; an unreadable one is a ConfigurationError that names it."""
-    try:
-        return facts(x509.load_pem_x509_certificates(path.read_bytes())[0])
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigurationError(f"{path} holds no certificate: {error}") from error

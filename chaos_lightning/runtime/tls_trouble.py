@@ -17,8 +17,8 @@ from cryptography import x509
 
 from chaos_lightning.errors import WireError
 from chaos_lightning.runtime.access import split_endpoint
+from chaos_lightning.runtime.certificates import Facts, facts
 from chaos_lightning.runtime.credentials import Credentials, Keys, Secret
-from chaos_lightning.runtime.keyfiles import Facts, facts
 from chaos_lightning.runtime.roles import MEMBER
 
 _TIMEOUT_S = 1.0
@@ -53,7 +53,7 @@ def _with_keys(sock: socket.socket, endpoint: str, keys: Keys, deadline: float) 
     try:
         tls = keys.client.wrap_socket(sock)
     except ssl.SSLCertVerificationError as error:
-        shown = _shown(endpoint, max(0.1, deadline - time.monotonic()))
+        shown = _shown(endpoint, keys, max(0.1, deadline - time.monotonic()))
         said = f" (it says to be {shown.name}, {shown.role}{_until(shown)})" if shown is not None else ""
         return (
             f"the certificate of the scheduler at {endpoint} does not count: {error.verify_message}{said}; it must be "
@@ -102,14 +102,12 @@ def _names(found: Facts, host: str) -> bool:
     return str(wanted) in found.hosts
 
 
-def _shown(endpoint: str, timeout_s: float) -> Facts | None:
+def _shown(endpoint: str, keys: Keys, timeout_s: float) -> Facts | None:
     """What the certificate there says of itself, believed or not."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with (
         contextlib.suppress(OSError),
         socket.create_connection(split_endpoint(endpoint), timeout=timeout_s) as sock,
-        context.wrap_socket(sock) as tls,
+        keys.curious.wrap_socket(sock) as tls,
     ):
         return _read(tls.getpeercert(binary_form=True))
     return None
