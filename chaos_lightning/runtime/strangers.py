@@ -35,6 +35,8 @@ class Strangers:
         self._note = note
         self._budget = (0.0, 0, 0)
         self._door: Door | None = None
+        self.inner_port = 0
+        """Where gRPC listens behind the door; 0 without one."""
 
     async def open(self, server: Any, host: str, port: int) -> int:
         """Gives the gRPC server its port, behind a door if there are keys; returns the port that others call.
@@ -47,7 +49,8 @@ class Strangers:
             if keys is None:
                 return int(server.add_insecure_port(endpoint))
             self._door = Door(keys, self.note)
-            return await self._door.open(host, port, int(server.add_insecure_port("127.0.0.1:0")))
+            self.inner_port = int(server.add_insecure_port("127.0.0.1:0"))
+            return await self._door.open(host, port, self.inner_port)
         except (RuntimeError, OSError) as error:
             raise ConfigurationError(
                 f"cannot listen on {endpoint}: the port is taken or the address is not this machine's ({error}); "
