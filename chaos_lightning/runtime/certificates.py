@@ -16,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -152,6 +153,17 @@ def certify(
         .sign(signer, hashes.SHA256())
     )
     return _text(certificate), _pem(key)
+
+
+def signed_by(certificate: str, authority: str) -> bool:
+    """Whether this authority (PEM) has signed the certificate (PEM) itself."""
+    try:
+        x509.load_pem_x509_certificate(certificate.encode()).verify_directly_issued_by(
+            x509.load_pem_x509_certificate(authority.encode())
+        )
+    except (ValueError, InvalidSignature):
+        return False
+    return True
 
 
 def first_of(chain: bytes) -> str:

@@ -17,6 +17,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from chaos_lightning.errors import WireError
@@ -28,6 +29,8 @@ HANDSHAKE_TIMEOUT_S = 5.0
 MAX_HANDSHAKES = 64
 _PIECE_NBYTES = 1 << 16
 _BACKLOG = 128
+_FULL_PAUSE_S = 0.2
+"""Before the next attempt where this process has too many files open."""
 _INSIDE = "127.0.0.1"
 
 
@@ -43,7 +46,7 @@ class Door:
         self._keys = keys
         self._refused = refused
         self._callers: dict[str, Caller] = {}
-        self._servers: list[asyncio.Server] = []
+        self._listening: list[asyncio.Task[None]] = []
         self._visits: set[asyncio.Task[None]] = set()
         self._greeting = 0
 
@@ -58,15 +61,11 @@ class Door:
             for address in addresses(host):
                 listeners.append(_listen(address, port))
                 port = port or int(listeners[0].getsockname()[1])
-            for listener in listeners:
-                serve = asyncio.start_server(
-                    lambda r, w: self._visited(r, w, inner), sock=listener, limit=_PIECE_NBYTES, backlog=_BACKLOG
-                )
-                self._servers.append(await serve)
         except BaseException:
             for listener in listeners:
                 listener.close()
             raise
+        self._listening = [asyncio.create_task(self._accept(listener, inner)) for listener in listeners]
         return port
 
     def caller(self, peer: str) -> Caller | None:
@@ -75,25 +74,44 @@ class Door:
 
     async def close(self) -> None:
         """Ends listening and all connections. Idempotent."""
-        for server in self._servers:
-            server.close()
-        for visit in list(self._visits):
-            visit.cancel()
-        await asyncio.gather(*self._visits, return_exceptions=True)
+        for tasks in (self._listening, list(self._visits)):
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _accept(self, listener: socket.socket, inner: int) -> None:
+        """Takes connections until it is cancelled. (asyncio's own server loses one that comes while it is closed.)"""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                try:
+                    sock, _ = await loop.sock_accept(listener)
+                except OSError as error:
+                    self._refused("?", f"a connection could not be taken: {error.strerror}")
+                    await asyncio.sleep(_FULL_PAUSE_S)
+                    continue
+                visit = asyncio.create_task(self._visited(sock, inner))
+                self._visits.add(visit)
+                visit.add_done_callback(partial(self._gone, sock))
+        finally:
+            listener.close()
+
+    def _gone(self, sock: socket.socket, visit: asyncio.Task[None]) -> None:
+        """Also of a visit that was cancelled before it began."""
+        self._visits.discard(visit)
+        sock.close()
 
     # ------------------------------------------------------------------ one visitor
 
-    async def _visited(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, inner: int) -> None:
-        visit = asyncio.current_task()
-        assert visit is not None
-        self._visits.add(visit)
+    async def _visited(self, sock: socket.socket, inner: int) -> None:
+        reader, writer = await asyncio.open_connection(sock=sock, limit=_PIECE_NBYTES)
         try:
             await self._visit(_Outside(reader, writer, self._keys), inner)
-        except asyncio.CancelledError:
-            pass  # asyncio would complain about a visit that `close` has ended
         finally:
-            self._visits.discard(visit)
             writer.transport.abort()
+            # The transport lets the socket go in the loop's next round.
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
     async def _visit(self, outside: _Outside, inner: int) -> None:
         if self._greeting >= MAX_HANDSHAKES:

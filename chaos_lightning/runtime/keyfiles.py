@@ -34,6 +34,7 @@ from chaos_lightning.runtime.certificates import (
     first_of,
     host_name,
     new_authority,
+    signed_by,
 )
 from chaos_lightning.runtime.options import NAME
 from chaos_lightning.runtime.roles import CERTIFIED, MEMBER, OPERATOR
@@ -310,13 +311,18 @@ def finish(folder: Path) -> Cluster:
             leaves[node.name] = first_of(path.read_bytes())
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"{path}: {error}; write it again: `keys node {node.name} --renew`") from error
-    save(folder, done)
+        if not signed_by(leaves[node.name], done.authority[0]):
+            raise ConfigurationError(
+                f"{node.name}'s certificate is of the old authority; write it again: "
+                f"`keys node {node.name} --renew`, and copy it before the old one is believed no longer"
+            )
     for node in done.nodes:
         there = folder / NODES / node.name
         _write(there / TRUSTED, done.authority[0])
         _write(there / CHAIN, leaves[node.name])
         if node.role == MEMBER:
             _write(there / TOKEN, f"{done.tokens[0]}\n")
+    save(folder, done)  # last: until then it can be done again
     return done
 
 
