@@ -50,11 +50,11 @@ COMMANDS: dict[str, Command] = {
 EPILOG = """
 A job on two machines, in three lines:
 
-$ (umask 077; head -c 32 /dev/urandom | base64 > token)          # the same file on both machines
+$ chaos-lightning keys init --node a=HOST --node b               # then copy keys/nodes/a and /b to their machines
 
-$ torchrun --rdzv-backend=chaos --rdzv-endpoint=HOST:29400 --rdzv-conf token_file=token --nnodes=1:16 train.py
+$ torchrun --rdzv-backend=chaos --rdzv-endpoint=HOST:29400 --rdzv-conf keys_dir=KEYS --nnodes=1:16 train.py
 
-$ chaos-lightning status --endpoint HOST:29400 --token-file token
+$ chaos-lightning status --endpoint HOST:29400 --keys-dir keys/nodes/operator
 
 The first torchrun on HOST starts the scheduler; `chaos-lightning scheduler` is for running it apart from training.
 """

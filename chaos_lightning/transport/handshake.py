@@ -139,7 +139,7 @@ def dial(
     try:
         tune(sock)
         challenge, _ = _receive(sock, deadline)
-        server_nonce = str(challenge.get("nonce", "")).encode()
+        server_nonce = str(challenge.get("nonce", "")).encode(errors="backslashreplace")
         nonce = os.urandom(16).hex()
         body = json.dumps({**asdict(greeting), "nonce": nonce}, sort_keys=True).encode()
         first, *older = (_proof(known, b"dial", server_nonce, body) for known in _all(token))
@@ -167,7 +167,7 @@ def accept(
         nonce = os.urandom(16).hex()
         _send(sock, {"nonce": nonce})
         answer, _ = _receive(sock, deadline)
-        body = str(answer.get("hello", "")).encode()
+        body = str(answer.get("hello", "")).encode(errors="backslashreplace")
         reason = ""
         greeting = Greeting("", "", "", "")
         fields: dict[str, object] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import ssl
@@ -167,6 +168,16 @@ def test_the_scheduler_stops_with_streams_open(keys: Keys) -> None:
             attended.messages.wait_for(Welcome)
             served.stop()
             attended.states.wait(lambda state: state.startswith("lost"))
+
+
+def test_a_connection_that_comes_while_the_door_is_shut_is_closed(keys: Keys) -> None:
+    """Whether it was taken or only queued by then."""
+    with serving(token=keys.of("a")) as served:
+        callers = [connect(served) for _ in range(20)]
+        served.stop()
+    for caller in callers:
+        with caller, contextlib.suppress(ConnectionResetError):  # reset if it was still in the kernel's queue
+            assert caller.recv(1) == b""
 
 
 def test_a_port_that_is_taken_is_named(keys: Keys, scheduler: Served) -> None:
