@@ -97,4 +97,4 @@ class LiveView(Callback):
             return None
         if engine.events.path is not None:
             return follow(engine.events.path.parent)
-        return ask(engine.config.endpoint, engine.config.token_file)
+        return ask(engine.config.endpoint, engine.config.token_file, keys_dir=engine.config.keys_dir)

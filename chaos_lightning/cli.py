@@ -31,6 +31,9 @@ COMMANDS: dict[str, Command] = {
     "status": Command("chaos_lightning.runtime.commands:status", "Show who is in a job, and what it waits for."),
     "drain": Command("chaos_lightning.runtime.commands:drain", "Ask a node to leave politely."),
     "link": Command("chaos_lightning.runtime.commands:link", "Add or remove a link between two members."),
+    "keys": Command(
+        "chaos_lightning.runtime.cli_keys:keys", "Make and renew the keys of a cluster on an open network."
+    ),
     "etcd": Command("chaos_lightning.runtime.cli_etcd:etcd", "Run etcd servers on this machine, for development."),
     "top": Command("chaos_lightning.observe.cli_top:top", "Watch a job live."),
     "report": Command("chaos_lightning.observe.cli_report:report", "Write a page about a run from its event logs."),
@@ -47,11 +50,11 @@ COMMANDS: dict[str, Command] = {
 EPILOG = """
 A job on two machines, in three lines:
 
-$ (umask 077; head -c 32 /dev/urandom | base64 > token)          # the same file on both machines
+$ chaos-lightning keys init --node a=HOST --node b               # then copy keys/nodes/a and /b to their machines
 
-$ torchrun --rdzv-backend=chaos --rdzv-endpoint=HOST:29400 --rdzv-conf token_file=token --nnodes=1:16 train.py
+$ torchrun --rdzv-backend=chaos --rdzv-endpoint=HOST:29400 --rdzv-conf keys_dir=KEYS --nnodes=1:16 train.py
 
-$ chaos-lightning status --endpoint HOST:29400 --token-file token
+$ chaos-lightning status --endpoint HOST:29400 --keys-dir keys/nodes/operator
 
 The first torchrun on HOST starts the scheduler; `chaos-lightning scheduler` is for running it apart from training.
 """

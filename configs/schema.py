@@ -22,6 +22,7 @@ from omegaconf import MISSING
 class OptionsConfig:
     """`chaos_lightning.strategies.ChaosOptions`; None: the environment's CHAOS_<NAME>, else the default."""
 
+    keys_dir: str | None = None
     token_file: str | None = None
     bind: str | None = None
     plan: str | None = None

@@ -14,8 +14,9 @@ class ChaosOptions:
     """Settings that most jobs leave alone. None means: the environment's CHAOS_<NAME>, else the engine's default.
 
     Attributes:
-        token_file: File with the cluster's token.
-        bind: Address that links listen on; beyond loopback a token is demanded.
+        keys_dir: This node's folder of keys (`chaos-lightning keys`).
+        token_file: Instead, a file with the cluster's token.
+        bind: Address that links listen on; beyond loopback keys or a token are demanded.
         plan: How gradients travel: auto (trees from the measured links), rotating, chain, tree, tree:K, another planner
             or a file of trees (chaos_lightning.runtime.plans).
         chunk_nbytes: Size of one chunk of the all-reduce in bytes; 0 picks one by the model's size.
@@ -37,6 +38,7 @@ class ChaosOptions:
         leave_on_signals: Whether SIGINT and SIGTERM leave the job politely instead of aborting.
     """
 
+    keys_dir: str | None = None
     token_file: str | None = None
     bind: str | None = None
     plan: str | None = None

@@ -52,22 +52,22 @@ def follow(logs: Path, *, live: bool = True) -> Callable[[], Board]:
 
 
 def ask(
-    endpoint: str, token_file: str = "", timeout_s: float = 2.0, *, must_answer: bool = False
+    endpoint: str, token_file: str = "", timeout_s: float = 2.0, *, keys_dir: str = "", must_answer: bool = False
 ) -> Callable[[], Board]:
     """A function that returns the board of what this scheduler answers.
 
     Unreachable is a line on the board, or an error if it `must_answer`.
     """
-    from chaos_lightning.runtime.access import load_token
     from chaos_lightning.runtime.channel import fetch_status
+    from chaos_lightning.runtime.credentials import Credentials
 
-    token = load_token(token_file)
+    secret = Credentials.load(keys_dir, token_file)
     last = Board(title=f"scheduler {endpoint}")
 
     def board() -> Board:
         nonlocal last
         try:
-            last = from_status(fetch_status(endpoint, token, timeout_s))
+            last = from_status(fetch_status(endpoint, secret, timeout_s))
         except ChaosError as error:
             if must_answer:
                 raise
@@ -100,6 +100,7 @@ def top(
     token_file: Annotated[
         str, typer.Option(help="File with the cluster token (or CHAOS_TOKEN_FILE, CHAOS_TOKEN).", metavar="PATH")
     ] = "",
+    keys_dir: Annotated[str, typer.Option(help="Folder of keys (or CHAOS_KEYS_DIR).", metavar="DIR")] = "",
     interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 0.5,
     once: Annotated[bool, typer.Option("--once", help="Print one board and end.")] = False,
 ) -> None:
@@ -114,7 +115,10 @@ def top(
         raise ConfigurationError(
             f"no event log in {logs}: expected the folder that the job was given as log_dir, with *.jsonl files"
         )
-    board = follow(logs) if logs is not None else ask(endpoint or "127.0.0.1:29400", token_file, must_answer=once)
+    if logs is not None:
+        board = follow(logs)
+    else:
+        board = ask(endpoint or "127.0.0.1:29400", token_file, keys_dir=keys_dir, must_answer=once)
     if once:
         Console().print(draw(board()))
         return

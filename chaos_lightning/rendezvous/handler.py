@@ -36,7 +36,8 @@ from torch.distributed.elastic.rendezvous import (
 from chaos_lightning.errors import ChaosError, ConfigurationError, RefusedError
 from chaos_lightning.rendezvous.options import RendezvousOptions, read_options
 from chaos_lightning.rendezvous.polite import PoliteExit
-from chaos_lightning.runtime.access import check_bind, load_token
+from chaos_lightning.runtime.access import check_bind
+from chaos_lightning.runtime.credentials import Credentials
 from chaos_lightning.runtime.hosting import ensure_scheduler, may_host, options_for_engine
 from chaos_lightning.runtime.orphan import VARIABLE, agent_mark
 
@@ -57,14 +58,14 @@ class ChaosRendezvousHandler(RendezvousHandler):
     def __init__(self, run_id: str, options: RendezvousOptions) -> None:
         self._run_id = run_id
         self._options = options
-        self._token = load_token(options.config.token_file)
+        self._secret = Credentials.load(options.config.keys_dir, options.config.token_file)
         self._rounds = 0
         self._closed = False
         self._looked = 0.0
         self._looking: threading.Thread | None = None
         self._may_host = False
         self._polite = PoliteExit(agent_mark(), options.config.step_timeout_s)
-        check_bind(options.config.bind, self._token)
+        check_bind(options.config.bind, self._secret)
 
     def get_backend(self) -> str:
         return BACKEND
@@ -103,7 +104,7 @@ class ChaosRendezvousHandler(RendezvousHandler):
         if not self._may_host:
             return
         try:
-            hosted = ensure_scheduler(options, self._token, continue_only=continue_only)
+            hosted = ensure_scheduler(options, self._secret, continue_only=continue_only)
         except ConfigurationError:
             raise
         except RefusedError as error:
@@ -135,7 +136,7 @@ class ChaosRendezvousHandler(RendezvousHandler):
     def _look(self) -> None:
         """Starts the scheduler again if it is gone and the job is not finished. Its members waited for that."""
         try:
-            hosted = ensure_scheduler(options_for_engine(self._options.config), self._token, continue_only=True)
+            hosted = ensure_scheduler(options_for_engine(self._options.config), self._secret, continue_only=True)
         except RefusedError:
             return
         except ChaosError as error:

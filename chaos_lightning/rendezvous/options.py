@@ -35,7 +35,8 @@ from chaos_lightning.runtime.plans import absolute_plan
 logger = logging.getLogger("chaos_lightning.rendezvous")
 
 MEMBER_OPTIONS = {
-    "token_file": "file with the cluster token, the same on all nodes",
+    "keys_dir": "this node's folder of keys (chaos-lightning keys, docs/access.md)",
+    "token_file": "instead, file with the cluster token, the same on all nodes",
     "log_dir": "folder of the event logs",
     "bind": "address that this node's links listen on (default: the one that faces the endpoint)",
     "plan": "how gradients travel: auto, rotating, chain, tree, tree:K, a planner, or a file (file:PATH, *.yaml)",
@@ -82,7 +83,7 @@ FOREIGN = frozenset(
 )
 """Options of torch's own backends: they mean nothing here and are named in a warning."""
 
-_PATHS = ("token_file", "log_dir", "transfer_folder")
+_PATHS = ("keys_dir", "token_file", "log_dir", "transfer_folder")
 
 
 @dataclass(frozen=True, kw_only=True)

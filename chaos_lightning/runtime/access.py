@@ -1,10 +1,10 @@
 """Who may come in: endpoints, the cluster token, and where a scheduler or member may listen.
 
-Theory of operation. A job is open to every process that can reach its ports and knows the token. Without a token only
-loopback may be listened on; beyond it a token is demanded, at the scheduler and at every member. The token is read from
-a file or from the environment, never from a command line, where every user of the machine could read it. Links between
-members prove it without sending it (transport/handshake.py); on the control stream it travels as gRPC metadata, which
-is not encrypted: keep the scheduler's port inside a network you trust, or tunnel it.
+Theory of operation. A job is open to every process that can reach its ports and has its credentials: a folder of keys
+(runtime/credentials.py), or the weaker token alone. Without any only loopback may be listened on. The token is read
+from a file or from the environment, never from a command line, where every user of the machine could read it. Links
+between members prove it without sending it (transport/handshake.py); on the control stream it travels as gRPC metadata,
+which is encrypted only where there are keys: with a token alone, keep the scheduler's port inside a network you trust.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ import socket
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from chaos_lightning.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from chaos_lightning.runtime.credentials import Credentials
 
 logger = logging.getLogger("chaos_lightning.runtime")
 
@@ -49,7 +53,10 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 def split_endpoints(text: str) -> tuple[str, ...]:
     """Each "HOST:PORT" of a list with commas: the candidates of one job."""
-    found = tuple(join_endpoint(*split_endpoint(part)) for part in text.split(",") if part.strip())
+    parts = [split_endpoint(part) for part in text.split(",") if part.strip()]
+    found = tuple(join_endpoint(*part) for part in parts)
+    if not all(port for _, port in parts):
+        raise ConfigurationError(f"endpoint {text!r}: nobody can be called at port 0; name the port")
     if not found:
         raise ConfigurationError(f"endpoint {text!r} is no HOST:PORT; write for example 10.0.0.5:{DEFAULT_PORT}")
     return tuple(dict.fromkeys(found))
@@ -115,16 +122,11 @@ def load_token(token_file: str = "", environ: Mapping[str, str] = os.environ) ->
     return token
 
 
-def check_bind(host: str, token: bytes) -> None:
-    """Refuses to listen beyond loopback without a token."""
+def check_bind(host: str, token: bytes | Credentials) -> None:
+    """Refuses to listen beyond loopback without a token or keys."""
     if not token and not is_loopback(host):
         raise ConfigurationError(
-            f"listening on {host} would let everybody in who can reach it: give a cluster token (--token-file, "
-            "token_file= or the environment variables CHAOS_TOKEN_FILE / CHAOS_TOKEN, the same on all nodes), "
-            "or bind to 127.0.0.1"
+            f"listening on {host} would let everybody in who can reach it: give a folder of keys (`chaos-lightning "
+            "keys init`, then --keys-dir, keys_dir= or CHAOS_KEYS_DIR), or at least a cluster token (--token-file, "
+            "token_file= or CHAOS_TOKEN_FILE / CHAOS_TOKEN, the same on all nodes), or bind to 127.0.0.1"
         )
-
-
-def token_metadata(token: bytes) -> tuple[tuple[str, bytes], ...]:
-    """gRPC metadata that shows the token."""
-    return ((TOKEN_KEY, token),) if token else ()

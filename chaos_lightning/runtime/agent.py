@@ -37,10 +37,11 @@ from chaos_lightning.membership.types import (
     Welcome,
 )
 from chaos_lightning.runtime import chaos_pb2
-from chaos_lightning.runtime.access import addresses, split_endpoint, token_metadata
+from chaos_lightning.runtime.access import addresses, split_endpoint
 from chaos_lightning.runtime.channel import CLIENT_OPTIONS, StandbyError, explain
 from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerStub
 from chaos_lightning.runtime.codec import unwrap_to_member, wrap_from_member
+from chaos_lightning.runtime.credentials import Credentials, Secret, open_channel
 from chaos_lightning.runtime.forks import close_peer_in_children, forget_peer
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
@@ -73,14 +74,17 @@ class _Stop:
 class _Talk:
     """One stream: an outbox that gRPC drains, and a thread that reads into the agent's inbox."""
 
-    def __init__(self, channel: grpc.Channel, endpoint: str, token: bytes, inbox: queue.SimpleQueue[Any]) -> None:
+    def __init__(
+        self, channel: grpc.Channel, endpoint: str, secret: Credentials, inbox: queue.SimpleQueue[Any]
+    ) -> None:
         self._endpoint = endpoint
+        self._secret = secret
         self._inbox = inbox
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.welcomed = False
         self.pulses = False
         """The scheduler says all the time that it lives."""
-        self.call = SchedulerStub(channel).Attend(iter(self._outbox.get, None), metadata=token_metadata(token))
+        self.call = SchedulerStub(channel).Attend(iter(self._outbox.get, None), metadata=secret.metadata())
         threading.Thread(target=self._read, name="chaos-agent-reader", daemon=True).start()
 
     def say(self, envelope: Any) -> None:
@@ -108,7 +112,7 @@ class _Talk:
             for envelope in self.call:
                 self._inbox.put((self, unwrap_to_member(envelope)))
         except grpc.RpcError as error:
-            reason = explain(error, self._endpoint)
+            reason = explain(error, self._endpoint, self._secret)
         except WireError as error:
             reason = error
         finally:
@@ -120,7 +124,7 @@ class Agent(threading.Thread):
 
     Args:
         endpoints: HOST:PORT of the scheduler, or of all that stand by for each other.
-        token: Cluster token, b"" for none.
+        token: Cluster token (b"" for none), or credentials.
         hello_factory: Makes the Hello of each connection. Sets `resume` to the member's id once it stands in a view;
             before that there is nothing to resume, and a scheduler restarted on its chain would not know the id.
         on_message: Takes each message of the scheduler, in this thread.
@@ -134,7 +138,7 @@ class Agent(threading.Thread):
         self,
         *,
         endpoints: Sequence[str],
-        token: bytes,
+        token: Secret,
         hello_factory: Callable[[], Hello],
         on_message: Callable[[ToMember], None],
         on_state: Callable[[str], None],
@@ -147,7 +151,7 @@ class Agent(threading.Thread):
         self._at = 0
         self._leader = ""
         """Where a standby said that the leader listens."""
-        self._token = token
+        self._secret = Credentials.of(token)
         self._hello_factory = hello_factory
         self._on_message = on_message
         self._on_state = on_state
@@ -282,13 +286,15 @@ class Agent(threading.Thread):
         for address in reachable:
             close_peer_in_children(address, port)
         try:
-            with grpc.insecure_channel(self._endpoint, options=CLIENT_OPTIONS) as channel:
-                talk = _Talk(channel, self._endpoint, self._token, self._inbox)
+            with open_channel(self._endpoint, self._secret, CLIENT_OPTIONS) as channel:
+                talk = _Talk(channel, self._endpoint, self._secret, self._inbox)
                 try:
                     return self._attend(talk)
                 finally:
                     self._talk = None
                     talk.end()
+        except RefusedError as error:
+            return error  # this member's certificate has expired
         finally:
             for address in reachable:
                 forget_peer(address, port)

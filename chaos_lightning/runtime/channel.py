@@ -21,9 +21,11 @@ import grpc
 
 from chaos_lightning.errors import ChaosError, RefusedError, SchedulerUnreachableError
 from chaos_lightning.runtime import chaos_pb2
-from chaos_lightning.runtime.access import LEADER_KEY, split_endpoints, token_metadata
+from chaos_lightning.runtime.access import LEADER_KEY, split_endpoints
 from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerStub
 from chaos_lightning.runtime.codec import MAX_CONTROL_NBYTES
+from chaos_lightning.runtime.credentials import Credentials, Secret, open_channel
+from chaos_lightning.runtime.tls_trouble import tls_trouble
 
 KEEPALIVE_S = 5.0
 PULSE_S = 0.2
@@ -64,8 +66,11 @@ class StandbyError(SchedulerUnreachableError):
         self.leader = leader
 
 
-def explain(error: grpc.RpcError, endpoint: str) -> ChaosError:
-    """Our exception for a call that failed: refused by the scheduler, or none reached."""
+def explain(error: grpc.RpcError, endpoint: str, secret: Secret = b"", timeout_s: float = 1.0) -> ChaosError:
+    """Our exception for a call that failed: refused by the scheduler, or none reached.
+
+    If TLS may be the reason, that is looked into for up to `timeout_s`.
+    """
     code, details = error.code(), error.details() or ""
     metadata: Any = error.trailing_metadata() or ()
     leader = next((value for key, value in metadata if key == LEADER_KEY), None)
@@ -77,10 +82,12 @@ def explain(error: grpc.RpcError, endpoint: str) -> ChaosError:
         return RefusedError(f"at {endpoint} another kind of service listens ({details}); choose another port")
     if code == grpc.StatusCode.NOT_FOUND:
         return RefusedError(details)
+    if code == grpc.StatusCode.UNAVAILABLE and (trouble := tls_trouble(endpoint, secret, timeout_s)):
+        return RefusedError(trouble)
     return SchedulerUnreachableError(f"no scheduler answered at {endpoint}: {code.name if code else '?'}: {details}")
 
 
-def _call(endpoint: str, token: bytes, timeout_s: float, method: str, request: Any) -> Any:
+def _call(endpoint: str, token: Secret, timeout_s: float, method: str, request: Any) -> Any:
     """Asks the scheduler at `endpoint`, or of several the one that leads."""
     deadline = time.monotonic() + timeout_s
     waiting, asked = list(split_endpoints(endpoint)), set[str]()
@@ -89,12 +96,13 @@ def _call(endpoint: str, token: bytes, timeout_s: float, method: str, request: A
         here = waiting.pop(0)
         asked.add(here)
         left = max(0.1, deadline - time.monotonic())
-        with grpc.insecure_channel(here, options=CLIENT_OPTIONS) as channel:
+        with open_channel(here, token, CLIENT_OPTIONS) as channel:
             try:
                 rpc = getattr(SchedulerStub(channel), method)
-                return rpc(request, timeout=left / (len(waiting) + 1), metadata=token_metadata(token))
+                shown = Credentials.of(token).metadata()
+                return rpc(request, timeout=left / (len(waiting) + 1), metadata=shown)
             except grpc.RpcError as error:
-                found = explain(error, here)
+                found = explain(error, here, token, min(1.0, max(0.1, deadline - time.monotonic())))
         if isinstance(found, RefusedError):
             raise found
         failed = found
@@ -103,18 +111,18 @@ def _call(endpoint: str, token: bytes, timeout_s: float, method: str, request: A
     raise failed
 
 
-def fetch_status(endpoint: str, token: bytes = b"", timeout_s: float = 5.0, *, follow: bool = True) -> dict[str, Any]:
+def fetch_status(endpoint: str, token: Secret = b"", timeout_s: float = 5.0, *, follow: bool = True) -> dict[str, Any]:
     """The scheduler's status as a dictionary (see SchedulerServer.status).
 
     Args:
         endpoint: One, or several with commas: the first one that answers.
-        token: Cluster token.
+        token: Cluster token, or credentials.
         timeout_s: For all of it.
         follow: Ask the one that leads, if that is another one and it answers.
 
     Raises:
         SchedulerUnreachableError: Nobody answered in time.
-        RefusedError: Somebody did, but does not accept the token or is no scheduler.
+        RefusedError: Somebody did, but does not accept the credentials (or we not its), or is no scheduler.
     """
     deadline = time.monotonic() + timeout_s
     facts = _status(endpoint, token, timeout_s)
@@ -125,12 +133,12 @@ def fetch_status(endpoint: str, token: bytes = b"", timeout_s: float = 5.0, *, f
     return facts
 
 
-def _status(endpoint: str, token: bytes, timeout_s: float) -> dict[str, Any]:
+def _status(endpoint: str, token: Secret, timeout_s: float) -> dict[str, Any]:
     reply = _call(endpoint, token, timeout_s, "Status", chaos_pb2.StatusRequest())
     return cast(dict[str, Any], json.loads(reply.json))
 
 
-def drain(endpoint: str, name: str, token: bytes = b"", timeout_s: float = 5.0) -> tuple[str, ...]:
+def drain(endpoint: str, name: str, token: Secret = b"", timeout_s: float = 5.0) -> tuple[str, ...]:
     """Asks a member, or all members of a node, to leave; returns the names that were asked.
 
     Raises:
@@ -144,7 +152,7 @@ def drain(endpoint: str, name: str, token: bytes = b"", timeout_s: float = 5.0) 
     return tuple(reply.asked)
 
 
-def change_link(endpoint: str, a: str, b: str, *, add: bool, token: bytes = b"", timeout_s: float = 5.0) -> str:
+def change_link(endpoint: str, a: str, b: str, *, add: bool, token: Secret = b"", timeout_s: float = 5.0) -> str:
     """Asks for a link between two members, or that it goes; returns what will happen.
 
     Raises:

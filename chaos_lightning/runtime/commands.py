@@ -16,7 +16,7 @@ import typer
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.types import Settings
-from chaos_lightning.runtime.access import load_token
+from chaos_lightning.runtime.credentials import Credentials
 from chaos_lightning.runtime.options import MEMORY, SchedulerOptions, change_settings, check_settings
 from chaos_lightning.runtime.plans import DEFAULT_PLAN, EXPECTED, read_plan
 
@@ -28,6 +28,9 @@ TokenFile = Annotated[
         help="File with the cluster token (or the environment: CHAOS_TOKEN_FILE, CHAOS_TOKEN).", metavar="PATH"
     ),
 ]
+KeysDir = Annotated[
+    str, typer.Option(help="Folder of keys, made by `chaos-lightning keys` (or CHAOS_KEYS_DIR).", metavar="DIR")
+]
 Endpoint = Annotated[
     str, typer.Option(envvar="CHAOS_ENDPOINT", help="The scheduler.", metavar="HOST:PORT", show_default=True)
 ]
@@ -35,7 +38,7 @@ Endpoint = Annotated[
 
 def scheduler(
     listen: Annotated[
-        str, typer.Option(help="Where to listen; beyond loopback a token is demanded.", metavar="HOST:PORT")
+        str, typer.Option(help="Where to listen; beyond loopback keys or a token are demanded.", metavar="HOST:PORT")
     ] = DEFAULT_ENDPOINT,
     job: Annotated[str, typer.Option(help="Name of the job (torchrun: --rdzv-id).")] = "default",
     min_nodes: Annotated[int, typer.Option(help="Training starts with, and pauses below, so many members.")] = 1,
@@ -51,6 +54,7 @@ def scheduler(
         ),
     ] = "",
     token_file: TokenFile = "",
+    keys_dir: KeysDir = "",
     log_dir: Annotated[str, typer.Option(help="Folder for the event log.", metavar="PATH")] = "",
     idle_timeout: Annotated[float, typer.Option(help="End after so many seconds without a member; 0 never.")] = 0.0,
     setting: Annotated[
@@ -81,6 +85,7 @@ def scheduler(
             settings=settings,
             store=store,
             token_file=token_file,
+            keys_dir=keys_dir,
             log_dir=log_dir,
             idle_timeout_s=idle_timeout,
         )
@@ -91,6 +96,7 @@ def scheduler(
 def status(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     token_file: TokenFile = "",
+    keys_dir: KeysDir = "",
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for scripts.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 5.0,
 ) -> None:
@@ -100,7 +106,7 @@ def status(
     """
     from chaos_lightning.runtime.channel import fetch_status
 
-    facts = fetch_status(endpoint, load_token(token_file), timeout)
+    facts = fetch_status(endpoint, Credentials.load(keys_dir, token_file), timeout)
     if as_json:
         print(json.dumps(facts, indent=2))
         return
@@ -183,6 +189,7 @@ def drain(
     node: Annotated[str, typer.Argument(help="A member's name or id, or a node's name: then all its members.")],
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     token_file: TokenFile = "",
+    keys_dir: KeysDir = "",
 ) -> None:
     """Ask a node to leave politely.
 
@@ -191,7 +198,7 @@ def drain(
     """
     from chaos_lightning.runtime.channel import drain as ask
 
-    asked = ask(endpoint, node, load_token(token_file))
+    asked = ask(endpoint, node, Credentials.load(keys_dir, token_file))
     print(f"asked to leave: {', '.join(asked)}")
 
 
@@ -206,6 +213,7 @@ def link(
     b: Annotated[str, typer.Argument(help="Another one's.")],
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     token_file: TokenFile = "",
+    keys_dir: KeysDir = "",
 ) -> None:
     """Add or remove a link between two members while they train.
 
@@ -214,7 +222,7 @@ def link(
     """
     from chaos_lightning.runtime.channel import change_link
 
-    print(change_link(endpoint, a, b, add=action is LinkAction.ADD, token=load_token(token_file)))
+    print(change_link(endpoint, a, b, add=action is LinkAction.ADD, token=Credentials.load(keys_dir, token_file)))
 
 
 def version() -> None:

@@ -37,8 +37,9 @@ class EngineConfig:
         name: This node's name, unique in the job; default host name, local rank and process id.
         min_nodes: Training starts with, and pauses below, so many members.
         max_nodes: Further members wait as standbys.
-        token_file: File with the cluster token; the environment variable CHAOS_TOKEN serves as well.
-        bind: Address that links listen on; beyond loopback a token is demanded.
+        keys_dir: This node's folder of keys (`chaos-lightning keys`, docs/access.md): mutual TLS with the scheduler.
+        token_file: Instead, a file with the cluster token alone; the environment's CHAOS_TOKEN serves as well.
+        bind: Address that links listen on; beyond loopback keys or a token are demanded.
         plan: How gradients travel: auto (trees from the measured links, drawn again when these change enough to pay for
             it; rotating where all links are alike), a plan (rotating, chain, tree, tree:K), another planner (widest,
             packed, star, fapt, local, MODULE:FUNCTION) or a file of trees (see runtime/plans.py). The job goes by
@@ -71,6 +72,7 @@ class EngineConfig:
     name: str = ""
     min_nodes: int = 1
     max_nodes: int = 64
+    keys_dir: str = ""
     token_file: str = ""
     bind: str = "127.0.0.1"
     plan: str = DEFAULT_PLAN

@@ -38,10 +38,11 @@ from chaos_lightning.observe.events import EventLog
 from chaos_lightning.planning.deal import ruling_view
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.replay import Replay
-from chaos_lightning.runtime.access import check_bind, load_token
+from chaos_lightning.runtime.access import check_bind
 from chaos_lightning.runtime.agent import Agent
 from chaos_lightning.runtime.choice import TransferChoice
 from chaos_lightning.runtime.config import EngineConfig
+from chaos_lightning.runtime.credentials import Credentials
 from chaos_lightning.runtime.doorway import hello, warn_of_rules
 from chaos_lightning.runtime.entrance import Entrance, no_replay
 from chaos_lightning.runtime.hosting import host_for_engine
@@ -83,7 +84,7 @@ class Engine:
         self.leaving = False
         self.out = False
         self.events = EventLog.in_directory(config.log_dir or None, config.name)
-        self._token = load_token(config.token_file)
+        self._token = Credentials.load(config.keys_dir, config.token_file)
         self._mail = Mailbox(config.name, endpoint=config.endpoint)
         self._waiting = Waiting(self._mail, self.events, lambda: self._shell.severed())
         self._transfer = Transfer(config.job, self._token, self._mail, self.events, TransferChoice.of(config))

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 
 from chaos_lightning.errors import ChaosError, ConfigurationError, RefusedError, SchedulerUnreachableError
 from chaos_lightning.membership.types import PlanSpec
-from chaos_lightning.runtime.access import check_bind, is_local, load_token, split_endpoint
+from chaos_lightning.runtime.access import check_bind, is_local, split_endpoint
+from chaos_lightning.runtime.credentials import Credentials, Secret
 from chaos_lightning.runtime.options import (
     MEMORY,
     SchedulerOptions,
@@ -87,12 +88,12 @@ def _listens(endpoint: str) -> bool:
         return False
 
 
-def look(endpoint: str, job: str, token: bytes) -> str:
+def look(endpoint: str, job: str, token: Secret) -> str:
     """What is at the endpoint: "free", "serves" (this job), "finished" (still lingering) or "silent" (no answer yet).
 
     Raises:
         ConfigurationError: A scheduler of another job is there.
-        RefusedError: It does not accept the token, or is no scheduler.
+        RefusedError: It does not accept the credentials, or is no scheduler.
     """
     from chaos_lightning.runtime.channel import fetch_status
 
@@ -111,13 +112,13 @@ def look(endpoint: str, job: str, token: bytes) -> str:
 
 
 def ensure_scheduler(
-    options: SchedulerOptions, token: bytes = b"", *, continue_only: bool = False, timeout_s: float = 30.0
+    options: SchedulerOptions, token: Secret = b"", *, continue_only: bool = False, timeout_s: float = 30.0
 ) -> HostedScheduler | None:
     """Starts a scheduler at `options.listen` if that is this machine's and free; returns it, None if none was started.
 
     Args:
-        options: What to run; `token_file` is not used, the token is handed over in the child's environment.
-        token: Cluster token.
+        options: What to run; `token_file` and `keys_dir` are not used.
+        token: Cluster token, which is handed over in the child's environment; or credentials, whose folder is named.
         continue_only: Do not begin a new job where one is finished; that is a RefusedError then.
         timeout_s: How long to wait for an answer.
 
@@ -148,7 +149,7 @@ def ensure_scheduler(
                 if continue_only and _finished(options):
                     raise RefusedError(f"job {job!r} is finished; nothing is left to do")
                 again = _begins_again(options)
-                started = _spawn(options, token)
+                started = _spawn(options, Credentials.of(token))
                 if again:
                     logger.warning(
                         "job %r was finished; a new job by that name begins at %s, from the state that its members "
@@ -171,7 +172,7 @@ def ensure_scheduler(
         time.sleep(_LOOK_INTERVAL_S)
 
 
-def _serves_itself(started: HostedScheduler, token: bytes) -> bool:
+def _serves_itself(started: HostedScheduler, token: Secret) -> bool:
     """Whether it is our own process that answers, and not the winner of a race."""
     from chaos_lightning.runtime.channel import fetch_status
 
@@ -204,7 +205,7 @@ def _begins_again(options: SchedulerOptions) -> bool:
         return False  # the scheduler itself says what is wrong with its file
 
 
-def _spawn(options: SchedulerOptions, token: bytes) -> HostedScheduler:
+def _spawn(options: SchedulerOptions, secret: Credentials) -> HostedScheduler:
     path = options.store_path
     folder = path.parent if path is not None else Path(options.log_dir or ".")
     log = (folder / "scheduler.log").absolute()
@@ -222,9 +223,12 @@ def _spawn(options: SchedulerOptions, token: bytes) -> HostedScheduler:
         command += ["--log-dir", os.path.abspath(options.log_dir)]
     if options.keep_finished:
         command += ["--keep-finished"]
-    environment = {k: v for k, v in os.environ.items() if k not in ("CHAOS_TOKEN", "CHAOS_TOKEN_FILE")}
-    if token:
-        environment["CHAOS_TOKEN"] = os.fsdecode(token)
+    if secret.keys_dir:
+        command += ["--keys-dir", secret.keys_dir]
+    ours = ("CHAOS_TOKEN", "CHAOS_TOKEN_FILE", "CHAOS_KEYS_DIR")
+    environment = {k: v for k, v in os.environ.items() if k not in ours}
+    if secret.bare_token:
+        environment["CHAOS_TOKEN"] = os.fsdecode(secret.bare_token)
     # Found also from a source tree that is not installed, and by a worker that changed its directory.
     root = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
@@ -302,4 +306,5 @@ def host_for_engine(config: EngineConfig, *, continue_only: bool = False) -> Hos
     options = options_for_engine(config)
     if not may_host(config, options):
         return None
-    return ensure_scheduler(options, load_token(config.token_file), continue_only=continue_only)
+    secret = Credentials.load(config.keys_dir, config.token_file)
+    return ensure_scheduler(options, secret, continue_only=continue_only)

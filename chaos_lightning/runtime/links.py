@@ -24,6 +24,7 @@ from typing import Protocol
 
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.membership.types import NO_VIEW, LinkReport, Member, View, ViewId
+from chaos_lightning.runtime.credentials import Credentials, Secret
 from chaos_lightning.runtime.forks import close_in_children
 from chaos_lightning.runtime.measuring import Measuring
 from chaos_lightning.runtime.routing import Letter, Router, unpacked
@@ -65,7 +66,7 @@ class Links:
         loop: The loop that serves the links.
         bind: Address to listen on.
         job: Job name, checked in every handshake.
-        token: Cluster token, empty for none.
+        token: Cluster token (empty for none), or credentials.
         owner: Receives frames, results and broken links.
         changed: Told (peer, up, evidence).
         bulk: Serves an accepted bulk socket in the calling thread.
@@ -77,7 +78,7 @@ class Links:
         loop: IoLoop,
         bind: str,
         job: str,
-        token: bytes,
+        token: Secret,
         owner: Host,
         changed: Callable[[str, bool, str], None],
         bulk: Callable[[socket.socket, str], object],
@@ -88,7 +89,7 @@ class Links:
         """Set: neighbours on this machine may read chunks out of this process's memory."""
         self._loop = loop
         self._job = job
-        self._token = token
+        self._secret = Credentials.of(token)
         self._owner = owner
         self._changed = changed
         self._bulk = bulk
@@ -183,7 +184,9 @@ class Links:
 
         def work() -> None:
             try:
-                sock = dial(member.address, member.port, Greeting(self._job, me, peer, "link"), token=self._token)
+                sock = dial(
+                    member.address, member.port, Greeting(self._job, me, peer, "link"), token=self._secret.tokens()
+                )
             except (OSError, ChaosError) as error:
                 reason = f"refused ({error})"
                 self._loop.call(lambda: self._failed(peer, reason))
@@ -224,7 +227,7 @@ class Links:
 
     def _greet(self, sock: socket.socket) -> None:
         try:
-            greeting = accept(sock, job=self._job, me=self.me, token=self._token)
+            greeting = accept(sock, job=self._job, me=self.me, token=self._secret.tokens())
         except (ChaosError, OSError) as error:
             self._refused(str(error))
             return

@@ -34,6 +34,7 @@ class SchedulerOptions:
         settings: The job's rules.
         store: The chain's file, MEMORY, "etcd://..." (etcd_client.EXPECTED), or "" for `default_store`.
         token_file: File of the cluster token; "" for the environment's, if any.
+        keys_dir: Folder of keys, instead of a token alone.
         log_dir: Folder for the event log; "" for none.
         idle_timeout_s: End after so long without a member; 0 never.
         keep_finished: Serve a finished chain (newcomers are told so) instead of archiving it and beginning anew.
@@ -43,6 +44,7 @@ class SchedulerOptions:
     settings: Settings = field(default_factory=Settings)
     store: str = ""
     token_file: str = ""
+    keys_dir: str = ""
     log_dir: str = ""
     idle_timeout_s: float = 0.0
     keep_finished: bool = False

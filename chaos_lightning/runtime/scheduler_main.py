@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.membership.types import Settings
-from chaos_lightning.runtime.access import load_token, split_endpoint
+from chaos_lightning.runtime.access import split_endpoint
+from chaos_lightning.runtime.credentials import Credentials
 from chaos_lightning.runtime.options import SchedulerOptions, check_settings, settings_from_json
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def run(options: SchedulerOptions) -> int:
     config = ServerConfig(
         host=host,
         port=port,
-        token=load_token(options.token_file),
+        token=Credentials.load(options.keys_dir, options.token_file),
         settings=check_settings(options.settings),
         idle_timeout_s=options.idle_timeout_s,
         linger_s=options.settings.linger_timeout_s,
@@ -125,6 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--settings", default="{}", help="the job's rules, a JSON object of membership.types.Settings")
     parser.add_argument("--store", default="", help="the chain's file (default: below XDG_STATE_HOME), or etcd://...")
     parser.add_argument("--token-file", default="", help="file of the cluster token (or CHAOS_TOKEN_FILE, CHAOS_TOKEN)")
+    parser.add_argument("--keys-dir", default="", help="folder of keys for mutual TLS (or CHAOS_KEYS_DIR)")
     parser.add_argument("--log-dir", default="", help="folder of the event log")
     parser.add_argument("--idle-timeout", type=float, default=0.0, help="seconds without any member; 0 never")
     parser.add_argument("--keep-finished", action="store_true", help="do not begin anew where a job is finished")
@@ -140,6 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
                 settings=settings,
                 store=given.store,
                 token_file=given.token_file,
+                keys_dir=given.keys_dir,
                 log_dir=given.log_dir,
                 idle_timeout_s=given.idle_timeout,
                 keep_finished=given.keep_finished,

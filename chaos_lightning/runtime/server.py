@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from chaos_lightning.errors import ChaosError, ConfigurationError, StoreError, WireError
+from chaos_lightning.errors import ChaosError, StoreError, WireError
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.types import Hello, Pulse, Settings, ToMember, Welcome
 from chaos_lightning.observe.events import EventLog
@@ -32,6 +32,7 @@ from chaos_lightning.runtime.access import LEADER_KEY, check_bind, join_endpoint
 from chaos_lightning.runtime.channel import END_OF_STREAM, PULSE_S, SERVER_OPTIONS
 from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
 from chaos_lightning.runtime.codec import unwrap_from_member, wrap_to_member
+from chaos_lightning.runtime.credentials import Secret
 from chaos_lightning.runtime.process_table import same_machine_verdict
 from chaos_lightning.runtime.seat import Seat
 from chaos_lightning.runtime.store import Store, StoreFactory
@@ -70,7 +71,7 @@ class ServerConfig:
     Attributes:
         host: Address to listen on.
         port: Port; 0 takes a free one.
-        token: Cluster token; b"" only on loopback.
+        token: Cluster token, or credentials with a folder of keys; b"" only on loopback.
         settings: Rules of the job.
         tick_s: Seconds between ticks of the machine; 0 for a quarter of the heartbeat interval, 10 to 50 ms.
         idle_timeout_s: End after so long without any member's stream; 0 never.
@@ -79,7 +80,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 29400
-    token: bytes = b""
+    token: Secret = field(default=b"", repr=False)
     settings: Settings = field(default_factory=Settings)
     tick_s: float = 0.0
     idle_timeout_s: float = 0.0
@@ -153,14 +154,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._ended = asyncio.get_running_loop().create_future()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         add_SchedulerServicer_to_server(self, self._server)
-        endpoint = join_endpoint(self.config.host, self.config.port)
-        try:
-            self.port = self._server.add_insecure_port(endpoint)
-        except RuntimeError as error:
-            raise ConfigurationError(
-                f"cannot listen on {endpoint}: the port is taken or the address is not this machine's ({error}); "
-                f"see `chaos-lightning status --endpoint {endpoint}`, or choose another port"
-            ) from error
+        self.port = await self._strangers.open(self._server, self.config.host, self.config.port)
         if self._seat is None:
             await self._lead()
             await self._server.start()
@@ -244,6 +238,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._server is not None:
             await self._server.stop(0.1)
+            await self._strangers.close()
         self._disk.shutdown()
         if self._opened is not None:
             self._opened.close()
@@ -369,7 +364,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         """One member's stream, from its Hello to its end."""
         await self._admit(context, "Attend")
         self._count += 1
-        connection = _Connection(self._count, context.peer())
+        connection = _Connection(self._count, self._strangers.peer(context))
         if self._seat is not None:
             connection.outbox.put_nowait(Pulse())  # from the first moment on, silence means something
         self._connections[connection.number] = connection
@@ -457,7 +452,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             n for n in present if n.rpartition("-")[0] == wanted and n.rpartition("-")[2].isdigit()
         ]
         for name in asked:
-            self._events.emit("drain", of=name, by=context.peer())
+            self._events.emit("drain", of=name, by=self._strangers.peer(context))
             self._inbox.put_nowait(fx.Drain(name))
         return chaos_pb2.DrainReply(asked=asked, present=present)
 

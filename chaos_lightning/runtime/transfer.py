@@ -28,6 +28,7 @@ from chaos_lightning.replication.snapshot import Snapshot
 from chaos_lightning.replication.state_reader import StateReader
 from chaos_lightning.replication.table import StateTable
 from chaos_lightning.runtime.choice import Situation, TransferChoice
+from chaos_lightning.runtime.credentials import Credentials, Secret
 from chaos_lightning.runtime.mailbox import Mailbox
 from chaos_lightning.runtime.process_table import host_identity
 from chaos_lightning.runtime.sources import endpoint, endpoints
@@ -67,7 +68,7 @@ class _Watched:
 class Transfer:
     """One member's transfers, in both directions."""
 
-    def __init__(self, job: str, token: bytes, mail: Mailbox, events: EventLog, choice: TransferChoice) -> None:
+    def __init__(self, job: str, token: Secret, mail: Mailbox, events: EventLog, choice: TransferChoice) -> None:
         self.server = StateServer()
         self.server.checkpoints = choice.writer()
         self.report: PullReport | None = None
@@ -89,7 +90,7 @@ class Transfer:
         self._said = ""
         """Why another policy than the chosen one is used, if that was told."""
         self._job = job
-        self._token = token
+        self._secret = Credentials.of(token)
         self._mail = mail
         self._events = events
 
@@ -122,7 +123,7 @@ class Transfer:
 
     def _connect(self, donor: Endpoint) -> socket.socket:
         greeting = Greeting(self._job, self._mail.who(), donor.member, "bulk")
-        return dial(donor.address, donor.port, greeting, token=self._token)
+        return dial(donor.address, donor.port, greeting, token=self._secret.tokens())
 
     def publish(self, header: Header, state: StateAccess, layout: Layout) -> None:
         """Makes the state at `header` servable until the next slot commits (PROTOCOL.md 15).

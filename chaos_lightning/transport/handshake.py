@@ -1,9 +1,10 @@
 """Who is at the other end: an authenticated hello on every new connection between members.
 
 Theory of operation. Both ends prove that they know the cluster token by an HMAC over the other's nonce and both
-hellos; the token itself never travels. Without a token (allowed on loopback only, see runtime/access.py) the HMAC key
-is empty and the exchange still checks job, identity and purpose. Messages are JSON of at most 4 KiB behind a 4-byte
-length, the whole handshake has one deadline, and nothing is allocated for a stranger beyond that.
+hellos; the token itself never travels. While tokens are rotated a member may know two, and proves both. Without a token
+(allowed on loopback only, see runtime/access.py) the HMAC key is empty and the exchange still checks job, identity and
+purpose. Messages are JSON of at most 4 KiB behind a 4-byte length, the whole handshake has one deadline, and nothing is
+allocated for a stranger beyond that.
 
 For tests and emulated networks, CHAOS_LINK_RELAY=HOST:PORT in the environment has this process dial a relay instead of
 its peers, and tell it in one line of JSON who calls whom and where (testing/relay.py). The handshake with its proofs
@@ -20,6 +21,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from chaos_lightning.errors import RefusedError, WireError
@@ -98,6 +100,15 @@ def _proof(token: bytes, role: bytes, *parts: bytes) -> str:
     return mac.hexdigest()
 
 
+def _same(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode(errors="backslashreplace"), expected.encode())
+
+
+def _all(token: bytes | Sequence[bytes]) -> tuple[bytes, ...]:
+    """The tokens to prove or to believe; "" is the key where there is none."""
+    return (token,) if isinstance(token, bytes) else tuple(token) or (b"",)
+
+
 def _connect(address: str, port: int, greeting: Greeting, deadline_s: float) -> socket.socket:
     relay = os.environ.get(RELAY, "")
     if not relay:
@@ -113,8 +124,10 @@ def _connect(address: str, port: int, greeting: Greeting, deadline_s: float) -> 
     return sock
 
 
-def dial(address: str, port: int, greeting: Greeting, *, token: bytes = b"", deadline_s: float = 5.0) -> socket.socket:
-    """Connects, proves the token both ways and returns a blocking, tuned socket.
+def dial(
+    address: str, port: int, greeting: Greeting, *, token: bytes | Sequence[bytes] = b"", deadline_s: float = 5.0
+) -> socket.socket:
+    """Connects, proves the token (or one of them) both ways and returns a blocking, tuned socket.
 
     Raises:
         OSError: Nobody listens there.
@@ -126,14 +139,16 @@ def dial(address: str, port: int, greeting: Greeting, *, token: bytes = b"", dea
     try:
         tune(sock)
         challenge, _ = _receive(sock, deadline)
-        server_nonce = str(challenge.get("nonce", "")).encode()
+        server_nonce = str(challenge.get("nonce", "")).encode(errors="backslashreplace")
         nonce = os.urandom(16).hex()
         body = json.dumps({**asdict(greeting), "nonce": nonce}, sort_keys=True).encode()
-        _send(sock, {"hello": body.decode(), "proof": _proof(token, b"dial", server_nonce, body)})
+        first, *older = (_proof(known, b"dial", server_nonce, body) for known in _all(token))
+        _send(sock, {"hello": body.decode(), "proof": first, "older": older})
         answer, _ = _receive(sock, deadline)
         if not answer.get("ok"):
             raise RefusedError(f"{address}:{port} refused {greeting.me} ({greeting.purpose}): {answer.get('reason')}")
-        if not hmac.compare_digest(str(answer.get("proof", "")), _proof(token, b"accept", nonce.encode(), body)):
+        given = str(answer.get("proof", ""))
+        if not any(_same(given, _proof(t, b"accept", nonce.encode(), body)) for t in _all(token)):
             raise RefusedError(f"{address}:{port} does not know the cluster token; it is not a member of this job")
         sock.settimeout(None)
         return sock
@@ -142,7 +157,9 @@ def dial(address: str, port: int, greeting: Greeting, *, token: bytes = b"", dea
         raise
 
 
-def accept(sock: socket.socket, *, job: str, me: str, token: bytes = b"", deadline_s: float = 5.0) -> Greeting:
+def accept(
+    sock: socket.socket, *, job: str, me: str, token: bytes | Sequence[bytes] = b"", deadline_s: float = 5.0
+) -> Greeting:
     """The listening side's half. On refusal the reason is sent, the socket closed and RefusedError raised."""
     deadline = time.monotonic() + deadline_s
     try:
@@ -150,11 +167,16 @@ def accept(sock: socket.socket, *, job: str, me: str, token: bytes = b"", deadli
         nonce = os.urandom(16).hex()
         _send(sock, {"nonce": nonce})
         answer, _ = _receive(sock, deadline)
-        body = str(answer.get("hello", "")).encode()
+        body = str(answer.get("hello", "")).encode(errors="backslashreplace")
         reason = ""
         greeting = Greeting("", "", "", "")
         fields: dict[str, object] = {}
-        if not hmac.compare_digest(str(answer.get("proof", "")), _proof(token, b"dial", nonce.encode(), body)):
+        older = answer.get("older")
+        given = [str(answer.get("proof", "")), *(map(str, older[:1]) if isinstance(older, list) else ())]
+        proved = next(
+            (t for t in _all(token) for g in given if _same(g, _proof(t, b"dial", nonce.encode(), body))), None
+        )
+        if proved is None:
             reason = "wrong or missing cluster token"
         else:
             try:
@@ -175,7 +197,7 @@ def accept(sock: socket.socket, *, job: str, me: str, token: bytes = b"", deadli
         if reason:
             _send(sock, {"ok": False, "reason": reason})
             raise RefusedError(f"refused a connection: {reason}")
-        _send(sock, {"ok": True, "proof": _proof(token, b"accept", str(fields["nonce"]).encode(), body)})
+        _send(sock, {"ok": True, "proof": _proof(proved or b"", b"accept", str(fields["nonce"]).encode(), body)})
         sock.settimeout(None)
         return greeting
     except BaseException:

@@ -43,7 +43,7 @@ def test_defaults_reach_the_worker() -> None:
     assert config.bind == "127.0.0.1"
     assert config.join_timeout_s == 900.0
     default = EngineConfig()
-    same = {"token_file", "plan", "chunk_nbytes", "log_dir", "step_timeout_s", "overlap", "by_reference"}
+    same = {"keys_dir", "token_file", "plan", "chunk_nbytes", "log_dir", "step_timeout_s", "overlap", "by_reference"}
     for name in same:
         assert getattr(config, name) == getattr(default, name), name
     assert options.settings == Settings(job="j", min_nodes=1, max_nodes=4)
@@ -71,6 +71,7 @@ def test_members_are_workers_not_nodes() -> None:
 
 def test_everything_that_can_be_given_arrives(tmp_path: Path) -> None:
     given = {
+        "keys_dir": "keys",
         "token_file": "token",
         "log_dir": "logs",
         "bind": "127.0.0.2",
@@ -105,7 +106,7 @@ def test_everything_that_can_be_given_arrives(tmp_path: Path) -> None:
     options = read(given)
     config = worker_config(options, local_rank=1)
     assert config.name == "edge.1-1"
-    assert config.token_file == os.path.abspath("token")
+    assert (config.keys_dir, config.token_file) == (os.path.abspath("keys"), os.path.abspath("token"))
     assert config.log_dir == os.path.abspath("logs")
     assert (config.bind, config.plan, config.chunk_nbytes, config.state_hash_every) == ("127.0.0.2", "tree", 8192, 5)
     assert (config.join_timeout_s, config.step_timeout_s, config.heartbeat_timeout_s) == (7.5, 8.5, 1.25)

@@ -20,8 +20,11 @@ import pytest
 
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError
 from chaos_lightning.runtime.channel import fetch_status
+from chaos_lightning.runtime.credentials import Credentials, KeyFolder
 from chaos_lightning.runtime.hosting import HostedScheduler
+from chaos_lightning.runtime.keyfiles import NODES, Node, init
 from chaos_lightning.runtime.process_table import start_time
+from chaos_lightning.runtime.roles import OBSERVER
 from chaos_lightning.testing.harness import Harness, Record
 
 HERE = Path(__file__).resolve().parent
@@ -180,6 +183,21 @@ def test_agents_join_a_running_job_and_nobody_is_restarted(torchrun: Callable[..
         fetch_status(endpoint, b"another token")
     assert {line["restarts"] for line in (*first.lines, *second.lines)} == {0}
     assert len(first.workers()) == 2
+
+
+def test_agents_with_keys_meet_over_tls(torchrun: Callable[..., Torchrun], endpoint: str, tmp_path: Path) -> None:
+    """The token in their environment is not used then, and opens nothing."""
+    keys = tmp_path / "keys"
+    init(keys, [Node("one"), Node("two"), Node("ann", OBSERVER)])
+    first = torchrun(conf=f"node=one,keys_dir={keys / NODES / 'one'}", nodes="1:2")
+    first.wait("view")
+    second = torchrun(conf=f"node=two,keys_dir={os.path.relpath(keys / NODES / 'two')}", nodes="1:2")
+    assert second.wait("welcome")["role"] == "joiner"
+    first.wait("next_view")
+    facts = fetch_status(endpoint, Credentials(keys=KeyFolder(keys / NODES / "ann")))
+    assert sorted(row["peer"].split(" ", 1)[1] for row in facts["streams"]) == ["one (member)", "two (member)"]
+    with pytest.raises(RefusedError, match="demands a certificate: give keys_dir"):
+        fetch_status(endpoint, TOKEN.encode())
 
 
 def test_ctrl_c_reaches_the_worker_as_a_polite_wish(torchrun: Callable[..., Torchrun], endpoint: str) -> None:

@@ -27,9 +27,9 @@ from chaos_lightning.membership.types import (
     ToMember,
     Welcome,
 )
-from chaos_lightning.runtime.access import load_token
 from chaos_lightning.runtime.agent import Agent
 from chaos_lightning.runtime.config import EngineConfig
+from chaos_lightning.runtime.credentials import Credentials
 from chaos_lightning.runtime.orphan import watch_parent
 from chaos_lightning.runtime.process_table import host_identity, start_time
 
@@ -88,7 +88,7 @@ def on_message(message: ToMember) -> None:
 entered: list[Any] = [NO_VIEW]
 agent = Agent(
     endpoints=config.endpoints,
-    token=load_token(config.token_file),
+    token=Credentials.load(config.keys_dir, config.token_file),
     hello_factory=hello,
     on_message=on_message,
     on_state=lambda state: say("state", state=state),

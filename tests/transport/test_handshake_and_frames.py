@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import struct
 import threading
 
 import pytest
@@ -54,6 +56,45 @@ def test_a_stranger_without_the_token_is_refused_and_told_why():
     assert isinstance(outcome["dial"], RefusedError)
     assert "token" in str(outcome["dial"])
     assert isinstance(outcome["accept"], RefusedError)
+
+
+@pytest.mark.parametrize(
+    ("dials", "accepts"),
+    [
+        ([b"new", b"old"], [b"old"]),
+        ([b"old"], [b"new", b"old"]),
+        ([b"new", b"old"], [b"new", b"old"]),
+        ([b"new"], [b"new", b"old"]),
+        ([b"new", b"old"], [b"new"]),
+        ([], []),
+    ],
+)
+def test_while_tokens_are_rotated_one_that_both_know_is_enough(dials, accepts):
+    outcome = meet(GOOD, dial_token=dials, accept_token=accepts)
+    assert outcome["dial"] == "connected"
+    assert outcome["accept"] == GOOD
+
+
+@pytest.mark.parametrize(("dials", "accepts"), [([b"old"], [b"new"]), ([b"older", b"old"], [b"new"]), ([], [b"new"])])
+def test_tokens_that_are_no_longer_known_are_refused(dials, accepts):
+    outcome = meet(GOOD, dial_token=dials, accept_token=accepts)
+    assert isinstance(outcome["dial"], RefusedError)
+    assert isinstance(outcome["accept"], RefusedError)
+
+
+ODD = [{"hello": "{}", "proof": "\u00e9"}, {"hello": "\ud800", "proof": "\ud800", "older": 3}]
+
+
+@pytest.mark.parametrize("said", ODD)
+def test_a_proof_that_is_no_ascii_is_refused(said):
+    body = json.dumps(said).encode()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname(), timeout=5) as theirs,
+    ):
+        theirs.sendall(struct.pack("<I", len(body)) + body)
+        with pytest.raises(RefusedError, match="token"):
+            accept(server.accept()[0], job="j", me="b~2", token=b"secret", deadline_s=5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,245 @@
+"""Who may do what: each cell of the table, with a real scheduler, real certificates and real calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from keys_support import CHAIN, KEY, Keys, Refusals, Shown, call, write_keys
+from served import Served, attending, serving
+
+from chaos_lightning.errors import RefusedError, WireError
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.types import Welcome
+from chaos_lightning.runtime import certificates, chaos_pb2, roles, strangers
+from chaos_lightning.runtime.channel import change_link, drain, fetch_status
+from chaos_lightning.runtime.roles import MEMBER, OBSERVER, OPERATOR
+
+CALLS = ("Attend", "Status", "Drain", "ChangeLink")
+OK, ROLE, TOKEN, TLS = "ok", "PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE"
+
+TABLE: dict[str, tuple[str, str, str, str]] = {
+    # who                              Attend Status Drain ChangeLink
+    "a member": (OK, OK, ROLE, ROLE),
+    "an observer": (ROLE, OK, ROLE, ROLE),
+    "an operator": (ROLE, OK, OK, OK),
+    "a member without the token": (TOKEN, OK, ROLE, ROLE),
+    "a member with a wrong token": (TOKEN, TOKEN, ROLE, ROLE),
+    "an observer with the token": (ROLE, OK, ROLE, ROLE),
+    "an operator with a wrong token": (ROLE, TOKEN, TOKEN, TOKEN),
+    "the token without certificate": (TLS, TLS, TLS, TLS),
+    "the token without TLS": (TLS, TLS, TLS, TLS),
+    "another authority's member with the token": (TLS, TLS, TLS, TLS),
+    "another authority's operator": (TLS, TLS, TLS, TLS),
+    "an expired member with the token": (TLS, TLS, TLS, TLS),
+    "an expired observer": (TLS, TLS, TLS, TLS),
+    "an expired operator": (TLS, TLS, TLS, TLS),
+    "a role that nobody knows": (TLS, TLS, TLS, TLS),
+    "nobody": (TLS, TLS, TLS, TLS),
+}
+REASONS = {
+    "a member": "a is member, and",
+    "an observer": "o is observer, and",
+    "an operator": "p is operator, and",
+    "a member without the token": "missing cluster token|a is member, and",
+    "a member with a wrong token": "wrong cluster token|a is member, and",
+    "an observer with the token": "o is observer, and",
+    "an operator with a wrong token": "wrong cluster token|p is operator, and",
+    "the token without certificate": "it showed no certificate",
+    "the token without TLS": "it speaks no TLS",
+    "another authority's member with the token": "its certificate does not count: unable to get local issuer",
+    "another authority's operator": "its certificate does not count: unable to get local issuer",
+    "an expired member with the token": "its certificate does not count: certificate has expired",
+    "an expired observer": "its certificate does not count: certificate has expired",
+    "an expired operator": "its certificate does not count: certificate has expired",
+    "a role that nobody knows": "expected one of the roles member, observer, operator",
+    "nobody": "it speaks no TLS",
+}
+"""What stands in the log about them (either of the two)."""
+
+
+def answer(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
+    return [fx.Answer(event.token, True, "done")] if isinstance(event, fx.ChangeLink) else None
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    return Keys(tmp_path_factory.mktemp("mine") / "keys")
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    return Keys(tmp_path_factory.mktemp("others") / "keys")
+
+
+@pytest.fixture(scope="module")
+def refusals() -> Refusals:
+    return Refusals()
+
+
+@pytest.fixture(scope="module")
+def scheduler(keys: Keys, refusals: Refusals) -> Iterator[Served]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strangers, "_MAX_LINES_PER_S", 1000)
+        with serving(answer, token=keys.of("a"), log=refusals) as served:
+            yield served
+
+
+def shown_by(who: str, keys: Keys, others: Keys) -> Shown:
+    token = keys.cluster.tokens[0]
+    believing = {"ca.crt": keys.files("a")["ca.crt"]}
+
+    def stranger(name: str) -> dict[str, str]:
+        return {**others.files(name), **believing}
+
+    cases = {
+        "a member": Shown(keys.files("a"), token),
+        "an observer": Shown(keys.files("o")),
+        "an operator": Shown(keys.files("p")),
+        "a member without the token": Shown(keys.files("a")),
+        "a member with a wrong token": Shown(keys.files("a"), others.cluster.tokens[0]),
+        "an observer with the token": Shown(keys.files("o"), token),
+        "an operator with a wrong token": Shown(keys.files("p"), others.cluster.tokens[0]),
+        "the token without certificate": Shown(believing, token),
+        "the token without TLS": Shown(None, token),
+        "another authority's member with the token": Shown(stranger("a"), token),
+        "another authority's operator": Shown(stranger("p")),
+        "an expired member with the token": Shown(keys.issued(MEMBER, -0.001), token),
+        "an expired observer": Shown(keys.issued(OBSERVER, -0.001)),
+        "an expired operator": Shown(keys.issued(OPERATOR, -0.001)),
+        "nobody": Shown(None),
+    }
+    if who == "a role that nobody knows":
+        chain, key = certificates.certify(keys.cluster.authority, "cluster", "odd", "owner")
+        return Shown({**believing, CHAIN: chain, KEY: key}, token)
+    return cases[who]
+
+
+@pytest.mark.parametrize("what", CALLS)
+@pytest.mark.parametrize("who", TABLE)
+def test_each_cell_of_the_table(
+    who: str, what: str, keys: Keys, others: Keys, scheduler: Served, refusals: Refusals
+) -> None:
+    refusals.take()
+    assert call(scheduler.endpoint, what, shown_by(who, keys, others)) == TABLE[who][CALLS.index(what)]
+    logged = refusals.take(some=TABLE[who][CALLS.index(what)] != OK)
+    if TABLE[who][CALLS.index(what)] == OK:
+        assert logged == []
+        return
+    for peer, reason in logged:
+        assert peer.startswith("ipv4:127.0.0.1:")
+        assert any(part in reason for part in REASONS[who].split("|")), reason
+    if TABLE[who][CALLS.index(what)] != TLS:  # it is known by then who it is
+        name = {"a member": "a (member)", "an observer": "o (observer)", "an operator": "p (operator)"}
+        peer, reason = logged[0]
+        assert name[" ".join(who.split()[:2])] in peer
+        assert f"({what})" in reason
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_the_port_behind_the_door_is_nobodys(what: str, keys: Keys, scheduler: Served, refusals: Refusals) -> None:
+    """It listens on loopback for the door alone; a process of this machine that finds it has no role there."""
+    refusals.take()
+    inner = scheduler.server._strangers.inner_port
+    assert inner != scheduler.server.port
+    shown = Shown(None, keys.cluster.tokens[0])
+    assert call(f"127.0.0.1:{inner}", what, shown) == TOKEN
+    assert ["inner port" in reason for _, reason in refusals.take(some=True)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("token", "expected"), [("the right token", OK), ("another token", TOKEN), (None, TOKEN)], ids=str
+)
+@pytest.mark.parametrize("what", CALLS)
+def test_with_a_token_alone_whoever_knows_it_may_everything(what: str, token: str | None, expected: str) -> None:
+    with serving(answer, token=b"the right token") as served:
+        assert call(served.endpoint, what, Shown(None, token)) == expected
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_without_credentials_everybody_on_this_machine_may_everything(what: str) -> None:
+    with serving(answer) as served:
+        assert call(served.endpoint, what, Shown(None)) == OK
+
+
+def test_the_table_names_every_call_there_is_and_no_other() -> None:
+    methods = {method.name for method in chaos_pb2.DESCRIPTOR.services_by_name["Scheduler"].methods}
+    assert roles.ALL == methods == set(CALLS)
+    assert set(roles.MAY) == {*roles.CERTIFIED, roles.TOKEN, roles.ANYBODY}
+    assert not any(roles.may(role, "Shutdown") for role in roles.MAY)
+    assert not roles.may("owner", "Status")
+    for role, who in zip(roles.CERTIFIED, ("a member", "an observer", "an operator"), strict=True):
+        assert tuple(OK if roles.may(role, c) else ROLE for c in CALLS) == TABLE[who]
+
+
+def test_the_documents_table_is_this_one() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "access.md").read_text()
+    rows = {
+        cells[0].strip(): [c.strip() for c in cells[1:]]
+        for line in text.splitlines()
+        if line.startswith("|") and len(cells := line.strip("|").split("|")) == 5
+    }
+    assert rows["role"] == list(CALLS)
+    for role in roles.MAY:
+        expected = ["yes" if roles.may(role, c) else "no" for c in CALLS]
+        assert [cell.split(",")[0] for cell in rows[role]] == expected, role
+        for cell, c in zip(rows[role], CALLS, strict=True):
+            demanded = role in roles.CERTIFIED and c in roles.TOKEN_DEMANDED.get(role, ())
+            assert ("with the token" in cell) == demanded, (role, c)
+
+
+@pytest.mark.parametrize(
+    "uris",
+    [
+        [],
+        ["https://example.org"],
+        ["chaos-lightning://c/member/a", "chaos-lightning://c/operator/a"],
+        ["chaos-lightning://c/owner/a"],
+        ["chaos-lightning://c/member/"],
+        ["chaos-lightning://c/member"],
+        ["chaos-lightning://c/member/a/b"],
+    ],
+)
+def test_certificates_with_odd_roles(uris: list[str]) -> None:
+    with pytest.raises(WireError, match="its certificate"):
+        roles.read_uris(uris)
+
+
+def test_uris_of_others_do_not_matter() -> None:
+    assert roles.read_uris(["spiffe://x", roles.uri("c", OBSERVER, "ann")]) == (OBSERVER, "ann")
+
+
+# ------------------------------------------------------------------------------------------------ our own clients
+
+
+def test_clients_of_ours_show_what_is_needed(keys: Keys, scheduler: Served) -> None:
+    with attending(scheduler.endpoint, token=keys.of("b")) as client:
+        client.messages.wait_for(Welcome)
+        streams = fetch_status(scheduler.endpoint, keys.of("o"))["streams"]
+        assert any(s["peer"].endswith(" b (member)") and s["name"] == "a" for s in streams)
+        assert drain(scheduler.endpoint, "a", keys.of("p")) == ("a",)
+        assert change_link(scheduler.endpoint, "a", "b", add=True, token=keys.of("p")) == "done"
+        with pytest.raises(RefusedError, match=r"o is observer, and Drain is for operator; use a folder of keys"):
+            drain(scheduler.endpoint, "a", keys.of("o"))
+    with attending(scheduler.endpoint, token=keys.of("o")) as client:
+        assert "o is observer, and Attend is for member" in client.states.wait(lambda s: s.startswith("failed"))
+
+
+def test_ones_own_expired_certificate_is_named_before_anything_is_sent(
+    keys: Keys, scheduler: Served, refusals: Refusals, tmp_path: Path
+) -> None:
+    from chaos_lightning.runtime.credentials import Credentials, KeyFolder
+
+    folder = write_keys(tmp_path / "odd", keys.issued(MEMBER, 1))
+    credentials = Credentials(keys=KeyFolder(folder))
+    assert fetch_status(scheduler.endpoint, credentials)["role"] == "leader"
+    refusals.take()
+    write_keys(folder, keys.issued(MEMBER, -0.001))  # as if a day had passed
+    with pytest.raises(
+        RefusedError, match=r"certificate of odd .* it expired on 2\d{3}-\d\d-\d\d \d\d:\d\d UTC; renew"
+    ):
+        fetch_status(scheduler.endpoint, credentials)
+    with attending(scheduler.endpoint, token=credentials) as client:
+        assert "it expired on" in client.states.wait(lambda s: s.startswith("failed"))
+    assert refusals.take() == []
