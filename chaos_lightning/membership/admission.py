@@ -41,6 +41,7 @@ from chaos_lightning.membership.types import (
     Released,
     Report,
     Verdict,
+    ViewId,
     Welcome,
 )
 
@@ -53,10 +54,13 @@ class Admission(Linking):
     def _on_message(self, conn: int, message: FromMember) -> None:
         if isinstance(message, Hello):
             self._conns.setdefault(conn, "")
-            self._on_hello(conn, message)
+            if not self._outranked(message.name, message.term):
+                self._on_hello(conn, message)
             return
         peer = self.peers.get(self._conns.get(conn, ""))
         if peer is None or peer.conn != conn:
+            return
+        if isinstance(message, Entered | Heartbeat) and self._outranked(peer.id, message.view.term):
             return
         peer.heard = self.now
         self._revive(peer)
@@ -74,7 +78,8 @@ class Admission(Linking):
                 self._on_link_request(peer, message)
             case Verdict(suspect, alive, _, certain):
                 if alive or certain or self._may_witness(peer, suspect):
-                    self.detector.verdict(peer.id, message)
+                    stranger = not certain and self._is_stranger(peer, suspect)
+                    self.detector.verdict(peer.id, message, stranger=stranger)
             case Report(number):
                 if self.phase is Phase.PREPARING and number == self._number:
                     peer.report = message
@@ -91,6 +96,15 @@ class Admission(Linking):
                 self._on_leave(peer, reason)
             case Finished(seq, step):
                 peer.finished, peer.seq, peer.step = True, seq, step
+
+    def _outranked(self, who: str, term: int) -> bool:
+        """A member that has heard of a later term proves that another scheduler has taken the chain.
+
+        This one knows only what was decided before: it would put out members that it never heard of (PROTOCOL.md 7).
+        """
+        if term > self.term:
+            self._depose(f"{who} has heard of term {term}, this scheduler has {self.term}")
+        return self.phase is Phase.DEPOSED
 
     @abstractmethod
     def _on_catch_up(self, peer: Peer, message: CatchUp) -> None:
@@ -121,6 +135,10 @@ class Admission(Linking):
     def _resume(self, conn: int, hello: Hello) -> None:
         """The stream of a known member was replaced; whatever may have been lost on the old one is said again."""
         peer = self.peers.get(hello.resume)
+        if peer is None and (let_go := self._let_go_by(hello)) is not None:
+            self._note("left", member=hello.resume, reason=f"view {let_go} rules without it")
+            self._out.append(Send(conn, Released(f"view {let_go} rules without it", asked=True)))
+            return
         if peer is None or peer.condemned:
             why = peer.condemned if peer is not None else "a decided view went on without it"
             self._note("fenced", member=hello.resume, reason=why)
@@ -148,6 +166,14 @@ class Admission(Linking):
             self._send(peer, self._decision)
         elif self._announced is not None:
             self._send(peer, self._announced)
+
+    def _let_go_by(self, hello: Hello) -> ViewId | None:
+        """The view that let this former member go, if it is one that had asked to leave or was drained.
+
+        It may not know, if its release was lost or the scheduler died that had been asked to drain it.
+        """
+        without = next((v for v in self.chain if v.id > hello.view and v.find(hello.resume) is None), None)
+        return without.id if without is not None and without.id in self._changes else None
 
     def _welcome(self, conn: int, hello: Hello) -> None:
         namesake = ""

@@ -331,6 +331,8 @@ class SchedulerDone:
     """The job is finished and everybody was released; the shell may end after its linger."""
 
     reason: str
+    deposed: bool = False
+    """Another scheduler leads; the shell ends at once, or stands by."""
 
 
 SchedulerEffect = Send | Close | Persist | Look | Answer | SchedulerDone | Note
@@ -345,3 +347,5 @@ class Chain:
     views: tuple[View, ...] = ()
     finished: bool = False
     wishes: tuple[LinkWish, ...] = ()
+    changes: tuple[ViewId, ...] = ()
+    """Those of the views that a header was to carry: whom such a one lacks had asked to leave, or was drained."""

@@ -157,7 +157,7 @@ class MemberMachine(Observing):
                 self._leave_now(reason, asked=asked)
 
     def _on_welcome(self, message: Welcome) -> None:
-        self.role = message.role
+        self.role, self._term = message.role, max(self._term, message.term)
         if self.member_id != message.member.id:
             assert self.view is None, f"{self.member_id} is in {self.view} and is welcomed as {message.member.id}"
             self.member_id = message.member.id

@@ -58,6 +58,7 @@ class MemberState:
         promised: Nothing older than this is looked at.
         pending_leave: Why this member asked to leave; "" if it did not.
         notice: Last words of the scheduler.
+        term: The highest of any scheduler that this member heard of.
         observers: Newcomers that are to be served, as the scheduler said last.
         closing_is_stable: All members have the closing header, so the last slot may leave the job, too (4).
         stimulus_log: The last (now, event) pairs.
@@ -77,6 +78,7 @@ class MemberState:
         self.observers: tuple[str, ...] = ()
         self.pending_leave = ""
         self.notice = ""
+        self._term = 0
         self.closing_is_stable = False
         self.links: dict[str, bool] = {}
         self.stimulus_log: deque[tuple[float, MemberEvent]] = deque(maxlen=log_length)
@@ -128,6 +130,10 @@ class MemberState:
     @property
     def _entered_id(self) -> ViewId:
         return self.view.id if self.view is not None else NO_VIEW
+
+    @property
+    def term(self) -> int:
+        return max(self._term, self.promised.term)
 
     def _emit(self, *effects: MemberEffect) -> None:
         self._out.extend(effects)

@@ -11,7 +11,8 @@ nothing else is decided; events meanwhile only change the facts on which the nex
 - PREPARING: a number is reserved and promised; reports are collected (8, 9). A change among the living starts over.
 - HOLDING: below min_nodes; all have promised and wait until enough newcomers are ready (14). The survivors then go on
   in a view of their own and the newcomers come in at the next boundary, as only there the state is at rest.
-- FINISHED, DEPOSED: the end; the latter because the store refused a write: another scheduler rules.
+- FINISHED, DEPOSED: the end; the latter because the store refused a write, or a member has heard of a later term:
+  another scheduler rules.
 
 After a restart on its store the scheduler knows the chain and nothing else. The last view's members come back by
 Hello(resume) and tell where they stand; if any of them is not in the last view, a recovery puts all of them there.
@@ -23,7 +24,6 @@ from collections.abc import Iterable, Mapping
 
 from chaos_lightning.membership.effects import (
     ChangeLink,
-    Close,
     Closed,
     Drain,
     Gone,
@@ -77,7 +77,7 @@ class SchedulerMachine(Rewiring):
         """Takes one event in; returns the effects in the order in which they must happen."""
         self.stimulus_log.append((now, event))
         self._out = []
-        if self.phase is Phase.DEPOSED:
+        if self._deposed:
             return []
         self._forgive(now)
         match event:
@@ -97,6 +97,8 @@ class SchedulerMachine(Rewiring):
                 self._on_gone(member, evidence)
             case SchedulerTick():
                 pass
+        if self._deposed:
+            return self._out
         self._judge()
         for _ in range(64):
             if not self._turn():
@@ -355,11 +357,7 @@ class SchedulerMachine(Rewiring):
         if ok:
             then()
             return
-        self.phase = Phase.DEPOSED
-        self._note("error", text=f"deposed: the store refused a write ({detail}); another scheduler rules")
-        for conn in self._conns:
-            self._out.append(Close(conn, "this scheduler is deposed; connect again"))
-        self._out.append(SchedulerDone(f"deposed: {detail}"))
+        self._depose(f"the store refused a write ({detail})")
 
     def _recover(self, why: str) -> bool:
         number = self._next_number()
@@ -421,6 +419,7 @@ class SchedulerMachine(Rewiring):
     def _announce(self, view: View) -> None:
         """A view that a header will carry."""
         self._append(view)
+        self._changes.add(view.id)
         self._decision, self._announced = None, NextView(view)
         for peer in self._members_of(view):
             peer.standing = Standing.MEMBER

@@ -313,8 +313,11 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
                     waiting = self._answers.pop(token, None)
                     if waiting is not None and not waiting.done():
                         waiting.set_result((accepted, text))
-                case fx.SchedulerDone(reason):
-                    self._done(reason)
+                case fx.SchedulerDone(reason, deposed):
+                    if deposed:
+                        self.end(reason, failed=True)
+                    else:
+                        self._done(reason)
         return outcomes
 
     async def _persist(self, effect: fx.Persist) -> fx.Stored:

@@ -146,6 +146,7 @@ class Store(abc.ABC):
             views=tuple(e.view for e in entries if e.view is not None),
             finished=tip.finished,
             wishes=tuple(e.wish for e in entries if e.wish is not None),
+            changes=tuple(e.number for e in entries if e.view is not None and e.base is None),
         )
 
     @abc.abstractmethod

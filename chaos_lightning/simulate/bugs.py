@@ -141,7 +141,7 @@ class MemoryStore(Store):
     """Dies with the scheduler's process."""
 
     def open(self) -> fx.Chain:
-        self.views.clear()
+        self.forget()
         return super().open()
 
 
