@@ -21,19 +21,6 @@ MEMBERS = ("kill", "kill-trap", "kill-too", "freeze", "leave", "join", "join", "
 EFFECTS = (
     "any", "any", "persist", "stored", "send", "prepare", "decide", "decide", "next", "fence", "welcome", "released"
 )  # fmt: skip
-    "any",
-    "any",
-    "persist",
-    "stored",
-    "send",
-    "prepare",
-    "decide",
-    "decide",
-    "next",
-    "fence",
-    "welcome",
-    "released",
-)
 LASTING_S = (0.05, 0.25, 0.5, 1.0, 2.5, 4.0)
 
 
@@ -128,13 +115,6 @@ def orphaned_plan(seed: int) -> Plan:
 
 
 FAILING: tuple[Callable[[int], Plan], ...] = (
-    failing_plan,
-    failing_plan,
-    aimed_plan,
-    aimed_plan,
-    waking_plan,
-    orphaned_plan,
-)
     failing_plan,
     failing_plan,
     aimed_plan,
