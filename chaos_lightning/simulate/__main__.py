@@ -17,7 +17,6 @@ from chaos_lightning.simulate.script import parse
 from chaos_lightning.simulate.world import Hooks, Outcome, Plan
 from chaos_lightning.testing.faults import FaultPlan
 
-
 _COUNTED = {
     "commits": "commits",
     "hand_ons": "hand-ons",

@@ -3,9 +3,9 @@
 Theory of operation. A short job with deaths, joins and leaves, so that the scheduler has something to decide, on which
 schedulers die or stop between any two of their effects, lose their store or their lease, and are followed by the same
 one on its file or by another candidate that was elected; control streams break meanwhile, and messages come twice.
-`failing_plan` mixes all of that. The others aim: at what happens right after a member's death or while a newcomer is let
-in (`aimed_plan`), at a leader that wakes up and goes on in the belief that it leads (`waking_plan`), and at deaths
-while nobody leads (`orphaned_plan`).
+`failing_plan` mixes all of that. The others aim: at what happens right after a member's death or while a newcomer is
+let in (`aimed_plan`), at a leader that wakes up (`waking_plan`), or is cut off from its store (`lingering_plan`), and
+goes on in the belief that it leads, and at deaths while nobody leads (`orphaned_plan`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from chaos_lightning.simulate.plans import random_plan
+from chaos_lightning.simulate.node import NodeSpec
+from chaos_lightning.simulate.plans import forgetful_plan, random_plan
 from chaos_lightning.simulate.world import Fault, Plan
 
 MEMBERS = ("kill", "kill-trap", "kill-too", "freeze", "leave", "join", "join", "stream", "lag", "slow-link", "drain")
@@ -99,8 +100,10 @@ def waking_plan(seed: int) -> Plan:
         for n in plan.nodes
         if random.random() < 0.5
     )
-    plan = _on(random, plan, Fault(action="sched-freeze", at=at, lasts=lasts, trap=trap), *streams)
-    return replace(plan, candidates=random.choice((2, 3)))
+    wakes = at + lasts + random.uniform(-0.05, 0.2)
+    kill = [Fault(action="kill", node="n0", at=wakes)] if random.random() < 0.5 else []
+    plan = _on(random, plan, Fault(action="sched-freeze", at=at, lasts=lasts, trap=trap), *streams, *kill)
+    return replace(plan, candidates=random.choice((2, 3)), settings=replace(plan.settings, min_nodes=1))
 
 
 def orphaned_plan(seed: int) -> Plan:
@@ -114,12 +117,93 @@ def orphaned_plan(seed: int) -> Plan:
     return _on(random, plan, fault, *again)
 
 
+def overlapping_plan(seed: int) -> Plan:
+    """A leader wakes up when another one has just been elected, and a member dies at that moment."""
+    random = Random(seed * 73 + 47)
+    plan = random_plan(seed, ("join",), damage=0.0)
+    at, lasts = random.uniform(0.1, 0.4), random.choice((0.32, 0.4, 0.5))
+    kill = Fault(action="kill", node="n0", at=at + lasts + random.uniform(-0.05, 0.1))
+    plan = _on(random, plan, Fault(action="sched-freeze", at=at, lasts=lasts), kill)
+    program = replace(plan.program, length=40 * len(plan.nodes), window_s=0.04)
+    settings = replace(plan.settings, min_nodes=1)
+    return replace(plan, candidates=2, program=program, settings=settings, store_s=0.01)
+
+
+def lingering_plan(seed: int) -> Plan:
+    """A leader cannot reach its store, so that another one is elected; members and newcomers find now one, now the
+    other."""
+    random = Random(seed * 59 + 31)
+    plan = random_plan(seed, ("join", "join"), damage=0.0)
+    at, count = random.uniform(0.05, 0.4), random.choice((1, 2))
+    nodes = tuple(n for n in plan.nodes if n.name.startswith("j") or int(n.name[1:]) < count)
+    nodes = (*nodes, NodeSpec(name="j9"))
+    starts = tuple(0.001 if n.name.startswith("n") else at + random.uniform(1.0, 2.6) for n in nodes)
+    moments = [at + 2.25 + 0.5 * i for i in range(random.randint(2, 6))]
+    streams = tuple(
+        Fault(action="stream", node=n.name, at=t + random.uniform(0.0, 0.2)) for t in moments for n in nodes
+    )
+    cut = Fault(action="sched-cut", at=at, lasts=random.choice((4.5, 6.0)))
+    plan = _on(random, replace(plan, nodes=nodes, starts=starts), cut, *streams)
+    return replace(
+        plan,
+        candidates=random.choice((2, 3)),
+        program=replace(plan.program, length=50 * len(nodes), window_s=0.08, gather_every=0),
+        settings=replace(plan.settings, min_nodes=1, max_nodes=16),
+    )
+
+
+def promised_plan(seed: int) -> Plan:
+    """A link breaks and is made again, and the scheduler dies while all members wait for what they have promised."""
+    random = Random(seed * 71 + 43)
+    plan = random_plan(seed, ("join",), damage=0.0)
+    at = random.uniform(0.15, 0.6)
+    names = [n.name for n in plan.nodes if n.name.startswith("n")]
+    link = Fault(action="link", node=names[0], other=names[1], at=at)
+    trap = random.choice(
+        (("decide", 0, 0), ("send", 0, len(names)), ("prepare", 0, 1), ("stored", 0, 1), ("any", 0, 8))
+    )
+    crash = Fault(action="sched-crash", at=at, lasts=random.choice((0.05, 0.5)), trap=trap)
+    return _on(random, plan, link, crash)
+
+
+def forked_plan(seed: int) -> Plan:
+    """The scheduler dies with a view that excludes a member on its way to a store that is down, or just written.
+
+    Then the excluded one wakes, and the others, who were in that view, are frozen.
+    """
+    random = Random(seed * 67 + 41)
+    plan = forgetful_plan(seed)
+    first = min(f.at for f in plan.faults)
+    down = Fault(action="store-down", at=first + random.uniform(0.3, 1.0), lasts=random.choice((0.5, 1.5)))
+    return replace(plan, faults=(*plan.faults, *((down,) if random.random() < 0.3 else ())))
+
+
+def strange_plan(seed: int) -> Plan:
+    """The control streams of all members break at once while a newcomer that has no link to them is there."""
+    random = Random(seed * 61 + 37)
+    plan = random_plan(seed, ("join",), damage=0.0)
+    at = random.uniform(0.2, 0.6)
+    founders = [n.name for n in plan.nodes if n.name.startswith("n")]
+    streams = tuple(Fault(action="stream", node=n, at=at + random.uniform(0.0, 0.03)) for n in founders)
+    plan = _on(random, plan, *streams)
+    starts = tuple(
+        s if n.name in founders else at - random.uniform(0.005, 0.1)
+        for n, s in zip(plan.nodes, plan.starts, strict=True)
+    )
+    return replace(plan, starts=starts, settings=replace(plan.settings, min_nodes=1, max_nodes=len(founders)))
+
+
 FAILING: tuple[Callable[[int], Plan], ...] = (
     failing_plan,
     failing_plan,
     aimed_plan,
     aimed_plan,
     waking_plan,
+    overlapping_plan,
+    lingering_plan,
+    strange_plan,
+    promised_plan,
+    forked_plan,
     orphaned_plan,
 )
 """What a long run draws from (plans.any_plan)."""

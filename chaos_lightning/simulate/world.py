@@ -341,11 +341,17 @@ class World:
             return False
         return not any(n.alive for n in self.nodes.values())
 
+    def _came_too_late(self) -> bool:
+        """The members finished the job while no scheduler could note it; too few newcomers for another one wait."""
+        alive = [n for n in self.nodes.values() if n.alive]
+        finished = any(n.header.kind is Kind.CLOSING and n.outcome.startswith("left") for n in self.nodes.values())
+        return finished and len(alive) < self.settings.min_nodes and not any(n.training for n in alive)
+
     def run(self) -> Outcome:
         """Runs the plan to its end and returns the verdict."""
         violation = ""
         try:
-            if not self.kernel.run(self.plan.limit_s, self._over):
+            if not self.kernel.run(self.plan.limit_s, self._over) and not self._came_too_late():
                 violation = f"stuck after {self.kernel.now:.1f} s: {self.describe()}"
             else:
                 self._final()
