@@ -90,8 +90,8 @@ class Schedulers:
         return alive[0] if len(alive) == 1 else self._world.kernel.random.choice(alive)
 
     def _stands(self, host: SchedulerHost) -> bool:
-        """Whether it leads as far as its store goes."""
-        return host.alive and self._world.store.guards(host.seat.number)
+        """Whether it leads: it lives and holds the lease, if there is one."""
+        return host.alive and (not self.several or self._world.store.leader == host.seat.number)
 
     def _follow(self, gap: float) -> None:
         """Somebody leads after so long, if nobody does by then."""
