@@ -37,6 +37,7 @@ from chaos_lightning.membership.types import (
     Prepare,
     Progress,
     Ready,
+    Recollection,
     Refused,
     Released,
     Report,
@@ -54,13 +55,14 @@ class Admission(Linking):
     def _on_message(self, conn: int, message: FromMember) -> None:
         if isinstance(message, Hello):
             self._conns.setdefault(conn, "")
-            if not self._outranked(message.name, message.term):
+            if not self.chain or self._rebuilds or not self._outranked(message.name, message.term):
                 self._on_hello(conn, message)
             return
         peer = self.peers.get(self._conns.get(conn, ""))
         if peer is None or peer.conn != conn:
             return
-        if isinstance(message, Entered | Heartbeat) and self._outranked(peer.id, message.view.term):
+        position = isinstance(message, Entered | Heartbeat) and not self._rebuilds
+        if position and self._outranked(peer.id, message.view.term):  # type: ignore[union-attr]
             return
         peer.heard = self.now
         self._revive(peer)
@@ -90,6 +92,8 @@ class Admission(Linking):
                     self._admitted_at = self.now
             case Progress():
                 peer.progress = message
+            case Recollection():
+                self._on_recollection(peer, message)
             case CatchUp():
                 self._on_catch_up(peer, message)
             case Leave(reason):
@@ -105,6 +109,23 @@ class Admission(Linking):
         if term > self.term:
             self._depose(f"{who} has heard of term {term}, this scheduler has {self.term}")
         return self.phase is Phase.DEPOSED
+
+    @property
+    @abstractmethod
+    def _rebuilds(self) -> bool:
+        """A lost chain is being rebuilt (membership/rebuilding.py, as the next three)."""
+
+    @abstractmethod
+    def _is_foreign(self, hello: Hello) -> bool:
+        """Whether it stands in a view of another chain than this."""
+
+    @abstractmethod
+    def _on_foreign(self, conn: int, hello: Hello) -> None:
+        """A member of a view that the store does not know."""
+
+    @abstractmethod
+    def _on_recollection(self, peer: Peer, message: Recollection) -> None:
+        """A member tells what it knows of the lost chain."""
 
     @abstractmethod
     def _on_catch_up(self, peer: Peer, message: CatchUp) -> None:
@@ -135,6 +156,9 @@ class Admission(Linking):
     def _resume(self, conn: int, hello: Hello) -> None:
         """The stream of a known member was replaced; whatever may have been lost on the old one is said again."""
         peer = self.peers.get(hello.resume)
+        if (peer is None or peer.standing is Standing.REPORTER) and self._is_foreign(hello):
+            self._on_foreign(conn, hello)
+            return
         if peer is None and (let_go := self._let_go_by(hello)) is not None:
             self._note("left", member=hello.resume, reason=f"view {let_go} rules without it")
             self._out.append(Send(conn, Released(f"view {let_go} rules without it", asked=True)))
@@ -193,16 +217,7 @@ class Admission(Linking):
                 self._refuse(conn, hello, f"{words}: take another name, or wait until it is found dead", retry=True)
                 return
         self.reference = self.reference or Reference.of(hello)
-        member = Member(
-            id=f"{hello.name}~{self._incarnation}",
-            name=hello.name,
-            host=hello.host,
-            address=hello.address,
-            port=hello.port,
-            pid=hello.pid,
-            pid_start=hello.pid_start,
-            quota=hello.quota,
-        )
+        member = self._member_of(hello, f"{hello.name}~{self._incarnation}")
         self._incarnation += 1
         standby = bool(namesake) or places_left(self.peers, self.settings) <= 0
         peer = Peer(member, Standing.STANDBY if standby else Standing.LINKING, conn=conn, heard=self.now, known=True)
@@ -221,6 +236,19 @@ class Admission(Linking):
             self._greet(peer, "founder", f"the job begins when min_nodes={self.settings.min_nodes} are ready")
         else:
             self._greet(peer, "joiner", "the job is running")
+
+    @staticmethod
+    def _member_of(hello: Hello, member_id: str) -> Member:
+        return Member(
+            id=member_id,
+            name=hello.name,
+            host=hello.host,
+            address=hello.address,
+            port=hello.port,
+            pid=hello.pid,
+            pid_start=hello.pid_start,
+            quota=hello.quota,
+        )
 
     def _greet(self, peer: Peer, role: str, reason: str) -> None:
         settings = self.settings

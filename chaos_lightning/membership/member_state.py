@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from typing import Any
 
 from chaos_lightning.membership.effects import (
     Connect,
@@ -23,6 +24,7 @@ from chaos_lightning.membership.types import (
     LinkEvent,
     Member,
     Ready,
+    Recollection,
     View,
     ViewId,
 )
@@ -96,7 +98,7 @@ class MemberState:
         self._former: View | None = None
         self._ready_sent = False
         self._remade: set[str] = set()
-        self._silent: dict[str, str] = {}
+        self._parted: dict[str, str] = {}
         self._finish_reason = ""
         self._now = 0.0
         self._out: list[MemberEffect] = []
@@ -134,6 +136,14 @@ class MemberState:
     @property
     def term(self) -> int:
         return max(self._term, self.promised.term)
+
+    def knowledge(self) -> dict[str, Any]:
+        """What a Hello tells beside who says it: the view that this member stands in, and the highest term."""
+        return {"view": self._entered_id, "term": self.term}
+
+    def _recollect(self) -> None:
+        """A scheduler that is to rebuild a lost chain asks."""
+        self._emit(ToScheduler(Recollection(self.view, self.waiting_view, self.promised)))
 
     def _emit(self, *effects: MemberEffect) -> None:
         self._out.extend(effects)
@@ -180,7 +190,7 @@ class MemberState:
         if before is up:
             return
         self.links[peer] = up
-        self._silent[peer] = evidence if evidence.startswith("silent") else ""
+        self._parted[peer] = "" if up or evidence.startswith("closed") else evidence
         if up and before is False:
             self._remade.add(peer)
         self._emit(ToScheduler(LinkEvent(peer, up, evidence)))
@@ -191,7 +201,7 @@ class MemberState:
         if self.view is None or self.view.find(peer) is None:
             del self.links[peer]
             return
-        self.links[peer], self._silent[peer] = False, "removed"
+        self.links[peer], self._parted[peer] = False, "removed"
         self._emit(ToScheduler(LinkEvent(peer, False, "removed")))
 
     def _carriable(self) -> View | None:

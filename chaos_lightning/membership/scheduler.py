@@ -35,9 +35,10 @@ from chaos_lightning.membership.effects import (
     SchedulerEvent,
     SchedulerTick,
     Stored,
+    TermTaken,
 )
+from chaos_lightning.membership.rebuilding import Rebuilding
 from chaos_lightning.membership.recovery import Ruling, rule
-from chaos_lightning.membership.rewiring import Rewiring
 from chaos_lightning.membership.roster import (
     NEWCOMER,
     Peer,
@@ -63,7 +64,7 @@ from chaos_lightning.membership.types import (
 from chaos_lightning.membership.views import changed_view, founding_view, intended_change, recovered_view
 
 
-class SchedulerMachine(Rewiring):
+class SchedulerMachine(Rebuilding):
     """See the module. The shell feeds a SchedulerTick every `tick_interval_s` (or more often).
 
     Args:
@@ -95,6 +96,8 @@ class SchedulerMachine(Rewiring):
                 self._on_change_link(token, (a, b), add)
             case Gone(member, evidence):
                 self._on_gone(member, evidence)
+            case TermTaken(term):
+                self._on_term(term)
             case SchedulerTick():
                 pass
         if self._deposed:
@@ -146,6 +149,10 @@ class SchedulerMachine(Rewiring):
             return True
         if self.phase is Phase.FOUNDING:
             return self._turn_founding()
+        if self.phase is Phase.REBUILDING:
+            return self._turn_rebuilding()
+        if self._turn_again():
+            return True
         if self._turn_finish():
             return True
         if not self._living():
@@ -172,6 +179,10 @@ class SchedulerMachine(Rewiring):
         if self._living():
             self.phase = Phase.RUNNING
             return True
+        why_not = self._why_not_found()
+        if why_not:
+            self._tell(why_not, [p for p in self.peers.values() if p.standing in NEWCOMER])
+            return False
         ready = self._together(self._ready()[: self.settings.max_nodes])
         if len(ready) < max(1, self.settings.min_nodes):
             here = [p for p in self.peers.values() if p.standing in NEWCOMER and p.conn is not None and not p.leaving]
@@ -341,7 +352,10 @@ class SchedulerMachine(Rewiring):
         latest = self.latest
         assert latest is not None
         why = "; ".join([self._why, *(f"{m} is put out: {words}, who go on" for m, words in self._cut.items())])
+        if self._before is not None and not self._enough(len(ruling.members), self._before):
+            return self._turn_short(ruling)
         view = recovered_view(latest, self._number, ruling, self.settings.plan, why, self._net(ruling.members))
+        view = self._begin_chain(view)
         self._persist(
             "view", view.id, lambda: self._decided(view, ruling), view=view, base=base, hand_on=ruling.hand_on
         )
@@ -387,6 +401,7 @@ class SchedulerMachine(Rewiring):
         assert ruling.base is not None
         old = self._members()
         self._append(view)
+        self._chain_begun()
         self.phase, self._returning, self._announced = Phase.RUNNING, False, None
         self._decision = Decide(view, ruling.base, ruling.hand_on, ruling.sources, view.reason)
         self._note(

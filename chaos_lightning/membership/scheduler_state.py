@@ -47,6 +47,7 @@ from chaos_lightning.membership.types import (
 
 class Phase(enum.StrEnum):
     FOUNDING = "founding"
+    REBUILDING = "rebuilding"
     RUNNING = "running"
     PREPARING = "preparing"
     HOLDING = "holding"
@@ -149,6 +150,10 @@ class SchedulerState:
             self._out.append(Close(conn, "this scheduler is deposed; connect again"))
         self._out.append(SchedulerDone(f"deposed: {why}", deposed=True))
 
+    def _lost_words(self) -> str:
+        """That the chain is lost, if members say so (membership/rebuilding.py)."""
+        return ""
+
     # ------------------------------------------------------------------ groups of peers
 
     def _inside(self, member: str) -> bool:
@@ -231,13 +236,14 @@ class SchedulerState:
     def snapshot(self) -> dict[str, object]:
         """For `chaos-lightning status`: plain values only."""
         latest = self.latest
+        usual = self._why if self._reserving else latest.reason if latest is not None else ""
         return {
             "job": self.settings.job,
             "term": self.term,
             "phase": str(self.phase),
             "view": str(latest.id) if latest is not None else "",
             "settled": self._settled,
-            "reason": self._waits or (self._why if self._reserving else latest.reason if latest is not None else ""),
+            "reason": self._waits or self._lost_words() or usual,
             "members": [self._describe(p) for p in self._members()],
             "others": [self._describe(p) for p in self.peers.values() if p.standing is not Standing.MEMBER],
         }

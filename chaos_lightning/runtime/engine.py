@@ -247,8 +247,7 @@ class Engine:
         assert self._hello is not None
         # Who is in no view yet has nothing to resume: after a scheduler's restart it simply knocks again.
         machine = self._shell.machine
-        resume, view = (self.member_id, machine.view.id) if machine.view is not None else ("", _NO_VIEW)
-        return replace(self._hello, resume=resume, view=view, term=machine.term)
+        return replace(self._hello, resume=self.member_id if machine.view else "", **machine.knowledge())
 
     def _admission(self, state: StateAccess, deadline: float) -> Header:
         """Waits until this member stands in a view; a joiner gets the state on the way."""

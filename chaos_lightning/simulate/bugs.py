@@ -141,9 +141,9 @@ class HastyScheduler(SchedulerMachine):
 class MemoryStore(Store):
     """Dies with the scheduler's process."""
 
-    def open(self) -> fx.Chain:
+    def open(self, above: int = 0) -> fx.Chain:
         self.forget()
-        return super().open()
+        return super().open(above)
 
 
 # ------------------------------------------------------------------ 8: promises

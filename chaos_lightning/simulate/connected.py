@@ -176,8 +176,7 @@ class Connected(Process):
             fingerprint=(("script", "same"),),
             neighbours=spec.neighbours,
             resume=self.machine.member_id,
-            view=self.machine.view.id if self.machine.view is not None else NO_VIEW,
-            term=self.machine.term,
+            **self.machine.knowledge(),
             replay="" if spec.replay else "it was told to join by pause",
         )
 

@@ -178,6 +178,32 @@ def forked_plan(seed: int) -> Plan:
     return replace(plan, faults=(*plan.faults, *((down,) if random.random() < 0.3 else ())))
 
 
+def lost_plan(seed: int) -> Plan:
+    """The chain is lost with the scheduler's machine, some members die or are stopped, and it is rebuilt.
+
+    More than half of all members that there are at a time are well, and no newcomer comes while nobody rebuilds.
+    """
+    random = Random(seed * 79 + 53)
+    plan = random_plan(seed, ("join", "two-joins"), damage=0.0)
+    founders = [n for n in plan.nodes if n.name.startswith("n")]
+    at, gap = random.uniform(0.4, 0.8), random.choice((0.05, 0.5, 1.5))
+    again = at + gap + random.uniform(0.05, 2.0)
+    starts = tuple(s if s < 0.03 else random.choice((at / 2, again + random.random())) for s in plan.starts)
+    faults = [Fault(action="chain-lost", at=at, lasts=gap), Fault(action="rebuild", at=again)]
+    for node in founders[: (len(founders) - 1) // 2]:
+        when = random.uniform(at - 0.05, again + 0.3)
+        faults.append(
+            Fault(action=random.choice(("kill", "kill", "freeze", "stream")), node=node.name, at=when, lasts=0.4)
+        )
+    if random.random() < 0.3:
+        faults.append(Fault(action="sched-crash", at=again + random.uniform(0.0, 1.0), lasts=0.2))
+        faults.append(Fault(action="rebuild", at=again + 1.5))
+    plan = _on(random, replace(plan, starts=starts), *faults)
+    settings = replace(plan.settings, min_nodes=1, max_nodes=16, reconnect_grace_s=random.choice((0.5, 2.0)))
+    program = replace(plan.program, length=60 * len(plan.nodes), window_s=0.05)
+    return replace(plan, candidates=1, settings=settings, program=program, store_s=0.005)
+
+
 def strange_plan(seed: int) -> Plan:
     """The control streams of all members break at once while a newcomer that has no link to them is there."""
     random = Random(seed * 61 + 37)

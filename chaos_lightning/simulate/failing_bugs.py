@@ -1,4 +1,4 @@
-"""Planted bugs about schedulers that die, wake up deposed or lose their store: rules 7, 9 and 12 (see bugs.py).
+"""Planted bugs about schedulers that die, wake up deposed or lose their store: rules 7, 9, 12 and 14a (see bugs.py).
 
 Two guards mask each other: a store that refuses whoever leads no more, and members that tell a scheduler that there is
 a later term. So stores that refuse nothing come with a control of their own.
@@ -13,11 +13,12 @@ from typing import Any
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Chain, Persist
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.membership.types import NO_VIEW, Settings, Verdict, ViewId
+from chaos_lightning.membership.types import NO_VIEW, Settings, Verdict, View
 from chaos_lightning.runtime.store import Appended
 from chaos_lightning.simulate.failing import (
     forked_plan,
     lingering_plan,
+    lost_plan,
     overlapping_plan,
     promised_plan,
     strange_plan,
@@ -67,6 +68,17 @@ class ShortsightedScheduler(SchedulerMachine):
         super().__init__(settings, replace(chain, views=chain.views[:-1] or chain.views))
 
 
+class MinorityScheduler(SchedulerMachine):
+    """Rebuilds a lost chain from whoever is there first."""
+
+    def _enough(self, here: int, view: View) -> bool:
+        return here > 0
+
+    def _turn_rebuilding(self) -> bool:
+        self._first_at = -1e9 if self._first_at is not None else None
+        return super()._turn_rebuilding()
+
+
 class GullibleDetector(Detector):
     """Takes a missing link of a newcomer that never had one for a sign of death."""
 
@@ -90,6 +102,7 @@ FAILING_BUGS: dict[str, Bug] = {
         what="the store takes what a deposed scheduler writes",
         hooks=hooks_of(store=LaxStore, scheduler=DeafScheduler),
         plan=overlapping_plan,
+        control=hooks_of(scheduler=DeafScheduler),
     ),
     "7-reissued": Bug(
         rule="7",
@@ -109,6 +122,12 @@ FAILING_BUGS: dict[str, Bug] = {
         hooks=hooks_of(store=LaxStore, scheduler=ShortsightedScheduler),
         plan=forked_plan,
         control=hooks_of(store=LaxStore),
+    ),
+    "14a-minority": Bug(
+        rule="14a",
+        what="a lost chain is rebuilt from a minority's reports",
+        hooks=hooks_of(scheduler=MinorityScheduler),
+        plan=lost_plan,
     ),
     "12-gullible": Bug(
         rule="12",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,8 @@ class Seat:
     number: int = 1
     place: str = "h0"
     orderly: bool = False
+    rebuild: bool = False
+    """It was told to rebuild a lost chain."""
     copies: Callable[[object], int] = lambda message: 1
     """How often a message of it arrives."""
 
@@ -105,7 +107,7 @@ class SchedulerHost(Process):
         super().__init__(kernel, "scheduler")
         self.store = store
         self.seat = seat or Seat()
-        self.machine = machine(settings, store.open())
+        self.machine = machine(settings, replace(store.open(), rebuild=self.seat.rebuild))
         self.notes: list[tuple[float, fx.Note]] = []
         self.dialled: list[tuple[Stream, Connected]] = []
         """All streams ever opened to this process."""
@@ -205,6 +207,8 @@ class SchedulerHost(Process):
             case fx.Persist():
                 self._writing = self.seat.orderly
                 self._write(effect, self.kernel.now)
+            case fx.TakeTerm(above):
+                self._take_term(above)
             case fx.Look(member):
                 if self._gone(member.id):
                     self.timer(0.0, lambda: self.feed(fx.Gone(member.id, "its process is gone")))
@@ -246,6 +250,14 @@ class SchedulerHost(Process):
             self.end()
         else:
             self._write(entry, since)
+
+    def _take_term(self, above: int) -> None:
+        try:
+            term = self.store.open(above).term
+        except StoreError:
+            self.timer(AGAIN_S, lambda: self._take_term(above))
+            return
+        self.timer(self.kernel.between(0.0005, 0.004), lambda: self.feed(fx.TermTaken(term)))
 
     def _stored(self, answer: fx.Stored) -> None:
         self._writing = False

@@ -24,7 +24,17 @@ from chaos_lightning.simulate.host import AGAIN_S, HostTrap, SchedulerHost, Seat
 if TYPE_CHECKING:
     from chaos_lightning.simulate.world import Fault, World
 
-SCHEDULER_FAULTS = ("sched-freeze", "sched-crash", "sched-cut", "store-down", "store-lost", "store-slow", "streams")
+SCHEDULER_FAULTS = (
+    "sched-freeze",
+    "sched-crash",
+    "sched-cut",
+    "store-down",
+    "store-lost",
+    "store-slow",
+    "streams",
+    "chain-lost",
+    "rebuild",
+)
 STOPPED_S = 0.3
 """A stopped leader is replaced after so long by a candidate of its own machine."""
 LEASE_S = (1.3, 2.2)
@@ -56,7 +66,7 @@ class Schedulers:
 
     # ------------------------------------------------------------------ lives
 
-    def _start(self) -> SchedulerHost:
+    def _start(self, rebuild: bool = False) -> SchedulerHost:
         """A scheduler takes the chain.
 
         Raises:
@@ -70,7 +80,7 @@ class Schedulers:
         try:
             host = world.hooks.host_class(
                 world.kernel, world.store, plan.settings, world.hooks.scheduler_class, plan.store_s, check,
-                lambda member: world.gone(place, member), Seat(number, place, plan.orderly, world.copies),
+                lambda member: world.gone(place, member), Seat(number, place, plan.orderly, rebuild, world.copies),
             )  # fmt: skip
         except StoreError:
             world.store.leader = leader
@@ -103,7 +113,7 @@ class Schedulers:
                 world.expect(-1)
                 return
             try:
-                self._start()
+                self._start(self.leader.seat.rebuild and not world.store.views)  # with the same words as before
             except StoreError:
                 world.kernel.after(AGAIN_S, try_it)
                 return
@@ -190,6 +200,19 @@ class Schedulers:
 
         kernel.after(lease, lapse)
 
+    def _lose(self, host: SchedulerHost, lasts: float) -> None:
+        """The leader's machine is gone, and the chain with it; another scheduler begins with nothing."""
+        self._world.say("the scheduler's machine is gone, and the chain with it")
+        self._world.store.lose()
+        self.crash(host, lasts)
+
+    def _rebuild(self) -> None:
+        """The operator has the chain rebuilt."""
+        self._world.say("the operator starts a scheduler with --rebuild")
+        if not self._world.store.views:
+            self.leader.crash()
+            self._start(rebuild=True)
+
     # ------------------------------------------------------------------ faults
 
     def strike(self, fault: Fault) -> None:
@@ -207,6 +230,10 @@ class Schedulers:
                 for node in self._world.nodes.values():
                     if node.alive:
                         node.break_stream()
+            case "chain-lost":
+                self._lose(host, fault.lasts)
+            case "rebuild":
+                self._rebuild()
             case "store-down":
                 self._disturb(fault, lambda on: setattr(store, "down", on))
             case "store-lost":

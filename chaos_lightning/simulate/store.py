@@ -41,14 +41,14 @@ class Store:
     def term(self) -> int:
         return self.tip.term
 
-    def open(self) -> Chain:
-        """A scheduler starts: its term outranks every older one.
+    def open(self, above: int = 0) -> Chain:
+        """A scheduler starts: its term outranks every older one, and all up to `above`.
 
         Raises:
             StoreError: The store cannot be reached.
         """
         self._reach()
-        self.tip = replace(self.tip, term=self.tip.term + 1)
+        self.tip = replace(self.tip, term=max(self.tip.term, above) + 1)
         return Chain(
             self.tip.term,
             self.tip.highest,
@@ -87,7 +87,13 @@ class Store:
         """The chain is lost, as with a process's memory; terms go on counting."""
         self.views.clear()
         self.wishes.clear()
+        self.changes.clear()
         self.tip = Tip(term=self.tip.term, highest=self.tip.highest)
+
+    def lose(self) -> None:
+        """Disk and all are gone; what begins in its place knows nothing."""
+        self.forget()
+        self.tip = Tip()
 
     def _append(self, persist: Persist) -> None:
         self.tip = advance(self.tip, entry_of(persist))
