@@ -37,10 +37,12 @@ from chaos_lightning.membership.types import (
     Prepare,
     Progress,
     Ready,
+    Recollection,
     Refused,
     Released,
     Report,
     Verdict,
+    ViewId,
     Welcome,
 )
 
@@ -53,10 +55,14 @@ class Admission(Linking):
     def _on_message(self, conn: int, message: FromMember) -> None:
         if isinstance(message, Hello):
             self._conns.setdefault(conn, "")
-            self._on_hello(conn, message)
+            if not self.chain or self._rebuilds or not self._outranked(message.name, message.term):
+                self._on_hello(conn, message)
             return
         peer = self.peers.get(self._conns.get(conn, ""))
         if peer is None or peer.conn != conn:
+            return
+        position = isinstance(message, Entered | Heartbeat) and not self._rebuilds
+        if position and self._outranked(peer.id, message.view.term):  # type: ignore[union-attr]
             return
         peer.heard = self.now
         self._revive(peer)
@@ -74,7 +80,8 @@ class Admission(Linking):
                 self._on_link_request(peer, message)
             case Verdict(suspect, alive, _, certain):
                 if alive or certain or self._may_witness(peer, suspect):
-                    self.detector.verdict(peer.id, message)
+                    stranger = not certain and self._is_stranger(peer, suspect)
+                    self.detector.verdict(peer.id, message, stranger=stranger)
             case Report(number):
                 if self.phase is Phase.PREPARING and number == self._number:
                     peer.report = message
@@ -85,12 +92,40 @@ class Admission(Linking):
                     self._admitted_at = self.now
             case Progress():
                 peer.progress = message
+            case Recollection():
+                self._on_recollection(peer, message)
             case CatchUp():
                 self._on_catch_up(peer, message)
             case Leave(reason):
                 self._on_leave(peer, reason)
             case Finished(seq, step):
                 peer.finished, peer.seq, peer.step = True, seq, step
+
+    def _outranked(self, who: str, term: int) -> bool:
+        """A member that has heard of a later term proves that another scheduler has taken the chain.
+
+        This one knows only what was decided before: it would put out members that it never heard of (PROTOCOL.md 7).
+        """
+        if term > self.term:
+            self._depose(f"{who} has heard of term {term}, this scheduler has {self.term}")
+        return self.phase is Phase.DEPOSED
+
+    @property
+    @abstractmethod
+    def _rebuilds(self) -> bool:
+        """A lost chain is being rebuilt (membership/rebuilding.py, as the next three)."""
+
+    @abstractmethod
+    def _is_foreign(self, hello: Hello) -> bool:
+        """Whether it stands in a view of another chain than this."""
+
+    @abstractmethod
+    def _on_foreign(self, conn: int, hello: Hello) -> None:
+        """A member of a view that the store does not know."""
+
+    @abstractmethod
+    def _on_recollection(self, peer: Peer, message: Recollection) -> None:
+        """A member tells what it knows of the lost chain."""
 
     @abstractmethod
     def _on_catch_up(self, peer: Peer, message: CatchUp) -> None:
@@ -121,6 +156,13 @@ class Admission(Linking):
     def _resume(self, conn: int, hello: Hello) -> None:
         """The stream of a known member was replaced; whatever may have been lost on the old one is said again."""
         peer = self.peers.get(hello.resume)
+        if (peer is None or peer.standing is Standing.REPORTER) and self._is_foreign(hello):
+            self._on_foreign(conn, hello)
+            return
+        if peer is None and (let_go := self._let_go_by(hello)) is not None:
+            self._note("left", member=hello.resume, reason=f"view {let_go} rules without it")
+            self._out.append(Send(conn, Released(f"view {let_go} rules without it", asked=True)))
+            return
         if peer is None or peer.condemned:
             why = peer.condemned if peer is not None else "a decided view went on without it"
             self._note("fenced", member=hello.resume, reason=why)
@@ -149,6 +191,14 @@ class Admission(Linking):
         elif self._announced is not None:
             self._send(peer, self._announced)
 
+    def _let_go_by(self, hello: Hello) -> ViewId | None:
+        """The view that let this former member go, if it is one that had asked to leave or was drained.
+
+        It may not know, if its release was lost or the scheduler died that had been asked to drain it.
+        """
+        without = next((v for v in self.chain if v.id > hello.view and v.find(hello.resume) is None), None)
+        return without.id if without is not None and without.id in self._changes else None
+
     def _welcome(self, conn: int, hello: Hello) -> None:
         namesake = ""
         for peer in [p for p in self.peers.values() if p.member.name == hello.name and not p.condemned]:
@@ -167,16 +217,7 @@ class Admission(Linking):
                 self._refuse(conn, hello, f"{words}: take another name, or wait until it is found dead", retry=True)
                 return
         self.reference = self.reference or Reference.of(hello)
-        member = Member(
-            id=f"{hello.name}~{self._incarnation}",
-            name=hello.name,
-            host=hello.host,
-            address=hello.address,
-            port=hello.port,
-            pid=hello.pid,
-            pid_start=hello.pid_start,
-            quota=hello.quota,
-        )
+        member = self._member_of(hello, f"{hello.name}~{self._incarnation}")
         self._incarnation += 1
         standby = bool(namesake) or places_left(self.peers, self.settings) <= 0
         peer = Peer(member, Standing.STANDBY if standby else Standing.LINKING, conn=conn, heard=self.now, known=True)
@@ -195,6 +236,19 @@ class Admission(Linking):
             self._greet(peer, "founder", f"the job begins when min_nodes={self.settings.min_nodes} are ready")
         else:
             self._greet(peer, "joiner", "the job is running")
+
+    @staticmethod
+    def _member_of(hello: Hello, member_id: str) -> Member:
+        return Member(
+            id=member_id,
+            name=hello.name,
+            host=hello.host,
+            address=hello.address,
+            port=hello.port,
+            pid=hello.pid,
+            pid_start=hello.pid_start,
+            quota=hello.quota,
+        )
 
     def _greet(self, peer: Peer, role: str, reason: str) -> None:
         settings = self.settings

@@ -48,6 +48,10 @@ class Suspicion:
     """Since when its stream and a link have both been closed by its own machine."""
     held: bool = False
     """It would be dead by now if it were not the last holder."""
+    last: bool = False
+    """It is one, as far as the last look told."""
+    strangers: set[str] = field(default_factory=set)
+    """Those of the asked that never had a link to it: what they deny is enough to hold a last holder, and no death."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +135,11 @@ class Detector:
         self.suspect(now, member, why)
         self.suspicions[member].held = True
 
-    def verdict(self, by: str, verdict: Verdict) -> None:
+    def verdict(self, by: str, verdict: Verdict, *, stranger: bool = False) -> None:
         suspicion = self.suspicions.get(verdict.suspect)
         if suspicion is not None and by in suspicion.asked:
             suspicion.verdicts[by] = verdict
+            (suspicion.strangers.add if stranger else suspicion.strangers.discard)(by)
 
     def judge(
         self,
@@ -164,7 +169,7 @@ class Detector:
             suspicion = self.suspicions.get(member)
             if suspicion is None:
                 continue
-            last = self._is_last_holder(member, watched, holders)
+            last = suspicion.last = self._is_last_holder(member, watched, holders)
             proof = self._proof(now, peer, suspicion, everybody)
             evidence = proof or self._fact(peer, watched) or self._confirmed(now, peer, suspicion, everybody)
             if evidence and (proof or not last):
@@ -248,7 +253,8 @@ class Detector:
         settings = self._settings
         if now - self._silent_since(peer, suspicion) > settings.hang_timeout_s:
             return f"{suspicion.why}; not a word for {settings.hang_timeout_s:g} s"
-        denied = [(by, said.evidence) for by, said in suspicion.verdicts.items() if not said.alive]
+        strangers = set() if suspicion.last else suspicion.strangers
+        denied = [(by, v.evidence) for by, v in suspicion.verdicts.items() if not v.alive and by not in strangers]
         affirmed = any(said.alive for said in suspicion.verdicts.values())
         complete = len(suspicion.verdicts) == len(suspicion.asked)
         in_time = now - suspicion.asked_at <= settings.confirm_timeout_s

@@ -263,7 +263,14 @@ class SchedulerTick:
     pass
 
 
-SchedulerEvent = Opened | MessageIn | Closed | Stored | Drain | ChangeLink | Gone | SchedulerTick
+@dataclass(frozen=True, slots=True)
+class TermTaken:
+    """Answer to `TakeTerm`: writes are made under this term from now on."""
+
+    term: int
+
+
+SchedulerEvent = Opened | MessageIn | Closed | Stored | Drain | ChangeLink | Gone | TermTaken | SchedulerTick
 
 # ================================================ scheduler machine: effects
 
@@ -311,6 +318,13 @@ class Persist:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeTerm:
+    """Take a term above this one from the store, then feed TermTaken (only while a lost chain is rebuilt)."""
+
+    above: int
+
+
+@dataclass(frozen=True, slots=True)
 class Look:
     """Look into the process table of this very machine; feed Gone if the member was on it and is no more."""
 
@@ -331,9 +345,11 @@ class SchedulerDone:
     """The job is finished and everybody was released; the shell may end after its linger."""
 
     reason: str
+    deposed: bool = False
+    """Another scheduler leads; the shell ends at once, or stands by."""
 
 
-SchedulerEffect = Send | Close | Persist | Look | Answer | SchedulerDone | Note
+SchedulerEffect = Send | Close | Persist | TakeTerm | Look | Answer | SchedulerDone | Note
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,3 +361,7 @@ class Chain:
     views: tuple[View, ...] = ()
     finished: bool = False
     wishes: tuple[LinkWish, ...] = ()
+    changes: tuple[ViewId, ...] = ()
+    """Those of the views that a header was to carry: whom such a one lacks had asked to leave, or was drained."""
+    rebuild: bool = False
+    """The chain is lost, and this scheduler is to rebuild it from what members report (PROTOCOL.md 14a)."""

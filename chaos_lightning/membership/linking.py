@@ -217,6 +217,11 @@ class Linking(SchedulerState, ABC):
         living = [p for m in near if (p := self.peers.get(m)) is not None and p.alive and p.conn is not None]
         return by.id in near or not living
 
+    @staticmethod
+    def _is_stranger(by: Peer, suspect: str) -> bool:
+        """A newcomer that never had a link to the suspect, so that it misses none."""
+        return by.standing not in (Standing.MEMBER, Standing.LEAVER) and suspect not in by.up and suspect not in by.down
+
     # ------------------------------------------------------------------ connect-link, disconnect-link
 
     def _on_link_request(self, peer: Peer, request: LinkRequest) -> None:

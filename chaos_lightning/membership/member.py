@@ -73,6 +73,7 @@ from chaos_lightning.membership.types import (
     Prepare,
     Probe,
     Ready,
+    Recall,
     Refused,
     Released,
     Report,
@@ -152,12 +153,14 @@ class MemberMachine(Observing):
                 self._eject(reason, rejoin=rejoin)
             case Notice(text):
                 self.notice = text
+            case Recall():
+                self._recollect()
             case Released(reason, asked):
                 self.closing_is_stable = self.phase is Phase.CLOSED
                 self._leave_now(reason, asked=asked)
 
     def _on_welcome(self, message: Welcome) -> None:
-        self.role = message.role
+        self.role, self._term = message.role, max(self._term, message.term)
         if self.member_id != message.member.id:
             assert self.view is None, f"{self.member_id} is in {self.view} and is welcomed as {message.member.id}"
             self.member_id = message.member.id
@@ -169,7 +172,7 @@ class MemberMachine(Observing):
         for peer, up in self.links.items():
             if up and peer in self._remade:
                 self._emit(ToScheduler(LinkEvent(peer, False, "closed")))
-            self._emit(ToScheduler(LinkEvent(peer, up, "connected" if up else self._silent.get(peer) or "closed")))
+            self._emit(ToScheduler(LinkEvent(peer, up, "connected" if up else self._parted.get(peer) or "closed")))
         self._emit(ToScheduler(self._position()))
         if self._ready_sent and self.phase is Phase.WAITING:
             self._emit(ToScheduler(Ready()))
@@ -328,9 +331,7 @@ class MemberMachine(Observing):
         self._open_next()
 
     def _close_open_slot(self) -> None:
-        self.pending = None
-        self.contribution = None
-        self._complete = None
+        self.pending = self.contribution = self._complete = None
         self._pulled = ""
         for key in [k for k in self._inbox if k[1] <= self.seq]:
             del self._inbox[key]
@@ -455,9 +456,7 @@ class MemberMachine(Observing):
 
     def _redo(self, decision: Decide) -> None:
         """Already on the base: the open slot is reduced again from what everybody kept."""
-        self.pending = None
-        self._entering = None
-        self._complete = None
+        self.pending = self._entering = self._complete = None
         self._pulled = ""
         self._enter(decision.view, decision.reason)
 

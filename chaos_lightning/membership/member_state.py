@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from typing import Any
 
 from chaos_lightning.membership.effects import (
     Connect,
@@ -23,6 +24,7 @@ from chaos_lightning.membership.types import (
     LinkEvent,
     Member,
     Ready,
+    Recollection,
     View,
     ViewId,
 )
@@ -58,6 +60,7 @@ class MemberState:
         promised: Nothing older than this is looked at.
         pending_leave: Why this member asked to leave; "" if it did not.
         notice: Last words of the scheduler.
+        term: The highest of any scheduler that this member heard of.
         observers: Newcomers that are to be served, as the scheduler said last.
         closing_is_stable: All members have the closing header, so the last slot may leave the job, too (4).
         stimulus_log: The last (now, event) pairs.
@@ -77,6 +80,7 @@ class MemberState:
         self.observers: tuple[str, ...] = ()
         self.pending_leave = ""
         self.notice = ""
+        self._term = 0
         self.closing_is_stable = False
         self.links: dict[str, bool] = {}
         self.stimulus_log: deque[tuple[float, MemberEvent]] = deque(maxlen=log_length)
@@ -94,7 +98,7 @@ class MemberState:
         self._former: View | None = None
         self._ready_sent = False
         self._remade: set[str] = set()
-        self._silent: dict[str, str] = {}
+        self._parted: dict[str, str] = {}
         self._finish_reason = ""
         self._now = 0.0
         self._out: list[MemberEffect] = []
@@ -128,6 +132,18 @@ class MemberState:
     @property
     def _entered_id(self) -> ViewId:
         return self.view.id if self.view is not None else NO_VIEW
+
+    @property
+    def term(self) -> int:
+        return max(self._term, self.promised.term)
+
+    def knowledge(self) -> dict[str, Any]:
+        """What a Hello tells beside who says it: the view that this member stands in, and the highest term."""
+        return {"view": self._entered_id, "term": self.term}
+
+    def _recollect(self) -> None:
+        """A scheduler that is to rebuild a lost chain asks."""
+        self._emit(ToScheduler(Recollection(self.view, self.waiting_view, self.promised)))
 
     def _emit(self, *effects: MemberEffect) -> None:
         self._out.extend(effects)
@@ -174,7 +190,7 @@ class MemberState:
         if before is up:
             return
         self.links[peer] = up
-        self._silent[peer] = evidence if evidence.startswith("silent") else ""
+        self._parted[peer] = "" if up or evidence.startswith("closed") else evidence
         if up and before is False:
             self._remade.add(peer)
         self._emit(ToScheduler(LinkEvent(peer, up, evidence)))
@@ -185,7 +201,7 @@ class MemberState:
         if self.view is None or self.view.find(peer) is None:
             del self.links[peer]
             return
-        self.links[peer], self._silent[peer] = False, "removed"
+        self.links[peer], self._parted[peer] = False, "removed"
         self._emit(ToScheduler(LinkEvent(peer, False, "removed")))
 
     def _carriable(self) -> View | None:

@@ -1,4 +1,4 @@
-"""What members tell the scheduler about links and transfers: words of the protocol that no view depends on."""
+"""What members tell the scheduler about links, transfers and their end: words of the protocol without views."""
 
 from __future__ import annotations
 
@@ -57,3 +57,33 @@ class LinkRequest:
     peer: str
     add: bool
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEvent:
+    peer: str
+    up: bool
+    evidence: str
+    """"connected", "closed" (EOF or reset: a fact), "silent", "refused", "timeout"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    suspect: str
+    alive: bool
+    evidence: str
+    certain: bool = False
+    """The process table of the suspect's own machine says that its process is gone or has died."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The job's closing header is committed here."""
+
+    seq: int
+    step: int

@@ -3,7 +3,8 @@
 Theory of operation. A `Peer` is one incarnation of a training process, from its welcome until a decided view excluded
 it or it was released. Newcomers are STANDBY (beyond max_nodes), LINKING, READY, or OBSERVING (membership/serving.py);
 a MEMBER is in the latest decided view; a LEAVER was let go by a decided view and waits until all others have entered
-it. Ids are `name~number` and never reused: the numbers of a term start at (term - 1) * 1,000,000, so that a restarted
+it; a REPORTER tells what it knows of a lost chain (membership/rebuilding.py).
+Ids are `name~number` and never reused: the numbers of a term start at (term - 1) * 1,000,000, so that a restarted
 scheduler, whose term is higher, reissues none of those that its predecessor gave to newcomers in no stored view.
 """
 
@@ -43,6 +44,7 @@ class Standing(enum.StrEnum):
     OBSERVING = "observing"
     MEMBER = "member"
     LEAVER = "leaver"
+    REPORTER = "reporter"
 
 
 NEWCOMER = (Standing.LINKING, Standing.READY, Standing.OBSERVING)

@@ -11,7 +11,8 @@ nothing else is decided; events meanwhile only change the facts on which the nex
 - PREPARING: a number is reserved and promised; reports are collected (8, 9). A change among the living starts over.
 - HOLDING: below min_nodes; all have promised and wait until enough newcomers are ready (14). The survivors then go on
   in a view of their own and the newcomers come in at the next boundary, as only there the state is at rest.
-- FINISHED, DEPOSED: the end; the latter because the store refused a write: another scheduler rules.
+- FINISHED, DEPOSED: the end; the latter because the store refused a write, or a member has heard of a later term:
+  another scheduler rules.
 
 After a restart on its store the scheduler knows the chain and nothing else. The last view's members come back by
 Hello(resume) and tell where they stand; if any of them is not in the last view, a recovery puts all of them there.
@@ -23,7 +24,6 @@ from collections.abc import Iterable, Mapping
 
 from chaos_lightning.membership.effects import (
     ChangeLink,
-    Close,
     Closed,
     Drain,
     Gone,
@@ -35,9 +35,10 @@ from chaos_lightning.membership.effects import (
     SchedulerEvent,
     SchedulerTick,
     Stored,
+    TermTaken,
 )
+from chaos_lightning.membership.rebuilding import Rebuilding
 from chaos_lightning.membership.recovery import Ruling, rule
-from chaos_lightning.membership.rewiring import Rewiring
 from chaos_lightning.membership.roster import (
     NEWCOMER,
     Peer,
@@ -63,7 +64,7 @@ from chaos_lightning.membership.types import (
 from chaos_lightning.membership.views import changed_view, founding_view, intended_change, recovered_view
 
 
-class SchedulerMachine(Rewiring):
+class SchedulerMachine(Rebuilding):
     """See the module. The shell feeds a SchedulerTick every `tick_interval_s` (or more often).
 
     Args:
@@ -77,7 +78,7 @@ class SchedulerMachine(Rewiring):
         """Takes one event in; returns the effects in the order in which they must happen."""
         self.stimulus_log.append((now, event))
         self._out = []
-        if self.phase is Phase.DEPOSED:
+        if self._deposed:
             return []
         self._forgive(now)
         match event:
@@ -95,8 +96,12 @@ class SchedulerMachine(Rewiring):
                 self._on_change_link(token, (a, b), add)
             case Gone(member, evidence):
                 self._on_gone(member, evidence)
+            case TermTaken(term):
+                self._on_term(term)
             case SchedulerTick():
                 pass
+        if self._deposed:
+            return self._out
         self._judge()
         for _ in range(64):
             if not self._turn():
@@ -144,6 +149,10 @@ class SchedulerMachine(Rewiring):
             return True
         if self.phase is Phase.FOUNDING:
             return self._turn_founding()
+        if self.phase is Phase.REBUILDING:
+            return self._turn_rebuilding()
+        if self._turn_again():
+            return True
         if self._turn_finish():
             return True
         if not self._living():
@@ -170,6 +179,10 @@ class SchedulerMachine(Rewiring):
         if self._living():
             self.phase = Phase.RUNNING
             return True
+        why_not = self._why_not_found()
+        if why_not:
+            self._tell(why_not, [p for p in self.peers.values() if p.standing in NEWCOMER])
+            return False
         ready = self._together(self._ready()[: self.settings.max_nodes])
         if len(ready) < max(1, self.settings.min_nodes):
             here = [p for p in self.peers.values() if p.standing in NEWCOMER and p.conn is not None and not p.leaving]
@@ -339,7 +352,10 @@ class SchedulerMachine(Rewiring):
         latest = self.latest
         assert latest is not None
         why = "; ".join([self._why, *(f"{m} is put out: {words}, who go on" for m, words in self._cut.items())])
+        if self._before is not None and not self._enough(len(ruling.members), self._before):
+            return self._turn_short(ruling)
         view = recovered_view(latest, self._number, ruling, self.settings.plan, why, self._net(ruling.members))
+        view = self._begin_chain(view)
         self._persist(
             "view", view.id, lambda: self._decided(view, ruling), view=view, base=base, hand_on=ruling.hand_on
         )
@@ -355,11 +371,7 @@ class SchedulerMachine(Rewiring):
         if ok:
             then()
             return
-        self.phase = Phase.DEPOSED
-        self._note("error", text=f"deposed: the store refused a write ({detail}); another scheduler rules")
-        for conn in self._conns:
-            self._out.append(Close(conn, "this scheduler is deposed; connect again"))
-        self._out.append(SchedulerDone(f"deposed: {detail}"))
+        self._depose(f"the store refused a write ({detail})")
 
     def _recover(self, why: str) -> bool:
         number = self._next_number()
@@ -389,6 +401,7 @@ class SchedulerMachine(Rewiring):
         assert ruling.base is not None
         old = self._members()
         self._append(view)
+        self._chain_begun()
         self.phase, self._returning, self._announced = Phase.RUNNING, False, None
         self._decision = Decide(view, ruling.base, ruling.hand_on, ruling.sources, view.reason)
         self._note(
@@ -421,6 +434,7 @@ class SchedulerMachine(Rewiring):
     def _announce(self, view: View) -> None:
         """A view that a header will carry."""
         self._append(view)
+        self._changes.add(view.id)
         self._decision, self._announced = None, NextView(view)
         for peer in self._members_of(view):
             peer.standing = Standing.MEMBER

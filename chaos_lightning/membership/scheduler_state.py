@@ -14,9 +14,11 @@ from itertools import pairwise
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Chain as Chain
 from chaos_lightning.membership.effects import (
+    Close,
     LinkWish,
     Note,
     Persist,
+    SchedulerDone,
     SchedulerEffect,
     SchedulerEvent,
     Send,
@@ -45,6 +47,7 @@ from chaos_lightning.membership.types import (
 
 class Phase(enum.StrEnum):
     FOUNDING = "founding"
+    REBUILDING = "rebuilding"
     RUNNING = "running"
     PREPARING = "preparing"
     HOLDING = "holding"
@@ -67,6 +70,7 @@ class SchedulerState:
         self.term = chain.term
         self.chain: list[View] = list(chain.views)
         self.highest = chain.highest
+        self._changes = set(chain.changes)
         self.phase = Phase.FINISHED if chain.finished else Phase.RUNNING if chain.views else Phase.FOUNDING
         self.peers: dict[str, Peer] = {}
         self.reference: Reference | None = None
@@ -133,6 +137,22 @@ class SchedulerState:
         self._token += 1
         self._persisting = (self._token, then)
         self._out.append(Persist(self._token, kind, number, view, base, hand_on, wish))
+
+    @property
+    def _deposed(self) -> bool:
+        return self.phase is Phase.DEPOSED
+
+    def _depose(self, why: str) -> None:
+        """Another scheduler rules: nothing is decided or said here any more; members find the other one."""
+        self.phase = Phase.DEPOSED
+        self._note("error", text=f"deposed: {why}; another scheduler rules")
+        for conn in self._conns:
+            self._out.append(Close(conn, "this scheduler is deposed; connect again"))
+        self._out.append(SchedulerDone(f"deposed: {why}", deposed=True))
+
+    def _lost_words(self) -> str:
+        """That the chain is lost, if members say so (membership/rebuilding.py)."""
+        return ""
 
     # ------------------------------------------------------------------ groups of peers
 
@@ -216,13 +236,14 @@ class SchedulerState:
     def snapshot(self) -> dict[str, object]:
         """For `chaos-lightning status`: plain values only."""
         latest = self.latest
+        usual = self._why if self._reserving else latest.reason if latest is not None else ""
         return {
             "job": self.settings.job,
             "term": self.term,
             "phase": str(self.phase),
             "view": str(latest.id) if latest is not None else "",
             "settled": self._settled,
-            "reason": self._waits or (self._why if self._reserving else latest.reason if latest is not None else ""),
+            "reason": self._waits or self._lost_words() or usual,
             "members": [self._describe(p) for p in self._members()],
             "others": [self._describe(p) for p in self.peers.values() if p.standing is not Standing.MEMBER],
         }

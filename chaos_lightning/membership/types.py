@@ -17,10 +17,14 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 from chaos_lightning.membership.reports import CatchUp as CatchUp
+from chaos_lightning.membership.reports import Finished as Finished
+from chaos_lightning.membership.reports import Leave as Leave
+from chaos_lightning.membership.reports import LinkEvent as LinkEvent
 from chaos_lightning.membership.reports import LinkReport as LinkReport
 from chaos_lightning.membership.reports import LinkRequest as LinkRequest
 from chaos_lightning.membership.reports import Progress as Progress
 from chaos_lightning.membership.reports import SourceProgress as SourceProgress
+from chaos_lightning.membership.reports import Verdict as Verdict
 
 Span = tuple[int, int]
 """Half-open interval [start, stop)."""
@@ -255,6 +259,10 @@ class Hello:
     """Member id of an earlier connection of this very process (the stream broke, the process lives)."""
     replay: str = "it did not offer to replay"
     """Why this newcomer cannot come in by replay (PROTOCOL.md 17); "" if it can."""
+    view: ViewId = NO_VIEW
+    """The view that it stands in."""
+    term: int = 0
+    """The highest that it heard of: a scheduler with a lower one leads no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,23 +276,6 @@ class Heartbeat:
     seq: int
     step: int
     step_time_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class LinkEvent:
-    peer: str
-    up: bool
-    evidence: str
-    """"connected", "closed" (EOF or reset: a fact), "silent", "refused", "timeout"."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    suspect: str
-    alive: bool
-    evidence: str
-    certain: bool = False
-    """The process table of the suspect's own machine says that its process is gone or has died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,16 +312,12 @@ class Entered:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
-    reason: str
+class Recollection:
+    """Answer to Recall: the view that the member stands in, and one that it was told of and no header carried yet."""
 
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The job's closing header is committed here."""
-
-    seq: int
-    step: int
+    view: View | None = None
+    waiting: View | None = None
+    promised: ViewId = NO_VIEW
 
 
 # --- control messages: scheduler -> member -----------------------------------------------------------------------
@@ -438,6 +425,11 @@ class Pulse:
 
 
 @dataclass(frozen=True, slots=True)
+class Recall:
+    """The chain is lost, and this scheduler is to rebuild it from what members know: tell it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Released:
     """Nobody needs you any more."""
 
@@ -462,9 +454,22 @@ FromMember = (
     | Progress
     | LinkReport
     | LinkRequest
+    | Recollection
 )
 ToMember = (
-    Welcome | Refused | OpenLinks | NextView | Prepare | Decide | Probe | Fence | Notice | Released | Observers | Pulse
+    Welcome
+    | Refused
+    | OpenLinks
+    | NextView
+    | Prepare
+    | Decide
+    | Probe
+    | Fence
+    | Notice
+    | Released
+    | Observers
+    | Pulse
+    | Recall
 )
 PeerMessage = Contribution | Header
 

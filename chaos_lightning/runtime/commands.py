@@ -57,6 +57,14 @@ def scheduler(
     keys_dir: KeysDir = "",
     log_dir: Annotated[str, typer.Option(help="Folder for the event log.", metavar="PATH")] = "",
     idle_timeout: Annotated[float, typer.Option(help="End after so many seconds without a member; 0 never.")] = 0.0,
+    rebuild: Annotated[
+        bool,
+        typer.Option(
+            "--rebuild",
+            help="The chain is lost for good (its machine is gone): begin it anew, on an empty store, from what more "
+            "than half of the last view's members report.",
+        ),
+    ] = False,
     setting: Annotated[
         list[str] | None,
         typer.Option(
@@ -88,6 +96,7 @@ def scheduler(
             keys_dir=keys_dir,
             log_dir=log_dir,
             idle_timeout_s=idle_timeout,
+            rebuild=rebuild,
         )
     )
     raise typer.Exit(code)

@@ -181,10 +181,10 @@ class EtcdStore(Store):
         self._known = _Known(tip, count, revision) if ok else None
         return ok
 
-    def take_term(self) -> int:
+    def take_term(self, above: int = 0) -> int:
         for _ in range(_RACES):
             known = self._read()
-            tip = replace(known.tip, term=known.tip.term + 1)
+            tip = replace(known.tip, term=max(known.tip.term, above) + 1)
             if self._write(known, tip, count=known.count):
                 self.term = tip.term
                 return self.term

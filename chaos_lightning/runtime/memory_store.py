@@ -40,10 +40,10 @@ class MemoryStore(Store):
             raise StoreError(f"the store of job {self.job} is closed")
         return self._shelf
 
-    def take_term(self) -> int:
+    def take_term(self, above: int = 0) -> int:
         shelf = self._open()
         with shelf.changed:
-            shelf.tip = replace(shelf.tip, term=shelf.tip.term + 1)
+            shelf.tip = replace(shelf.tip, term=max(shelf.tip.term, above) + 1)
             self.term = shelf.tip.term
             return self.term
 

@@ -37,6 +37,7 @@ class SchedulerOptions:
         keys_dir: Folder of keys, instead of a token alone.
         log_dir: Folder for the event log; "" for none.
         idle_timeout_s: End after so long without a member; 0 never.
+        rebuild: The chain is lost: begin it anew, on an empty store, from what members report (docs/failover.md).
         keep_finished: Serve a finished chain (newcomers are told so) instead of archiving it and beginning anew.
     """
 
@@ -48,6 +49,7 @@ class SchedulerOptions:
     log_dir: str = ""
     idle_timeout_s: float = 0.0
     keep_finished: bool = False
+    rebuild: bool = False
 
     @property
     def in_etcd(self) -> bool:

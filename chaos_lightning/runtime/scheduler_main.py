@@ -72,6 +72,7 @@ def run(options: SchedulerOptions) -> int:
         settings=check_settings(options.settings),
         idle_timeout_s=options.idle_timeout_s,
         linger_s=options.settings.linger_timeout_s,
+        rebuild=options.rebuild,
     )
 
     def on_started(server: SchedulerServer) -> None:
@@ -130,6 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--log-dir", default="", help="folder of the event log")
     parser.add_argument("--idle-timeout", type=float, default=0.0, help="seconds without any member; 0 never")
     parser.add_argument("--keep-finished", action="store_true", help="do not begin anew where a job is finished")
+    parser.add_argument("--rebuild", action="store_true", help="begin a lost chain anew from what members report")
     parser.add_argument("--detach", default="", metavar="LOGFILE", help="run in the background")
     given = parser.parse_args(arguments)
     if given.detach:
@@ -146,6 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
                 log_dir=given.log_dir,
                 idle_timeout_s=given.idle_timeout,
                 keep_finished=given.keep_finished,
+                rebuild=given.rebuild,
             )
         )
     except ConfigurationError as error:

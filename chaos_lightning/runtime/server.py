@@ -32,10 +32,11 @@ from chaos_lightning.runtime.access import LEADER_KEY, check_bind, join_endpoint
 from chaos_lightning.runtime.channel import END_OF_STREAM, PULSE_S, SERVER_OPTIONS
 from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
 from chaos_lightning.runtime.codec import unwrap_from_member, wrap_to_member
+from chaos_lightning.runtime.connection import Connection
 from chaos_lightning.runtime.credentials import Secret
 from chaos_lightning.runtime.process_table import same_machine_verdict
 from chaos_lightning.runtime.seat import Seat
-from chaos_lightning.runtime.store import Store, StoreFactory
+from chaos_lightning.runtime.store import Store, StoreFactory, to_rebuild
 from chaos_lightning.runtime.strangers import Strangers
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
@@ -75,6 +76,7 @@ class ServerConfig:
         settings: Rules of the job.
         tick_s: Seconds between ticks of the machine; 0 for a quarter of the heartbeat interval, 10 to 50 ms.
         idle_timeout_s: End after so long without any member's stream; 0 never.
+        rebuild: The chain is lost: begin it anew from what members report (PROTOCOL.md 14a).
         linger_s: How long a finished scheduler goes on answering while streams are open.
     """
 
@@ -85,17 +87,7 @@ class ServerConfig:
     tick_s: float = 0.0
     idle_timeout_s: float = 0.0
     linger_s: float = 5.0
-
-
-class _Connection:
-    """One member's stream."""
-
-    def __init__(self, number: int, peer: str) -> None:
-        self.number = number
-        self.peer = peer
-        self.name = ""
-        self.outbox: asyncio.Queue[ToMember | None] = asyncio.Queue()
-        self.cut = asyncio.Event()
+    rebuild: bool = False
 
 
 class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
@@ -127,7 +119,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._make_machine = machine
         self._seat = seat
         self._machine: Machine | None = None
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, Connection] = {}
         self._count = 0
         self._inbox: asyncio.Queue[fx.SchedulerEvent] = asyncio.Queue()
         self._answers: dict[int, asyncio.Future[tuple[bool, str]]] = {}
@@ -202,6 +194,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             finished=chain.finished,
             store=self._store.place,
         )
+        if self.config.rebuild:
+            chain = to_rebuild(chain, self._store.place)
         self._machine = self._make_machine(self.config.settings, chain)
         self._tasks.append(asyncio.create_task(self._drive()))
         return chain
@@ -304,12 +298,19 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
                     sight = same_machine_verdict(member)
                     if sight.certain:
                         outcomes.append(fx.Gone(member.id, sight.evidence))
+                case fx.TakeTerm(above):
+                    loop = asyncio.get_running_loop()
+                    term = await loop.run_in_executor(self._disk, self._store.take_term, above)
+                    outcomes.append(fx.TermTaken(term))
                 case fx.Answer(token, accepted, text):
                     waiting = self._answers.pop(token, None)
                     if waiting is not None and not waiting.done():
                         waiting.set_result((accepted, text))
-                case fx.SchedulerDone(reason):
-                    self._done(reason)
+                case fx.SchedulerDone(reason, deposed):
+                    if deposed:
+                        self.end(reason, failed=True)
+                    else:
+                        self._done(reason)
         return outcomes
 
     async def _persist(self, effect: fx.Persist) -> fx.Stored:
@@ -364,7 +365,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         """One member's stream, from its Hello to its end."""
         await self._admit(context, "Attend")
         self._count += 1
-        connection = _Connection(self._count, self._strangers.peer(context))
+        connection = Connection(self._count, self._strangers.peer(context))
         if self._seat is not None:
             connection.outbox.put_nowait(Pulse())  # from the first moment on, silence means something
         self._connections[connection.number] = connection
@@ -396,7 +397,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             del self._connections[connection.number]
             self._inbox.put_nowait(fx.Closed(connection.number, abrupt))
 
-    async def _read(self, connection: _Connection, context: Any) -> bool:
+    async def _read(self, connection: Connection, context: Any) -> bool:
         """Feeds what the member says; True if it said goodbye before the stream ended."""
         goodbye = False
         while True:
@@ -411,7 +412,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
                 connection.name = message.name
             self._inbox.put_nowait(fx.MessageIn(connection.number, message))
 
-    async def _write(self, connection: _Connection, context: Any) -> None:
+    async def _write(self, connection: Connection, context: Any) -> None:
         """Sends until the machine closes the stream."""
         while True:
             message = await connection.outbox.get()

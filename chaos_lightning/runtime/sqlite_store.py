@@ -196,7 +196,7 @@ class SqliteStore(Store):
 
     # ------------------------------------------------------------------ writing
 
-    def take_term(self) -> int:
+    def take_term(self, above: int = 0) -> int:
         if self._exclusive and self._file_lock is None:
             self._file_lock = FileLock(self.path)
             if not self._file_lock.take(_LOCK_PATIENCE_S):
@@ -208,6 +208,7 @@ class SqliteStore(Store):
             term: int = db.execute(
                 "SELECT MAX(j.term, COALESCE((SELECT MAX(term) FROM entry), 0)) FROM job j"
             ).fetchone()[0]
+            term = max(term, above)
             db.execute("UPDATE job SET term = ?", (term + 1,))
         self.term = term + 1
         return self.term

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Literal, Self, get_args
 
-from chaos_lightning.errors import StoreError
+from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.membership.effects import Chain, LinkWish, Persist
 from chaos_lightning.membership.types import NO_VIEW, Header, View, ViewId
 
@@ -113,8 +113,8 @@ class Store(abc.ABC):
         """Where the chain is, for people."""
 
     @abc.abstractmethod
-    def take_term(self) -> int:
-        """Durably outranks every scheduler so far; returns the new term."""
+    def take_term(self, above: int = 0) -> int:
+        """Durably outranks every scheduler so far, and all up to the term `above`; returns the new term."""
 
     @abc.abstractmethod
     def tip(self) -> Tip:
@@ -146,6 +146,7 @@ class Store(abc.ABC):
             views=tuple(e.view for e in entries if e.view is not None),
             finished=tip.finished,
             wishes=tuple(e.wish for e in entries if e.wish is not None),
+            changes=tuple(e.number for e in entries if e.view is not None and e.base is None),
         )
 
     @abc.abstractmethod
@@ -157,6 +158,20 @@ class Store(abc.ABC):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def to_rebuild(chain: Chain, place: str) -> Chain:
+    """What a scheduler starts with that is to rebuild a lost chain (PROTOCOL.md 14a).
+
+    Raises:
+        ConfigurationError: The chain is there.
+    """
+    if chain.views:
+        raise ConfigurationError(
+            f"nothing is to be rebuilt: {place} holds a chain up to view {chain.views[-1].id}; start the scheduler "
+            "without --rebuild, and it goes on from there"
+        )
+    return replace(chain, rebuild=True)
 
 
 StoreFactory = Callable[[], Store]

@@ -17,6 +17,20 @@ from chaos_lightning.simulate.script import parse
 from chaos_lightning.simulate.world import Hooks, Outcome, Plan
 from chaos_lightning.testing.faults import FaultPlan
 
+_COUNTED = {
+    "commits": "commits",
+    "hand_ons": "hand-ons",
+    "joins": "joins",
+    "ejections": "ejections",
+    "views": "views",
+    "crashes": "scheduler crashes",
+    "terms": "terms",
+    "store_errors": "store errors",
+    "cut_streams": "cut control streams",
+    "events": "events",
+}
+"""What the last line tells of all runs together: fields of Outcome, and words for them."""
+
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -97,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _many(options: argparse.Namespace) -> int:
     started = told = time.monotonic()
     found: list[Outcome] = []
-    totals = {"commits": 0, "hand_ons": 0, "joins": 0, "ejections": 0, "views": 0, "events": 0}
+    totals = dict.fromkeys(_COUNTED, 0)
     done = 0
     for chunk in outcomes(options.start, options.seeds, options.bug, options.jobs):
         for outcome in chunk:
@@ -110,7 +124,7 @@ def _many(options: argparse.Namespace) -> int:
         told = _progress(done, options.seeds, started, told)
         if found and not options.keep_going:
             break
-    counts = ", ".join(f"{value} {name.replace('_', '-')}" for name, value in totals.items())
+    counts = ", ".join(f"{value} {words}" for value, words in zip(totals.values(), _COUNTED.values(), strict=True))
     seconds = time.monotonic() - started
     print(
         f"{done} seeds, {len(found)} violations, {counts}, {seconds:.1f} s"

@@ -20,6 +20,7 @@ from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.slots import close_slot
 from chaos_lightning.membership.types import NO_VIEW, Contribution, Header, Kind, Report, Source, Span, View, ViewId
 from chaos_lightning.simulate.dataplane import DataPlane, Down, Result, Up
+from chaos_lightning.simulate.failing_bugs import FAILING_BUGS
 from chaos_lightning.simulate.host import Store
 from chaos_lightning.simulate.joining_bugs import JOINING_BUGS
 from chaos_lightning.simulate.link_bugs import LINK_BUGS
@@ -140,9 +141,9 @@ class HastyScheduler(SchedulerMachine):
 class MemoryStore(Store):
     """Dies with the scheduler's process."""
 
-    def open(self) -> fx.Chain:
-        self.views.clear()
-        return super().open()
+    def open(self, above: int = 0) -> fx.Chain:
+        self.forget()
+        return super().open(above)
 
 
 # ------------------------------------------------------------------ 8: promises
@@ -406,6 +407,7 @@ BUGS: dict[str, Bug] = {
         hooks=hooks_of(machine=DoubleVoteMachine),
         plan=plans_of(*DEATHS, "link"),
     ),
+    **FAILING_BUGS,
     **JOINING_BUGS,
     **LINK_BUGS,
 }

@@ -26,10 +26,14 @@ from chaos_lightning.simulate.fabric import Pipe, Stream
 from chaos_lightning.simulate.kernel import Process
 
 if TYPE_CHECKING:
+    from chaos_lightning.simulate.host import SchedulerHost
     from chaos_lightning.simulate.world import World
 
 LATE_S = 3.0
 """A word is under way at most so long: longer than any lag of a control stream, and the time to connect again."""
+PULSE_S = 0.2
+PULSE_TIMEOUT_S = 0.7
+"""As in runtime/channel.py and runtime/agent.py."""
 SILENT_S = 0.3
 """A neighbour that is asked calls a link silent after so long."""
 
@@ -102,6 +106,8 @@ class Connected(Process):
         self.number = number
         self.machine = self.machine_class()
         self.stream: Stream | None = None
+        self.host: SchedulerHost = world.scheduler
+        """Where its control stream goes."""
         self.outcome = ""
         self.control_lag = 0.0
         self.life = 0
@@ -138,8 +144,8 @@ class Connected(Process):
         """Says hello, or says it again after the stream broke."""
         if not self.alive or self.outcome or self.stream is not None:
             return
-        host = self.world.scheduler
-        if not host.alive:
+        host = self.world.schedulers.found_by_chance()
+        if host is None:
             self._retry_s = min(0.3, self._retry_s * 1.6)
             self.timer(self._retry_s * self.kernel.between(0.5, 1.0), self.connect)
             return
@@ -147,7 +153,9 @@ class Connected(Process):
         kernel = self.kernel
         stream = Stream(self.world.next_number(), Pipe(kernel, 0.0002, 0.003), Pipe(kernel, 0.0002, 0.003))
         stream.up.lag = self.control_lag
-        self.stream = stream
+        self.stream, self.host = stream, host
+        if self.world.schedulers.several:
+            self.timer(PULSE_S, lambda: self._listen(stream))
         host.dialled.append((stream, self))
         stream.up.send(None, lambda _: host.deliver(lambda: host.opened(stream, self)))
         self._tell(self._hello())
@@ -168,6 +176,7 @@ class Connected(Process):
             fingerprint=(("script", "same"),),
             neighbours=spec.neighbours,
             resume=self.machine.member_id,
+            **self.machine.knowledge(),
             replay="" if spec.replay else "it was told to join by pause",
         )
 
@@ -176,10 +185,20 @@ class Connected(Process):
         self._tell(message)
 
     def _tell(self, message: FromMember) -> None:
-        stream, host = self.stream, self.world.scheduler
+        stream, host = self.stream, self.host
         if stream is not None:
             self._spoke_at = self.kernel.now
-            stream.up.send(message, lambda m: host.deliver(lambda: host.message(stream, m)))  # type: ignore[arg-type]
+            for _ in range(self.world.copies(message)):
+                stream.up.send(message, lambda m: host.deliver(lambda: host.message(stream, m)))  # type: ignore[arg-type]
+
+    def _listen(self, stream: Stream) -> None:
+        """A leader that says nothing for long is left, for another may have been elected (runtime/agent.py)."""
+        if self.stream is not stream or self.outcome:
+            return
+        if self.host.frozen and self.kernel.now - self.host.frozen_since > PULSE_TIMEOUT_S:
+            self.break_stream()
+        else:
+            self.timer(PULSE_S, lambda: self._listen(stream))
 
     def stream_lost(self, stream: Stream) -> None:
         """Both ends of a broken stream see it; the agent connects again."""
@@ -193,17 +212,18 @@ class Connected(Process):
 
     def break_stream(self) -> None:
         """The network breaks the control stream; both processes live."""
-        stream, host = self.stream, self.world.scheduler
+        stream, host = self.stream, self.host
         if stream is None:
             return
         now = self.kernel.now
+        self.world.schedulers.cut_streams += 1
         stream.up.cut(now + self.kernel.between(0.0, 0.004))
         stream.down.cut(now + self.kernel.between(0.0, 0.004))
         self.kernel.after(self.kernel.between(0.004, 0.03), lambda: host.deliver(lambda: host.closed(stream, True)))
         self.kernel.after(self.kernel.between(0.004, 0.03), lambda: self.stream_lost(stream))
 
     def _close_stream(self) -> None:
-        stream, host = self.stream, self.world.scheduler
+        stream, host = self.stream, self.host
         self.stream = None
         if stream is not None:
             stream.down.cut(self.kernel.now)

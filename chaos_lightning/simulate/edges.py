@@ -11,6 +11,7 @@ is told by their `troubled_at`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from chaos_lightning.membership.effects import ChangeLink
@@ -89,12 +90,12 @@ class Edges:
 
     # ------------------------------------------------------------------ what must hold
 
-    def check(self, view: View) -> None:
-        """A view was decided."""
+    def check(self, chain: Sequence[View]) -> None:
+        """The last view of this chain was decided."""
+        view = chain[-1]
         pairs = links_of(view)
         if not connected(view.ids(), pairs):
             raise Violation(f"view {view.id} is in parts: {parts(view.ids(), pairs)}")
-        chain = self._world.scheduler.machine.chain
         # A better plan for the same members over the same links decides nothing about links.
         replanned = len(chain) > 1 and chain[-2].ids() == view.ids() and links_of(chain[-2]) == pairs
         for ends in pairs:

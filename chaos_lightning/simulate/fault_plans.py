@@ -182,13 +182,8 @@ class PlannedWorld(sim.World):
         for time in sorted({0.0, *(f.after_s for f in faults if f.after_s is not None)}):
             self.kernel.at(time, self._look)
 
-    def _host(self) -> SchedulerHost:
-        host = super()._host()
-        host.on_note = self._noted
-        return host
-
-    def _noted(self, note: fx.Note) -> None:
-        self.on_note(note)
+    def heed(self, host: SchedulerHost, note: fx.Note) -> None:
+        super().heed(host, note)
         self.saw(note.name, str(dict(note.fields).get("member", "")).rpartition("~")[0])
 
     def saw(self, event: str, node: str) -> None:
@@ -230,14 +225,14 @@ class PlannedWorld(sim.World):
         elif victim is None or not victim.alive:
             self._miss(fault, "it is not there")
         else:
-            self._say(f"as planned: {fault}")
+            self.say(f"as planned: {fault}")
             if told.action == "link":
                 self.fabric.block(victim.name, told.other, told.lasts)
             self._hit(told, victim)
 
     def _miss(self, fault: Fault, why: str) -> None:
         self.course.missed.append(f"{fault}: {why}")
-        self._say(f"not done: {fault}: {why}")
+        self.say(f"not done: {fault}: {why}")
 
     def _join(self, fault: Fault) -> None:
         old = self.nodes.get(fault.node)
@@ -247,7 +242,7 @@ class PlannedWorld(sim.World):
         number = len(self.nodes) + 1
         if old is not None:
             self.nodes[f"{fault.node} (number {old.number})"] = old
-        self._say(f"as planned: {fault}")
+        self.say(f"as planned: {fault}")
         node = self.nodes[fault.node] = PlannedNode(self, NodeSpec(name=fault.node, replay=True), number)
         node.connect()
 

@@ -2,54 +2,81 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from chaos_lightning.errors import StoreError
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.scheduler import Phase, SchedulerMachine
-from chaos_lightning.membership.types import NO_VIEW, FromMember, Notice, Settings, View, ViewId
+from chaos_lightning.membership.types import (
+    Decide,
+    Fence,
+    FromMember,
+    NextView,
+    Notice,
+    Prepare,
+    Released,
+    Settings,
+    Welcome,
+)
 from chaos_lightning.simulate.kernel import Kernel, Process
+from chaos_lightning.simulate.store import Store as Store
 
 if TYPE_CHECKING:
     from chaos_lightning.simulate.connected import Connected
     from chaos_lightning.simulate.fabric import Pipe, Stream, Taker
 
 
-class Store:
-    """A file on the scheduler's host: durable, compare-and-set on term and predecessor (PROTOCOL.md 7, 14a)."""
+PATIENCE_S = 5.0
+"""A write is tried again for so long (runtime/server.py); then the process ends."""
+AGAIN_S = 0.2
 
-    def __init__(self) -> None:
-        self.term = 0
-        self.highest: ViewId = NO_VIEW
-        self.views: list[View] = []
-        self.wishes: list[fx.LinkWish] = []
-        self.done = False
 
-    def open(self) -> fx.Chain:
-        """A scheduler starts: its term outranks every older one."""
-        self.term += 1
-        return fx.Chain(self.term, self.highest, tuple(self.views), self.done, tuple(self.wishes))
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What a scheduler's process is beside its machine.
 
-    def write(self, term: int, entry: fx.Persist) -> tuple[bool, str]:
-        """(ok, why not)"""
-        if term != self.term:
-            return False, f"term {term} is over, {self.term} rules"
-        if entry.kind == "link":
-            assert entry.wish is not None
-            self.wishes.append(entry.wish)
-            return True, ""
-        if entry.number.number <= self.highest.number and entry.kind != "view":
-            return False, f"{entry.number} was issued before, up to {self.highest}"
-        if entry.kind == "view":
-            assert entry.view is not None
-            last = self.views[-1].id if self.views else NO_VIEW
-            if entry.view.predecessor != last:
-                return False, f"the last view is {last}, not {entry.view.predecessor}"
-            self.views.append(entry.view)
-        self.done = self.done or entry.kind == "finish"
-        self.highest = max(self.highest, entry.number)
-        return True, ""
+    Attributes:
+        number: Which candidate it is; each life has a number of its own.
+        place: Its machine.
+        orderly: Nothing happens while a write is out, and what stands behind it in the list of effects comes after it,
+            as in runtime/server.py. Else a write takes its time beside everything else, which is more than happens.
+    """
+
+    number: int = 1
+    place: str = "h0"
+    orderly: bool = False
+    rebuild: bool = False
+    """It was told to rebuild a lost chain."""
+    copies: Callable[[object], int] = lambda message: 1
+    """How often a message of it arrives."""
+
+
+@dataclass(slots=True)
+class HostTrap:
+    """Springs before the `skip`+1-th effect (or stored answer) of a kind."""
+
+    kind: str
+    """"any", "persist", "stored" (the store has it, the machine does not know), "send", "prepare", "decide", "next",
+    "fence", "released" or "welcome"."""
+    skip: int
+    spring: Callable[[], None]
+
+    def matches(self, what: object) -> bool:
+        if isinstance(what, fx.Send):
+            name = _KINDS.get(type(what.message), "")
+            return self.kind in ("any", "send", name) and not isinstance(what.message, Notice)
+        if isinstance(what, fx.Stored):
+            return self.kind == "stored"
+        return self.kind == "any" or (self.kind == "persist" and isinstance(what, fx.Persist))
+
+
+_KINDS = {
+    Prepare: "prepare", Decide: "decide", NextView: "next", Fence: "fence", Released: "released", Welcome: "welcome"
+}  # fmt: skip
 
 
 class SchedulerHost(Process):
@@ -63,6 +90,7 @@ class SchedulerHost(Process):
         store_s: Longest duration of a write, in seconds.
         check: Called with the machine after every event.
         gone: Whether the process of this member was on this machine and is no more.
+        seat: What it is beside its machine.
     """
 
     def __init__(
@@ -74,10 +102,12 @@ class SchedulerHost(Process):
         store_s: float = 0.004,
         check: Callable[[SchedulerMachine], None] | None = None,
         gone: Callable[[str], bool] = lambda member: False,
+        seat: Seat | None = None,
     ) -> None:
         super().__init__(kernel, "scheduler")
         self.store = store
-        self.machine = machine(settings, store.open())
+        self.seat = seat or Seat()
+        self.machine = machine(settings, replace(store.open(), rebuild=self.seat.rebuild))
         self.notes: list[tuple[float, fx.Note]] = []
         self.dialled: list[tuple[Stream, Connected]] = []
         """All streams ever opened to this process."""
@@ -87,7 +117,18 @@ class SchedulerHost(Process):
         self.answers: list[tuple[bool, str]] = []
         """To requests for and against links."""
         self.on_answer: Callable[[int, bool], None] = lambda token, granted: None
+        self.on_end: Callable[[], None] = lambda: None
+        """It ended by itself, since it was deposed or its store failed."""
+        self.traps: list[HostTrap] = []
+        self._copies: Callable[[object], int] = self.seat.copies
+        self.cut_off = False
+        """It cannot reach its store, others can."""
+        self.lost = 0
+        """Streams that broke when it died."""
         self._streams: dict[int, tuple[Stream, Connected]] = {}
+        self._inbox: deque[fx.SchedulerEvent] = deque()
+        self._effects: deque[fx.SchedulerEffect] = deque()
+        self._driving = self._writing = False
         self._store_s = store_s
         self._check = check
         self._gone = gone
@@ -103,10 +144,41 @@ class SchedulerHost(Process):
         self.timer(self.machine.tick_interval_s, self._tick)
 
     def feed(self, event: fx.SchedulerEvent) -> None:
-        for effect in self.machine.on(self.kernel.now, event):
-            self._apply(effect)
+        """One event, after those that wait."""
+        self._inbox.append(event)
+        self._drive()
+
+    def _drive(self) -> None:
+        """One effect after the other, one event after the other; the process may stop or die between any two."""
+        if self._driving:
+            return
+        self._driving = True
+        try:
+            while self.alive and not self.frozen and not self._writing and (self._effects or self._inbox):
+                self._move()
+        finally:
+            self._driving = False
+
+    def _move(self) -> None:
+        what = self._effects[0] if self._effects else self._inbox[0]
+        trap = next((t for t in self.traps if t.matches(what)), None)
+        if trap is not None and trap.skip > 0:
+            trap.skip -= 1
+        elif trap is not None:
+            self.traps.remove(trap)
+            trap.spring()
+            return
+        if self._effects:
+            self._apply(self._effects.popleft())
+            return
+        self._effects.extend(self.machine.on(self.kernel.now, self._inbox.popleft()))
         if self._check is not None:
             self._check(self.machine)
+
+    def thaw(self) -> None:
+        if self._effects and self.frozen and self.alive:
+            self._backlog.insert(0, self._drive)
+        super().thaw()
 
     def _notify(self, pipe: Pipe, notice: object, take: Taker) -> None:
         """Words for people, on which no machine acts: they draw no chance, so that new ones change no seed's course."""
@@ -125,15 +197,18 @@ class SchedulerHost(Process):
                 if entry is not None:
                     stream, node = entry
                     send = partial(self._notify, stream.down) if isinstance(message, Notice) else stream.down.send
-                    send(message, lambda m: node.deliver(lambda: node.control(stream, m)))
+                    for _ in range(self._copies(message)):
+                        send(message, lambda m: node.deliver(lambda: node.control(stream, m)))
             case fx.Close(conn):
                 entry = self._streams.pop(conn, None)
                 if entry is not None:
                     stream, node = entry
                     stream.down.end(lambda: node.stream_lost(stream))
             case fx.Persist():
-                delay = self.kernel.between(0.0005, self._store_s)
-                self.timer(self.slow_write(effect) or delay, lambda: self._write(effect))
+                self._writing = self.seat.orderly
+                self._write(effect, self.kernel.now)
+            case fx.TakeTerm(above):
+                self._take_term(above)
             case fx.Look(member):
                 if self._gone(member.id):
                     self.timer(0.0, lambda: self.feed(fx.Gone(member.id, "its process is gone")))
@@ -143,12 +218,57 @@ class SchedulerHost(Process):
             case fx.Answer(token, accepted, text):
                 self.answers.append((accepted, text))
                 self.on_answer(token, accepted)
-            case fx.SchedulerDone():
-                pass
+            case fx.SchedulerDone(_, deposed):
+                if deposed:
+                    self.timer(0.0, self.end)
 
-    def _write(self, entry: fx.Persist) -> None:
-        ok, detail = self.store.write(self.machine.term, entry)
-        self.timer(self.kernel.between(0.0, 0.0005), lambda: self.feed(fx.Stored(entry.token, ok, detail)))
+    def _write(self, entry: fx.Persist, since: float) -> None:
+        """Tried again after a failure; what is under way to a remote store arrives whatever becomes of this process."""
+        delay = self.kernel.between(0.0005, self._store_s)
+        if self.store.slow_s:
+            delay += self.kernel.between(0.0, self.store.slow_s)
+        delay = self.slow_write(entry) or delay
+        if self.store.remote:
+            self.kernel.after(delay, lambda: self._land(entry, since))
+        else:
+            self.timer(delay, lambda: self._land(entry, since))
+
+    def _land(self, entry: fx.Persist, since: float) -> None:
+        try:
+            if self.cut_off:
+                self.store.errors += 1
+                raise StoreError("etcd cannot be reached from here")
+            outcome = self.store.write(self.machine.term, entry, self.seat.number)
+        except StoreError:
+            self.timer(AGAIN_S, lambda: self._again(entry, since))
+            return
+        answer = fx.Stored(entry.token, outcome.ok, outcome.detail)
+        self.timer(self.kernel.between(0.0, 0.0005), lambda: self._stored(answer))
+
+    def _again(self, entry: fx.Persist, since: float) -> None:
+        if self.kernel.now - since > PATIENCE_S:
+            self.end()
+        else:
+            self._write(entry, since)
+
+    def _take_term(self, above: int) -> None:
+        try:
+            term = self.store.open(above).term
+        except StoreError:
+            self.timer(AGAIN_S, lambda: self._take_term(above))
+            return
+        self.timer(self.kernel.between(0.0005, 0.004), lambda: self.feed(fx.TermTaken(term)))
+
+    def _stored(self, answer: fx.Stored) -> None:
+        self._writing = False
+        self._inbox.appendleft(answer)
+        self._drive()
+
+    def end(self) -> None:
+        """Deposed, or without a store: it lets all streams go, and whoever looks after it is told."""
+        if self.alive:
+            self.crash()
+            self.on_end()
 
     # ------------------------------------------------------------------ streams
 
@@ -167,6 +287,7 @@ class SchedulerHost(Process):
     def crash(self) -> None:
         """The process dies: every stream breaks."""
         self.die()
+        self.lost = len(self._streams)
         for stream, node in self.dialled:
             delay = self.kernel.between(0.0003, 0.005)
             stream.down.cut(self.kernel.now + delay)

@@ -98,9 +98,9 @@ class OwnWaysNode(Node):
 class WishlessStore(Store):
     """Keeps views only: what was wished about links dies with the scheduler."""
 
-    def open(self) -> Chain:
+    def open(self, above: int = 0) -> Chain:
         self.wishes.clear()
-        return super().open()
+        return super().open(above)
 
 
 class GenerousScheduler(SchedulerMachine):

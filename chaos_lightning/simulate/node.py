@@ -440,7 +440,7 @@ class Node(Connected):
             return
         self.die()
         self.outcome = "killed"
-        stream, host, kernel = self.stream, self.world.scheduler, self.kernel
+        stream, host, kernel = self.stream, self.host, self.kernel
         if stream is not None:
             told = kernel.now + kernel.between(0.0005, 0.008)
             stream.up.cut(told if kernel.random.random() < 0.7 else kernel.between(kernel.now, told))

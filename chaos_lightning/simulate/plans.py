@@ -280,8 +280,12 @@ def blip_plan(seed: int) -> Plan:
 
 
 def any_plan(seed: int) -> Plan:
-    """What a long run uses: a part of it anything, the rest aimed."""
-    from chaos_lightning.simulate.wiring import WIRED  # it draws on this module
+    """What a long run uses: a part of it anything, the rest aimed; every third one is about failing schedulers."""
+    from chaos_lightning.simulate.failing import FAILING  # these draw on this module
+    from chaos_lightning.simulate.wiring import WIRED
+
+    if seed % 3 == 2:
+        return FAILING[seed // 3 % len(FAILING)](seed)
 
     families: tuple[Callable[[int], Plan], ...] = (
         random_plan,

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from chaos_lightning.membership.effects import Drain, MemberEffect, Note, Persist
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.membership.types import Header, Kind, Settings
+from chaos_lightning.membership.types import Header, Hello, Kind, Settings, Welcome
 from chaos_lightning.simulate.edges import LINK_FAULTS, Edges
 from chaos_lightning.simulate.fabric import Fabric
 from chaos_lightning.simulate.host import SchedulerHost, Store
@@ -21,9 +21,8 @@ from chaos_lightning.simulate.kernel import Kernel
 from chaos_lightning.simulate.node import Node, NodeSpec, Trap
 from chaos_lightning.simulate.observing import Patience, Replaying
 from chaos_lightning.simulate.oracle import Oracle, Violation, check_chain
+from chaos_lightning.simulate.schedulers import SCHEDULER_FAULTS, Schedulers
 from chaos_lightning.simulate.training import Program
-
-SCHEDULERS_HOST = "h0"
 
 
 class Hooks:
@@ -49,13 +48,16 @@ class Fault:
 
     Attributes:
         action: "kill", "kill-too" (and `other` with it), "freeze", "leave", "drain", "link", "stream", "lag", "stale",
-            "sched-freeze", "sched-crash", "sched-crash-write" (see `World._crash_in_write`); to links (edges.py):
-            "cut", "split", "add-link", "remove-link", "ask-add", "ask-remove", "rate".
+            "sched-crash-write" (see `World._crash_in_write`); to schedulers and their store (schedulers.py):
+            "chain-lost", "rebuild", "sched-freeze", "sched-crash", "sched-cut", "store-down", "store-lost",
+            "store-slow", "streams"; to links (edges.py): "cut", "split", "add-link", "remove-link", "ask-add",
+            "ask-remove", "rate".
         node: Name of the node, "root" for the commit root at that moment, "" for the scheduler; "a,b" for "split".
         at: Virtual time in seconds; ignored with `trap`.
         other: The other end of a link.
         lasts: Duration in seconds of what ends by itself.
-        trap: "kind seq skip": before the skip+1-th effect of that kind from slot seq on (see node.Trap).
+        trap: "kind seq skip": before the skip+1-th effect of that kind from slot seq on (see node.Trap); of a scheduler
+            (host.HostTrap) from the time `at` on.
     """
 
     action: str
@@ -93,6 +95,12 @@ class Plan:
     damage: float = 0.0
     """Part of all pulled state ranges that are damaged on the way."""
     store_s: float = 0.004
+    candidates: int = 1
+    """Schedulers on as many machines, with the chain in a store beyond them; 1: one, restarted on its file."""
+    orderly: bool = False
+    """The scheduler does nothing while it writes (host.Seat)."""
+    doubled: float = 0.0
+    """Part of all control messages that arrive twice."""
     limit_s: float = 90.0
 
 
@@ -113,6 +121,12 @@ class Outcome:
     errors: int = 0
     replays: int = 0
     moved: int = 0
+    crashes: int = 0
+    """Of schedulers."""
+    terms: int = 0
+    store_errors: int = 0
+    cut_streams: int = 0
+    """Control streams that broke."""
 
 
 @dataclass(slots=True)
@@ -145,35 +159,42 @@ class World:
         self.on_effect: Callable[[Node, MemberEffect], None] = lambda node, effect: None
         self.on_note: Callable[[Note], None] = lambda note: None
         self.on_fault: Callable[[str], None] = lambda words: None
-        self.scheduler = self._host()
         self.nodes: dict[str, Node] = {}
+        self._todo = len(plan.faults)
+        self.schedulers = Schedulers(self)
         for number, (spec, start) in enumerate(zip(plan.nodes, plan.starts, strict=True), 1):
             node = self.nodes[spec.name] = self.hooks.node_class(self, spec, number)
             self.kernel.at(start, node.connect)
         self.edges = Edges(self)
         self._patience = Patience(self)
-        self._todo = len(plan.faults)
         for fault in plan.faults:
             self._schedule(fault)
 
-    def _host(self) -> SchedulerHost:
-        plan = self.plan
-        check = SchedulerMachine.validate_state if self.validate else None
-        machine = self.hooks.scheduler_class
-        host = self.hooks.host_class(self.kernel, self.store, plan.settings, machine, plan.store_s, check, self._gone)
-        host.on_note = self._heed
-        host.on_answer = lambda token, granted: self.edges.answered(token, granted)
-        return host
+    @property
+    def scheduler(self) -> SchedulerHost:
+        """The one that was elected last."""
+        return self.schedulers.leader
 
-    def _heed(self, note: Note) -> None:
+    def heed(self, host: SchedulerHost, note: Note) -> None:
+        """A scheduler says something for the event log."""
         if note.name == "view":
-            self.edges.check(self.scheduler.machine.chain[-1])
+            self.edges.check(host.machine.chain)
         self.on_note(note)
 
-    def _gone(self, member: str) -> bool:
-        """The process table of the scheduler's machine."""
+    def gone(self, place: str, member: str) -> bool:
+        """The process table of a scheduler's machine."""
         node = self.fabric.nodes.get(member)
-        return node is not None and node.spec.host == SCHEDULERS_HOST and not node.alive
+        return node is not None and node.spec.host == place and not node.alive
+
+    def expect(self, more: int) -> None:
+        """So many more things are to happen before the run may end."""
+        self._todo += more
+
+    def copies(self, message: object) -> int:
+        """How often a control message arrives; a stream begins with one Hello and one Welcome."""
+        if not self.plan.doubled or isinstance(message, Hello | Welcome):
+            return 1
+        return 1 + (self.kernel.random.random() < self.plan.doubled)
 
     def next_number(self) -> int:
         self._counters.number += 1
@@ -210,7 +231,7 @@ class World:
         if fault.action == "sched-crash-write":
             self.scheduler.slow_write = lambda entry: self._crash_in_write(fault, entry)
             return
-        if fault.trap is None:
+        if fault.trap is None or fault.action in SCHEDULER_FAULTS:
             self.kernel.at(fault.at, lambda: self._strike(fault))
             return
         self._todo -= 1
@@ -220,19 +241,11 @@ class World:
 
     def _strike(self, fault: Fault) -> None:
         self._todo -= 1
-        if fault.action == "sched-freeze":
-            host = self.scheduler
-            self._say(f"the scheduler freezes for {fault.lasts:g} s")
-            host.freeze()
-            self.kernel.after(fault.lasts, host.thaw)
+        if fault.action in SCHEDULER_FAULTS:
+            self.schedulers.strike(fault)
         elif fault.action in LINK_FAULTS:
-            self._say(f"{fault.action} {fault.node} {fault.other}")
+            self.say(f"{fault.action} {fault.node} {fault.other}")
             self.edges.strike(fault)
-        elif fault.action == "sched-crash":
-            self._say("the scheduler dies")
-            self.scheduler.crash()
-            self._todo += 1
-            self.kernel.after(fault.lasts, self._restart)
         else:
             node = self._root() if fault.node == "root" else self.nodes.get(fault.node)
             if node is not None and node.alive:
@@ -248,7 +261,7 @@ class World:
 
         def strike() -> None:
             self._todo -= 1
-            self._say(f"the scheduler dies in its write of {entry.number}")
+            self.say(f"the scheduler dies in its write of {entry.number}")
             self._strike(Fault(action="sched-crash", lasts=0.02))
             self._todo += 1
             self.kernel.after(0.05, excluded.thaw)
@@ -260,11 +273,8 @@ class World:
         self.kernel.after(0.2, strike)
         return 1.0
 
-    def _restart(self) -> None:
-        self._todo -= 1
-        self.scheduler = self._host()
-
-    def _say(self, words: str) -> None:
+    def say(self, words: str) -> None:
+        """Something went wrong, or is well again."""
         self.log.append(f"{self.kernel.now:.4f} {words}")
         self._patience.disturbed()
         self.on_fault(words)
@@ -276,7 +286,7 @@ class World:
         return None
 
     def _hit(self, fault: Fault, node: Node) -> None:
-        self._say(f"{fault.action} {node.name} ({node.machine.member_id})")
+        self.say(f"{fault.action} {node.name} ({node.machine.member_id})")
         match fault.action:
             case "kill":
                 node.kill()
@@ -332,11 +342,17 @@ class World:
             return False
         return not any(n.alive for n in self.nodes.values())
 
+    def _came_too_late(self) -> bool:
+        """The members finished the job while no scheduler could note it; too few newcomers for another one wait."""
+        alive = [n for n in self.nodes.values() if n.alive]
+        finished = any(n.header.kind is Kind.CLOSING and n.outcome.startswith("left") for n in self.nodes.values())
+        return finished and len(alive) < self.settings.min_nodes and not any(n.training for n in alive)
+
     def run(self) -> Outcome:
         """Runs the plan to its end and returns the verdict."""
         violation = ""
         try:
-            if not self.kernel.run(self.plan.limit_s, self._over):
+            if not self.kernel.run(self.plan.limit_s, self._over) and not self._came_too_late():
                 violation = f"stuck after {self.kernel.now:.1f} s: {self.describe()}"
             else:
                 self._final()
@@ -359,6 +375,10 @@ class World:
             errors,
             oracle.replays,
             oracle.moved,
+            self.schedulers.crashes,
+            self.store.term,
+            self.store.errors,
+            self.schedulers.cut_streams,
         )
 
     def _final(self) -> None:

@@ -1,0 +1,255 @@
+"""A chain that is lost: nobody guesses, and on the operator's word it is rebuilt from what members report (14a).
+
+Theory of operation. A member that stands in a view which this scheduler's store does not know proves that the store is
+not the one by which the job was led. Such a member is neither taken in nor put out: it is told so and trains on, no job
+is founded while it knocks, and `status` says what can be done: bring the chain back, or rebuild it.
+
+A scheduler that was told to rebuild (`Chain.rebuild`, on an empty store) takes such *reporters* in, founds nothing, and
+asks them what they know (`Recall`). The last view that any of them stands in, or was told of, is the one to go on from:
+of its members more than half must be here; where all of them are, or `reconnect_grace_s` after the first came, it takes
+a term above all that they have heard of, and the rest is a recovery like any other: a number above all promised ones,
+promises, reports, ruling (8, 9). The view that comes of it begins the new chain. Those that did not report count as if
+they lived until then, and are out from then on (14b).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+
+from chaos_lightning.membership.effects import Chain, Send, TakeTerm
+from chaos_lightning.membership.recovery import Ruling
+from chaos_lightning.membership.rewiring import Rewiring
+from chaos_lightning.membership.roster import Peer, Standing, first_incarnation
+from chaos_lightning.membership.scheduler_state import Phase
+from chaos_lightning.membership.types import (
+    NO_VIEW,
+    Hello,
+    Recall,
+    Recollection,
+    Refused,
+    Settings,
+    View,
+    ViewId,
+)
+
+KNOCKS_S = 3.0
+"""A member that is sent away comes back within this time, as long as it lives."""
+REBUILT = "rebuilt"
+"""How the reason of a rebuilt chain's first view begins."""
+
+
+class Rebuilding(Rewiring):
+    """See the module."""
+
+    def __init__(self, settings: Settings, chain: Chain) -> None:
+        super().__init__(settings, chain)
+        if chain.rebuild and self.phase is Phase.FOUNDING:
+            self.phase = Phase.REBUILDING
+        self._knocked: dict[str, tuple[float, ViewId]] = {}
+        """When (s) members of views that nobody here knows were heard of last, and these views."""
+        self._greeted: set[tuple[str, int, int]] = set()
+        """Processes that this very scheduler has welcomed: host, pid and start."""
+        self._patient_until = float("-inf")
+        """A newcomer knows a scheduler that the store does not: members may knock until then (s)."""
+        self._recalled: dict[str, Recollection] = {}
+        self._terms = 0
+        """The highest term that a reporter has heard of."""
+        self._asked_term = 0
+        self._first_at: float | None = None
+        self._before: View | None = None
+        """The view that the chain is being rebuilt from."""
+
+    @property
+    def _rebuilds(self) -> bool:
+        return self._before is not None or self.phase is Phase.REBUILDING
+
+    @abstractmethod
+    def _recover(self, why: str) -> bool: ...
+
+    # ------------------------------------------------------------------ members of unknown views
+
+    def _is_foreign(self, hello: Hello) -> bool:
+        """Whether it stands in a view of another chain than this."""
+        if hello.view == NO_VIEW or any(v.id == hello.view for v in self.chain):
+            return False
+        rebuilt = bool(self.chain) and self.chain[0].reason.startswith(REBUILT)
+        return self._before is not None or not (rebuilt and hello.view < self.chain[0].id)
+
+    def _on_foreign(self, conn: int, hello: Hello) -> None:
+        if self._rebuilds:
+            self._take_in(conn, hello)
+            return
+        before, _ = self._knocked.get(hello.resume, (float("-inf"), NO_VIEW))
+        self._knocked[hello.resume] = (self.now, hello.view)
+        text = self._lost_words()
+        if self.now - before > KNOCKS_S:
+            self._note("chain_lost", member=hello.resume, view=str(hello.view), text=text)
+        self._out.append(Send(conn, Refused(text, retry=True)))
+
+    def _lost_words(self) -> str:
+        """What is wrong, if members of unknown views are about; "" otherwise."""
+        here = {m: v for m, (at, v) in self._knocked.items() if self.now - at <= KNOCKS_S}
+        if not here:
+            return ""
+        who = ", ".join(f"{m} in view {v}" for m, v in sorted(here.items()))
+        what = "is empty" if not self.chain else "holds another chain"
+        return (
+            f"the chain of job {self.settings.job} is lost: {who}, which this scheduler's store does not know; it "
+            f"{what}. Training goes on without a scheduler. Start one on the store that holds the chain; if that is "
+            "gone for good, start one on an empty store by `chaos-lightning scheduler --rebuild`"
+        )
+
+    def _on_hello(self, conn: int, hello: Hello) -> None:
+        process = (hello.host, hello.pid, hello.pid_start)
+        if not self.chain and hello.term > 0 and process not in self._greeted:
+            self._patient_until = self.now + KNOCKS_S
+        self._greeted.add(process)
+        super()._on_hello(conn, hello)
+
+    def _why_not_found(self) -> str:
+        """Why no job may be founded now; "" if one may."""
+        lost = self._lost_words()
+        if lost:
+            return f"no job is founded: {lost}"
+        if self.now < self._patient_until:
+            return "the job waits a moment for members: newcomers know a scheduler of it that this store does not"
+        return ""
+
+    # ------------------------------------------------------------------ reporters
+
+    def _take_in(self, conn: int, hello: Hello) -> None:
+        old = self.peers.get(hello.resume)
+        if old is not None and old.conn is not None:
+            self._conns.pop(old.conn, None)
+        peer = Peer(self._member_of(hello, hello.resume), Standing.REPORTER, conn=conn, heard=self.now)
+        peer.neighbours, peer.no_replay = hello.neighbours, hello.replay
+        self.peers[peer.id], self._conns[conn] = peer, peer.id
+        self._terms, self._relinked = max(self._terms, hello.term), True
+        self._greet(peer, "joiner", "the chain is being rebuilt from what its members report")
+        self._send(peer, Recall())
+
+    def _on_recollection(self, peer: Peer, message: Recollection) -> None:
+        self._recalled[peer.id] = message
+        if self._first_at is None:
+            self._first_at = self.now
+
+    def _reporters(self) -> list[Peer]:
+        return [p for p in self.peers.values() if p.standing is Standing.REPORTER and p.id in self._recalled]
+
+    def _last_known(self) -> View | None:
+        """The last view that anybody here stands in or was told of.
+
+        One that a header was to carry counts for nothing while all members of the view before are here, and none of
+        them stands in it: then nobody does, since its header took a contribution of each (1).
+        """
+        told = {
+            p.id: self._recalled[p.id] for p in self.peers.values() if p.id in self._recalled and p.conn is not None
+        }
+        entered = max((r.view for r in told.values() if r.view is not None), key=lambda v: v.id, default=None)
+        waiting = max((r.waiting for r in told.values() if r.waiting is not None), key=lambda v: v.id, default=None)
+        if waiting is None or entered is None or waiting.id < entered.id:
+            return entered
+        return entered if all(m in told for m in entered.ids()) else waiting
+
+    def _enough(self, here: int, view: View) -> bool:
+        """More than half of the members of the view before: no two such groups are disjoint (14a)."""
+        return 2 * here > len(view.members)
+
+    def _turn_rebuilding(self) -> bool:
+        reporters = self._reporters()
+        latest = self._last_known()
+        if latest is None:
+            self._waits = "to rebuild the chain, members that stand in a view must report; none is here yet"
+            return False
+        here = [p for p in reporters if latest.find(p.id) is not None]
+        missing = [m for m in latest.members if m.id not in {p.id for p in here}]
+        assert self._first_at is not None
+        waiting = self.now - self._first_at < self.settings.reconnect_grace_s
+        if not self._enough(len(here), latest) or (missing and waiting):
+            self._say_missing(latest, here, [f"{m.id} at {m.address}" for m in missing])
+            return False
+        if self._terms >= self.term:
+            if self._asked_term <= self._terms:
+                self._asked_term = self._terms + 1
+                self._out.append(TakeTerm(self._terms))
+            return False
+        self._adopt(latest, here)
+        names = ", ".join(p.id for p in here)
+        return self._recover(f"{REBUILT} from the reports of {names}: the chain was lost after view {latest.id}")
+
+    def _say_missing(self, view: View, here: list[Peer], missing: list[str]) -> None:
+        enough = self._enough(len(here), view)
+        need = len(view.members) // 2 + 1
+        text = (
+            f"to rebuild the chain, {need} of the {len(view.members)} members of view {view.id} must report; "
+            f"{len(here)} did ({', '.join(p.id for p in here) or 'nobody'}). Missing: {', '.join(missing)}"
+        )
+        if enough:
+            text += f"; they are waited for, for {self.settings.reconnect_grace_s:g} s since the first came"
+        self._waits = text
+        self._tell(text, self._reporters())
+
+    def _on_term(self, term: int) -> None:
+        """The store has given this scheduler a higher term."""
+        self.term, self._asked_term = term, 0
+        self._incarnation = max(self._incarnation, first_incarnation(term, self.chain))
+
+    def _adopt(self, latest: View, here: list[Peer]) -> None:
+        """The last known view stands for the lost chain until the next one is decided."""
+        told = [self._recalled[p.id] for p in self._reporters()]
+        numbers = [r.promised.number for r in told]
+        numbers += [v.id.number for r in told for v in (r.view, r.waiting) if v is not None]
+        self.highest = ViewId(self.term, max([self.highest.number, *numbers]))
+        self.chain, self._before, self._waits = [latest], latest, ""
+        present = {p.id for p in here}
+        for member in latest.members:
+            if member.id not in present:
+                absent = Peer(member, Standing.MEMBER, heard=self.now, closed_at=self.now)
+                absent.dead, absent.proven = "it did not report when the chain was rebuilt", True
+                self.peers[member.id] = absent
+            else:
+                self.peers[member.id].standing = Standing.MEMBER
+        self._note("rebuild", view=str(latest.id), reporters=sorted(present), term=self.term)
+
+    def _turn_again(self) -> bool:
+        """While the reports come in: back to the beginning if a reporter knows a later view, or too few are left."""
+        before = self._before
+        if before is None:
+            return False
+        last = self._last_known()
+        if (last is None or last.id <= before.id) and self._enough(len(self._living()), before):
+            return False
+        for peer in list(self.peers.values()):
+            if peer.standing is Standing.MEMBER:
+                peer.standing = Standing.REPORTER
+                if peer.conn is None:
+                    self._drop(peer)
+        self.chain, self._before, self.phase, self._again = [], None, Phase.REBUILDING, ""
+        return True
+
+    def _turn_short(self, ruling: Ruling) -> bool:
+        """Enough reported, but of these too few can go on from the base: those that cannot are no help either."""
+        assert self._before is not None
+        text = (
+            f"the chain cannot be rebuilt: of the {len(self._before.members)} members of view {self._before.id} only "
+            f"{', '.join(ruling.members) or 'nobody'} can go on ({ruling.reason}); more than half must"
+        )
+        self._waits = text
+        self._tell(text, self._living())
+        return False
+
+    def _begin_chain(self, view: View) -> View:
+        """The first view of the rebuilt chain; any other is as it is."""
+        return replace(view, predecessor=NO_VIEW) if self._before is not None else view
+
+    def _chain_begun(self) -> None:
+        """A view is in the store: if it is the first of a rebuilt chain, then what was before is over."""
+        if self._before is None:
+            return
+        self._waits = ""
+        del self.chain[:-1]
+        self._before, self._first_at = None, None
+        for peer in self._reporters():
+            self._fence(peer, f"the chain was rebuilt from a later view than its own, in view {self.chain[-1].id}")
+        self._recalled.clear()

@@ -1,0 +1,139 @@
+"""Planted bugs about schedulers that die, wake up deposed or lose their store: rules 7, 9, 12 and 14a (see bugs.py).
+
+Two guards mask each other: a store that refuses whoever leads no more, and members that tell a scheduler that there is
+a later term. So stores that refuse nothing come with a control of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from chaos_lightning.membership.detector import Detector
+from chaos_lightning.membership.effects import Chain, Persist
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.membership.types import NO_VIEW, Settings, Verdict, View
+from chaos_lightning.runtime.store import Appended
+from chaos_lightning.simulate.failing import (
+    forked_plan,
+    lingering_plan,
+    lost_plan,
+    overlapping_plan,
+    promised_plan,
+    strange_plan,
+)
+from chaos_lightning.simulate.planting import Bug, hooks_of
+from chaos_lightning.simulate.store import Store
+
+
+class HastyScheduler(SchedulerMachine):
+    """Announces a view before it is stored, and goes on."""
+
+    def _persist(self, kind: str, number: ViewId, then: Callable[[], None], **fields: Any) -> None:
+        super()._persist(kind, number, (lambda: None) if kind == "view" else then, **fields)
+        if kind == "view":
+            then()
+
+
+class LaxStore(Store):
+    """Takes whatever it is given: no term, no lease, no predecessor."""
+
+    def judge(self, term: int, persist: Persist) -> Appended:
+        return Appended(True)
+
+    def guards(self, candidate: int) -> bool:
+        return True
+
+
+class DeafScheduler(SchedulerMachine):
+    """Does not heed that members have heard of a later term."""
+
+    def _outranked(self, who: str, term: int) -> bool:
+        return False
+
+
+class ReissuingScheduler(SchedulerMachine):
+    """Goes on from the last view's number, whatever numbers were reserved and promised since."""
+
+    def __init__(self, settings: Settings, chain: Chain) -> None:
+        last = chain.views[-1].id if chain.views else NO_VIEW
+        super().__init__(settings, replace(chain, highest=last))
+
+
+class ShortsightedScheduler(SchedulerMachine):
+    """Reads an older end of the chain, and so takes the excluded for members."""
+
+    def __init__(self, settings: Settings, chain: Chain) -> None:
+        super().__init__(settings, replace(chain, views=chain.views[:-1] or chain.views))
+
+
+class MinorityScheduler(SchedulerMachine):
+    """Rebuilds a lost chain from whoever is there first."""
+
+    def _enough(self, here: int, view: View) -> bool:
+        return here > 0
+
+    def _turn_rebuilding(self) -> bool:
+        self._first_at = -1e9 if self._first_at is not None else None
+        return super()._turn_rebuilding()
+
+
+class GullibleDetector(Detector):
+    """Takes a missing link of a newcomer that never had one for a sign of death."""
+
+    def verdict(self, by: str, verdict: Verdict, *, stranger: bool = False) -> None:
+        super().verdict(by, verdict)
+
+
+class GullibleScheduler(SchedulerMachine):
+    detector_class = GullibleDetector
+
+
+FAILING_BUGS: dict[str, Bug] = {
+    "7-announced": Bug(
+        rule="7",
+        what="views are announced before a failing store has them",
+        hooks=hooks_of(scheduler=HastyScheduler),
+        plan=forked_plan,
+    ),
+    "7-lax": Bug(
+        rule="7",
+        what="the store takes what a deposed scheduler writes",
+        hooks=hooks_of(store=LaxStore, scheduler=DeafScheduler),
+        plan=overlapping_plan,
+        control=hooks_of(scheduler=DeafScheduler),
+    ),
+    "7-reissued": Bug(
+        rule="7",
+        what="a new scheduler forgets the numbers that members have promised",
+        hooks=hooks_of(scheduler=ReissuingScheduler),
+        plan=promised_plan,
+    ),
+    "7-unfenced": Bug(
+        rule="7",
+        what="a deposed scheduler goes on to put out members that it never heard of",
+        hooks=hooks_of(scheduler=DeafScheduler),
+        plan=lingering_plan,
+    ),
+    "9-excluded": Bug(
+        rule="9",
+        what="a new scheduler decides from the reports of the excluded",
+        hooks=hooks_of(store=LaxStore, scheduler=ShortsightedScheduler),
+        plan=forked_plan,
+        control=hooks_of(store=LaxStore),
+    ),
+    "14a-minority": Bug(
+        rule="14a",
+        what="a lost chain is rebuilt from a minority's reports",
+        hooks=hooks_of(scheduler=MinorityScheduler),
+        plan=lost_plan,
+    ),
+    "12-gullible": Bug(
+        rule="12",
+        what="a newcomer without a link confirms a death",
+        hooks=hooks_of(scheduler=GullibleScheduler),
+        plan=strange_plan,
+    ),
+}
+"""By name."""

@@ -1,0 +1,109 @@
+"""The coordination store of a simulated job: one chain, judged as every real store judges (runtime/store.py).
+
+Theory of operation. `write` applies the rule that all stores share to one entry, at one instant. What makes stores
+differ is around it, and is here, too. A *remote* store (etcd) applies a write that is under way whatever becomes of
+who sent it, and takes entries only from the candidate that holds the lease (runtime/election.py): one that leads no
+more can write nothing, even if nobody has taken a term since. And any store may fail: it is *down* for a while, or so
+slow that a write takes long, or it does what it is told and the answer is lost. Its user hears `StoreError` for each
+of these and tries again, as runtime/server.py does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from chaos_lightning.errors import StoreError
+from chaos_lightning.membership.effects import Chain, LinkWish, Persist
+from chaos_lightning.membership.types import View, ViewId
+from chaos_lightning.runtime.store import Appended, Tip, advance, entry_of, judge
+
+
+class Store:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.tip = Tip()
+        self.views: list[View] = []
+        self.wishes: list[LinkWish] = []
+        self.changes: list[ViewId] = []
+        """Views that a header was to carry."""
+        self.remote = False
+        self.leader = 0
+        """The candidate that holds the lease; 0: nobody (only in a remote store)."""
+        self.down = False
+        self.loses_answers = False
+        self.slow_s = 0.0
+        """So much longer (s) a write takes at most."""
+        self.errors = 0
+        """Failures that somebody heard of."""
+
+    @property
+    def term(self) -> int:
+        return self.tip.term
+
+    def open(self, above: int = 0) -> Chain:
+        """A scheduler starts: its term outranks every older one, and all up to `above`.
+
+        Raises:
+            StoreError: The store cannot be reached.
+        """
+        self._reach()
+        self.tip = replace(self.tip, term=max(self.tip.term, above) + 1)
+        return Chain(
+            self.tip.term,
+            self.tip.highest,
+            tuple(self.views),
+            self.tip.finished,
+            tuple(self.wishes),
+            tuple(self.changes),
+        )
+
+    def write(self, term: int, persist: Persist, candidate: int = 0) -> Appended:
+        """Compare-and-set.
+
+        Raises:
+            StoreError: It was not written, or was and the answer is lost.
+        """
+        self._reach()
+        verdict = self.judge(term, persist)
+        if verdict.ok and not verdict.detail:
+            if not self.guards(candidate):
+                return Appended(False, "this scheduler does not lead any more")
+            self._append(persist)
+        if self.loses_answers:
+            self.errors += 1
+            raise StoreError("no answer came")
+        return verdict
+
+    def judge(self, term: int, persist: Persist) -> Appended:
+        """The rule that all stores share."""
+        return judge(self.tip, term, entry_of(persist))
+
+    def guards(self, candidate: int) -> bool:
+        """Whether this candidate may write, as far as its lease goes."""
+        return not self.remote or candidate == self.leader
+
+    def forget(self) -> None:
+        """The chain is lost, as with a process's memory; terms go on counting."""
+        self.views.clear()
+        self.wishes.clear()
+        self.changes.clear()
+        self.tip = Tip(term=self.tip.term, highest=self.tip.highest)
+
+    def lose(self) -> None:
+        """Disk and all are gone; what begins in its place knows nothing."""
+        self.forget()
+        self.tip = Tip()
+
+    def _append(self, persist: Persist) -> None:
+        self.tip = advance(self.tip, entry_of(persist))
+        if persist.view is not None:
+            self.views.append(persist.view)
+            self.changes += [persist.number] if persist.base is None else []
+        if persist.wish is not None:
+            self.wishes.append(persist.wish)
+
+    def _reach(self) -> None:
+        if self.down:
+            self.errors += 1
+            raise StoreError("the store cannot be reached")
