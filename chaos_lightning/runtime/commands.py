@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+import time
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from pathlib import Path
@@ -117,6 +118,10 @@ def _show(facts: dict[str, Any]) -> None:
 
     console = Console()
     machine = facts.get("machine", {})
+    if facts.get("role") == "standby":
+        console.print(f"job [bold]{facts['job']}[/bold] at {facts['endpoint']}: stands by", highlight=False)
+        _show_seat(console, facts)
+        return
     console.print(
         f"job [bold]{facts['job']}[/bold] at {facts['endpoint']}: {machine.get('phase', '?')}, "
         f"view {machine.get('view', '-')} (term {facts['term']}), {facts['min_nodes']} to {facts['max_nodes']} members",
@@ -124,6 +129,7 @@ def _show(facts: dict[str, Any]) -> None:
     )
     if machine.get("reason"):
         console.print(f"because: {machine['reason']}", highlight=False, markup=False)
+    _show_seat(console, facts)
     rows = [*machine.get("members", ()), *machine.get("others", ())]
     if not rows:
         console.print("nobody is here yet")
@@ -140,6 +146,26 @@ def _show(facts: dict[str, Any]) -> None:
         table.add_row(*(_host(row.get(column)) if column == "host" else _cell(row.get(column)) for column in columns))
     console.print(table)
     _show_links(console, machine)
+
+
+def _show_seat(console: Any, facts: dict[str, Any]) -> None:
+    """Of several schedulers: which one leads, since when and why, which stand by, and what this one waits for."""
+    if "leader" not in facts:
+        return
+    leader = facts["leader"]
+    if leader:
+        since = time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(facts["led_since"]))
+        words = f"leads: {leader}{since}, because {facts['led_because'] or '?'}"
+    else:
+        words = "leads: nobody"
+    console.print(words, highlight=False, markup=False)
+    others = [place for place in facts.get("candidates", ()) if place != leader]
+    if facts.get("store_error"):
+        console.print(f"stand by: unknown ({facts['store_error']})", highlight=False, markup=False)
+    else:
+        console.print(f"stand by: {', '.join(others) or 'nobody'}", highlight=False, markup=False)
+    if facts.get("waits_for"):
+        console.print(f"waits for: {facts['waits_for']}", highlight=False, markup=False)
 
 
 def _show_links(console: Any, machine: dict[str, Any]) -> None:

@@ -5,9 +5,10 @@ that tells others where it listens. It leads from the transaction on in which it
 the others watch that key. If it is deleted, or ends with its lease, each of them tries to make it; one succeeds. What
 the leader writes to the chain names that key's creation (`guard`), so that it fails once somebody else made it.
 
-A lease ends about two seconds after its holder died (etcd grants no less); that decides between machines. A candidate
-on the leader's own machine can see that its process is gone, or stopped, and ends the lease for it at once. A leader
-that was merely stopped finds when it wakes that it leads no more.
+A lease ends about two seconds after its holder died (etcd grants no less); that decides where a machine or its network
+falls silent. A candidate on the leader's own machine can see that its process is gone, or stopped, and one elsewhere
+that its machine refuses connections to it (runtime/leader_line.py); they end the lease for it at once. A leader that
+was merely stopped finds when it wakes that it leads no more.
 
 Safety does not rest on clocks: what a leader decides it writes by transactions that name its lease, so one that leads
 no more can decide nothing, whatever it believes. So a leader that cannot reach etcd goes on for some seconds, in which
@@ -27,6 +28,7 @@ from chaos_lightning.errors import StoreError
 from chaos_lightning.runtime import etcd_pb2 as pb
 from chaos_lightning.runtime.etcd_client import CompactedError, EtcdClient, put, same_revision
 from chaos_lightning.runtime.etcd_store import job_root
+from chaos_lightning.runtime.leader_line import LeaderLine
 from chaos_lightning.runtime.process_table import host_identity, start_time
 
 LEASE_S = 2
@@ -47,6 +49,10 @@ class Candidate:
     pid: int
     pid_start: int
     lease: int = 0
+    since: float = 0.0
+    """When it came to lead, Unix time by its own clock; 0 of who does not lead."""
+    because: str = ""
+    """Why it was elected, in words."""
 
     @classmethod
     def here(cls, endpoint: str) -> Candidate:
@@ -62,9 +68,9 @@ class Candidate:
             found = cls(**document)
         except (ValueError, TypeError, RecursionError):
             return None
-        texts = isinstance(found.id, str) and isinstance(found.endpoint, str) and isinstance(found.host, str)
+        texts = all(isinstance(t, str) for t in (found.id, found.endpoint, found.host, found.because))
         numbers = all(type(n) is int for n in (found.pid, found.pid_start, found.lease))
-        return found if texts and numbers else None
+        return found if texts and numbers and isinstance(found.since, int | float) else None
 
     def packed(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -120,6 +126,11 @@ class Election(threading.Thread):
         """The lease stands at least until then, by `now`."""
         self._over = threading.Event()
         self._stopped_since = 0.0
+        self._line: LeaderLine | None = None
+        self._because = "nobody led"
+        """Why there is to be another leader."""
+        self._trouble = ""
+        """Why etcd could not be asked; "" if it answers."""
         self.leader: Candidate | None = None
         """As seen last."""
         self.leads = False
@@ -139,6 +150,23 @@ class Election(threading.Thread):
         found, _ = self._client.get_all(self._root + "candidates/", deadline_s=deadline_s)
         return [c for c in (Candidate.read(kv.value) for kv in found) if c is not None]
 
+    def waits_for(self) -> str:
+        """What this candidate waits for, in words; "" if it leads and may decide."""
+        late_s = now() - self._until
+        if self.leads:
+            if not self._trouble:
+                return ""
+            ends = f"ended {late_s:.1f} s ago" if late_s > 0 else f"ends in {-late_s:.1f} s"
+            return (
+                f"etcd, to prolong its lease, which {ends}; it decides nothing meanwhile, and stands by "
+                f"{PATIENCE_S:g} s after that end ({self._trouble})"
+            )
+        if self._trouble:
+            return f"etcd; without it nobody can be elected ({self._trouble})"
+        if self.leader is not None:
+            return f"the end of the lease of {self.leader.endpoint}, which leads"
+        return "an election"
+
     # ------------------------------------------------------------------ the thread
 
     def run(self) -> None:
@@ -149,8 +177,10 @@ class Election(threading.Thread):
                     self._lead()
                     break
             except StoreError as error:
+                self._trouble = str(error)
                 self._note("error", where="election", text=str(error))
                 self._over.wait(_LOOK_S)
+        self._hang_up()
         if self._me.lease:
             try:
                 self._client.revoke(self._me.lease)
@@ -165,6 +195,7 @@ class Election(threading.Thread):
         self._until = asked + granted_s
         key = self._root + f"candidates/{self._me.id}"
         self._client.transact([], [put(key, self._me.packed(), lease)])
+        self._trouble = ""
 
     def _prolong(self) -> bool:
         """Once; False if the lease has ended."""
@@ -173,6 +204,7 @@ class Election(threading.Thread):
         if granted_s <= 0:
             return False
         self._until = asked + granted_s
+        self._trouble = ""
         return True
 
     @property
@@ -185,12 +217,16 @@ class Election(threading.Thread):
         while not self._over.is_set():
             found = self._client.get(key)
             if found is None:
-                self._client.transact([same_revision(key, 0)], [put(key, self._me.packed(), self._me.lease)])
+                me = replace(self._me, since=round(time.time(), 3), because=self._because)
+                self._client.transact([same_revision(key, 0)], [put(key, me.packed(), me.lease)])
                 mine = self._client.get(key)
                 if mine is None or mine.lease != self._me.lease:
                     continue  # an answer that got lost is recognised by the lease
-                self.leader, self.leads = self._me, True
-                self._note("elected", candidate=self._me.id, endpoint=self._me.endpoint, lease_s=self._granted_s)
+                self._hang_up()
+                self.leader, self.leads = Candidate.read(mine.value) or me, True
+                self._note(
+                    "elected", candidate=me.id, endpoint=me.endpoint, lease_s=self._granted_s, reason=self._because
+                )
                 self._on_elected(
                     (
                         pb.Compare(target=pb.Compare.CREATE, key=key.encode(), create_revision=mine.create_revision),
@@ -211,14 +247,24 @@ class Election(threading.Thread):
             leader = replace(leader, lease=found.lease)
         if leader != self.leader:
             self.leader, self._stopped_since = leader, 0.0
+            self._hang_up()
             if leader is not None:
-                self._note("leader", candidate=leader.id, endpoint=leader.endpoint)
+                self._note("leader", candidate=leader.id, endpoint=leader.endpoint, reason=leader.because)
+                if not leader.process_state():
+                    self._line = LeaderLine(leader.endpoint)
+                    self._line.start()
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
 
     def _wait_for_change(self, key: str, revision: int) -> bool:
         """Until the leader's key has changed; False if this candidate's lease has ended meanwhile."""
         try:
             for events in self._changes(key, revision):
                 if self._over.is_set() or events:
+                    self._because = f"the lease of {self._named()} had ended, or was given back"
                     return True
                 if now() >= self._due and not self._prolong():
                     self._note(
@@ -237,17 +283,27 @@ class Election(threading.Thread):
     def _replaces(self) -> bool:
         """Whether the leader is a dead or stopped process of this machine; then its lease is ended for it."""
         leader = self.leader
-        state = leader.process_state() if leader is not None else ""
-        if leader is None or state in ("", "runs"):
+        if leader is None:
+            return False
+        state, at = leader.process_state(), now()
+        if state == "stopped":
+            self._stopped_since = self._stopped_since or at
+        else:
             self._stopped_since = 0.0
+        if state == "gone" or (state == "stopped" and at - self._stopped_since >= _STOPPED_S):
+            reason = f"its process {leader.pid} on this machine is {state}"
+        elif self._line is not None and self._line.gone:
+            reason = f"its machine refuses connections to {leader.endpoint}, which it took before"
+        else:
             return False
-        at = now()
-        self._stopped_since = self._stopped_since or at
-        if state == "stopped" and at - self._stopped_since < _STOPPED_S:
-            return False
-        self._note("deposed", candidate=leader.id, reason=f"its process {leader.pid} on this machine is {state}")
+        self._because = f"{self._named()} was deposed: {reason}"
+        self._note("deposed", candidate=leader.id, reason=reason)
         self._client.revoke(leader.lease)
         return True
+
+    def _named(self) -> str:
+        """The one that led."""
+        return self.leader.endpoint if self.leader is not None else "another candidate"
 
     def _lead(self) -> None:
         """Prolongs the lease for as long as that works."""
@@ -259,6 +315,7 @@ class Election(threading.Thread):
                 if not self._prolong():
                     reason = "its lease has ended"
             except StoreError as error:
+                self._trouble = str(error)
                 self._note("error", where="election", text=str(error))
             lost_s = now() - self._until
             if lost_s >= PATIENCE_S:

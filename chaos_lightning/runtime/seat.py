@@ -100,14 +100,22 @@ class EtcdSeat:
         return leader.endpoint if leader is not None else ""
 
     def facts(self) -> dict[str, Any]:
-        """For `status`: who leads, and who stands by."""
+        """For `status`: who leads, since when and why; who stands by; what this candidate waits for."""
         if self._election is None:
             return {}
+        leader = self._election.leader
+        facts: dict[str, Any] = {
+            "leader": self.leader(),
+            "led_since": leader.since if leader is not None else 0.0,
+            "led_because": leader.because if leader is not None else "",
+            "waits_for": self._election.waits_for(),
+            "candidates": [],
+        }
         try:
-            known = {c.endpoint for c in self._election.candidates(_FACTS_DEADLINE_S)}
+            facts["candidates"] = sorted({c.endpoint for c in self._election.candidates(_FACTS_DEADLINE_S)})
         except StoreError as error:
-            return {"leader": self.leader(), "candidates": [], "store_error": str(error)}
-        return {"leader": self.leader(), "candidates": sorted(known)}
+            facts["store_error"] = str(error)
+        return facts
 
     def close(self) -> None:
         """Gives the seat up; another candidate leads at once. Idempotent."""
