@@ -38,6 +38,13 @@ def scheduler(
     listen: Annotated[
         str, typer.Option(help="Where to listen; beyond loopback a token is demanded.", metavar="HOST:PORT")
     ] = DEFAULT_ENDPOINT,
+    advertise: Annotated[
+        str,
+        typer.Option(
+            help="Where others reach it, if that is not where it listens (0.0.0.0, a container, a relay).",
+            metavar="HOST:PORT",
+        ),
+    ] = "",
     job: Annotated[str, typer.Option(help="Name of the job (torchrun: --rdzv-id).")] = "default",
     min_nodes: Annotated[int, typer.Option(help="Training starts with, and pauses below, so many members.")] = 1,
     max_nodes: Annotated[int, typer.Option(help="Further members wait as standbys.")] = 64,
@@ -79,6 +86,7 @@ def scheduler(
     code = run(
         SchedulerOptions(
             listen=listen,
+            advertise=advertise,
             settings=settings,
             store=store,
             token_file=token_file,

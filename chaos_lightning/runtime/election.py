@@ -10,6 +10,8 @@ falls silent. A candidate on the leader's own machine can see that its process i
 that its machine refuses connections to it (runtime/leader_line.py); they end the lease for it at once. A leader that
 was merely stopped finds when it wakes that it leads no more.
 
+A leader that fewer members reach than another candidate resigns (runtime/reach.py).
+
 Safety does not rest on clocks: what a leader decides it writes by transactions that name its lease, so one that leads
 no more can decide nothing, whatever it believes. So a leader that cannot reach etcd goes on for some seconds, in which
 etcd may elect a leader of its own, which lets leases live on; after that it stands by, and members look for another.
@@ -21,11 +23,12 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 
 from chaos_lightning.errors import StoreError
 from chaos_lightning.runtime import etcd_pb2 as pb
+from chaos_lightning.runtime import reach
 from chaos_lightning.runtime.etcd_client import CompactedError, EtcdClient, put, same_revision
 from chaos_lightning.runtime.etcd_store import job_root
 from chaos_lightning.runtime.leader_line import LeaderLine
@@ -35,6 +38,8 @@ LEASE_S = 2
 PATIENCE_S = 3.0
 """A leader that cannot prolong its lease stands by so long after the lease may have ended."""
 _LOOK_S = 0.1
+_ASK_S = 0.3
+"""For looking at the others' keys, which must not keep the leader from prolonging its lease."""
 _STOPPED_S = 0.3
 """A leader of this machine that is stopped for so long is replaced; a debugger's stop is shorter."""
 
@@ -99,6 +104,7 @@ class Election(threading.Thread):
         on_elected: This candidate leads now; its writes to the chain are to make these comparisons.
         on_lost: It led, and does no more; says why. It takes part no longer.
         note: Takes (event name, fields) for the event log.
+        present: Names of the members that are connected to this candidate; None if it cannot tell.
         lease_s: Duration of the lease; etcd may grant more.
     """
 
@@ -111,6 +117,7 @@ class Election(threading.Thread):
         on_elected: Callable[[tuple[pb.Compare, ...]], None],
         on_lost: Callable[[str], None],
         note: Callable[..., None] = lambda name, **fields: None,
+        present: Callable[[], Collection[str]] | None = None,
         lease_s: int = LEASE_S,
     ) -> None:
         super().__init__(name="chaos-election", daemon=True)
@@ -120,6 +127,7 @@ class Election(threading.Thread):
         self._on_elected = on_elected
         self._on_lost = on_lost
         self._note = note
+        self._present = present
         self._lease_s = lease_s
         self._granted_s = float(lease_s)
         self._until = 0.0
@@ -131,6 +139,9 @@ class Election(threading.Thread):
         """Why there is to be another leader."""
         self._trouble = ""
         """Why etcd could not be asked; "" if it answers."""
+        self._asked = reach.Asked()
+        self._told: tuple[str, ...] = ()
+        """What its key says about who asked it."""
         self.leader: Candidate | None = None
         """As seen last."""
         self.leads = False
@@ -149,6 +160,10 @@ class Election(threading.Thread):
         """All that are known to etcd now."""
         found, _ = self._client.get_all(self._root + "candidates/", deadline_s=deadline_s)
         return [c for c in (Candidate.read(kv.value) for kv in found) if c is not None]
+
+    def asked(self, name: str) -> None:
+        """This member asked for the leader here."""
+        self._asked.add(name, now())
 
     def waits_for(self) -> str:
         """What this candidate waits for, in words; "" if it leads and may decide."""
@@ -195,7 +210,7 @@ class Election(threading.Thread):
         self._until = asked + granted_s
         key = self._root + f"candidates/{self._me.id}"
         self._client.transact([], [put(key, self._me.packed(), lease)])
-        self._trouble = ""
+        self._trouble, self._told = "", ()
 
     def _prolong(self) -> bool:
         """Once; False if the lease has ended."""
@@ -273,6 +288,7 @@ class Election(threading.Thread):
                     return False
                 if self._replaces():
                     return True
+                self._tell_who_asked()
         except CompactedError:
             return True
         return True
@@ -301,19 +317,35 @@ class Election(threading.Thread):
         self._client.revoke(leader.lease)
         return True
 
+    def _tell_who_asked(self) -> None:
+        names = self._asked.of_late(now())
+        if names != self._told:
+            key = self._root + f"asked/{self._me.id}"
+            self._client.transact([], [put(key, reach.packed(names), self._me.lease)])
+            self._told = names
+
+    def _outreached(self, view: reach.Reach) -> str:
+        """Why another candidate should lead, if members reach that one and not this one."""
+        if self._present is None or not view.due(now()):
+            return ""
+        found, _ = self._client.get_all(self._root + "asked/", deadline_s=_ASK_S)
+        elsewhere = {kv.key.decode(errors="replace").rpartition("/")[2]: reach.read(kv.value) for kv in found}
+        elsewhere.pop(self._me.id, None)
+        return view.judge(now(), self._present(), elsewhere)
+
     def _named(self) -> str:
         """The one that led."""
         return self.leader.endpoint if self.leader is not None else "another candidate"
 
     def _lead(self) -> None:
         """Prolongs the lease for as long as that works."""
-        reason = ""
+        reason, view = "", reach.Reach(now())
         while not self._over.wait(min(_LOOK_S, self._granted_s / 10)):
-            if now() < self._due:
-                continue
             try:
-                if not self._prolong():
+                if now() >= self._due and not self._prolong():
                     reason = "its lease has ended"
+                elif not self._trouble:
+                    reason = self._outreached(view)
             except StoreError as error:
                 self._trouble = str(error)
                 self._note("error", where="election", text=str(error))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.runtime.access import split_endpoint
@@ -46,6 +47,7 @@ class LeaderLine(threading.Thread):
         while not self._over.is_set() and not self.gone:
             try:
                 with socket.create_connection(place, timeout=_DIAL_S) as sock:
+                    since = time.monotonic()
                     self._sock, self._found = sock, True
                     self._listen(sock)
             except ConnectionRefusedError:
@@ -54,7 +56,9 @@ class LeaderLine(threading.Thread):
             except OSError:  # unknown, unreachable, silent
                 pass
             else:
-                continue
+                if time.monotonic() - since > _AGAIN_S:
+                    continue
+            # Also after what ended at once: something before the scheduler accepts in its place.
             self._over.wait(_AGAIN_S)
 
     def _listen(self, sock: socket.socket) -> None:
@@ -63,8 +67,6 @@ class LeaderLine(threading.Thread):
         with contextlib.suppress(OSError):
             while not self._over.is_set() and sock.recv(_READ_NBYTES):
                 pass
-        if not self._over.is_set():
-            self._over.wait(0.01)  # a server that closes everybody at once must not be dialled in a tight loop
 
     def close(self) -> None:
         """Ends the thread soon. Idempotent."""

@@ -31,6 +31,7 @@ class SchedulerOptions:
 
     Attributes:
         listen: HOST:PORT to listen on.
+        advertise: HOST:PORT at which others reach it, if that is another one.
         settings: The job's rules.
         store: The chain's file, MEMORY, "etcd://..." (etcd_client.EXPECTED), or "" for `default_store`.
         token_file: File of the cluster token; "" for the environment's, if any.
@@ -46,6 +47,7 @@ class SchedulerOptions:
     log_dir: str = ""
     idle_timeout_s: float = 0.0
     keep_finished: bool = False
+    advertise: str = ""
 
     @property
     def in_etcd(self) -> bool:

@@ -7,7 +7,7 @@ When it leads no more its process begins anew as a candidate (runtime/scheduler_
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from chaos_lightning.errors import StoreError
@@ -25,8 +25,15 @@ class Seat(Protocol):
     """What a scheduler's shell needs of it. Methods may be called from any thread."""
 
     def contest(
-        self, endpoint: str, on_elected: Callable[[], None], on_lost: Callable[[str], None], note: Callable[..., None]
+        self,
+        endpoint: str,
+        on_elected: Callable[[], None],
+        on_lost: Callable[[str], None],
+        note: Callable[..., None],
+        present: Callable[[], Collection[str]],
     ) -> None: ...
+
+    def asked(self, name: str) -> None: ...
 
     def open_store(self) -> Store: ...
 
@@ -62,9 +69,22 @@ class EtcdSeat:
         self._note: Callable[..., None] = lambda name, **fields: None
 
     def contest(
-        self, endpoint: str, on_elected: Callable[[], None], on_lost: Callable[[str], None], note: Callable[..., None]
+        self,
+        endpoint: str,
+        on_elected: Callable[[], None],
+        on_lost: Callable[[str], None],
+        note: Callable[..., None],
+        present: Callable[[], Collection[str]],
     ) -> None:
-        """Takes part in the election; callbacks come in its thread."""
+        """Takes part in the election; callbacks come in its thread.
+
+        Args:
+            endpoint: Where members reach this candidate.
+            on_elected: It leads now.
+            on_lost: It leads no more; why.
+            note: Takes (event name, fields) for the event log.
+            present: Names of the members that are connected to it.
+        """
 
         def elected(guard: tuple[pb.Compare, ...]) -> None:
             self._guard = guard
@@ -78,9 +98,15 @@ class EtcdSeat:
             on_elected=elected,
             on_lost=on_lost,
             note=note,
+            present=present,
             lease_s=self._lease_s,
         )
         self._election.start()
+
+    def asked(self, name: str) -> None:
+        """A member of this name ("": it did not say) looked for the leader here."""
+        if name and self._election is not None:
+            self._election.asked(name)
 
     def open_store(self) -> Store:
         """The chain, for the leader; that of a finished job is emptied first, unless it is to be kept."""

@@ -20,7 +20,6 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from chaos_lightning.errors import ChaosError, ConfigurationError, StoreError, WireError
@@ -34,8 +33,9 @@ from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerServicer, add_Schedu
 from chaos_lightning.runtime.codec import unwrap_from_member, wrap_to_member
 from chaos_lightning.runtime.process_table import same_machine_verdict
 from chaos_lightning.runtime.seat import Seat
+from chaos_lightning.runtime.server_config import ServerConfig
 from chaos_lightning.runtime.store import Store, StoreFactory
-from chaos_lightning.runtime.strangers import Strangers
+from chaos_lightning.runtime.strangers import Strangers, name_of_caller
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
@@ -61,29 +61,6 @@ def real_machine(settings: Settings, chain: fx.Chain) -> Machine:
     from chaos_lightning.membership.scheduler import SchedulerMachine
 
     return SchedulerMachine(settings, chain)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """How the shell behaves; the job's rules are in `settings`.
-
-    Attributes:
-        host: Address to listen on.
-        port: Port; 0 takes a free one.
-        token: Cluster token; b"" only on loopback.
-        settings: Rules of the job.
-        tick_s: Seconds between ticks of the machine; 0 for a quarter of the heartbeat interval, 10 to 50 ms.
-        idle_timeout_s: End after so long without any member's stream; 0 never.
-        linger_s: How long a finished scheduler goes on answering while streams are open.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 29400
-    token: bytes = b""
-    settings: Settings = field(default_factory=Settings)
-    tick_s: float = 0.0
-    idle_timeout_s: float = 0.0
-    linger_s: float = 5.0
 
 
 class _Connection:
@@ -170,6 +147,11 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._tasks.append(asyncio.create_task(self._tick()))
         return self.port
 
+    @property
+    def endpoint(self) -> str:
+        """Where others reach it."""
+        return self.config.advertise or join_endpoint(self.config.host, self.port)
+
     def _contest(self, seat: Seat) -> None:
         loop = asyncio.get_running_loop()
 
@@ -179,7 +161,10 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         def lost(reason: str) -> None:
             loop.call_soon_threadsafe(lambda: self.end(f"it leads no more: {reason}", failed=True))
 
-        seat.contest(join_endpoint(self.config.host, self.port), elected, lost, self._events.emit)
+        def present() -> set[str]:
+            return {c.name for c in list(self._connections.values()) if c.name}
+
+        seat.contest(self.endpoint, elected, lost, self._events.emit, present)
 
     async def _come_to_lead(self) -> None:
         try:
@@ -201,7 +186,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         chain = await asyncio.get_running_loop().run_in_executor(self._disk, take)
         self._events.emit(
             "scheduler_started",
-            endpoint=join_endpoint(self.config.host, self.port),
+            endpoint=self.endpoint,
             job=self.config.settings.job,
             term=chain.term,
             views=len(chain.views),
@@ -361,6 +346,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         await self._strangers.refuse(context, what)
         if self._machine is not None or self._seat is None or what == "Status":
             return
+        if what == "Attend":
+            self._seat.asked(await name_of_caller(context))
         leader = self._seat.leader()
         words = f"this scheduler waits to lead; now {leader or 'nobody'} does"
         await context.abort(grpc.StatusCode.UNAVAILABLE, words, ((LEADER_KEY, leader),))
@@ -436,7 +423,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         settings = self.config.settings
         return {
             "job": settings.job,
-            "endpoint": join_endpoint(self.config.host, self.port),
+            "endpoint": self.endpoint,
             "pid": os.getpid(),
             "term": self._opened.term if self._opened is not None else 0,
             "store": self._opened.place if self._opened is not None else "",

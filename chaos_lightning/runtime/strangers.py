@@ -1,17 +1,34 @@
-"""Who may call the scheduler, and what is written down about those who may not."""
+"""Who calls the scheduler, who may, and what is written down about those who may not."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import time
 from collections.abc import Callable
 from typing import Any
 
+from chaos_lightning.errors import WireError
+from chaos_lightning.membership.types import Hello
 from chaos_lightning.runtime.access import TOKEN_KEY
+from chaos_lightning.runtime.channel import END_OF_STREAM
+from chaos_lightning.runtime.codec import unwrap_from_member
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 _MAX_LINES_PER_S = 5
+_HELLO_S = 0.5
+
+
+async def name_of_caller(context: Any) -> str:
+    """Of a member that attends: from its Hello, if that comes at once; else "". The Hello is gone then."""
+    with contextlib.suppress(TimeoutError, WireError):
+        envelope = await asyncio.wait_for(context.read(), _HELLO_S)
+        hello = unwrap_from_member(envelope) if envelope is not END_OF_STREAM else None
+        if isinstance(hello, Hello):
+            return hello.name
+    return ""
 
 
 class Strangers:
