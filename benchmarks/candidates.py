@@ -22,16 +22,26 @@ from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.observe.events import Record, Tail
 from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
 
+COUNT = 3
 PATIENCE_S = 30.0
 LOOK_S = 0.05
 _RECENT = 5000
 """Events to search: files are read in turns, so their order is not strict."""
 
 
-def candidate(pipe: Connection, place: str, store: str, logs: str, job: Mapping[str, Any], host: str) -> None:
-    """One scheduler process; it ends with the benchmark, or by a signal."""
+def candidate(pipe: Connection, options: Mapping[str, Any], job: Mapping[str, Any], plan: str, host: str) -> None:
+    """One scheduler process; it ends with the benchmark, or by a signal.
+
+    Args:
+        pipe: To the benchmark.
+        options: Of runtime.options.SchedulerOptions.
+        job: Rules of the job.
+        plan: How gradients travel; "" as by default.
+        host: Machine that it counts as on; "" for this one.
+    """
     from chaos_lightning.membership.types import Settings
     from chaos_lightning.runtime.options import SchedulerOptions, change_settings
+    from chaos_lightning.runtime.plans import DEFAULT_PLAN, read_plan
     from chaos_lightning.runtime.scheduler_main import run
     from chaos_lightning.testing.processes import die_with_parent
 
@@ -39,8 +49,8 @@ def candidate(pipe: Connection, place: str, store: str, logs: str, job: Mapping[
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if host:
         os.environ["CHAOS_HOST"] = host
-    settings = change_settings(Settings(), dict(job))
-    pipe.send(("exit", run(SchedulerOptions(listen=place, settings=settings, store=store, log_dir=logs))))
+    settings = change_settings(Settings(plan=read_plan(plan or DEFAULT_PLAN)), dict(job))
+    pipe.send(("exit", run(SchedulerOptions(settings=settings, **options))))
 
 
 class Leaders(Protocol):
@@ -79,7 +89,12 @@ class Candidates:
         logs: Folder of event logs.
         apart: Each is on a machine of its own.
         job: Further rules of the job.
-        count: How many.
+        plan: How gradients travel; "" as by default.
+        waits: Start them only when `start_all` is called.
+
+    Attributes:
+        places: Where each listens, by name.
+        advertised: Where others are told to reach it, if that is elsewhere.
     """
 
     def __init__(
@@ -90,12 +105,19 @@ class Candidates:
         *,
         apart: bool,
         job: Mapping[str, Any] | None = None,
-        count: int = 3,
+        plan: str = "",
+        waits: bool = False,
     ) -> None:
         self._context, self._servers, self._logs, self._apart = context, servers, logs, apart
-        self._job = dict(job or {})
-        self.places = {f"s{n}": f"127.0.0.1:{port}" for n, port in enumerate(free_ports(count))}
+        self._job, self._plan = dict(job or {}), plan
+        self.places = {f"s{n}": f"127.0.0.1:{port}" for n, port in enumerate(free_ports(COUNT))}
+        self.advertised: dict[str, str] = {}
         self.workers: dict[str, Worker] = {}
+        if not waits:
+            self.start_all()
+
+    def start_all(self) -> None:
+        """Returns when one leads."""
         for name in self.places:
             self.start(name)
         leading(self.endpoint)
@@ -106,27 +128,29 @@ class Candidates:
         return ",".join(self.places.values())
 
     def start(self, name: str) -> None:
-        host = name if self._apart else ""
-        args = (self.places[name], self._servers.address, self._logs, self._job, host)
+        options = {
+            "listen": self.places[name],
+            "advertise": self.advertised.get(name, ""),
+            "store": self._servers.address,
+            "log_dir": self._logs,
+        }
+        args = (options, self._job, self._plan, name if self._apart else "")
         self.workers[name] = Worker(self._context, candidate, *args)
+
+    def by_pid(self, pid: int) -> str:
+        """Name of this process."""
+        return next(name for name, worker in self.workers.items() if worker.process.pid == pid)
 
     def leading(self) -> tuple[str, int, int]:
         """Name, process id and term of the one that leads."""
         facts = leading(self.endpoint)
-        name = next(name for name, place in self.places.items() if place == facts["endpoint"])
-        return name, int(facts["pid"]), int(facts["term"])
+        return self.by_pid(facts["pid"]), int(facts["pid"]), int(facts["term"])
 
     def bring_back(self, name: str) -> None:
-        """One that was killed stands by again, one that is frozen goes on; returns when it answers as a standby."""
+        """As `wake`; returns when it answers as a standby."""
         from chaos_lightning.runtime.channel import fetch_status
 
-        worker = self.workers[name]
-        if worker.process.is_alive():
-            assert worker.process.pid is not None
-            os.kill(worker.process.pid, signal.SIGCONT)
-        else:
-            worker.kill()
-            self.start(name)
+        self.wake(name)
         end = time.monotonic() + PATIENCE_S
         while True:
             with contextlib.suppress(SchedulerUnreachableError):
@@ -136,6 +160,16 @@ class Candidates:
             if time.monotonic() > end:
                 raise TimeoutError(f"{name} does not stand by again within {PATIENCE_S:g} s")
             time.sleep(LOOK_S)
+
+    def wake(self, name: str) -> None:
+        """One that was killed is started again, one that is frozen goes on."""
+        worker = self.workers[name]
+        if worker.process.is_alive():
+            assert worker.process.pid is not None
+            os.kill(worker.process.pid, signal.SIGCONT)
+        else:
+            worker.kill()
+            self.start(name)
 
     def close(self) -> None:
         for worker in self.workers.values():

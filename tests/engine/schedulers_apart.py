@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from engine_control import ControlPath
@@ -22,28 +20,11 @@ from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.runtime.access import split_endpoint
 from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.testing.owners import owner_of_port
 from chaos_lightning.testing.relay import LinkRelay, _Connection, pair_of
 
 OTHERS = "others"
 """Whoever dials and is no process of the job: the test itself."""
-
-
-def owner_of_port(port: int, pids: dict[int, str]) -> str:
-    """Name of the process, of these, that has a TCP socket on this local port; OTHERS if none has."""
-    wanted = f":{port:04X}"
-    inodes = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):  # gRPC dials IPv4 by sockets of IPv6
-        for line in Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[1].endswith(wanted):
-                inodes.add(f"socket:[{fields[9]}]")
-    for pid, name in pids.items():
-        with contextlib.suppress(OSError):
-            for entry in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    if os.readlink(f"/proc/{pid}/fd/{entry}") in inodes:
-                        return name
-    return OTHERS
 
 
 class SchedulerPath(LinkRelay):
@@ -59,7 +40,7 @@ class SchedulerPath(LinkRelay):
         with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
             sock, peer = self._listener.accept()
             connection = _Connection(sock)
-            name = owner_of_port(peer[1], self._pids())
+            name = owner_of_port(peer[1], self._pids()) or OTHERS
             connection.names = (name, self._candidate)
             connection.pair = pair_of(*connection.names)
             connection.address = self._endpoint
