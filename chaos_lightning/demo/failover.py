@@ -35,6 +35,8 @@ from chaos_lightning.runtime.etcd_servers import EtcdServers
 JOINS, KILLED = "edge-4", "edge-2"
 WAITS_S = 1.0
 """A step that is so much longer than others has waited for something: a lease of etcd's takes 2 s to end."""
+LEASES_S = 3.0
+"""By then an election among etcd's servers is over, and a lease that was not prolonged has ended."""
 JOINS_WORK_S = 10.0
 """Two elections, one of etcd's own and one of a scheduler, and a member that asks its endpoints in turn."""
 
@@ -86,7 +88,9 @@ class FailoverStory(Story):
         self._say("do", f"kill -9 for {dead.name}, which leads etcd")
         self.cast.note("etcd_sigkill", dead.name)
         self.servers.kill(dead)
+        over = time.monotonic() + LEASES_S
         self._rest()
+        self._wait("the time in which all leases would end", lambda: time.monotonic() > over)
         self.servers.run(dead)
         self.servers.wait_ready(60.0)
         self._say("good", f"steps went on; {self.servers.leader().name} leads etcd now, {dead.name} is back")
