@@ -177,7 +177,7 @@ def control(args: Any, folder: Path, log: Any, *, doors: bool) -> Iterator[Contr
     with contextlib.ExitStack() as stack:
         servers = stack.enter_context(EtcdServers(folder / "etcd", 3))
         ctx = context("benchmarks.candidates")
-        candidates = Candidates(ctx, servers, logs, apart=False, job={"min_nodes": 2}, plan=args.plan, waits=False)
+        candidates = Candidates(ctx, servers, logs, apart=False, job={"min_nodes": 2}, plan=args.plan, waits=True)
         stack.callback(candidates.close)
         made = Several(candidates, servers, log, args.seed, args.schedulers_every_s)
         if doors:
