@@ -102,14 +102,17 @@ def status(
     token_file: TokenFile = "",
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for scripts.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 5.0,
+    here: Annotated[
+        bool, typer.Option("--here", help="Of the scheduler at this very endpoint, also if another one leads.")
+    ] = False,
 ) -> None:
-    """Show who is in a job, and what it waits for.
+    """Show who is in a job, who leads it if several schedulers stand by for each other, and what it waits for.
 
     Exit code 1 if no scheduler answers; training may go on all the same, it needs none between events.
     """
     from chaos_lightning.runtime.channel import fetch_status
 
-    facts = fetch_status(endpoint, load_token(token_file), timeout)
+    facts = fetch_status(endpoint, load_token(token_file), timeout, follow=not here)
     if as_json:
         print(json.dumps(facts, indent=2))
         return
