@@ -127,6 +127,21 @@ def undisturbed(folder: Path, seed: int, world: int, epochs: int, length: int) -
     return gather(crew, length)
 
 
+class Standstill:
+    """Whether nothing has happened for too long: no step, or after the job's end no end of a process."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._seen: tuple[bool, int] | None = None
+        self._since = 0.0
+
+    def lasts(self, now: float, over: bool, count: int) -> bool:
+        """`count` is the number of the last step; once the job is over, that of processes that run."""
+        if (over, count) != self._seen:
+            self._seen, self._since = (over, count), now
+        return now - self._since > self._patience_s
+
+
 def disturbed(folder: Path, args: argparse.Namespace, epochs: int) -> tuple[Crew, Driver, float]:
     """The soak itself; returns the crew, the driver and how long it took, s."""
     from chaos_lightning.observe.events import EventLog
@@ -149,7 +164,7 @@ def disturbed(folder: Path, args: argparse.Namespace, epochs: int) -> tuple[Crew
                 crew.turn()
             began, told = time.monotonic(), time.monotonic()
             driver = Driver(crew, log, links, args.seed, args.every_s)
-            stuck_at, stuck_since = crew.step, began
+            watch = Standstill(args.stuck_s)
             while crew.alive:
                 crew.turn()
                 now = time.monotonic()
@@ -162,9 +177,7 @@ def disturbed(folder: Path, args: argparse.Namespace, epochs: int) -> tuple[Crew
                 else:
                     driver.turn()
                     schedulers.turn()
-                if crew.step > stuck_at or crew.over != (stuck_at < 0):
-                    stuck_at, stuck_since = (-1 if crew.over else crew.step), now
-                if now - stuck_since > args.stuck_s:
+                if watch.lasts(now, crew.over, len(crew.alive) if crew.over else crew.step):
                     names = ", ".join(f"{p.name} ({p.pid})" for p in crew.alive.values())
                     crew.undeclared.append(f"no progress for {args.stuck_s:g} s at step {crew.step}; alive: {names}")
                     break

@@ -328,7 +328,10 @@ class Election(threading.Thread):
         """Why another candidate should lead, if members reach that one and not this one."""
         if self._present is None or not view.due(now()):
             return ""
-        found, _ = self._client.get_all(self._root + "asked/", deadline_s=_ASK_S)
+        try:
+            found, _ = self._client.get_all(self._root + "asked/", deadline_s=_ASK_S)
+        except StoreError:  # prolonging the lease will tell
+            return ""
         elsewhere = {kv.key.decode(errors="replace").rpartition("/")[2]: reach.read(kv.value) for kv in found}
         elsewhere.pop(self._me.id, None)
         return view.judge(now(), self._present(), elsewhere)

@@ -112,6 +112,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._started = time.time()
         self._ended: asyncio.Future[str] | None = None
         self._done_reason = ""
+        self._stays = False
+        """Whether a finished scheduler answers for `linger_s` also while nobody is connected."""
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="chaos-store")
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
@@ -171,6 +173,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             chain = await self._lead()
             self._tasks.append(asyncio.create_task(self._pulse()))
             if self._seat is not None and self._seat.waited() and chain.finished:
+                # Members that were cut off, and newcomers that are still starting, are to hear of it from somebody.
+                self._stays = True
                 self._done("the job was finished while this scheduler stood by")
         except ChaosError as error:
             self.end(f"it was elected and cannot lead: {error}", failed=True)
@@ -251,7 +255,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         if self._connections:
             self._idle_since = now
         idle = now - self._idle_since
-        if self._done_reason and not self._connections:
+        if self._done_reason and not self._connections and not self._stays:
             self.end(self._done_reason)
         elif self.config.idle_timeout_s and idle > self.config.idle_timeout_s:
             self.end(f"no member for {self.config.idle_timeout_s:g} s; the chain stays in {self._store.place}")

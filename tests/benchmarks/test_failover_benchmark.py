@@ -21,6 +21,7 @@ import pytest
 from benchmarks import soak_schedulers
 from benchmarks.common import Result
 from benchmarks.failover import CASES, Case, Scene, report
+from benchmarks.soak import Standstill
 from benchmarks.soak_door import SharedDoor, Ways
 from benchmarks.soak_schedulers import SCHEDULER_KINDS, Several
 from benchmarks.survival import Seen, Step
@@ -138,6 +139,16 @@ def test_during_an_election_nobody_is_struck_and_no_card_is_lost(world: World) -
     while ("notice", "") not in world.log and time.monotonic() < until:
         control.turn()
     assert (control.done, control._deck) == ([], ["etcd_sigkill"])
+
+
+def test_a_member_that_never_ends_after_the_job_is_over_is_told() -> None:
+    watch = Standstill(60.0)
+    assert not any(watch.lasts(t, False, t // 50) for t in range(200))
+    assert not watch.lasts(200.0, False, 4)
+    assert not watch.lasts(230.0, True, 3), "the job's end is progress"
+    assert not watch.lasts(280.0, True, 1), "and so is the end of a process"
+    assert not watch.lasts(340.0, True, 1)
+    assert watch.lasts(341.0, True, 1)
 
 
 # ------------------------------------------------------------------------------------------------ doors
