@@ -7,10 +7,11 @@ more steps are committed; then whoever was struck comes back. Where nobody but a
 training must notice nothing: no step is lost, and the longest step between the strike and the end of the run exceeds
 the median by no more than 20 ms. Where a member dies at the same instant, the survivors' next step is what is measured.
 
-In *apart*, every process counts as on a machine of its own: only the end of its lease tells that a leader died. In
-*shared*, all are on one machine, where a standby sees it. In *embedded* there is no etcd: members start the scheduler
-again on its file. Steps have a pause that stands for heavier computing and leaves the processors to what else runs on
-this machine; how long the longest step is when nobody is struck at all stands beside, for a comparison.
+In *apart*, every process counts as on a machine of its own. SIGKILL is a process that dies on a machine that lives, and
+refuses connections from then on; SIGSTOP stands for a machine that falls silent, too: nothing but the end of its lease
+tells of it. In *shared*, all are on one machine, where a standby sees it. In *embedded* there is no etcd: members start
+the scheduler again on its file. Steps have a pause that stands for heavier computing and leaves the processors to what
+else runs on this machine; how long the longest step is when nobody is struck at all stands beside, for a comparison.
 
 Peers in the same run (benchmarks/peers_failover.py): torchrun with its c10d store, torchft with its lighthouse.
 """
@@ -258,6 +259,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "scheduler SIGKILL": KILL,
         "scheduler SIGSTOP": STOP,
         "scheduler and a member SIGKILL": {**KILL, "dies": True},
+        "scheduler SIGSTOP and a member SIGKILL": {**STOP, "dies": True},
         "etcd's leader SIGKILL": {"etcd": True},
         "etcd's leader and scheduler SIGKILL": {**KILL, "etcd": True},
         "scheduler SIGKILL as a newcomer starts": {**KILL, "joins": True},
