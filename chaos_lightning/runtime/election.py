@@ -19,6 +19,7 @@ etcd may elect a leader of its own, which lets leases live on; after that it sta
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -321,8 +322,9 @@ class Election(threading.Thread):
         names = self._asked.of_late(now())
         if names != self._told:
             key = self._root + f"asked/{self._me.id}"
-            self._client.transact([], [put(key, reach.packed(names), self._me.lease)])
-            self._told = names
+            with contextlib.suppress(StoreError):  # prolonging the lease will tell
+                self._client.transact([], [put(key, reach.packed(names), self._me.lease)])
+                self._told = names
 
     def _outreached(self, view: reach.Reach) -> str:
         """Why another candidate should lead, if members reach that one and not this one."""
