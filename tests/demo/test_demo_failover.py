@@ -70,8 +70,10 @@ def test_it_proves_its_story_and_leaves_a_report_and_no_process(
 
 
 def nobody_led(lines: Lines) -> None:
-    """The last scheduler to lead did not."""
-    lines.remove(next(x for x in reversed(lines) if x["name"] == "scheduler_started"))
+    """No scheduler led after the last kill."""
+    kill = max(x["t"] for x in lines if x.get("kind") == "scheduler_sigkill")
+    for line in [x for x in lines if x["name"] == "scheduler_started" and x["t"] > kill]:
+        lines.remove(line)
 
 
 def lost_step(lines: Lines) -> None:
