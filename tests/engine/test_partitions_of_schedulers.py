@@ -94,6 +94,7 @@ def test_a_leader_that_no_member_reaches_hands_over_to_one_that_they_reach(apart
     job.leave(*"abc")
 
 
+@pytest.mark.slow
 def test_a_leader_that_etcd_does_not_reach_decides_nothing_and_another_one_goes_on(apart: Apart) -> None:
     job = apart.job
     train(job, *"ab")
