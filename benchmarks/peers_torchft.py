@@ -57,14 +57,19 @@ def _lighthouse() -> str | None:
     return str(beside) if beside.exists() else shutil.which("torchft_lighthouse")
 
 
+def command(port: int, options: tuple[str, ...]) -> list[str]:
+    """What starts the lighthouse at this port."""
+    program = _lighthouse()
+    assert program is not None
+    return [program, "--min_replicas", "2", "--bind", f"127.0.0.1:{port}", *options]
+
+
 @contextlib.contextmanager
 def lighthouse(options: tuple[str, ...]) -> Iterator[str]:
     """torchft's coordinator; yields its address."""
-    program = _lighthouse()
-    assert program is not None
     port = free_port()
-    command = [program, "--min_replicas", "2", "--bind", f"127.0.0.1:{port}", *options]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    started = command(port, options)
+    process = subprocess.Popen(started, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     spoken: list[str] = []
     address = threading.Event()
@@ -80,7 +85,7 @@ def lighthouse(options: tuple[str, ...]) -> Iterator[str]:
     try:
         address.wait(10.0)
         if process.poll() is not None:
-            raise RuntimeError(f"{program} ended with {process.returncode}: {''.join(spoken)[-500:]}")
+            raise RuntimeError(f"{started[0]} ended with {process.returncode}: {''.join(spoken)[-500:]}")
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()

@@ -5,7 +5,9 @@ Processes train scikit-learn's digits with the plain `Trainer`; every few second
 and waking. Who stays unhurt is drawn anew for each dozen of events, so the commit root dies, too. Meanwhile links
 between them, which all pass through a relay, are cut, stalled, slowed down, removed and restored (soak_links.py);
 now and then a member or two lose all links to the others, with or without the scheduler, for so long that they must be
-put out. Steps are slowed down by a pause (`--pace-s`) that stands for heavier computing: events need time, not load.
+put out. Where etcd is installed, three schedulers stand by for each other on three etcd servers, and the leading
+scheduler, etcd's leader and its followers are killed or frozen, too, and come back (soak_schedulers.py). Steps are
+slowed down by a pause (`--pace-s`) that stands for heavier computing: events need time, not load.
 
 Judged are DESIGN.md's points 1 to 5, twice: by the audit of the event logs, and by soak_checks.py from journals that
 the members wrote on their own (states at every step, samples as the data set handed them out). soak_link_checks.py
@@ -34,8 +36,10 @@ from benchmarks.soak_crew import FOUNDERS, MOST, Crew, Driver
 from benchmarks.soak_link_checks import Line, LinkVerdict, check_links, read_lines
 from benchmarks.soak_links import KINDS, PARTING, Hurt, Links
 from benchmarks.soak_member import HELD_OUT, QUOTA, digits, make, training_length
+from benchmarks.soak_schedulers import control, etcd_is_here
 from benchmarks.victims import fingerprint
 from benchmarks.workers import scheduler, scratch
+from chaos_lightning.runtime.etcd_servers import ADVICE
 
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 T_99 = {1: 63.657, 2: 9.925, 3: 5.841, 4: 4.604, 5: 4.032, 6: 3.707, 7: 3.499, 8: 3.355, 9: 3.250}
@@ -123,6 +127,21 @@ def undisturbed(folder: Path, seed: int, world: int, epochs: int, length: int) -
     return gather(crew, length)
 
 
+class Standstill:
+    """Whether nothing has happened for too long: no step, or after the job's end no end of a process."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._seen: tuple[bool, int] | None = None
+        self._since = 0.0
+
+    def lasts(self, now: float, over: bool, count: int) -> bool:
+        """`count` is the number of the last step; once the job is over, that of processes that run."""
+        if (over, count) != self._seen:
+            self._seen, self._since = (over, count), now
+        return now - self._since > self._patience_s
+
+
 def disturbed(folder: Path, args: argparse.Namespace, epochs: int) -> tuple[Crew, Driver, float]:
     """The soak itself; returns the crew, the driver and how long it took, s."""
     from chaos_lightning.observe.events import EventLog
@@ -130,12 +149,13 @@ def disturbed(folder: Path, args: argparse.Namespace, epochs: int) -> tuple[Crew
 
     logs = str(folder / "events")
     with (
-        scheduler(2, log_dir=logs, plan=args.plan) as endpoint,
         EventLog.in_directory(logs, "soak", role="harness") as log,
         LinkRelay() if args.links_every_s else nullcontext() as relay,
+        control(args, folder, log, doors=relay is not None) as schedulers,
     ):
-        crew = Crew(endpoint, folder, args.seed, epochs, args.pace_s, relay.address if relay else "")
-        links = Links(relay, log, endpoint, crew.doors, args.seed, args.links_every_s)
+        relayed = relay.address if relay else ""
+        crew = Crew(schedulers.endpoint, folder, args.seed, epochs, args.pace_s, relayed, control=schedulers)
+        links = Links(relay, log, schedulers.endpoint, crew.doors, args.seed, args.links_every_s)
         try:
             for index in range(FOUNDERS):
                 crew.start(f"n{index}")
@@ -144,20 +164,20 @@ def disturbed(folder: Path, args: argparse.Namespace, epochs: int) -> tuple[Crew
                 crew.turn()
             began, told = time.monotonic(), time.monotonic()
             driver = Driver(crew, log, links, args.seed, args.every_s)
-            stuck_at, stuck_since = crew.step, began
+            watch = Standstill(args.stuck_s)
             while crew.alive:
                 crew.turn()
                 now = time.monotonic()
                 if crew.over:
                     links.calm()
+                    schedulers.calm()
                     for process in crew.alive.values():
                         if process.thaw_ns:
                             crew.wake(process)
                 else:
                     driver.turn()
-                if crew.step > stuck_at or crew.over != (stuck_at < 0):
-                    stuck_at, stuck_since = (-1 if crew.over else crew.step), now
-                if now - stuck_since > args.stuck_s:
+                    schedulers.turn()
+                if watch.lasts(now, crew.over, len(crew.alive) if crew.over else crew.step):
                     names = ", ".join(f"{p.name} ({p.pid})" for p in crew.alive.values())
                     crew.undeclared.append(f"no progress for {args.stuck_s:g} s at step {crew.step}; alive: {names}")
                     break
@@ -218,6 +238,8 @@ def draw(path: str, run: Run, others: dict[str, Run], driver: Driver) -> None:
     for action, (mark, color) in marks.items():
         at = [(ns - zero) / 1e9 for ns, a, _ in driver.done if a == action]
         top.plot(at, [0.4] * len(at), mark, color=color, label=f"{action} ({len(at)})", markersize=5)
+    struck = [(ns - zero) / 1e9 for ns, _, _ in driver.schedulers.done]
+    top.plot(struck, [0.15] * len(struck), "|", color="0.5", label=f"scheduler or etcd server ({len(struck)})")
     top.set(ylabel="members that committed the step", ylim=(0, MOST + 0.5))
     top.legend(ncols=4, loc="upper center")
     for row, kind in enumerate(KINDS):
@@ -254,8 +276,9 @@ def report(result: Result, crew: Crew, driver: Driver, run: Run, seconds: float,
     """Adds the figures of the disturbed run."""
     from chaos_lightning.observe.audit import NOT_SHOWN, audit, verdict, violations
 
-    counts = Counter(action for _, action, _ in driver.done) + driver.links.counts()
-    kinds = (*ACTIONS, *(KINDS if crew.relay else ()))
+    schedulers = driver.schedulers
+    counts = Counter(action for _, action, _ in driver.done) + driver.links.counts() + schedulers.counts()
+    kinds = (*ACTIONS, *(KINDS if crew.relay else ()), *schedulers.kinds)
     result.add("length", seconds / 60, "min")
     result.add("events carried out", counts.total(), "count")
     for kind in kinds:
@@ -293,6 +316,7 @@ def report(result: Result, crew: Crew, driver: Driver, run: Run, seconds: float,
         "link events": [
             [h.kind, sorted(sorted(p) for p in h.pairs), h.start, h.stop, dict(h.detail)] for h in driver.links.hurts
         ],
+        "scheduler events": schedulers.done,
         "refused": driver.links.refused,
         "skipped": dict(driver.skipped),
         "curve": run.curve,
@@ -312,6 +336,15 @@ def main() -> int:
         help="mean time between events that strike processes; 0: 3, or 2 with --quick",
     )
     p.add_argument("--links-every-s", type=float, default=-1.0, help="the same for links; -1: as --every-s, 0: none")
+    p.add_argument(
+        "--etcd",
+        action=argparse.BooleanOptionalAction,
+        default=etcd_is_here(),
+        help="schedulers stand by for each other on etcd servers, and both are killed; by default if etcd is installed",
+    )
+    p.add_argument(
+        "--schedulers-every-s", type=float, default=-1.0, help="the same for these; -1: twice as rarely, 0: none"
+    )
     p.add_argument("--plan", default="", help="how gradients travel, for the scheduler; empty: as by default")
     p.add_argument("--pace-s", type=float, default=0.1, help="pause in each step")
     p.add_argument("--stuck-s", type=float, default=60.0, help="give up after so long without a step")
@@ -321,6 +354,9 @@ def main() -> int:
     minutes = args.minutes or (0.6 if args.quick else 10.0)
     args.every_s = args.every_s or (2.0 if args.quick else 3.0)
     args.links_every_s = args.every_s if args.links_every_s < 0 else args.links_every_s
+    args.schedulers_every_s = 2 * args.every_s if args.schedulers_every_s < 0 else args.schedulers_every_s
+    if args.etcd and not etcd_is_here():
+        p.error(f"the program etcd is not installed: {ADVICE}")
     length = training_length()
     # As measured: members on average, each with QUOTA samples a step, and the share of time in which steps go on; the
     # rest is waiting for links. Beyond its pause a step takes some 17 ms.

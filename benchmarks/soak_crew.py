@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.soak_checks import Freeze
-from benchmarks.soak_door import Door
+from benchmarks.soak_door import Door, Ways
 from benchmarks.soak_links import Links
 from benchmarks.soak_member import member
+from benchmarks.soak_schedulers import Control
 from benchmarks.workers import Worker, context
 
 MOST, FOUNDERS, KEPT = 7, 5, 2
@@ -70,7 +71,9 @@ class Crew:
     relay: str = ""
     """HOST:PORT."""
     step: int = 0
-    doors: dict[str, Door] = field(default_factory=dict)
+    control: Control | None = None
+    """Gives each member its way to the scheduler; None: all dial `endpoint`."""
+    doors: dict[str, Door | Ways] = field(default_factory=dict)
     alive: dict[str, Process] = field(default_factory=dict)
     freezes: list[Freeze] = field(default_factory=list)
     killed: set[str] = field(default_factory=set)
@@ -80,11 +83,13 @@ class Crew:
     def start(self, name: str) -> None:
         ctx = context("benchmarks.soak_member", "torch._dynamo", "chaos_lightning.trainer", "sklearn.datasets")
         endpoint = self.endpoint
-        if self.relay:
-            self.doors[name] = Door(self.endpoint)
+        if self.relay and self.control is not None:
+            self.doors[name] = self.control.way(name)
             endpoint = self.doors[name].endpoint
         args = (endpoint, name, str(self.folder), self.seed, self.epochs, self.pace_s, self.relay)
         self.alive[name] = Process(name, Worker(ctx, member, *args))
+        if self.control is not None:
+            self.control.know({process.pid: other for other, process in self.alive.items()})
 
     def able(self) -> list[Process]:
         """Those that train right now."""
@@ -164,6 +169,7 @@ class Driver:
         """Since when the next fault could not be carried out."""
         self.done: list[tuple[int, str, str]] = []
         """(ns, action, node)."""
+        self.schedulers: Control = crew.control or Control(crew.endpoint)
         self.skipped: Counter[str] = Counter()
         self.plans: list[str] = []
 

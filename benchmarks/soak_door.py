@@ -11,6 +11,9 @@ import contextlib
 import socket
 import struct
 import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from chaos_lightning.testing.owners import owner_of_port
 
 _RESET = struct.pack("ii", 1, 0)
 _READ_NBYTES = 1 << 16
@@ -59,6 +62,10 @@ class Door:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread up
         self._listener.close()
 
+    def _barred(self, near: socket.socket) -> bool:
+        """Whether who dialled may not pass though the door is open."""
+        return False
+
     def _end_all(self) -> None:
         for pair in list(self._passing):
             self._end(pair)
@@ -76,7 +83,7 @@ class Door:
     def _accept(self) -> None:
         while True:
             try:
-                near, _ = self._listener.accept()
+                near = self._listener.accept()[0]
             except OSError:
                 return
             try:
@@ -85,9 +92,10 @@ class Door:
                 near.close()
                 continue
             pair = (near, far)
+            barred = self._barred(near)
             with self._lock:
                 self._passing[pair] = 2
-                if self._shut:
+                if self._shut or barred:
                     self._end(pair)
                     continue
             for sock in pair:
@@ -111,3 +119,55 @@ class Door:
                 self._passing[pair] -= 1
                 if not self._passing[pair]:
                     self._end(pair)
+
+
+class SharedDoor(Door):
+    """A door for several processes of this machine, which can be shut for some of them.
+
+    Args:
+        target: HOST:PORT that it leads to.
+        pids: Whom to tell apart, by process id; all others always pass.
+    """
+
+    def __init__(self, target: str, pids: Callable[[], Mapping[int, str]]) -> None:
+        self._pids = pids
+        self._names: dict[socket.socket, str] = {}
+        self._shut_for: set[str] = set()
+        super().__init__(target)
+
+    def bar(self, name: str) -> None:
+        """Resets its connections, and every new one until `admit`."""
+        with self._lock:
+            self._shut_for.add(name)
+            for pair in [p for p in self._passing if self._names.get(p[0]) == name]:
+                self._end(pair)
+
+    def admit(self, name: str) -> None:
+        with self._lock:
+            self._shut_for.discard(name)
+
+    def _barred(self, near: socket.socket) -> bool:
+        name = owner_of_port(near.getpeername()[1], self._pids())
+        with self._lock:
+            self._names = {sock: n for sock, n in self._names.items() if sock.fileno() >= 0}
+            self._names[near] = name
+            return name in self._shut_for
+
+
+class Ways:
+    """One member's ways to all schedulers, as if they were one door."""
+
+    def __init__(self, doors: Sequence[SharedDoor], name: str) -> None:
+        self._doors, self._name = doors, name
+        self.endpoint = ",".join(door.endpoint for door in doors)
+
+    def shut(self) -> None:
+        for door in self._doors:
+            door.bar(self._name)
+
+    def open(self) -> None:
+        for door in self._doors:
+            door.admit(self._name)
+
+    def close(self) -> None:
+        self.open()

@@ -24,7 +24,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.soak_door import Door
+from benchmarks.soak_door import Door, Ways
 
 Pair = frozenset[str]
 
@@ -97,7 +97,7 @@ class Links:
         relay: Any,
         log: Any,
         endpoint: str,
-        doors: Mapping[str, Door],
+        doors: Mapping[str, Door | Ways],
         seed: int,
         every_s: float,
         kept: int = 2,

@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -85,8 +86,27 @@ class Trap:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def member(pipe: Connection, endpoint: str, name: str, state_mib: float, logs: str) -> None:
-    """One training process of ours; see the module."""
+def member(
+    pipe: Connection,
+    endpoint: str,
+    name: str,
+    state_mib: float,
+    logs: str,
+    pace_s: float = 0.0,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """One training process of ours; see the module.
+
+    Args:
+        pipe: To the benchmark.
+        endpoint: Of the scheduler, or of all candidates.
+        name: Its own.
+        state_mib: Parameters and Adam state.
+        logs: Folder of its event log.
+        pace_s: Pause in each step, for heavier computing that leaves the processors to others.
+        environment: More of it. CHAOS_HOST: it counts as on a machine of its own, and no memory is shared.
+            CHAOS_STORE: it hosts a scheduler on this chain.
+    """
     import torch
 
     from chaos_lightning.collectives.layout import Section
@@ -96,6 +116,7 @@ def member(pipe: Connection, endpoint: str, name: str, state_mib: float, logs: s
     from chaos_lightning.runtime.config import EngineConfig
     from chaos_lightning.runtime.engine import Engine
 
+    os.environ.update(environment or {})
     compute_alone()
     torch.manual_seed(0)
     model = state_model(state_mib)
@@ -105,7 +126,13 @@ def member(pipe: Connection, endpoint: str, name: str, state_mib: float, logs: s
     draw = torch.Generator().manual_seed(os.getpid())
     engine = Engine(
         EngineConfig(
-            endpoint=endpoint, name=name, host_scheduler=False, log_dir=logs, join_timeout_s=60, step_timeout_s=60
+            endpoint=endpoint,
+            name=name,
+            host_scheduler="CHAOS_STORE" in os.environ,
+            log_dir=logs,
+            join_timeout_s=60,
+            step_timeout_s=60,
+            by_reference="CHAOS_HOST" not in os.environ,
         )
     )
     engine.prepare(sections=[Section("all", list(model.named_parameters()))])
@@ -127,6 +154,7 @@ def member(pipe: Connection, endpoint: str, name: str, state_mib: float, logs: s
             engine.arm(coefficient=1.0)
             model(torch.randn(BATCH, width, generator=draw)).square().mean().backward()
             backwards += 1
+            time.sleep(pace_s)
             header = engine.step(weight=1.0, coefficient=1.0)
             now = time.monotonic_ns()
             optimizer.step()

@@ -7,9 +7,11 @@ is fine; 1 that something was not, and then all logs stay and their place is pri
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -48,30 +50,16 @@ def demo(
     if not console.is_terminal:
         console = Console(width=120)
     cast = Cast(folder, (*plot.arguments, f"--accelerator={accelerator}"))
-    # Explicitly for both: a shell's background job comes with SIGINT ignored.
-    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     problem = ""
     began = time.monotonic()
-    try:
-        with Screen(console) as screen:
-            story = Story(cast, screen, plot)
-            try:
-                story.tell()
-            except ChaosError as error:
-                problem = str(error)
-                screen.say("bad", problem)
+    with on_stage(console, folder, cast.close), Screen(console) as screen:
+        story = Story(cast, screen, plot)
+        try:
+            story.tell()
+        except ChaosError as error:
+            problem = str(error)
+            screen.say("bad", problem)
         codes = cast.exit_codes()
-    except KeyboardInterrupt:
-        console.print(f"interrupted; logs are in {folder}", soft_wrap=True)
-        raise typer.Exit(130) from None
-    finally:
-        for number in before:
-            signal.signal(
-                number, signal.SIG_IGN
-            )  # ending the nodes takes some seconds at most, and must not be cut off
-        cast.close()
-        for number, handler in before.items():
-            signal.signal(number, handler)
     expected = proof.Expected(
         founders=FOUNDERS, joins=JOINS, killed=KILLED, frozen=FROZEN, leaves=LEAVES, exit_codes=codes
     )
@@ -79,6 +67,29 @@ def demo(
     if good and not keep:
         tidy(folder)
     raise typer.Exit(0 if good else 1)
+
+
+@contextlib.contextmanager
+def on_stage(console: Console, folder: Path, *endings: Callable[[], object]) -> Iterator[None]:
+    """Whatever happens in it, also Ctrl+C and SIGTERM, all of `endings` are called after it, and to their end.
+
+    Raises:
+        typer.Exit: It was interrupted; the code is 130.
+    """
+    # Explicitly for both: a shell's background job comes with SIGINT ignored.
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print(f"interrupted; logs are in {folder}", soft_wrap=True)
+        raise typer.Exit(130) from None
+    finally:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)  # this takes some seconds at most, and must not be cut off
+        for end in endings:
+            end()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def prepare(directory: Path | None) -> Path:
@@ -96,13 +107,19 @@ def prepare(directory: Path | None) -> Path:
 
 def conclude(console: Console, folder: Path, expected: proof.Expected, problem: str, seconds: float) -> bool:
     """Prints the proof, writes the report; whether everything is fine."""
+    return judge(console, folder, proof.prove(folder, expected), problem, seconds, "chaos-lightning demo")
+
+
+def judge(
+    console: Console, folder: Path, checks: Sequence[proof.Check], problem: str, seconds: float, title: str
+) -> bool:
+    """Prints the lines of a proof, writes the report; whether everything is fine."""
     from chaos_lightning.observe.report import write_report
 
-    checks = proof.prove(folder, expected)
     console.print(proof.table(checks, f"\nWhat this proves ({seconds:.0f} s)"))
     failed = [check for check in checks if not check.ok]
     try:
-        written = write_report(folder / "events", folder, title="chaos-lightning demo")
+        written = write_report(folder / "events", folder, title=title)
         console.print(f"\n{written.summary}", soft_wrap=True)
         console.print(f"report   {written.page}\npicture  {written.picture}", soft_wrap=True)
         console.print(f"logs     {folder / 'events'}  (chaos-lightning audit judges them anew)", soft_wrap=True)

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+import time
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from pathlib import Path
@@ -40,6 +41,13 @@ def scheduler(
     listen: Annotated[
         str, typer.Option(help="Where to listen; beyond loopback keys or a token are demanded.", metavar="HOST:PORT")
     ] = DEFAULT_ENDPOINT,
+    advertise: Annotated[
+        str,
+        typer.Option(
+            help="Where others reach it, if that is not where it listens (0.0.0.0, a container, a relay).",
+            metavar="HOST:PORT",
+        ),
+    ] = "",
     job: Annotated[str, typer.Option(help="Name of the job (torchrun: --rdzv-id).")] = "default",
     min_nodes: Annotated[int, typer.Option(help="Training starts with, and pauses below, so many members.")] = 1,
     max_nodes: Annotated[int, typer.Option(help="Further members wait as standbys.")] = 64,
@@ -90,6 +98,7 @@ def scheduler(
     code = run(
         SchedulerOptions(
             listen=listen,
+            advertise=advertise,
             settings=settings,
             store=store,
             token_file=token_file,
@@ -108,14 +117,17 @@ def status(
     keys_dir: KeysDir = "",
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for scripts.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 5.0,
+    here: Annotated[
+        bool, typer.Option("--here", help="Of the scheduler at this very endpoint, also if another one leads.")
+    ] = False,
 ) -> None:
-    """Show who is in a job, and what it waits for.
+    """Show who is in a job, who leads it if several schedulers stand by for each other, and what it waits for.
 
     Exit code 1 if no scheduler answers; training may go on all the same, it needs none between events.
     """
     from chaos_lightning.runtime.channel import fetch_status
 
-    facts = fetch_status(endpoint, Credentials.load(keys_dir, token_file), timeout)
+    facts = fetch_status(endpoint, Credentials.load(keys_dir, token_file), timeout, follow=not here)
     if as_json:
         print(json.dumps(facts, indent=2))
         return
@@ -132,6 +144,10 @@ def _show(facts: dict[str, Any]) -> None:
 
     console = Console()
     machine = facts.get("machine", {})
+    if facts.get("role") == "standby":
+        console.print(f"job [bold]{facts['job']}[/bold] at {facts['endpoint']}: stands by", highlight=False)
+        _show_seat(console, facts)
+        return
     console.print(
         f"job [bold]{facts['job']}[/bold] at {facts['endpoint']}: {machine.get('phase', '?')}, "
         f"view {machine.get('view', '-')} (term {facts['term']}), {facts['min_nodes']} to {facts['max_nodes']} members",
@@ -139,6 +155,7 @@ def _show(facts: dict[str, Any]) -> None:
     )
     if machine.get("reason"):
         console.print(f"because: {machine['reason']}", highlight=False, markup=False)
+    _show_seat(console, facts)
     rows = [*machine.get("members", ()), *machine.get("others", ())]
     if not rows:
         console.print("nobody is here yet")
@@ -155,6 +172,26 @@ def _show(facts: dict[str, Any]) -> None:
         table.add_row(*(_host(row.get(column)) if column == "host" else _cell(row.get(column)) for column in columns))
     console.print(table)
     _show_links(console, machine)
+
+
+def _show_seat(console: Any, facts: dict[str, Any]) -> None:
+    """Of several schedulers: which one leads, since when and why, which stand by, and what this one waits for."""
+    if "leader" not in facts:
+        return
+    leader = facts["leader"]
+    if leader:
+        since = time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(facts["led_since"]))
+        words = f"leads: {leader}{since}, because {facts['led_because'] or '?'}"
+    else:
+        words = "leads: nobody"
+    console.print(words, highlight=False, markup=False)
+    others = [place for place in facts.get("candidates", ()) if place != leader]
+    if facts.get("store_error"):
+        console.print(f"stand by: unknown ({facts['store_error']})", highlight=False, markup=False)
+    else:
+        console.print(f"stand by: {', '.join(others) or 'nobody'}", highlight=False, markup=False)
+    if facts.get("waits_for"):
+        console.print(f"waits for: {facts['waits_for']}", highlight=False, markup=False)
 
 
 def _show_links(console: Any, machine: dict[str, Any]) -> None:

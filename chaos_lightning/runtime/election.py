@@ -5,9 +5,12 @@ that tells others where it listens. It leads from the transaction on in which it
 the others watch that key. If it is deleted, or ends with its lease, each of them tries to make it; one succeeds. What
 the leader writes to the chain names that key's creation (`guard`), so that it fails once somebody else made it.
 
-A lease ends about two seconds after its holder died (etcd grants no less); that decides between machines. A candidate
-on the leader's own machine can see that its process is gone, or stopped, and ends the lease for it at once. A leader
-that was merely stopped finds when it wakes that it leads no more.
+A lease ends about two seconds after its holder died (etcd grants no less); that decides where a machine or its network
+falls silent. A candidate on the leader's own machine can see that its process is gone, or stopped, and one elsewhere
+that its machine refuses connections to it (runtime/leader_line.py); they end the lease for it at once. A leader that
+was merely stopped finds when it wakes that it leads no more.
+
+A leader that fewer members reach than another candidate resigns (runtime/reach.py).
 
 Safety does not rest on clocks: what a leader decides it writes by transactions that name its lease, so one that leads
 no more can decide nothing, whatever it believes. So a leader that cannot reach etcd goes on for some seconds, in which
@@ -16,23 +19,28 @@ etcd may elect a leader of its own, which lets leases live on; after that it sta
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 
 from chaos_lightning.errors import StoreError
 from chaos_lightning.runtime import etcd_pb2 as pb
+from chaos_lightning.runtime import reach
 from chaos_lightning.runtime.etcd_client import CompactedError, EtcdClient, put, same_revision
 from chaos_lightning.runtime.etcd_store import job_root
+from chaos_lightning.runtime.leader_line import LeaderLine
 from chaos_lightning.runtime.process_table import host_identity, start_time
 
 LEASE_S = 2
 PATIENCE_S = 3.0
 """A leader that cannot prolong its lease stands by so long after the lease may have ended."""
 _LOOK_S = 0.1
+_ASK_S = 0.3
+"""For looking at the others' keys, which must not keep the leader from prolonging its lease."""
 _STOPPED_S = 0.3
 """A leader of this machine that is stopped for so long is replaced; a debugger's stop is shorter."""
 
@@ -47,6 +55,10 @@ class Candidate:
     pid: int
     pid_start: int
     lease: int = 0
+    since: float = 0.0
+    """When it came to lead, Unix time by its own clock; 0 of who does not lead."""
+    because: str = ""
+    """Why it was elected, in words."""
 
     @classmethod
     def here(cls, endpoint: str) -> Candidate:
@@ -62,9 +74,9 @@ class Candidate:
             found = cls(**document)
         except (ValueError, TypeError, RecursionError):
             return None
-        texts = isinstance(found.id, str) and isinstance(found.endpoint, str) and isinstance(found.host, str)
+        texts = all(isinstance(t, str) for t in (found.id, found.endpoint, found.host, found.because))
         numbers = all(type(n) is int for n in (found.pid, found.pid_start, found.lease))
-        return found if texts and numbers else None
+        return found if texts and numbers and isinstance(found.since, int | float) else None
 
     def packed(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -93,6 +105,7 @@ class Election(threading.Thread):
         on_elected: This candidate leads now; its writes to the chain are to make these comparisons.
         on_lost: It led, and does no more; says why. It takes part no longer.
         note: Takes (event name, fields) for the event log.
+        present: Names of the members that are connected to this candidate; None if it cannot tell.
         lease_s: Duration of the lease; etcd may grant more.
     """
 
@@ -105,6 +118,7 @@ class Election(threading.Thread):
         on_elected: Callable[[tuple[pb.Compare, ...]], None],
         on_lost: Callable[[str], None],
         note: Callable[..., None] = lambda name, **fields: None,
+        present: Callable[[], Collection[str]] | None = None,
         lease_s: int = LEASE_S,
     ) -> None:
         super().__init__(name="chaos-election", daemon=True)
@@ -114,12 +128,21 @@ class Election(threading.Thread):
         self._on_elected = on_elected
         self._on_lost = on_lost
         self._note = note
+        self._present = present
         self._lease_s = lease_s
         self._granted_s = float(lease_s)
         self._until = 0.0
         """The lease stands at least until then, by `now`."""
         self._over = threading.Event()
         self._stopped_since = 0.0
+        self._line: LeaderLine | None = None
+        self._because = "nobody led"
+        """Why there is to be another leader."""
+        self._trouble = ""
+        """Why etcd could not be asked; "" if it answers."""
+        self._asked = reach.Asked()
+        self._told: tuple[str, ...] = ()
+        """What its key says about who asked it."""
         self.leader: Candidate | None = None
         """As seen last."""
         self.leads = False
@@ -144,6 +167,27 @@ class Election(threading.Thread):
         """Another candidate leads, and this one would follow it: its lease stands."""
         return self.leader is not None and not self.leads and now() < self._until
 
+    def asked(self, name: str) -> None:
+        """This member asked for the leader here."""
+        self._asked.add(name, now())
+
+    def waits_for(self) -> str:
+        """What this candidate waits for, in words; "" if it leads and may decide."""
+        late_s = now() - self._until
+        if self.leads:
+            if not self._trouble:
+                return ""
+            ends = f"ended {late_s:.1f} s ago" if late_s > 0 else f"ends in {-late_s:.1f} s"
+            return (
+                f"etcd, to prolong its lease, which {ends}; it decides nothing meanwhile, and stands by "
+                f"{PATIENCE_S:g} s after that end ({self._trouble})"
+            )
+        if self._trouble:
+            return f"etcd; without it nobody can be elected ({self._trouble})"
+        if self.leader is not None:
+            return f"the end of the lease of {self.leader.endpoint}, which leads"
+        return "an election"
+
     # ------------------------------------------------------------------ the thread
 
     def run(self) -> None:
@@ -154,8 +198,10 @@ class Election(threading.Thread):
                     self._lead()
                     break
             except StoreError as error:
+                self._trouble = str(error)
                 self._note("error", where="election", text=str(error))
                 self._over.wait(_LOOK_S)
+        self._hang_up()
         if self._me.lease:
             try:
                 self._client.revoke(self._me.lease)
@@ -170,6 +216,7 @@ class Election(threading.Thread):
         self._until = asked + granted_s
         key = self._root + f"candidates/{self._me.id}"
         self._client.transact([], [put(key, self._me.packed(), lease)])
+        self._trouble, self._told = "", ()
 
     def _prolong(self) -> bool:
         """Once; False if the lease has ended."""
@@ -178,6 +225,7 @@ class Election(threading.Thread):
         if granted_s <= 0:
             return False
         self._until = asked + granted_s
+        self._trouble = ""
         return True
 
     @property
@@ -190,12 +238,16 @@ class Election(threading.Thread):
         while not self._over.is_set():
             found = self._client.get(key)
             if found is None:
-                self._client.transact([same_revision(key, 0)], [put(key, self._me.packed(), self._me.lease)])
+                me = replace(self._me, since=round(time.time(), 3), because=self._because)
+                self._client.transact([same_revision(key, 0)], [put(key, me.packed(), me.lease)])
                 mine = self._client.get(key)
                 if mine is None or mine.lease != self._me.lease:
                     continue  # an answer that got lost is recognised by the lease
-                self.leader, self.leads = self._me, True
-                self._note("elected", candidate=self._me.id, endpoint=self._me.endpoint, lease_s=self._granted_s)
+                self._hang_up()
+                self.leader, self.leads = Candidate.read(mine.value) or me, True
+                self._note(
+                    "elected", candidate=me.id, endpoint=me.endpoint, lease_s=self._granted_s, reason=self._because
+                )
                 self._on_elected(
                     (
                         pb.Compare(target=pb.Compare.CREATE, key=key.encode(), create_revision=mine.create_revision),
@@ -216,14 +268,24 @@ class Election(threading.Thread):
             leader = replace(leader, lease=found.lease)
         if leader != self.leader:
             self.leader, self._stopped_since = leader, 0.0
+            self._hang_up()
             if leader is not None:
-                self._note("leader", candidate=leader.id, endpoint=leader.endpoint)
+                self._note("leader", candidate=leader.id, endpoint=leader.endpoint, reason=leader.because)
+                if not leader.process_state():
+                    self._line = LeaderLine(leader.endpoint)
+                    self._line.start()
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
 
     def _wait_for_change(self, key: str, revision: int) -> bool:
         """Until the leader's key has changed; False if this candidate's lease has ended meanwhile."""
         try:
             for events in self._changes(key, revision):
                 if self._over.is_set() or events:
+                    self._because = f"the lease of {self._named()} had ended, or was given back"
                     return True
                 if now() >= self._due and not self._prolong():
                     self._note(
@@ -232,6 +294,7 @@ class Election(threading.Thread):
                     return False
                 if self._replaces():
                     return True
+                self._tell_who_asked()
         except CompactedError:
             return True
         return True
@@ -242,28 +305,59 @@ class Election(threading.Thread):
     def _replaces(self) -> bool:
         """Whether the leader is a dead or stopped process of this machine; then its lease is ended for it."""
         leader = self.leader
-        state = leader.process_state() if leader is not None else ""
-        if leader is None or state in ("", "runs"):
+        if leader is None:
+            return False
+        state, at = leader.process_state(), now()
+        if state == "stopped":
+            self._stopped_since = self._stopped_since or at
+        else:
             self._stopped_since = 0.0
+        if state == "gone" or (state == "stopped" and at - self._stopped_since >= _STOPPED_S):
+            reason = f"its process {leader.pid} on this machine is {state}"
+        elif self._line is not None and self._line.gone:
+            reason = f"its machine refuses connections to {leader.endpoint}, which it took before"
+        else:
             return False
-        at = now()
-        self._stopped_since = self._stopped_since or at
-        if state == "stopped" and at - self._stopped_since < _STOPPED_S:
-            return False
-        self._note("deposed", candidate=leader.id, reason=f"its process {leader.pid} on this machine is {state}")
+        self._because = f"{self._named()} was deposed: {reason}"
+        self._note("deposed", candidate=leader.id, reason=reason)
         self._client.revoke(leader.lease)
         return True
 
+    def _tell_who_asked(self) -> None:
+        names = self._asked.of_late(now())
+        if names != self._told:
+            key = self._root + f"asked/{self._me.id}"
+            with contextlib.suppress(StoreError):  # prolonging the lease will tell
+                self._client.transact([], [put(key, reach.packed(names), self._me.lease)])
+                self._told = names
+
+    def _outreached(self, view: reach.Reach) -> str:
+        """Why another candidate should lead, if members reach that one and not this one."""
+        if self._present is None or not view.due(now()):
+            return ""
+        try:
+            found, _ = self._client.get_all(self._root + "asked/", deadline_s=_ASK_S)
+        except StoreError:  # prolonging the lease will tell
+            return ""
+        elsewhere = {kv.key.decode(errors="replace").rpartition("/")[2]: reach.read(kv.value) for kv in found}
+        elsewhere.pop(self._me.id, None)
+        return view.judge(now(), self._present(), elsewhere)
+
+    def _named(self) -> str:
+        """The one that led."""
+        return self.leader.endpoint if self.leader is not None else "another candidate"
+
     def _lead(self) -> None:
         """Prolongs the lease for as long as that works."""
-        reason = ""
+        reason, view = "", reach.Reach(now())
         while not self._over.wait(min(_LOOK_S, self._granted_s / 10)):
-            if now() < self._due:
-                continue
             try:
-                if not self._prolong():
+                if now() >= self._due and not self._prolong():
                     reason = "its lease has ended"
+                elif not self._trouble:
+                    reason = self._outreached(view)
             except StoreError as error:
+                self._trouble = str(error)
                 self._note("error", where="election", text=str(error))
             lost_s = now() - self._until
             if lost_s >= PATIENCE_S:

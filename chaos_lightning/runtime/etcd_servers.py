@@ -26,6 +26,8 @@ from chaos_lightning.runtime.etcd_client import EtcdAddress, EtcdClient
 from chaos_lightning.runtime.options import ETCD
 
 HEARTBEAT_MS, ELECTION_MS = 50, 500
+_POLITE_S = 1.0
+"""The leader of servers that all end looks for a successor for some seconds; what it answered is on the disk."""
 ADVICE = (
     "install etcd (Debian: apt-get install etcd-server), or name the servers that you have: --store etcd://HOST:PORT"
 )
@@ -194,7 +196,7 @@ class EtcdServers:
         for server in self.servers:
             if server.process is not None:
                 try:
-                    server.process.wait(5.0)
+                    server.process.wait(_POLITE_S)
                 except subprocess.TimeoutExpired:
                     self.kill(server)
 

@@ -6,6 +6,7 @@ Theory of operation. All keys of a job lie under `PREFIX/jobs/JOB/`:
     entry/%016d       one decision each, from 1 on; never changed
     leader            who leads: JSON, on the leader's lease (runtime/election.py)
     candidates/ID     who would, likewise
+    asked/ID          which members asked that one for the leader of late, likewise (runtime/reach.py)
 
 A write reads nothing that it has not read before: the tip is remembered with the revision at which etcd stored it, and
 the transaction that appends succeeds only if the tip is still of that revision. If it is not, the tip is read anew and

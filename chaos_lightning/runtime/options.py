@@ -31,6 +31,7 @@ class SchedulerOptions:
 
     Attributes:
         listen: HOST:PORT to listen on.
+        advertise: HOST:PORT at which others reach it, if that is another one.
         settings: The job's rules.
         store: The chain's file, MEMORY, "etcd://..." (etcd_client.EXPECTED), or "" for `default_store`.
         token_file: File of the cluster token; "" for the environment's, if any.
@@ -50,6 +51,7 @@ class SchedulerOptions:
     idle_timeout_s: float = 0.0
     keep_finished: bool = False
     rebuild: bool = False
+    advertise: str = ""
 
     @property
     def in_etcd(self) -> bool:

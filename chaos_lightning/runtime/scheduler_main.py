@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.membership.types import Settings
-from chaos_lightning.runtime.access import split_endpoint
+from chaos_lightning.runtime.access import join_endpoint, split_endpoint
 from chaos_lightning.runtime.credentials import Credentials
 from chaos_lightning.runtime.options import SchedulerOptions, check_settings, settings_from_json
 
@@ -68,6 +68,7 @@ def run(options: SchedulerOptions) -> int:
     config = ServerConfig(
         host=host,
         port=port,
+        advertise=options.advertise and join_endpoint(*split_endpoint(options.advertise)),
         token=Credentials.load(options.keys_dir, options.token_file),
         settings=check_settings(options.settings),
         idle_timeout_s=options.idle_timeout_s,
@@ -124,6 +125,7 @@ def detach(log: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m chaos_lightning.runtime.scheduler_main", description=__doc__)
     parser.add_argument("--listen", required=True, help="HOST:PORT")
+    parser.add_argument("--advertise", default="", help="HOST:PORT at which others reach it, if that is another one")
     parser.add_argument("--settings", default="{}", help="the job's rules, a JSON object of membership.types.Settings")
     parser.add_argument("--store", default="", help="the chain's file (default: below XDG_STATE_HOME), or etcd://...")
     parser.add_argument("--token-file", default="", help="file of the cluster token (or CHAOS_TOKEN_FILE, CHAOS_TOKEN)")
@@ -141,6 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
         return run(
             SchedulerOptions(
                 listen=given.listen,
+                advertise=given.advertise,
                 settings=settings,
                 store=given.store,
                 token_file=given.token_file,

@@ -7,7 +7,7 @@ When it leads no more its process begins anew as a candidate (runtime/scheduler_
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from chaos_lightning.errors import StoreError
@@ -25,8 +25,15 @@ class Seat(Protocol):
     """What a scheduler's shell needs of it. Methods may be called from any thread."""
 
     def contest(
-        self, endpoint: str, on_elected: Callable[[], None], on_lost: Callable[[str], None], note: Callable[..., None]
+        self,
+        endpoint: str,
+        on_elected: Callable[[], None],
+        on_lost: Callable[[str], None],
+        note: Callable[..., None],
+        present: Callable[[], Collection[str]],
     ) -> None: ...
+
+    def asked(self, name: str) -> None: ...
 
     def open_store(self) -> Store: ...
 
@@ -64,9 +71,22 @@ class EtcdSeat:
         self._note: Callable[..., None] = lambda name, **fields: None
 
     def contest(
-        self, endpoint: str, on_elected: Callable[[], None], on_lost: Callable[[str], None], note: Callable[..., None]
+        self,
+        endpoint: str,
+        on_elected: Callable[[], None],
+        on_lost: Callable[[str], None],
+        note: Callable[..., None],
+        present: Callable[[], Collection[str]],
     ) -> None:
-        """Takes part in the election; callbacks come in its thread."""
+        """Takes part in the election; callbacks come in its thread.
+
+        Args:
+            endpoint: Where members reach this candidate.
+            on_elected: It leads now.
+            on_lost: It leads no more; why.
+            note: Takes (event name, fields) for the event log.
+            present: Names of the members that are connected to it.
+        """
 
         def elected(guard: tuple[pb.Compare, ...]) -> None:
             self._guard = guard
@@ -80,9 +100,15 @@ class EtcdSeat:
             on_elected=elected,
             on_lost=on_lost,
             note=note,
+            present=present,
             lease_s=self._lease_s,
         )
         self._election.start()
+
+    def asked(self, name: str) -> None:
+        """A member of this name ("": it did not say) looked for the leader here."""
+        if name and self._election is not None:
+            self._election.asked(name)
 
     def open_store(self) -> Store:
         """The chain, for the leader; that of a finished job is emptied first, unless it is to be kept."""
@@ -106,14 +132,22 @@ class EtcdSeat:
         return leader.endpoint if leader is not None else ""
 
     def facts(self) -> dict[str, Any]:
-        """For `status`: who leads, and who stands by."""
+        """For `status`: who leads, since when and why; who stands by; what this candidate waits for."""
         if self._election is None:
             return {}
+        leader = self._election.leader
+        facts: dict[str, Any] = {
+            "leader": self.leader(),
+            "led_since": leader.since if leader is not None else 0.0,
+            "led_because": leader.because if leader is not None else "",
+            "waits_for": self._election.waits_for(),
+            "candidates": [],
+        }
         try:
-            known = {c.endpoint for c in self._election.candidates(_FACTS_DEADLINE_S)}
+            facts["candidates"] = sorted({c.endpoint for c in self._election.candidates(_FACTS_DEADLINE_S)})
         except StoreError as error:
-            return {"leader": self.leader(), "candidates": [], "store_error": str(error)}
-        return {"leader": self.leader(), "candidates": sorted(known)}
+            facts["store_error"] = str(error)
+        return facts
 
     def close(self) -> None:
         """Gives the seat up; another candidate leads at once. Idempotent."""

@@ -20,7 +20,6 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from chaos_lightning.errors import ChaosError, StoreError, WireError
@@ -33,11 +32,11 @@ from chaos_lightning.runtime.channel import END_OF_STREAM, PULSE_S, SERVER_OPTIO
 from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
 from chaos_lightning.runtime.codec import unwrap_from_member, wrap_to_member
 from chaos_lightning.runtime.connection import Connection
-from chaos_lightning.runtime.credentials import Secret
 from chaos_lightning.runtime.process_table import same_machine_verdict
 from chaos_lightning.runtime.seat import Seat
+from chaos_lightning.runtime.server_config import ServerConfig
 from chaos_lightning.runtime.store import Store, StoreFactory, to_rebuild
-from chaos_lightning.runtime.strangers import Strangers
+from chaos_lightning.runtime.strangers import Strangers, name_of_caller
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
@@ -63,31 +62,6 @@ def real_machine(settings: Settings, chain: fx.Chain) -> Machine:
     from chaos_lightning.membership.scheduler import SchedulerMachine
 
     return SchedulerMachine(settings, chain)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """How the shell behaves; the job's rules are in `settings`.
-
-    Attributes:
-        host: Address to listen on.
-        port: Port; 0 takes a free one.
-        token: Cluster token, or credentials with a folder of keys; b"" only on loopback.
-        settings: Rules of the job.
-        tick_s: Seconds between ticks of the machine; 0 for a quarter of the heartbeat interval, 10 to 50 ms.
-        idle_timeout_s: End after so long without any member's stream; 0 never.
-        rebuild: The chain is lost: begin it anew from what members report (PROTOCOL.md 14a).
-        linger_s: How long a finished scheduler goes on answering while streams are open.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 29400
-    token: Secret = field(default=b"", repr=False)
-    settings: Settings = field(default_factory=Settings)
-    tick_s: float = 0.0
-    idle_timeout_s: float = 0.0
-    linger_s: float = 5.0
-    rebuild: bool = False
 
 
 class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
@@ -128,6 +102,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._started = time.time()
         self._ended: asyncio.Future[str] | None = None
         self._done_reason = ""
+        self._stays = False
+        """Whether a finished scheduler answers for `linger_s` also while nobody is connected."""
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="chaos-store")
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
@@ -156,6 +132,11 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._tasks.append(asyncio.create_task(self._tick()))
         return self.port
 
+    @property
+    def endpoint(self) -> str:
+        """Where others reach it."""
+        return self.config.advertise or join_endpoint(self.config.host, self.port)
+
     def _contest(self, seat: Seat) -> None:
         loop = asyncio.get_running_loop()
 
@@ -165,13 +146,18 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         def lost(reason: str) -> None:
             loop.call_soon_threadsafe(lambda: self.end(f"it leads no more: {reason}", failed=True))
 
-        seat.contest(join_endpoint(self.config.host, self.port), elected, lost, self._events.emit)
+        def present() -> set[str]:
+            return {c.name for c in list(self._connections.values()) if c.name}
+
+        seat.contest(self.endpoint, elected, lost, self._events.emit, present)
 
     async def _come_to_lead(self) -> None:
         try:
             chain = await self._lead()
             self._tasks.append(asyncio.create_task(self._pulse()))
             if self._seat is not None and self._seat.waited() and chain.finished:
+                # Members that were cut off, and newcomers that are still starting, are to hear of it from somebody.
+                self._stays = True
                 self._done("the job was finished while this scheduler stood by")
         except ChaosError as error:
             self.end(f"it was elected and cannot lead: {error}", failed=True)
@@ -187,7 +173,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         chain = await asyncio.get_running_loop().run_in_executor(self._disk, take)
         self._events.emit(
             "scheduler_started",
-            endpoint=join_endpoint(self.config.host, self.port),
+            endpoint=self.endpoint,
             job=self.config.settings.job,
             term=chain.term,
             views=len(chain.views),
@@ -255,7 +241,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         if self._connections or (self._seat is not None and self._seat.stands_by()):
             self._idle_since = now
         idle = now - self._idle_since
-        if self._done_reason and not self._connections:
+        if self._done_reason and not self._connections and not self._stays:
             self.end(self._done_reason)
         elif self.config.idle_timeout_s and idle > self.config.idle_timeout_s:
             self.end(f"no member for {self.config.idle_timeout_s:g} s; the chain stays in {self._store.place}")
@@ -357,6 +343,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         await self._strangers.refuse(context, what)
         if self._machine is not None or self._seat is None or what == "Status":
             return
+        if what == "Attend":
+            self._seat.asked(await name_of_caller(context))
         leader = self._seat.leader()
         words = f"this scheduler waits to lead; now {leader or 'nobody'} does"
         await context.abort(grpc.StatusCode.UNAVAILABLE, words, ((LEADER_KEY, leader),))
@@ -432,7 +420,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         settings = self.config.settings
         return {
             "job": settings.job,
-            "endpoint": join_endpoint(self.config.host, self.port),
+            "endpoint": self.endpoint,
             "pid": os.getpid(),
             "term": self._opened.term if self._opened is not None else 0,
             "store": self._opened.place if self._opened is not None else "",

@@ -1,4 +1,4 @@
-"""Who may call the scheduler, and what is written down about those who may not.
+"""Who calls the scheduler, who may, and what is written down about those who may not.
 
 Theory of operation. With keys a door with mutual TLS (runtime/door.py) stands before gRPC's own port, so each call has
 a caller with a role, and the table in runtime/roles.py says what that role may; without keys the bare token decides.
@@ -7,12 +7,17 @@ Everybody who is refused is a line in the event log, with who it was and why, bu
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
 
-from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.errors import ConfigurationError, WireError
+from chaos_lightning.membership.types import Hello
 from chaos_lightning.runtime.access import TOKEN_KEY, join_endpoint
+from chaos_lightning.runtime.channel import END_OF_STREAM
+from chaos_lightning.runtime.codec import unwrap_from_member
 from chaos_lightning.runtime.credentials import Credentials, Secret, known
 from chaos_lightning.runtime.door import Door
 from chaos_lightning.runtime.roles import ANYBODY, TOKEN, TOKEN_DEMANDED, may, who_may
@@ -20,6 +25,17 @@ from chaos_lightning.runtime.roles import ANYBODY, TOKEN, TOKEN_DEMANDED, may, w
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 _MAX_LINES_PER_S = 5
+_HELLO_S = 0.5
+
+
+async def name_of_caller(context: Any) -> str:
+    """Of a member that attends: from its Hello, if that comes at once; else "". The Hello is gone then."""
+    with contextlib.suppress(TimeoutError, WireError):
+        envelope = await asyncio.wait_for(context.read(), _HELLO_S)
+        hello = unwrap_from_member(envelope) if envelope is not END_OF_STREAM else None
+        if isinstance(hello, Hello):
+            return hello.name
+    return ""
 
 
 class Strangers:

@@ -138,3 +138,15 @@ def test_a_candidate_that_does_not_lead_names_the_one_that_does(job: Job, etcd: 
     job.harness.terminate(first, number=signal.SIGTERM)
     job.harness.wait_until(lambda: fetch_status(places[other])["role"] == "leader", "the other one's lead")
     job.leave("a")
+
+
+def test_who_comes_when_the_job_has_just_finished_hears_of_it(job: Job, etcd: EtcdServers) -> None:
+    stand_by(job, etcd, 2)
+    job.start("a", settings=SETTINGS, epochs=1)
+    job.harness.wait_for("finished", node="a")
+    job.harness.wait_for("scheduler_started", lambda r: r["term"] == 2 and r["finished"])
+    job.harness.declare("b")
+    job.start("b", settings=SETTINGS, **SPEC)
+    assert job.harness.wait_exit("b") != 0
+    assert "finished" in job.harness.children["b"].tail(30)
+    job.finish("a")

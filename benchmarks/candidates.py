@@ -1,0 +1,217 @@
+"""Schedulers as candidates on real etcd servers, and who leads: what benchmarks kill, freeze and start again.
+
+Candidates are children of the same fork server as members, so that one which was killed stands by again after a moment.
+With `apart` each counts as on a machine of its own (CHAOS_HOST, runtime/process_table.py): then the others cannot see
+that its process is gone, and wait until its lease has ended, as between real machines. Embedded is the other way to
+survive: one scheduler, its chain in a file, started again by the members that miss it (runtime/hosting.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.workers import Worker, free_port
+from chaos_lightning.errors import SchedulerUnreachableError
+from chaos_lightning.observe.events import Record, Tail
+from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
+
+COUNT = 3
+PATIENCE_S = 30.0
+LOOK_S = 0.05
+_RECENT = 5000
+"""Events to search: files are read in turns, so their order is not strict."""
+
+
+def candidate(pipe: Connection, options: Mapping[str, Any], job: Mapping[str, Any], plan: str, host: str) -> None:
+    """One scheduler process; it ends with the benchmark, or by a signal.
+
+    Args:
+        pipe: To the benchmark.
+        options: Of runtime.options.SchedulerOptions.
+        job: Rules of the job.
+        plan: How gradients travel; "" as by default.
+        host: Machine that it counts as on; "" for this one.
+    """
+    from chaos_lightning.membership.types import Settings
+    from chaos_lightning.runtime.options import SchedulerOptions, change_settings
+    from chaos_lightning.runtime.plans import DEFAULT_PLAN, read_plan
+    from chaos_lightning.runtime.scheduler_main import run
+    from chaos_lightning.testing.processes import die_with_parent
+
+    die_with_parent()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if host:
+        os.environ["CHAOS_HOST"] = host
+    settings = change_settings(Settings(plan=read_plan(plan or DEFAULT_PLAN)), dict(job))
+    pipe.send(("exit", run(SchedulerOptions(settings=settings, **options))))
+
+
+class Leaders(Protocol):
+    """Whatever has schedulers that may be struck."""
+
+    endpoint: str
+
+    def leading(self) -> tuple[str, int, int]: ...
+
+    def bring_back(self, name: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def leading(endpoint: str) -> dict[str, Any]:
+    """Status of the scheduler that leads, asked for until there is one."""
+    from chaos_lightning.runtime.channel import fetch_status
+
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        with contextlib.suppress(SchedulerUnreachableError):
+            facts = fetch_status(endpoint, timeout_s=5.0)
+            if facts["role"] == "leader":
+                return facts
+        if time.monotonic() > end:
+            raise TimeoutError(f"nobody has led at {endpoint} for {PATIENCE_S:g} s")
+        time.sleep(LOOK_S)
+
+
+class Candidates:
+    """Several schedulers on one chain in etcd.
+
+    Args:
+        context: Of the fork server.
+        servers: The etcd servers, running.
+        logs: Folder of event logs.
+        apart: Each is on a machine of its own.
+        job: Further rules of the job.
+        plan: How gradients travel; "" as by default.
+        waits: Start them only when `start_all` is called.
+
+    Attributes:
+        places: Where each listens, by name.
+        advertised: Where others are told to reach it, if that is elsewhere.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        servers: EtcdServers,
+        logs: str,
+        *,
+        apart: bool,
+        job: Mapping[str, Any] | None = None,
+        plan: str = "",
+        waits: bool = False,
+    ) -> None:
+        self._context, self._servers, self._logs, self._apart = context, servers, logs, apart
+        self._job, self._plan = dict(job or {}), plan
+        self.places = {f"s{n}": f"127.0.0.1:{port}" for n, port in enumerate(free_ports(COUNT))}
+        self.advertised: dict[str, str] = {}
+        self.workers: dict[str, Worker] = {}
+        if not waits:
+            self.start_all()
+
+    def start_all(self) -> None:
+        """Returns when one leads."""
+        for name in self.places:
+            self.start(name)
+        leading(self.endpoint)
+
+    @property
+    def endpoint(self) -> str:
+        """For members: all of them."""
+        return ",".join(self.places.values())
+
+    def start(self, name: str) -> None:
+        options = {
+            "listen": self.places[name],
+            "advertise": self.advertised.get(name, ""),
+            "store": self._servers.address,
+            "log_dir": self._logs,
+        }
+        args = (options, self._job, self._plan, name if self._apart else "")
+        self.workers[name] = Worker(self._context, candidate, *args)
+
+    def by_pid(self, pid: int) -> str:
+        """Name of this process."""
+        return next(name for name, worker in self.workers.items() if worker.process.pid == pid)
+
+    def leading(self) -> tuple[str, int, int]:
+        """Name, process id and term of the one that leads."""
+        facts = leading(self.endpoint)
+        return self.by_pid(facts["pid"]), int(facts["pid"]), int(facts["term"])
+
+    def bring_back(self, name: str) -> None:
+        """As `wake`; returns when it answers as a standby."""
+        from chaos_lightning.runtime.channel import fetch_status
+
+        self.wake(name)
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            with contextlib.suppress(SchedulerUnreachableError):
+                facts = fetch_status(self.places[name], timeout_s=1.0, follow=False)
+                if facts["role"] == "standby" and facts.get("leader"):
+                    return
+            if time.monotonic() > end:
+                raise TimeoutError(f"{name} does not stand by again within {PATIENCE_S:g} s")
+            time.sleep(LOOK_S)
+
+    def wake(self, name: str) -> None:
+        """One that was killed is started again, one that is frozen goes on."""
+        worker = self.workers[name]
+        if worker.process.is_alive():
+            assert worker.process.pid is not None
+            os.kill(worker.process.pid, signal.SIGCONT)
+        else:
+            worker.kill()
+            self.start(name)
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            worker.kill()
+
+
+class Embedded:
+    """A scheduler that members host, with its chain in a file; who misses it starts it again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.endpoint = f"127.0.0.1:{free_port()}"
+        self.environment = {"CHAOS_STORE": str(folder / "chain.sqlite"), "CHAOS_IDLE_TIMEOUT_S": "20"}
+
+    def leading(self) -> tuple[str, int, int]:
+        facts = leading(self.endpoint)
+        return "scheduler", int(facts["pid"]), int(facts["term"])
+
+    def bring_back(self, name: str) -> None:
+        """Members have done so already."""
+
+    def close(self) -> None:
+        with contextlib.suppress(TimeoutError, SchedulerUnreachableError, ProcessLookupError):
+            from chaos_lightning.runtime.channel import fetch_status
+
+            os.kill(int(fetch_status(self.endpoint, timeout_s=1.0)["pid"]), signal.SIGTERM)
+
+
+class Watch:
+    """What all processes log, looked at some times a second: a look at every step would cost training time."""
+
+    def __init__(self, logs: str) -> None:
+        self._tail = Tail(Path(logs))
+        self._next = 0.0
+        self.records: list[Record] = []
+
+    def look(self) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + LOOK_S
+            self.records += self._tail.poll()
+
+    def first(self, name: str, since_ns: int, fits: Callable[[Record], bool] = lambda r: True) -> int:
+        """When (CLOCK_MONOTONIC, ns) such an event was first written after `since_ns`; 0: not yet."""
+        found = [r.mono for r in self.records[-_RECENT:] if r.name == name and r.mono * 1e9 > since_ns and fits(r)]
+        return int(min(found) * 1e9) if found else 0

@@ -1,0 +1,353 @@
+"""A scheduler dies or freezes, alone or together with a member or with etcd's leader: what training notices of it.
+
+Three members train in real processes; three candidates stand by for each other on three etcd servers
+(benchmarks/candidates.py). The parent notes CLOCK_MONOTONIC, strikes, and follows the members' reports of their steps
+over pipes and the event logs of all. A run ends when another scheduler leads, all members are connected to it, and ten
+more steps are committed; then whoever was struck comes back. Where nobody but a scheduler or an etcd server is struck,
+training must notice nothing: no step is lost, and the longest step between the strike and the end of the run exceeds
+the median by no more than 20 ms. Where a member dies at the same instant, the survivors' next step is what is measured.
+
+In *apart*, every process counts as on a machine of its own. SIGKILL is a process that dies on a machine that lives, and
+refuses connections from then on; SIGSTOP stands for a machine that falls silent, too: nothing but the end of its lease
+tells of it. In *shared*, all are on one machine, where a standby sees it. In *embedded* there is no etcd: members start
+the scheduler again on its file. Steps have a pause that stands for heavier computing and leaves the processors to what
+else runs on this machine; how long the longest step is when nobody is struck at all stands beside, for a comparison.
+
+Peers in the same run (benchmarks/peers_failover.py): torchrun with its c10d store, torchft with its lighthouse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.candidates import Candidates, Embedded, Leaders, Watch
+from benchmarks.common import Result, median, parser, run
+from benchmarks.survival import World
+from benchmarks.victims import member
+from benchmarks.workers import Worker, context, scratch
+from chaos_lightning.runtime.etcd_servers import EtcdServer, EtcdServers
+
+MEMBERS = 3
+STATE_MIB = 6.0
+PACE_S = 0.02
+BOUND_BEYOND_S = 0.020
+BOUND_DEATH_S = {"apart": 3.0, "shared": 1.0}
+TAIL_STEPS = 10
+ETCD_WINDOW_S = 3.0
+"""An election among etcd's servers, and a whole lease of the scheduler, fit into this."""
+
+
+@dataclass
+class Case:
+    """The outcome of all runs of one kind; durations are seconds from the strike."""
+
+    beyond: list[float] = field(default_factory=list)
+    """Longest step of any survivor beyond the median step."""
+    usual: list[float] = field(default_factory=list)
+    led: list[float] = field(default_factory=list)
+    """Another scheduler leads."""
+    found: list[float] = field(default_factory=list)
+    """All survivors are connected to it: from now on joins and recoveries work."""
+    recovered: list[float] = field(default_factory=list)
+    """The next step of all survivors without the dead."""
+    joined: list[float] = field(default_factory=list)
+    """The first step of a newcomer that was started at that instant."""
+    lost: int = 0
+    fenced: int = 0
+    replaced: int = 0
+    """Schedulers that no longer led though nobody had struck them."""
+
+
+@dataclass
+class Scene:
+    """Members, and schedulers that may be struck."""
+
+    name: str
+    world: World
+    leaders: Leaders
+    watch: Watch
+    log: Any
+    rng: random.Random
+    servers: EtcdServers | None = None
+
+    def until(self, ready: Callable[[], Any], what: str) -> None:
+        """Takes reports and events in."""
+
+        def look() -> bool:
+            self.watch.look()
+            return bool(ready())
+
+        self.world.pump(look, what)
+
+    def strike(self, number: int, pid: int, node: str) -> None:
+        words = {signal.SIGKILL: "sigkill", signal.SIGSTOP: "sigstop"}
+        self.log.emit("fault_injected", kind=words[signal.Signals(number)], node=node, pid=pid)
+        os.kill(pid, number)
+
+    def strike_etcd(self) -> EtcdServer:
+        assert self.servers is not None
+        server = self.servers.leader()
+        self.log.emit("fault_injected", kind="etcd_sigkill", node=server.name)
+        return server
+
+    def longest(self, name: str, since_ns: int) -> float:
+        """This member's longest step that ended after `since_ns`, s."""
+        steps = self.world.members[name].steps
+        return max(((b.ns - a.ns) / 1e9 for a, b in itertools.pairwise(steps) if b.ns > since_ns), default=0.0)
+
+    def usual(self) -> float:
+        """Median step of late, s."""
+        steps = next(iter(self.world.members.values())).steps[-60:]
+        return median([(b.ns - a.ns) / 1e9 for a, b in itertools.pairwise(steps)])
+
+
+def quiet(scene: Scene, seconds: float) -> float:
+    """The longest step beyond the median while nobody is struck, s."""
+    scene.world.settle(MEMBERS)
+    since = time.monotonic_ns()
+    scene.until(lambda: time.monotonic_ns() - since > seconds * 1e9, "quiet")
+    return max(scene.longest(name, since) for name in scene.world.members) - scene.usual()
+
+
+def one_run(
+    scene: Scene,
+    case: Case,
+    index: int,
+    *,
+    scheduler: int = 0,
+    etcd: bool = False,
+    dies: bool = False,
+    joins: bool = False,
+) -> None:
+    """One strike and the way back.
+
+    Args:
+        scene: All members train.
+        case: Takes the outcome.
+        index: Members take turns in dying.
+        scheduler: The signal that the leading scheduler gets; 0: none.
+        etcd: The leading etcd server gets SIGKILL.
+        dies: A member gets SIGKILL.
+        joins: A newcomer is started.
+    """
+    world = scene.world
+    world.settle(MEMBERS)
+    usual = scene.usual()
+    leader, pid, term = scene.leaders.leading()
+    victim = world.by_rank(index % MEMBERS) if dies else ""
+    survivors = [name for name in world.members if name != victim]
+    before = {name: (len(world.members[name].steps), len(world.members[name].fenced)) for name in survivors}
+    server = scene.strike_etcd() if etcd else None
+    time.sleep(scene.rng.uniform(0.0, 1.5) * usual)
+    since = time.monotonic_ns()
+    if server is not None and server.process is not None:
+        server.process.kill()
+    if scheduler:
+        scene.strike(scheduler, pid, leader)
+    if victim:
+        world.doomed.add(victim)
+        scene.strike(signal.SIGKILL, world.members[victim].worker.process.pid or 0, victim)
+    newcomer = world.start() if joins else ""
+    if victim:
+        case.recovered.append(world.recovered(victim, since))
+    if newcomer:
+        steps = world.members[newcomer].steps
+        scene.until(lambda: any(s.contributors == MEMBERS + 1 for s in steps), f"a step of {newcomer}")
+        case.joined.append((next(s.ns for s in steps if s.contributors == MEMBERS + 1) - since) / 1e9)
+    if scheduler:
+        wait_for_the_next(scene, case, survivors, since, term)
+    else:
+        scene.until(lambda: time.monotonic_ns() - since > ETCD_WINDOW_S * 1e9, "the time in which etcd elects")
+        case.replaced += scene.leaders.leading()[2] != term
+    counts = {name: len(world.members[name].steps) + TAIL_STEPS for name in survivors}
+    scene.until(lambda: all(len(world.members[n].steps) >= c for n, c in counts.items()), f"{TAIL_STEPS} more steps")
+    case.usual.append(usual)
+    case.beyond.append(max(scene.longest(name, since) for name in survivors) - usual)
+    come_back(scene, leader if scheduler else "", server, victim, newcomer)
+    for name, (count, fenced) in before.items():
+        seen = world.members[name]
+        case.lost += sum(b.step != a.step + 1 for a, b in itertools.pairwise(seen.steps[count - 1 :]))
+        case.fenced += len(seen.fenced) - fenced
+
+
+def wait_for_the_next(scene: Scene, case: Case, survivors: list[str], since: int, term: int) -> None:
+    """Until another scheduler leads and the survivors are connected to it; notes how long that took."""
+    watch = scene.watch
+    led = partial(watch.first, "scheduler_started", since, lambda r: r["term"] > term)
+    scene.until(led, f"another scheduler than that of term {term}")
+
+    def connected() -> list[int]:
+        said = [
+            watch.first("scheduler", since, lambda r, n=name: r["state"] == "connected" and r.node == n)  # type: ignore[misc]
+            for name in survivors
+        ]
+        return said if all(said) else []
+
+    scene.until(connected, "members that are connected to it")
+    case.led.append((led() - since) / 1e9)
+    case.found.append((max(connected()) - since) / 1e9)
+
+
+def come_back(scene: Scene, leader: str, server: EtcdServer | None, victim: str, newcomer: str) -> None:
+    """As many members, candidates and etcd servers as before."""
+    world = scene.world
+    if server is not None and scene.servers is not None:
+        scene.servers.kill(server)
+        scene.servers.run(server)
+        scene.servers.wait_ready(30.0)
+    if leader:
+        scene.leaders.bring_back(leader)
+    if victim:
+        world.bury(victim)
+        world.start()
+    if newcomer:
+        world.doomed.add(newcomer)
+        scene.strike(signal.SIGKILL, world.members[newcomer].worker.process.pid or 0, newcomer)
+        since = time.monotonic_ns()
+        world.recovered(newcomer, since)
+        world.bury(newcomer)
+    world.settle(MEMBERS)
+
+
+# ------------------------------------------------------------------------------------------------ scenes
+
+
+@contextlib.contextmanager
+def scene(name: str, folder: Path, rng: random.Random) -> Iterator[Scene]:
+    """Members under candidates ("apart", "shared") or under a scheduler that they host ("embedded")."""
+    from chaos_lightning.observe.events import EventLog
+
+    logs = str(folder / "events")
+    ctx = context("benchmarks.victims", "benchmarks.candidates", "torch._dynamo", "chaos_lightning.replication.access")
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(EventLog.in_directory(logs, "failover", role="harness"))
+        servers: EtcdServers | None = None
+        leaders: Leaders
+        shared: dict[str, str] = {}
+        if name == "embedded":
+            leaders = embedded = Embedded(folder)
+            shared = embedded.environment
+        else:
+            servers = stack.enter_context(EtcdServers(folder / "etcd", 3))
+            leaders = Candidates(ctx, servers, logs, apart=name == "apart", job={"min_nodes": 2})
+        stack.callback(leaders.close)
+
+        def spawn(member_name: str) -> Worker:
+            environment = {**shared, **({"CHAOS_HOST": member_name} if name == "apart" else {})}
+            return Worker(ctx, member, leaders.endpoint, member_name, STATE_MIB, logs, PACE_S, environment)
+
+        world = World(spawn, rng)
+        stack.callback(world.close)
+        for _ in range(MEMBERS):
+            world.start()
+        yield Scene(name, world, leaders, Watch(logs), log, rng, servers)
+
+
+KILL, STOP = {"scheduler": signal.SIGKILL}, {"scheduler": signal.SIGSTOP}
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "apart": {
+        "scheduler SIGKILL": KILL,
+        "scheduler SIGSTOP": STOP,
+        "scheduler and a member SIGKILL": {**KILL, "dies": True},
+        "scheduler SIGSTOP and a member SIGKILL": {**STOP, "dies": True},
+        "etcd's leader SIGKILL": {"etcd": True},
+        "etcd's leader and scheduler SIGKILL": {**KILL, "etcd": True},
+        "scheduler SIGKILL as a newcomer starts": {**KILL, "joins": True},
+        "a newcomer starts, nobody is struck": {"joins": True},
+    },
+    "shared": {
+        "scheduler SIGKILL": KILL,
+        "scheduler SIGSTOP": STOP,
+        "scheduler and a member SIGKILL": {**KILL, "dies": True},
+    },
+    "embedded": {
+        "scheduler SIGKILL": KILL,
+        "scheduler and a member SIGKILL": {**KILL, "dies": True},
+    },
+}
+FEWER = ("a newcomer starts, nobody is struck", "scheduler SIGKILL as a newcomer starts")
+"""A quarter of the runs: what they show differs little from one to the next."""
+
+
+def measure(result: Result, name: str, folder: Path, args: Any) -> None:
+    """All cases of one scene, and the audit of its event logs."""
+    from chaos_lightning.observe.audit import audit, verdict, violations
+
+    runs = args.runs or (3 if args.quick else 20)
+    print(f" {name}: {', '.join(CASES[name])}", flush=True)
+    with scene(name, folder, random.Random(args.seed)) as stage:
+        still = quiet(stage, 5.0 if args.quick else 30.0)
+        result.add(f"{name}, nobody is struck: longest step beyond the median", still, "s")
+        unequal = 0
+        for title, what in CASES[name].items():
+            case = Case()
+            for index in range(max(1, runs // 4) if title in FEWER else runs):
+                one_run(stage, case, index, **what)
+            unequal += len(stage.world.hashes()) != 1
+            report(result, name, title, what, case)
+        result.add(f"{name}: comparisons of states that differ, of {len(CASES[name])}", unequal, "count", 0)
+        stage.world.end()
+    findings = audit(str(folder / "events"))
+    result.details[f"audit, {name}"] = verdict(findings).splitlines()
+    for line in violations(findings)[:10]:
+        print(f"    audit: {line}")
+    result.add(f"{name}: audit of the event logs, violations", len(violations(findings)), "count", 0)
+
+
+def report(result: Result, scene_name: str, title: str, what: dict[str, Any], case: Case) -> None:
+    """Adds the figures of one case."""
+    key = f"{scene_name}, {title}"
+    n = len(case.usual)
+    alone = not what.get("dies") and not what.get("joins")
+    result.add(f"{key}: steps lost", case.lost, "count", 0)
+    result.add(f"{key}: living members fenced", case.fenced, "count", 0)
+    if alone:
+        bound = BOUND_BEYOND_S if scene_name != "embedded" else None
+        result.add(f"{key}: longest step beyond the median, worst of {n}", max(case.beyond), "s", bound)
+        result.add(f"{key}: longest step beyond the median, median of {n}", median(case.beyond), "s")
+    if case.recovered:
+        bound = BOUND_DEATH_S.get(scene_name)
+        result.add(f"{key}: to the survivors' next step, slowest of {n}", max(case.recovered), "s", bound)
+        result.add(f"{key}: to the survivors' next step, median of {n}", median(case.recovered), "s")
+    if case.led:
+        result.add(f"{key}: until another leads, median of {n}", median(case.led), "s")
+        result.add(f"{key}: until joins work again, median of {n}", median(case.found), "s")
+        result.add(f"{key}: until joins work again, slowest of {n}", max(case.found), "s")
+    if case.joined:
+        result.add(f"{key}: from its start to the newcomer's first step, median of {n}", median(case.joined), "s")
+    if not what.get("scheduler"):
+        result.add(f"{key}: runs in which the scheduler stopped leading", case.replaced, "count", 0)
+    result.details[key] = vars(case)
+
+
+def main() -> int:
+    p = parser(__doc__ or "")
+    p.add_argument("--runs", type=int, default=0, help="of each case; 0: 20, or 3 with --quick")
+    p.add_argument("--seed", type=int, default=1, help="of the moments at which the blows fall")
+    p.add_argument("--scenes", nargs="*", default=list(CASES), choices=list(CASES))
+    p.add_argument("--no-peers", action="store_true", help="without torchrun's and torchft's coordinators")
+    p.add_argument("--keep", default="", help="folder that keeps event logs")
+    args = p.parse_args()
+    result = Result("failover")
+    with scratch() as scratched:
+        for name in args.scenes:
+            measure(result, name, Path(args.keep or scratched) / name, args)
+    if not args.no_peers:
+        from benchmarks import peers_failover
+
+        peers_failover.measure(result, args)
+    return result.finish(args)
+
+
+if __name__ == "__main__":
+    run(main)

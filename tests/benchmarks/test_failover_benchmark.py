@@ -1,0 +1,245 @@
+"""The benchmark of failover and the soak's schedulers: what is judged, who is struck when, and doors for some."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import soak_schedulers
+from benchmarks.common import Result
+from benchmarks.failover import CASES, Case, Scene, report
+from benchmarks.soak import Standstill
+from benchmarks.soak_door import SharedDoor, Ways
+from benchmarks.soak_schedulers import SCHEDULER_KINDS, Several
+from benchmarks.survival import Seen, Step
+from chaos_lightning.errors import StoreError
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 30.0
+
+
+# ------------------------------------------------------------------------------------------------ judging
+
+
+def missed(result: Result) -> list[str]:
+    return [f.name for f in result.figures if f.ok is False]
+
+
+def test_a_step_that_waited_a_lost_step_and_a_late_recovery_miss_their_bounds(capsys: Any) -> None:
+    alone = {"beyond": [0.004, 0.019], "usual": [0.03, 0.03], "led": [2.0, 2.1], "found": [2.2, 2.3]}
+    result = Result("failover")
+    report(result, "apart", "scheduler SIGKILL", CASES["apart"]["scheduler SIGKILL"], Case(**alone))
+    assert missed(result) == []
+    report(result, "apart", "scheduler SIGKILL", {}, Case(**{**alone, "beyond": [0.001, 0.021]}))
+    assert missed(result) == ["apart, scheduler SIGKILL: longest step beyond the median, worst of 2"]
+    death = CASES["shared"]["scheduler and a member SIGKILL"]
+    for scene, slowest, late in (("apart", 2.9, False), ("apart", 3.1, True), ("shared", 1.1, True)):
+        result = Result("failover")
+        report(result, scene, "death", death, Case(**{**alone, "recovered": [0.5, slowest]}))
+        assert bool(missed(result)) is late
+    result = Result("failover")
+    report(result, "shared", "death", death, Case(**alone, lost=1, fenced=1))
+    assert missed(result) == ["shared, death: steps lost", "shared, death: living members fenced"]
+
+
+def test_the_longest_step_counts_from_the_strike_on() -> None:
+    times_ms = [0, 10, 20, 90, 100, 140]
+    seen = Seen(worker=None, steps=[Step(t * 1_000_000, n, n, "", 3, 0, 0) for n, t in enumerate(times_ms)])  # type: ignore[arg-type]
+    scene = Scene("apart", SimpleNamespace(members={"a": seen}), *[None] * 4)  # type: ignore[arg-type]
+    assert scene.longest("a", 0) == pytest.approx(0.070)
+    assert scene.longest("a", 95_000_000) == pytest.approx(0.040)
+    assert scene.longest("a", 50_000_000) == pytest.approx(0.070), "the step that was open when it fell counts whole"
+    assert scene.longest("a", 140_000_000) == 0.0
+
+
+# ------------------------------------------------------------------------------------------------ the soak's schedulers
+
+
+class World:
+    """Servers and candidates that only remember."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, str]] = []
+        self.down: set[str] = set()
+        self.servers = [SimpleNamespace(name=f"etcd-{n}", pid=n) for n in (1, 2, 3)]
+        self.election = False
+
+    # as EtcdServers
+    def leader(self) -> Any:
+        if self.election:
+            raise StoreError("no etcd server says that it leads")
+        return next(s for s in self.servers if s.name not in self.down)
+
+    def kill(self, server: Any) -> None:
+        self.down.add(server.name)
+
+    def run(self, server: Any) -> None:
+        self.down.remove(server.name)
+
+    # as Candidates
+    endpoint = "127.0.0.1:1"
+
+    def by_pid(self, pid: int) -> str:
+        return f"s{pid}"
+
+    def wake(self, name: str) -> None:
+        self.down.remove(name)
+
+    # as EventLog
+    def emit(self, name: str, **fields: Any) -> None:
+        self.log.append((str(fields.get("kind", name)), str(fields.get("node", ""))))
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World()
+    monkeypatch.setattr("chaos_lightning.runtime.channel.fetch_status", lambda *_, **__: {"role": "leader", "pid": 7})
+    monkeypatch.setattr(soak_schedulers.os, "kill", lambda pid, number: made.down.add(f"s{pid}"))
+    monkeypatch.setattr(soak_schedulers, "AWAY_S", dict.fromkeys(SCHEDULER_KINDS, (0.0, 0.0)))
+    monkeypatch.setattr(soak_schedulers, "SETTLED_S", 0.0)
+    return made
+
+
+def test_each_kind_has_its_turn_and_one_is_away_at_a_time(world: World) -> None:
+    control = Several(world, world, world, seed=3, every_s=1e-6)  # type: ignore[arg-type]
+    until = time.monotonic() + PATIENCE_S
+    while len(control.done) < 8 and time.monotonic() < until:
+        control.turn()
+        assert len(world.down) <= 1, "etcd must keep its majority"
+    counts = control.counts()
+    assert {kind: counts[kind] for kind in SCHEDULER_KINDS} == dict.fromkeys(SCHEDULER_KINDS, 2)
+    struck = [(kind, who) for kind, who in world.log if kind != "comes_back"]
+    assert all(who == "etcd-1" for kind, who in struck if kind == "etcd_leader_sigkill")
+    assert all(who != "etcd-1" for kind, who in struck if kind == "etcd_sigkill")
+    control.calm()
+    assert world.down == set()
+    before = len(control.done)
+    control.turn()
+    assert len(control.done) == before, "calm is calm"
+
+
+def test_during_an_election_nobody_is_struck_and_no_card_is_lost(world: World) -> None:
+    control = Several(world, world, world, seed=3, every_s=1e-6)  # type: ignore[arg-type]
+    control._deck = ["etcd_sigkill"]
+    world.election = True
+    until = time.monotonic() + PATIENCE_S
+    while ("notice", "") not in world.log and time.monotonic() < until:
+        control.turn()
+    assert (control.done, control._deck) == ([], ["etcd_sigkill"])
+
+
+def test_a_member_that_never_ends_after_the_job_is_over_is_told() -> None:
+    watch = Standstill(60.0)
+    assert not any(watch.lasts(t, False, t // 50) for t in range(200))
+    assert not watch.lasts(200.0, False, 4)
+    assert not watch.lasts(230.0, True, 3), "the job's end is progress"
+    assert not watch.lasts(280.0, True, 1), "and so is the end of a process"
+    assert not watch.lasts(340.0, True, 1)
+    assert watch.lasts(341.0, True, 1)
+
+
+# ------------------------------------------------------------------------------------------------ doors
+
+
+@pytest.fixture
+def echo() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    sock = listener.accept()[0]
+                    threading.Thread(target=answer, args=(sock,), daemon=True).start()
+
+        def answer(sock: socket.socket) -> None:
+            with sock, contextlib.suppress(OSError):
+                while data := sock.recv(100):
+                    sock.sendall(data)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield "{}:{}".format(*listener.getsockname())
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def passes(endpoint: str) -> bool:
+    host, _, port = endpoint.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as sock:
+            sock.sendall(b"hello")
+            return sock.recv(5) == b"hello"
+    except OSError:
+        return False
+
+
+def ended(sock: socket.socket) -> bool:
+    try:
+        return not sock.recv(1)
+    except ConnectionResetError:
+        return True
+
+
+def test_doors_are_shut_for_one_and_open_for_all_others(echo: str) -> None:
+    pids = {os.getpid(): "me"}
+    doors = [SharedDoor(echo, lambda: pids) for _ in range(2)]
+    mine, yours = Ways(doors, "me"), Ways(doors, "you")
+    try:
+        host, port = doors[0].endpoint.split(":")
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as standing:
+            standing.sendall(b"x")
+            assert standing.recv(1) == b"x"
+            yours.shut()
+            assert all(passes(door.endpoint) for door in doors)
+            mine.shut()
+            assert ended(standing)
+        assert not any(passes(endpoint) for endpoint in mine.endpoint.split(","))
+        pids.clear()
+        assert all(passes(door.endpoint) for door in doors), "strangers pass"
+        pids[os.getpid()] = "me"
+        mine.close()
+        assert all(passes(door.endpoint) for door in doors)
+    finally:
+        for door in doors:
+            door.close()
+
+
+# ------------------------------------------------------------------------------------------------ real processes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("scene", ["shared", "embedded"])
+def test_the_benchmark_measures_real_processes(tmp_path: Path, scene: str) -> None:
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "benchmarks.failover", "--quick", "--runs", "1", "--no-peers"]
+    done = subprocess.run(
+        [*command, "--scenes", scene, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=380
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = {f["name"]: f["value"] for f in json.loads(out.read_text())["figures"]}
+    assert figures[f"{scene}: audit of the event logs, violations"] == 0
+    assert figures[f"{scene}, scheduler SIGKILL: steps lost"] == 0
+    assert figures[f"{scene}, scheduler and a member SIGKILL: to the survivors' next step, slowest of 1"] > 0
+    assert done.stdout.splitlines()[-1].startswith("failover: ")
+
+
+def test_signals_that_are_sent_are_named_in_the_log() -> None:
+    said: list[dict[str, Any]] = []
+    log = SimpleNamespace(emit=lambda name, **fields: said.append(fields))
+    scene = Scene("apart", None, None, None, log, None)  # type: ignore[arg-type]
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    scene.strike(signal.SIGKILL, child.pid, "s0")
+    assert child.wait(PATIENCE_S) == -signal.SIGKILL
+    assert said == [{"kind": "sigkill", "node": "s0", "pid": child.pid}]

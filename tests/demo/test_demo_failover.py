@@ -1,0 +1,165 @@
+"""The demo of failover with real torchrun nodes and etcd servers; its proof believes only what the logs show."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos_lightning.demo.failover import prove
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.runtime.etcd_servers import find_etcd
+
+ROOT = Path(__file__).resolve().parents[2]
+CODES: dict[str, int | None] = {"edge-1": 0, "edge-2": -9, "edge-3": 0, "edge-4": 0}
+Lines = list[dict[str, Any]]
+
+
+def command(folder: Path) -> list[str]:
+    return [sys.executable, "-m", "chaos_lightning.cli", "demo-failover", "--quick", "--keep", "--dir", str(folder)]
+
+
+def left_over(folder: Path) -> list[bytes]:
+    """Command lines of processes that know of this folder."""
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            process = Path("/proc", entry)
+            words = process.joinpath("environ").read_bytes() + process.joinpath("cmdline").read_bytes()
+            if int(entry) != os.getpid() and str(folder).encode() in words:
+                found.append(process.joinpath("cmdline").read_bytes())
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """One demo: its folder, and how it ended."""
+    try:
+        find_etcd()
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("failover")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command(folder), env=environment, capture_output=True, text=True, timeout=600)
+    return folder, done
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_it_proves_its_story_and_leaves_a_report_and_no_process(
+    told: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, done = told
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ALL 13 LINES HOLD" in done.stdout
+    assert (folder / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert [c for c in prove(folder, CODES) if not c.ok] == []
+    assert left_over(folder) == []
+
+
+def nobody_led(lines: Lines) -> None:
+    """No scheduler led after the last kill."""
+    kill = max(x["t"] for x in lines if x.get("kind") == "scheduler_sigkill")
+    for line in [x for x in lines if x["name"] == "scheduler_started" and x["t"] > kill]:
+        lines.remove(line)
+
+
+def lost_step(lines: Lines) -> None:
+    for line in lines:
+        if line["name"] == "committed" and line["step"] > 20:
+            line["step"] += 1
+
+
+def waited(lines: Lines) -> None:
+    """No step within two seconds after the first kill."""
+    kill = next(x["t"] for x in lines if x.get("kind") == "scheduler_sigkill")
+    for line in list(lines):
+        if line["name"] == "committed" and kill - 0.1 < line["t"] < kill + 2.0:
+            line["t"] = kill + 2.0
+
+
+def one_kill(lines: Lines) -> None:
+    lines.remove(next(x for x in lines if x.get("kind") == "scheduler_sigkill"))
+
+
+def never_joined(lines: Lines) -> None:
+    for line in [x for x in lines if x["name"] == "joined" and x.get("node") == "edge-4-0"]:
+        lines.remove(line)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize(
+    ("tamper", "noticed"),
+    [
+        (nobody_led, "two leading schedulers get SIGKILL, each time another one leads"),
+        (lost_step, "no step is lost"),
+        (waited, "training waits neither for a scheduler nor for etcd"),
+        (one_kill, "joins work again soon after each kill"),
+        (never_joined, "edge-4 joins though the leading scheduler died as it knocked"),
+    ],
+)
+def test_its_proof_notices_what_the_logs_do_not_show(
+    told: tuple[Path, subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    tamper: Callable[[Lines], None],
+    noticed: str,
+) -> None:
+    events = tmp_path / "demo" / "events"
+    shutil.copytree(told[0] / "events", events)
+    files = {path: [json.loads(line) for line in path.read_text().splitlines()] for path in events.glob("*.jsonl")}
+    merged = sorted((line for lines in files.values() for line in lines), key=lambda line: line["t"])
+    kept = list(merged)
+    tamper(kept)
+    remaining = {id(line) for line in kept}
+    for path, lines in files.items():
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines if id(line) in remaining))
+    assert noticed in {c.what for c in prove(tmp_path / "demo", CODES) if not c.ok}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ctrl_c_ends_everything_and_says_where_the_logs_are(tmp_path: Path) -> None:
+    try:
+        find_etcd()
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+    folder = tmp_path / "demo"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command(folder), env=environment, stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        for line in demo.stdout:
+            if "3 machines start" in line:
+                break
+        until = time.monotonic() + 60.0
+        while not list(folder.glob("events/member-*.jsonl")) and time.monotonic() < until:
+            time.sleep(0.1)
+        demo.send_signal(signal.SIGINT)
+        said = demo.stdout.read()
+        assert demo.wait(60.0) == 130
+    assert f"interrupted; logs are in {folder}" in said
+    assert left_over(folder) == []
+
+
+def test_where_etcd_is_not_installed_it_says_so_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from chaos_lightning.demo.failover import demo_failover
+    from chaos_lightning.runtime import etcd_servers
+
+    monkeypatch.setattr(etcd_servers.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(ConfigurationError, match="etcd is not installed: install etcd"):
+        demo_failover(directory=tmp_path / "demo", quick=True, keep=False, accelerator="cpu")
+    assert list((tmp_path / "demo").glob("events/member-*")) == []

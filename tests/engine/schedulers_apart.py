@@ -1,0 +1,132 @@
+"""Candidates whose ways to members and to etcd can be cut, one by one.
+
+Theory of operation. Each candidate is told to advertise a relay of its own (`scheduler --advertise`), so that members
+and other candidates dial that; who dials is found by the port that it dials from, in the tables of this machine's
+kernel. To each etcd server each candidate has a relay of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from engine_control import ControlPath
+from engine_job import Job
+
+from chaos_lightning.errors import SchedulerUnreachableError
+from chaos_lightning.runtime.access import split_endpoint
+from chaos_lightning.runtime.channel import fetch_status
+from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.testing.owners import owner_of_port
+from chaos_lightning.testing.relay import LinkRelay, _Connection, pair_of
+
+OTHERS = "others"
+"""Whoever dials and is no process of the job: the test itself."""
+
+
+class SchedulerPath(LinkRelay):
+    """The way to one candidate; who dials is known by its process."""
+
+    def __init__(self, candidate: str, endpoint: str, pids: Callable[[], dict[int, str]]) -> None:
+        self._candidate = candidate
+        self._endpoint = split_endpoint(endpoint)
+        self._pids = pids
+        super().__init__()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+            sock, peer = self._listener.accept()
+            connection = _Connection(sock)
+            name = owner_of_port(peer[1], self._pids()) or OTHERS
+            connection.names = (name, self._candidate)
+            connection.pair = pair_of(*connection.names)
+            connection.address = self._endpoint
+            self._connections.add(connection)
+            self._go_on(connection)
+
+
+class Apart:
+    """Candidates s0, s1, ... of a job, as on machines of their own."""
+
+    def __init__(self, job: Job, etcd: EtcdServers, count: int, *, min_nodes: int = 1) -> None:
+        self.job = job
+        self.etcd = etcd
+        self.paths: dict[str, SchedulerPath] = {}
+        self.to_etcd: dict[str, list[ControlPath]] = {}
+        for name, port in zip((f"s{n}" for n in range(count)), free_ports(count), strict=True):
+            own = f"127.0.0.1:{port}"
+            self.paths[name] = SchedulerPath(name, own, self._pids)
+            self.to_etcd[name] = [ControlPath(name, server.endpoint) for server in etcd.servers]
+            store = f"etcd://{','.join(path.address for path in self.to_etcd[name])}"
+            command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", own]
+            command += ["--advertise", self.paths[name].address, "--settings", json.dumps({"min_nodes": min_nodes})]
+            command += ["--store", store, "--log-dir", str(job.harness.logs)]
+            job.harness.start(name, command, env={"CHAOS_HOST": name})
+        job.endpoint = ",".join(path.address for path in self.paths.values())
+        job.harness.wait_for("scheduler_started")
+
+    def _pids(self) -> dict[int, str]:
+        return {child.pid: name for name, child in self.job.harness.children.items()}
+
+    # ------------------------------------------------------------------ looking
+
+    def leading(self) -> str:
+        return self.named(self.facts()["endpoint"])
+
+    def facts(self, name: str = "") -> dict[str, Any]:
+        """Of this candidate, or of the one that leads."""
+        if name:
+            return fetch_status(self.paths[name].address, follow=False)
+        return fetch_status(self.job.endpoint, timeout_s=10.0)
+
+    def says(self, name: str, key: str, words: str) -> dict[str, Any]:
+        """Waits until this candidate's status has these words under this key."""
+
+        def told() -> dict[str, Any] | None:
+            with contextlib.suppress(SchedulerUnreachableError):
+                facts = self.facts(name)
+                if words in str(facts.get(key)):
+                    return facts
+            return None
+
+        return self.job.harness.wait_until(told, f"{words!r} in the {key} of {name}")
+
+    def named(self, endpoint: str) -> str:
+        return next(name for name, path in self.paths.items() if path.address == endpoint)
+
+    def others(self, name: str) -> list[str]:
+        return [other for other in self.paths if other != name]
+
+    # ------------------------------------------------------------------ cutting
+
+    def note(self, kind: str, node: str, peer: str) -> None:
+        self.job.harness.events.emit("fault_injected", kind=kind, node=node, peer=peer)
+
+    def cut_from_members(self, candidate: str, *members: str) -> None:
+        for member in members:
+            self.note("cut_stream", member, candidate)
+            self.paths[candidate].cut(member, candidate)
+
+    def mend_to_members(self, candidate: str, *members: str) -> None:
+        for member in members:
+            self.paths[candidate].restore(member, candidate)
+
+    def cut_from_etcd(self, candidate: str) -> None:
+        self.note("cut_etcd", candidate, "etcd")
+        for path in self.to_etcd[candidate]:
+            path.break_off()
+
+    def mend_to_etcd(self, candidate: str) -> None:
+        for path in self.to_etcd[candidate]:
+            path.mend()
+
+    def close(self) -> None:
+        """Ends the candidates, too: etcd servers wait for their clients."""
+        for name in self.paths:
+            if self.job.harness.children[name].running:
+                self.job.harness.kill(name)
+        for path in (*self.paths.values(), *(p for paths in self.to_etcd.values() for p in paths)):
+            path.close()
