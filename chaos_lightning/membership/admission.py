@@ -15,6 +15,7 @@ from chaos_lightning.membership.roster import (
     Peer,
     Reference,
     Standing,
+    difference,
     places_left,
     refusal,
     same_process,
@@ -106,7 +107,9 @@ class Admission(Linking):
             reason = "the job is finished"
             self._out.append(Send(conn, Released(reason) if hello.resume else Refused(reason)))
             return
-        reason = refusal(hello, self.settings, self.reference)
+        # After a restart a newcomer may be heard before any member: what the job is, a member says.
+        vouches = not self._vouched and hello.resume in self.peers
+        reason = refusal(hello, self.settings, None if vouches else self.reference)
         if reason:
             self._refuse(conn, hello, reason)
         elif hello.resume:
@@ -135,6 +138,9 @@ class Admission(Linking):
         if peer.conn is not None and peer.conn != conn:
             self._conns.pop(peer.conn, None)
             self._out.append(Close(peer.conn, "replaced by a newer stream"))
+        if not self._vouched:
+            self._vouched, self.reference = True, Reference.of(hello)
+            self._turn_away_strangers()
         self.reference = self.reference or Reference.of(hello)
         self._conns[conn] = peer.id
         peer.conn, peer.heard, peer.linked = conn, self.now, None
@@ -148,6 +154,15 @@ class Admission(Linking):
             self._send(peer, self._decision)
         elif self._announced is not None:
             self._send(peer, self._announced)
+
+    def _turn_away_strangers(self) -> None:
+        """Newcomers that were welcomed before anybody could say that theirs is another program."""
+        for peer in list(self.peers.values()):
+            reason = difference(peer.said, self.reference) if peer.said is not None else ""
+            if reason and peer.standing not in (Standing.MEMBER, Standing.LEAVER):
+                self._note("refused", member=peer.member.name, reason=reason)
+                self._send(peer, Refused(reason))
+                self._drop(peer)
 
     def _welcome(self, conn: int, hello: Hello) -> None:
         namesake = ""
@@ -166,7 +181,8 @@ class Admission(Linking):
                 words = f"{hello.name} is in the job already as {peer.id} (pid {peer.member.pid} on {peer.member.host})"
                 self._refuse(conn, hello, f"{words}: take another name, or wait until it is found dead", retry=True)
                 return
-        self.reference = self.reference or Reference.of(hello)
+        said = Reference.of(hello)
+        self.reference = self.reference or said
         member = Member(
             id=f"{hello.name}~{self._incarnation}",
             name=hello.name,
@@ -180,7 +196,7 @@ class Admission(Linking):
         self._incarnation += 1
         standby = bool(namesake) or places_left(self.peers, self.settings) <= 0
         peer = Peer(member, Standing.STANDBY if standby else Standing.LINKING, conn=conn, heard=self.now, known=True)
-        peer.neighbours, peer.no_replay = hello.neighbours, hello.replay
+        peer.neighbours, peer.no_replay, peer.said = hello.neighbours, hello.replay, said
         self.peers[peer.id] = peer
         self._conns[conn] = peer.id
         if namesake:

@@ -123,6 +123,8 @@ class Election(threading.Thread):
         self.leader: Candidate | None = None
         """As seen last."""
         self.leads = False
+        self.trouble = ""
+        """Why etcd could not be used last; empty once it can be again."""
         self.followed = False
         """Another candidate led while this one waited."""
 
@@ -133,6 +135,11 @@ class Election(threading.Thread):
         self._over.set()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(timeout_s)
+
+    @property
+    def me(self) -> Candidate:
+        """This candidate."""
+        return self._me
 
     def candidates(self, deadline_s: float | None = None) -> list[Candidate]:
         """All that are known to etcd now."""
@@ -149,6 +156,7 @@ class Election(threading.Thread):
                     self._lead()
                     break
             except StoreError as error:
+                self.trouble = str(error)
                 self._note("error", where="election", text=str(error))
                 self._over.wait(_LOOK_S)
         if self._me.lease:
@@ -163,6 +171,7 @@ class Election(threading.Thread):
         self._me = replace(self._me, lease=lease)
         self._granted_s = float(granted_s)
         self._until = asked + granted_s
+        self.trouble = ""
         key = self._root + f"candidates/{self._me.id}"
         self._client.transact([], [put(key, self._me.packed(), lease)])
 

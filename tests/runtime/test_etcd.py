@@ -23,6 +23,9 @@ from chaos_lightning.runtime.etcd_store import EtcdStore, job_root
 from chaos_lightning.runtime.store import Appended
 
 
+pytestmark = pytest.mark.usefixtures("each_client")
+
+
 @pytest.fixture
 def job() -> str:
     return f"job-{os.urandom(4).hex()}"
