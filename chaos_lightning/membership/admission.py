@@ -53,6 +53,9 @@ class Admission(Linking):
 
     def _on_message(self, conn: int, message: FromMember) -> None:
         if isinstance(message, Hello):
+            if self._conns.get(conn):  # it is somebody already; who begins anew does so on a new stream
+                self._out.append(Close(conn, f"{self._conns[conn]} says hello twice on one stream"))
+                return
             self._conns.setdefault(conn, "")
             self._on_hello(conn, message)
             return

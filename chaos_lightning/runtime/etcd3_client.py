@@ -2,11 +2,11 @@
 
 Theory of operation. etcd3 as published does not import with protobuf 4 or newer, because its stubs were generated in
 2020. So a module `etcd3.etcdrpc` is made here from stubs of ours (etcd.proto has the names that etcd3 uses), and put in
-its place before etcd3 is imported. Its methods do the work where they give what the store needs: reading, leases, logging
-in, TLS, watching. Underneath lies what it lacks:
+its place before etcd3 is imported. Its methods do the work where they give what the store needs: reading, leases,
+logging in, TLS, watching. Underneath lies what it lacks:
 
-- it knows one server and gives up with it: there is one of its clients per server, and `EtcdClient._try` goes from one to
-  the next within the deadline of a call;
+- it knows one server and gives up with it: there is one of its clients per server, and `EtcdClient._try` goes from one
+  to the next within the deadline of a call;
 - its transactions do not tell at which revision they were carried out: they are made on its KV stub;
 - its watch dies with the stream, does not resume, and then asks the same server again and again at full speed: each
   stream gets a Watcher of its own, which ends with it, and the loop of `EtcdClient.watch` resumes it elsewhere;

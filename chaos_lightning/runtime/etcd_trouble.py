@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.5
 """For each look at a server."""
+_PAGE_NBYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +101,36 @@ def _look(address: EtcdAddress, server: str) -> tuple[x509.Certificate | None, s
     return certificate, ""
 
 
-def _about_tls(address: EtcdAddress, server: str, words: str) -> str:
-    """What is wrong with the TLS connection to this server; "" if nothing is."""
+def _page(server: str) -> str:
+    """What it says to a web browser: etcd tells its version on the same port."""
+    host, _, port = server.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK_S) as sock:
+            sock.sendall(b"GET /version HTTP/1.0\r\n\r\n")
+            said = b""
+            while len(said) < _PAGE_NBYTES and (part := sock.recv(_PAGE_NBYTES)):
+                said += part
+    except (OSError, ValueError):
+        return ""
+    text = said.decode(errors="replace")
+    return text if text.startswith("HTTP/1.") else ""
+
+
+def _about_connection(address: EtcdAddress, server: str) -> str:
+    """What is wrong with the connection to this server, as far as one can see; "" if nothing is."""
     certificate, refusal = _look(address, server)
     if certificate is None:
-        if "WRONG_VERSION_NUMBER" in words or "WRONG_VERSION_NUMBER" in refusal:
+        found = _page(server)
+        if found and "etcdserver" not in found:
+            return "a web server answers there, no etcd: look at the port"
+        if found and _secure(address):
             return "it does not speak TLS: leave ca=, cert= and key= out of the address, or have etcd use TLS"
         return ""
-    if not address.ca_file and not address.cert_file:
+    if not _secure(address):
         return "it speaks TLS: write ?ca=FILE, the certificate authority that signed its certificate"
-    words = _out_of_time(certificate)
-    if words:
-        return f"its certificate {words}"
+    expired = _out_of_time(certificate)
+    if expired:
+        return f"its certificate {expired}"
     if refusal and ("CERTIFICATE" in refusal or "UNKNOWN_CA" in refusal or "HANDSHAKE" in refusal):
         if not address.cert_file:
             return "it demands a client's certificate: write &cert=FILE&key=FILE"
@@ -152,15 +171,14 @@ def _why(address: EtcdAddress, server: str, attempt: Attempt) -> str:
         return "it waits for the majority of its cluster"
     if "connection refused" in lower:
         return "nobody listens there (connection refused): does etcd run there, and on this port?"
-    if "http1" in lower or "http/1" in lower:
-        return "a web server answers there, no etcd: look at the port"
     if "dns resolution" in lower or "domain name" in lower or "name or service" in lower:
         return "this name is not known"
-    found = "" if attempt.silent_s and not _secure(address) else _about_tls(address, server, words)
+    if attempt.silent_s or "settings frame" in lower or "timed out" in lower:
+        waited = f" for {attempt.silent_s:.2g} s" if attempt.silent_s else ""
+        return f"no answer{waited}: it is frozen or cut off, or no etcd"
+    found = _about_connection(address, server)
     if found:
         return found
-    if attempt.silent_s:
-        return f"no answer for {attempt.silent_s:.2g} s: it is frozen or cut off, or no etcd"
     return words[:300] or "it closed the connection"
 
 
@@ -193,8 +211,8 @@ def explain_refusal(address: EtcdAddress, server: str, code: str, words: str) ->
         return f"{said}: it demands a password; write etcd://USER@...?password-file=FILE"
     if "permission denied" in lower:
         return (
-            f"{said}: user {address.user!r} may not read and write keys below {address.prefix}/; grant it: etcdctl role "
-            f"grant-permission ROLE --prefix=true readwrite {address.prefix}/"
+            f"{said}: user {address.user!r} may not read and write keys below {address.prefix}/; grant it: "
+            f"etcdctl role grant-permission ROLE --prefix=true readwrite {address.prefix}/"
         )
     if code == "UNIMPLEMENTED":
         return f"at {server} another kind of service listens, no etcd ({words[:200]}): look at the port"

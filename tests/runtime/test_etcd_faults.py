@@ -87,7 +87,8 @@ def test_each_server_is_told_of_by_name() -> None:
     with black_hole() as frozen:
         words = words_of(f"etcd://{frozen},127.0.0.1:{port}", 2.5)
     assert f"127.0.0.1:{port}: nobody listens" in words
-    assert f"{frozen}: no answer for 1 s: it is frozen or cut off, or no etcd" in words
+    assert f"{frozen}: no answer" in words
+    assert "it is frozen or cut off, or no etcd" in words
 
 
 @pytest.mark.usefixtures("each_client")
@@ -107,7 +108,7 @@ def test_servers_that_accept_and_never_answer_are_passed_by(etcd: EtcdServers, j
             seen: list[bytes] = []
 
             def watch() -> None:
-                for events in client.watch("black/", 1, stop):
+                for events in client.watch(f"{job}/", 1, stop):
                     seen.extend(e.kv.key for e in events)
                     if seen:
                         return
@@ -115,10 +116,10 @@ def test_servers_that_accept_and_never_answer_are_passed_by(etcd: EtcdServers, j
             watcher = threading.Thread(target=watch)
             watcher.start()
             with contextlib.closing(etcd.client()) as writer:
-                writer.transact([], [put("black/hole", b"seen")])
+                writer.transact([], [put(f"{job}/hole", b"seen")])
             watcher.join(PATIENCE_S)
             stop.set()
-            assert seen == [b"black/hole"]
+            assert seen == [f"{job}/hole".encode()]
 
 
 @pytest.mark.usefixtures("each_client")
@@ -128,7 +129,7 @@ def test_a_watch_leaves_a_server_that_froze(etcd_of_three: EtcdServers, each_cli
     stop, began, seen = threading.Event(), threading.Event(), threading.Event()
 
     def watch() -> None:
-        for events in client.watch("thaw/", 0, stop, every_s=0.05):
+        for events in client.watch("thaw/", revision + 1, stop, every_s=0.05):
             began.set()
             if events:
                 seen.set()
@@ -139,6 +140,7 @@ def test_a_watch_leaves_a_server_that_froze(etcd_of_three: EtcdServers, each_cli
         leader = etcd_of_three.leader()
         client._servers.sort(key=lambda s: s.name == leader.endpoint)  # no election is needed in this test
         first = next(s for s in etcd_of_three.servers if s.endpoint == client._servers[0].name)
+        _, revision = client.get_all("thaw/")
         watcher = threading.Thread(target=watch)
         watcher.start()
         assert began.wait(PATIENCE_S)
