@@ -270,7 +270,9 @@ class EtcdClient:
                 if not again or _NO_SPACE in words:
                     raise self._refused(server, code, words) from error
                 self._next(server)
-                failed[server.name] = Attempt(words, limit_s if code == grpc.StatusCode.DEADLINE_EXCEEDED else 0.0)
+                silent_s = limit_s if code == grpc.StatusCode.DEADLINE_EXCEEDED else 0.0
+                if server.name not in failed or silent_s >= failed[server.name].silent_s:
+                    failed[server.name] = Attempt(words, silent_s)
                 if time.monotonic() + _PAUSE_S >= until:
                     raise UnansweredError(explain_silence(self.address, failed, deadline_s)) from error
                 time.sleep(_PAUSE_S)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _LOOK_S = 0.5
 """For each look at a server."""
 _PAGE_NBYTES = 4096
+_PLAIN = "it does not speak TLS: leave ca=, cert= and key= out of the address, or have etcd use TLS"
+_WEB = "a web server answers there, no etcd: look at the port"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +124,9 @@ def _about_connection(address: EtcdAddress, server: str) -> str:
     if certificate is None:
         found = _page(server)
         if found and "etcdserver" not in found:
-            return "a web server answers there, no etcd: look at the port"
+            return _WEB
         if found and _secure(address):
-            return "it does not speak TLS: leave ca=, cert= and key= out of the address, or have etcd use TLS"
+            return _PLAIN
         return ""
     if not _secure(address):
         return "it speaks TLS: write ?ca=FILE, the certificate authority that signed its certificate"
@@ -174,6 +176,11 @@ def _why(address: EtcdAddress, server: str, attempt: Attempt) -> str:
     if "dns resolution" in lower or "domain name" in lower or "name or service" in lower:
         return "this name is not known"
     if attempt.silent_s or "settings frame" in lower or "timed out" in lower:
+        found = _page(server)
+        if found and "etcdserver" not in found:
+            return _WEB
+        if found and _secure(address):
+            return _PLAIN
         waited = f" for {attempt.silent_s:.2g} s" if attempt.silent_s else ""
         return f"no answer{waited}: it is frozen or cut off, or no etcd"
     found = _about_connection(address, server)

@@ -11,7 +11,6 @@ from etcd_for_tests import each_client, servers
 
 from chaos_lightning.runtime.etcd_servers import EtcdServers
 
-
 __all__ = ["each_client"]
 
 

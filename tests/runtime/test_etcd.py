@@ -22,7 +22,6 @@ from chaos_lightning.runtime.etcd_servers import EtcdServers
 from chaos_lightning.runtime.etcd_store import EtcdStore, job_root
 from chaos_lightning.runtime.store import Appended
 
-
 pytestmark = pytest.mark.usefixtures("each_client")
 
 

@@ -1,4 +1,4 @@
-"""What etcd can do to a scheduler, and what the scheduler then says: addresses, passwords, certificates, disks, clocks."""
+"""What etcd can do to a scheduler, and what it then says: addresses, passwords, certificates, disks, clocks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import datetime
 import http.server
 import json
 import os
+import queue
 import signal
 import socket
 import threading
 import time
+import types
 import urllib.request
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -23,10 +26,14 @@ from etcd_for_tests import servers
 from test_store import decide
 
 from chaos_lightning.errors import ConfigurationError, StoreError
-from chaos_lightning.membership.types import ViewId
-from chaos_lightning.runtime.etcd_client import EtcdAddress, EtcdClient, open_client, put, read_address
+from chaos_lightning.membership.types import NO_VIEW, Settings, ViewId
+from chaos_lightning.runtime import election as election_module
+from chaos_lightning.runtime import etcd_client, etcd_store
+from chaos_lightning.runtime.election import Candidate, Election, now
+from chaos_lightning.runtime.etcd_client import EtcdAddress, EtcdClient, delete, open_client, put, read_address
 from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
 from chaos_lightning.runtime.etcd_store import EtcdStore
+from chaos_lightning.runtime.seat import EtcdSeat
 
 PATIENCE_S = 30.0
 
@@ -306,32 +313,39 @@ def test_ones_own_certificate_is_looked_at_before_anything_starts(tmp_path: Path
 # ------------------------------------------------------------------------------------------------ disks
 
 
+def maintain(server: str, what: str, **fields: str) -> dict[str, Any]:
+    """As etcdctl does."""
+    body = json.dumps(fields).encode()
+    request = urllib.request.Request(f"http://{server}/v3/maintenance/{what}", body, method="POST")
+    with urllib.request.urlopen(request, timeout=10) as reply:
+        found: dict[str, Any] = json.loads(reply.read())
+        return found
+
+
 @pytest.mark.usefixtures("each_client")
 def test_a_full_disk_is_told_with_what_to_do_and_after_that_it_goes_on(tmp_path: Path, job: str) -> None:
     try:
-        small = EtcdServers(tmp_path / "etcd", 1, options=["--quota-backend-bytes", str(256 << 10)])
+        small = EtcdServers(tmp_path / "etcd", 1, options=["--quota-backend-bytes", str(2 << 20)])
     except ConfigurationError as error:
         pytest.skip(str(error))
     with small, contextlib.closing(small.client()) as client, EtcdStore(small.client(), job) as chain:
         chain.take_term()
         last = decide(ViewId(1, 1))
         assert chain.append(last).ok
-        with pytest.raises(StoreError, match="space exceeded"):
-            for _ in range(100):
+        with contextlib.suppress(StoreError):
+            while True:
                 client.transact([], [put("filler", os.urandom(100_000))])
         began = time.monotonic()
-        with pytest.raises(StoreError, match="training goes on. Compact its history and defragment") as caught:
+        with pytest.raises(StoreError, match=r"training goes on\. Compact its history and defragment") as caught:
             chain.append(decide(ViewId(1, 2), ViewId(1, 1)))
         assert "etcdctl alarm disarm" in str(caught.value)
         assert time.monotonic() - began < 2, "it is told at once, not after all retries"
         assert [v.id.number for v in chain.load().views] == [1]
-        _, revision = client.get_all("filler")
+        _, revision = client.transact([], [delete("filler")])
         client.compact(revision)
-        gateway = f"http://{small.servers[0].endpoint}/v3/maintenance/"
-        for what, fields in (("defragment", {}), ("alarm", {"action": "DEACTIVATE", "alarm": "NOSPACE"})):
-            request = urllib.request.Request(gateway + what, json.dumps(fields).encode(), method="POST")
-            with urllib.request.urlopen(request, timeout=10):
-                pass
+        maintain(small.servers[0].endpoint, "defragment")
+        for alarm in maintain(small.servers[0].endpoint, "alarm")["alarms"]:
+            maintain(small.servers[0].endpoint, "alarm", action="DEACTIVATE", **alarm)
         assert chain.append(decide(ViewId(1, 2), ViewId(1, 1))).ok
 
 
@@ -355,3 +369,116 @@ def test_a_watch_that_catches_up_in_parts_loses_nothing_when_it_breaks(tmp_path:
             if seen and seen[-1] == f"many/{count - 1:05d}".encode():
                 break
         assert sorted(set(seen)) == [f"many/{n:05d}".encode() for n in range(count)]
+
+
+# ------------------------------------------------------------------------------------------------ clocks
+
+
+def test_a_wall_clock_that_jumps_changes_nothing(etcd: EtcdServers, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases go by the time since boot, chains by revisions; the wall clock is only written down."""
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with contextlib.closing(etcd.client()) as client, EtcdStore(etcd.client(), job) as chain:
+        election = Election(
+            client,
+            job,
+            Candidate.here("a:1"),
+            on_elected=lambda guard: said.put("elected"),
+            on_lost=lambda reason: said.put(reason),
+        )
+        election.start()
+        try:
+            assert said.get(timeout=PATIENCE_S) == "elected"
+            chain.take_term()
+            for number, jump_s in enumerate((+1e9, -1e9, 0.0), 1):
+                jumped = types.SimpleNamespace(**{**vars(time), "time": lambda jump_s=jump_s: time.time() + jump_s})
+                for module in (etcd_store, etcd_client, election_module):  # gRPC asks Python's clock and C's
+                    monkeypatch.setattr(module, "time", jumped)
+                assert chain.append(decide(ViewId(1, number), ViewId(1, number - 1) if number > 1 else NO_VIEW)).ok
+                granted_s = election._granted_s
+                deadline = time.monotonic() + PATIENCE_S
+                prolonged = election._until
+                while election._until == prolonged and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                assert 0 < election._until - now() <= granted_s
+            assert election.leads
+            assert said.empty()
+            assert [v.id.number for v in chain.load().views] == [1, 2, 3]
+        finally:
+            election.resign(PATIENCE_S)
+
+
+# ------------------------------------------------------------------------------------------------ two jobs, one name
+
+
+def seat_of(etcd: EtcdServers, job: str, **rules: int) -> tuple[EtcdSeat, Settings]:
+    address = read_address(f"{etcd.address}/seats")
+    return EtcdSeat(address, job), Settings(job=job, **rules)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def leading(seat: EtcdSeat, name: str) -> Iterator[None]:
+    """Until the seat is elected, and it is closed after."""
+    elected = threading.Event()
+    seat.contest(f"{name}:1", elected.set, lambda reason: None, lambda *_, **__: None)
+    try:
+        assert elected.wait(PATIENCE_S)
+        yield
+    finally:
+        seat.close()
+
+
+def test_who_follows_a_leader_goes_by_the_rules_of_the_job(etcd: EtcdServers, job: str) -> None:
+    first, given = seat_of(etcd, job, min_nodes=2)
+    second, other = seat_of(etcd, job, min_nodes=3, max_nodes=5)
+    assert first.check(given) == ""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(leading(first, "a"))
+        first.open_store().take_term()
+        assert first.rules(given) == given
+        words = second.check(other)
+        assert f"job {job} is there already, and goes by the rules that it began with" in words
+        assert "min_nodes=2 instead of 3" in words
+        elected = threading.Event()
+        second.contest("b:1", elected.set, lambda reason: None, lambda *_, **__: None)
+        stack.callback(second.close)
+        deadline = time.monotonic() + PATIENCE_S
+        while not second.waited() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        first.close()
+        assert elected.wait(PATIENCE_S)
+        second.open_store().take_term()
+        assert second.rules(other) == given
+
+
+def test_who_comes_alone_brings_rules_of_its_own(etcd: EtcdServers, job: str) -> None:
+    """An operator has started the only scheduler anew, with fewer nodes."""
+    for number, nodes in enumerate((2, 1)):
+        seat, given = seat_of(etcd, job, min_nodes=nodes)
+        with leading(seat, f"s{number}"):
+            seat.open_store().take_term()
+            assert seat.rules(given).min_nodes == nodes
+
+
+def test_rules_that_cannot_be_read_are_refused_before_anything_starts(etcd: EtcdServers, job: str) -> None:
+    seat, given = seat_of(etcd, job)
+    with contextlib.closing(etcd.client()) as client:
+        for value in (b"precious", b"[]", json.dumps({"settings": '{"from_the_future": 1}'}).encode()):
+            client.transact([], [put(f"seats/jobs/{job}/rules", value)])
+            with pytest.raises(ConfigurationError, match=r"rules of job .* cannot be read .* choose another job name"):
+                seat.check(given)
+    seat.close()
+
+
+def test_a_scheduler_ends_at_once_where_keys_are_not_its_own(etcd: EtcdServers, job: str, tmp_path: Path) -> None:
+    from chaos_lightning.runtime.options import SchedulerOptions
+    from chaos_lightning.runtime.scheduler_main import run
+
+    def started(store: str) -> None:
+        run(SchedulerOptions(listen="127.0.0.1:0", settings=Settings(job=job), store=store))
+
+    with contextlib.closing(etcd.client()) as client:
+        client.transact([], [put(f"chaos-lightning/jobs/{job}/tip", b"precious")])
+        with pytest.raises(ConfigurationError, match="if the keys are another program's, choose another prefix"):
+            started(etcd.address)
+        with pytest.raises(ConfigurationError, match="it has no passwords"):
+            started(with_password(etcd.servers[0].endpoint, "ann", "ann's", tmp_path))

@@ -15,6 +15,7 @@ from chaos_lightning.testing.fuzz.drivers import (
     atheris_missing,
     replay,
     told,
+    warm,
     with_atheris,
     with_hypothesis,
 )
@@ -57,8 +58,7 @@ def _one(args: argparse.Namespace) -> int:
     if args.driver == "atheris":
         outcome = with_atheris(target, seconds, args.corpus, memory_mib=args.memory_mib)
     else:
-        for seed in target.seeds():  # what it needs is imported and started before memory is bounded
-            target.run(seed)
+        warm(target)  # before memory is bounded
         limit_memory(args.memory_mib << 20)
         outcome = with_hypothesis(target, seconds, args.corpus)
     print(outcome.line(), *outcome.findings, sep="\n  ", flush=True)

@@ -58,7 +58,14 @@ def saved(folder: Path, target: Target, data: bytes) -> Path:
 
 def replay(path: Path, target: Target) -> None:
     """Runs the target on a file; raises what it finds."""
+    warm(target)
     guarded(target, path.read_bytes())
+
+
+def warm(target: Target) -> None:
+    """What it needs is imported and started, which counts for no input's memory."""
+    for seed in target.seeds():
+        target.run(seed)
 
 
 def told(error: BaseException) -> str:
@@ -75,6 +82,7 @@ def with_hypothesis(target: Target, seconds: float, folder: Path, *, examples: i
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import strategies as st
 
+    warm(target)
     seeds = target.seeds()
     outcome = Outcome(target.name, "hypothesis")
     began = time.monotonic()

@@ -115,7 +115,8 @@ def _feed_link(data: bytes) -> None:
 
 def _frames(data: bytes) -> list[tuple[Frame, bytes]]:
     """Those that these bytes begin with."""
-    found, at = [], 0
+    found: list[tuple[Frame, bytes]] = []
+    at = 0
     while len(data) - at >= HEADER_NBYTES and len(found) < mutate.MAX_ITEMS:
         try:
             frame = unpack(bytearray(data[at : at + HEADER_NBYTES]))
@@ -312,7 +313,7 @@ class _Server:
         self._said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._said.put(wrapped(FromMember, hello("well", 7)))
         self._stream = self.attend(iter(self._said.get, None))
-        next(self._stream)
+        next(iter(self._stream))
 
     def check(self) -> None:
         ended = asyncio.run_coroutine_threadsafe(self.server.ended(), self.loop)

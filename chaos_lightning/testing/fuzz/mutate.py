@@ -54,7 +54,8 @@ def joined(parts: Sequence[tuple[int, bytes]]) -> bytes:
 
 def split(data: bytes) -> list[tuple[int, bytes]]:
     """Back from `joined`; anything is some list of parts."""
-    parts, at = [], 0
+    parts: list[tuple[int, bytes]] = []
+    at = 0
     while at < len(data) and len(parts) < MAX_ITEMS:
         length = int.from_bytes(data[at + 1 : at + 4], "little")
         parts.append((data[at], data[at + 4 : at + 4 + length]))
