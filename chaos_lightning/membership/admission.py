@@ -15,6 +15,7 @@ from chaos_lightning.membership.roster import (
     Peer,
     Reference,
     Standing,
+    difference,
     places_left,
     refusal,
     same_process,
@@ -54,6 +55,9 @@ class Admission(Linking):
 
     def _on_message(self, conn: int, message: FromMember) -> None:
         if isinstance(message, Hello):
+            if self._conns.get(conn):  # it is somebody already; who begins anew does so on a new stream
+                self._out.append(Close(conn, f"{self._conns[conn]} says hello twice on one stream"))
+                return
             self._conns.setdefault(conn, "")
             if not self.chain or self._rebuilds or not self._outranked(message.name, message.term):
                 self._on_hello(conn, message)
@@ -141,7 +145,9 @@ class Admission(Linking):
             reason = "the job is finished"
             self._out.append(Send(conn, Released(reason) if hello.resume else Refused(reason)))
             return
-        reason = refusal(hello, self.settings, self.reference)
+        # After a restart a newcomer may be heard before any member: what the job is, a member says.
+        vouches = not self._vouched and hello.resume in self.peers
+        reason = refusal(hello, self.settings, None if vouches else self.reference)
         if reason:
             self._refuse(conn, hello, reason)
         elif hello.resume:
@@ -177,6 +183,9 @@ class Admission(Linking):
         if peer.conn is not None and peer.conn != conn:
             self._conns.pop(peer.conn, None)
             self._out.append(Close(peer.conn, "replaced by a newer stream"))
+        if not self._vouched:
+            self._vouched, self.reference = True, Reference.of(hello)
+            self._turn_away_strangers()
         self.reference = self.reference or Reference.of(hello)
         self._conns[conn] = peer.id
         peer.conn, peer.heard, peer.linked = conn, self.now, None
@@ -199,6 +208,15 @@ class Admission(Linking):
         without = next((v for v in self.chain if v.id > hello.view and v.find(hello.resume) is None), None)
         return without.id if without is not None and without.id in self._changes else None
 
+    def _turn_away_strangers(self) -> None:
+        """Newcomers that were welcomed before anybody could say that theirs is another program."""
+        for peer in list(self.peers.values()):
+            reason = difference(peer.said, self.reference) if peer.said is not None else ""
+            if reason and peer.standing not in (Standing.MEMBER, Standing.LEAVER):
+                self._note("refused", member=peer.member.name, reason=reason)
+                self._send(peer, Refused(reason))
+                self._drop(peer)
+
     def _welcome(self, conn: int, hello: Hello) -> None:
         namesake = ""
         for peer in [p for p in self.peers.values() if p.member.name == hello.name and not p.condemned]:
@@ -216,12 +234,13 @@ class Admission(Linking):
                 words = f"{hello.name} is in the job already as {peer.id} (pid {peer.member.pid} on {peer.member.host})"
                 self._refuse(conn, hello, f"{words}: take another name, or wait until it is found dead", retry=True)
                 return
-        self.reference = self.reference or Reference.of(hello)
+        said = Reference.of(hello)
+        self.reference = self.reference or said
         member = self._member_of(hello, f"{hello.name}~{self._incarnation}")
         self._incarnation += 1
         standby = bool(namesake) or places_left(self.peers, self.settings) <= 0
         peer = Peer(member, Standing.STANDBY if standby else Standing.LINKING, conn=conn, heard=self.now, known=True)
-        peer.neighbours, peer.no_replay = hello.neighbours, hello.replay
+        peer.neighbours, peer.no_replay, peer.said = hello.neighbours, hello.replay, said
         self.peers[peer.id] = peer
         self._conns[conn] = peer.id
         if namesake:

@@ -76,6 +76,8 @@ class Peer:
     condemned: str = ""
     """Why it must go although it may live; nothing clears this."""
     report: Report | None = None
+    said: Reference | None = None
+    """What it said of itself as a newcomer."""
     down: dict[str, str] = field(default_factory=dict)
     """Peers to which it says its link is closed, with the evidence."""
     silent: dict[str, str] = field(default_factory=dict)
@@ -134,6 +136,11 @@ def refusal(hello: Hello, settings: Settings, reference: Reference | None) -> st
         return f"this scheduler serves job {settings.job!r}, {hello.name} asks for {hello.job!r}: check the job's name"
     if not hello.name:
         return "a member needs a name: set one, or leave the default (host name and rank)"
+    return difference(hello, reference)
+
+
+def difference(hello: Hello | Reference, reference: Reference | None) -> str:
+    """What of this process is another than the job's, in words with both values; "" if nothing is."""
     if reference is None:
         return ""
     pairs: list[tuple[str, str, str]] = [

@@ -74,6 +74,8 @@ class SchedulerState:
         self.phase = Phase.FINISHED if chain.finished else Phase.RUNNING if chain.views else Phase.FOUNDING
         self.peers: dict[str, Peer] = {}
         self.reference: Reference | None = None
+        self._vouched = not chain.views
+        """The reference is that of somebody who holds the state, or nobody does: a newcomer's is only for now."""
         self.stimulus_log: deque[tuple[float, SchedulerEvent]] = deque(maxlen=512)
         self.tick_interval_s = settings.heartbeat_interval_s / 2
         self.detector = self.detector_class(settings)

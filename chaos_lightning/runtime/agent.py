@@ -56,6 +56,8 @@ PULSE_TIMEOUT_S = 0.7
 _REVIVE_AFTER = 3
 """Failed attempts in a row after which `revive` is called."""
 _MAX_OUTBOX = 65536
+_INTERVALS_S = (0.001, 3600.0)
+"""What a scheduler may ask for between heartbeats: no flood, and no wait that the system cannot express."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +321,9 @@ class Agent(threading.Thread):
                     talk.pulses = True
                     continue
                 if isinstance(message, Welcome) and not talk.welcomed:
+                    if not _INTERVALS_S[0] <= message.heartbeat_interval_s <= _INTERVALS_S[1]:
+                        every = f"a heartbeat every {message.heartbeat_interval_s:g} s"
+                        return WireError(f"{self._endpoint} asks for {every}; expected {_INTERVALS_S} s")
                     interval, due = message.heartbeat_interval_s, time.monotonic()
                     talk.welcomed = True
                     self._admitted, self._talk = True, talk

@@ -138,7 +138,7 @@ class Election(threading.Thread):
         self._line: LeaderLine | None = None
         self._because = "nobody led"
         """Why there is to be another leader."""
-        self._trouble = ""
+        self.trouble = ""
         """Why etcd could not be asked; "" if it answers."""
         self._asked = reach.Asked()
         self._told: tuple[str, ...] = ()
@@ -156,6 +156,11 @@ class Election(threading.Thread):
         self._over.set()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(timeout_s)
+
+    @property
+    def me(self) -> Candidate:
+        """This candidate."""
+        return self._me
 
     def candidates(self, deadline_s: float | None = None) -> list[Candidate]:
         """All that are known to etcd now."""
@@ -175,15 +180,15 @@ class Election(threading.Thread):
         """What this candidate waits for, in words; "" if it leads and may decide."""
         late_s = now() - self._until
         if self.leads:
-            if not self._trouble:
+            if not self.trouble:
                 return ""
             ends = f"ended {late_s:.1f} s ago" if late_s > 0 else f"ends in {-late_s:.1f} s"
             return (
                 f"etcd, to prolong its lease, which {ends}; it decides nothing meanwhile, and stands by "
-                f"{PATIENCE_S:g} s after that end ({self._trouble})"
+                f"{PATIENCE_S:g} s after that end ({self.trouble})"
             )
-        if self._trouble:
-            return f"etcd; without it nobody can be elected ({self._trouble})"
+        if self.trouble:
+            return f"etcd; without it nobody can be elected ({self.trouble})"
         if self.leader is not None:
             return f"the end of the lease of {self.leader.endpoint}, which leads"
         return "an election"
@@ -198,7 +203,7 @@ class Election(threading.Thread):
                     self._lead()
                     break
             except StoreError as error:
-                self._trouble = str(error)
+                self.trouble = str(error)
                 self._note("error", where="election", text=str(error))
                 self._over.wait(_LOOK_S)
         self._hang_up()
@@ -216,7 +221,7 @@ class Election(threading.Thread):
         self._until = asked + granted_s
         key = self._root + f"candidates/{self._me.id}"
         self._client.transact([], [put(key, self._me.packed(), lease)])
-        self._trouble, self._told = "", ()
+        self.trouble, self._told = "", ()
 
     def _prolong(self) -> bool:
         """Once; False if the lease has ended."""
@@ -225,7 +230,7 @@ class Election(threading.Thread):
         if granted_s <= 0:
             return False
         self._until = asked + granted_s
-        self._trouble = ""
+        self.trouble = ""
         return True
 
     @property
@@ -354,10 +359,10 @@ class Election(threading.Thread):
             try:
                 if now() >= self._due and not self._prolong():
                     reason = "its lease has ended"
-                elif not self._trouble:
+                elif not self.trouble:
                     reason = self._outreached(view)
             except StoreError as error:
-                self._trouble = str(error)
+                self.trouble = str(error)
                 self._note("error", where="election", text=str(error))
             lost_s = now() - self._until
             if lost_s >= PATIENCE_S:

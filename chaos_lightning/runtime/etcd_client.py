@@ -7,7 +7,11 @@ transactions that succeed once and can be recognised afterwards. A watch is a st
 resumed at the next one from the revision after the last one seen, so that nothing is lost; if that revision was
 compacted meanwhile, the caller is told to read anew (`CompactedError`).
 
-gRPC is used without asyncio, for the reason given in runtime/agent.py.
+A server that accepts calls and never answers costs one part of the deadline; then the next one is asked. Likewise a
+watch goes on at another server when this one does not confirm it, or when calls have left this one.
+
+gRPC is used without asyncio, for the reason given in runtime/agent.py. The package etcd3 can do the work instead
+(runtime/etcd3_client.py): `?client=etcd3` in the address.
 """
 
 from __future__ import annotations
@@ -20,15 +24,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.runtime import etcd_pb2 as pb
 from chaos_lightning.runtime.channel import CLIENT_OPTIONS
+from chaos_lightning.runtime.etcd_trouble import Attempt, check_certificate, explain_refusal, explain_silence
 from chaos_lightning.runtime.options import ETCD
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
+
+R = TypeVar("R")
 
 DEFAULT_PORT = 2379
 DEADLINE_S = 5.0
@@ -38,7 +45,13 @@ _PAUSE_S = 0.05
 _AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _OWN_DEADLINE = "context deadline exceeded"
 """So a server says, as UNKNOWN, that a call ended while it waited for the others."""
+_NO_SPACE = "space exceeded"
 PAGE = 500
+CLIENTS = ("own", "etcd3")
+
+
+class UnansweredError(StoreError):
+    """No server answered within the deadline; that may pass."""
 
 
 class CompactedError(StoreError):
@@ -57,6 +70,7 @@ class EtcdAddress:
         ca_file: Certificate authority of the servers; empty: no TLS.
         cert_file: This client's certificate.
         key_file: And its key.
+        client: Who does the work: "own" (EtcdClient) or "etcd3" (runtime/etcd3_client.py).
     """
 
     servers: tuple[str, ...]
@@ -66,13 +80,22 @@ class EtcdAddress:
     ca_file: str = ""
     cert_file: str = ""
     key_file: str = ""
+    client: str = "own"
 
     def __str__(self) -> str:
         return f"{ETCD}{','.join(self.servers)}/{self.prefix}"
 
 
-FILES = {"password-file": "password_file", "ca": "ca_file", "cert": "cert_file", "key": "key_file"}
-EXPECTED = "etcd://[USER@]HOST:PORT[,HOST:PORT...][/PREFIX][?ca=FILE&cert=FILE&key=FILE&password-file=FILE]"
+GIVEN = {
+    "password-file": "password_file",
+    "ca": "ca_file",
+    "cert": "cert_file",
+    "key": "key_file",
+    "client": "client",
+}
+EXPECTED = (
+    "etcd://[USER@]HOST:PORT[,HOST:PORT...][/PREFIX][?ca=FILE&cert=FILE&key=FILE&password-file=FILE&client=own|etcd3]"
+)
 """In --rdzv-conf, which is split at commas, write + between the servers."""
 
 
@@ -82,7 +105,10 @@ def read_address(text: str) -> EtcdAddress:
     Raises:
         ConfigurationError: Something else; a password in it is refused, since command lines can be read by others.
     """
-    parts = urlsplit(text)
+    try:
+        parts = urlsplit(text)
+    except ValueError as error:
+        raise ConfigurationError(f"store {text!r}: {error}; expected {EXPECTED}") from error
     user, at, servers = parts.netloc.rpartition("@")
     if parts.scheme != "etcd" or not servers:
         raise ConfigurationError(f"store {text!r}: expected {EXPECTED}")
@@ -92,10 +118,12 @@ def read_address(text: str) -> EtcdAddress:
             "?password-file=FILE"
         )
     given = dict(parse_qsl(parts.query, keep_blank_values=True))
-    unknown = sorted(set(given) - set(FILES))
+    unknown = sorted(set(given) - set(GIVEN))
     if unknown:
         raise ConfigurationError(f"store {text!r}: unknown {', '.join(unknown)}; expected {EXPECTED}")
-    found = {FILES[name]: value for name, value in given.items()}
+    found = {GIVEN[name]: value for name, value in given.items()}
+    if found.get("client", CLIENTS[0]) not in CLIENTS:
+        raise ConfigurationError(f"store {text!r}: client={found['client']}; expected {' or '.join(CLIENTS)}")
     if bool(found.get("cert_file")) != bool(found.get("key_file")):
         raise ConfigurationError(f"store {text!r}: cert and key go together")
     if at and not found.get("password_file"):
@@ -165,7 +193,10 @@ class EtcdClient:
         self._credentials = self._tls()
         self._password = ""
         if address.user:
-            self._password = _read(address.password_file, "password file").decode().strip()
+            try:
+                self._password = _read(address.password_file, "password file").decode().strip()
+            except UnicodeError as error:
+                raise ConfigurationError(f"etcd's password file {address.password_file} holds no text") from error
         self._auth = ""
         self._lock = threading.Lock()
         self._servers = [_Server(name, self._connect) for name in address.servers]
@@ -180,6 +211,9 @@ class EtcdClient:
         ca = _read(a.ca_file, "CA") if a.ca_file else None
         key = _read(a.key_file, "key") if a.key_file else None
         cert = _read(a.cert_file, "certificate") if a.cert_file else None
+        for file, data in ((a.ca_file, ca), (a.cert_file, cert)):
+            if data is not None:
+                check_certificate(file, data)
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def _connect(self, server: str) -> grpc.Channel:
@@ -203,29 +237,50 @@ class EtcdClient:
         Raises:
             StoreError: No server answered within the deadline, or etcd refused; says which and what to do.
         """
-        until = time.monotonic() + (self.deadline_s if deadline_s is None else deadline_s)
+
+        def ask(server: _Server, limit_s: float) -> Any:
+            return server.method(path, reply)(request, timeout=limit_s, metadata=self._metadata(server, limit_s))
+
+        return self._try(ask, deadline_s)
+
+    def _try(
+        self, ask: Callable[[_Server, float], R], deadline_s: float | None = None, *, attempt_s: float = _ATTEMPT_S
+    ) -> R:
+        """Asks one server after the other until one answers."""
+        deadline_s = self.deadline_s if deadline_s is None else deadline_s
+        until = time.monotonic() + deadline_s
         renewed = False
+        failed: dict[str, Attempt] = {}
         while True:
             if self._closed:
                 raise StoreError(f"the connection to {self.address} is closed")
             server = self._servers[self._now % len(self._servers)]
-            left = until - time.monotonic()
+            limit_s = max(0.05, min(until - time.monotonic(), attempt_s))
             try:
-                limit = max(0.05, min(left, _ATTEMPT_S))
-                return server.method(path, reply)(request, timeout=limit, metadata=self._metadata(server, limit))
-            except grpc.RpcError as error:
-                code, words = error.code(), error.details() or ""
+                return ask(server, limit_s)
+            except (grpc.RpcError, StopIteration) as error:
+                code, words = grpc.StatusCode.UNAVAILABLE, "the stream ended without an answer"
+                if isinstance(error, grpc.RpcError):
+                    code, words = error.code(), error.details() or ""
                 if code == grpc.StatusCode.UNAUTHENTICATED and self.address.user and not renewed:
-                    self._auth, renewed = "", True  # tokens end, or the server was restarted
+                    renewed = True  # tokens end, or the server was restarted
+                    self._forget_token(server)
                     continue
-                if code not in _AGAIN and not (code == grpc.StatusCode.UNKNOWN and _OWN_DEADLINE in words):
-                    raise self._refused(code, words) from error
+                again = code in _AGAIN or (code == grpc.StatusCode.UNKNOWN and _OWN_DEADLINE in words)
+                if not again or _NO_SPACE in words:
+                    raise self._refused(server, code, words) from error
                 self._next(server)
+                silent_s = limit_s if code == grpc.StatusCode.DEADLINE_EXCEEDED else 0.0
+                if server.name not in failed or silent_s >= failed[server.name].silent_s:
+                    failed[server.name] = Attempt(words, silent_s)
                 if time.monotonic() + _PAUSE_S >= until:
-                    raise self._unreachable(f"{server.name}: {words}") from error
+                    raise UnansweredError(explain_silence(self.address, failed, deadline_s)) from error
                 time.sleep(_PAUSE_S)
             except ValueError as error:  # the channel was closed meanwhile
                 raise StoreError(f"the connection to {self.address} is closed") from error
+
+    def _forget_token(self, server: _Server) -> None:
+        self._auth = ""
 
     def _next(self, server: _Server) -> None:
         with self._lock:
@@ -238,27 +293,13 @@ class EtcdClient:
         if not self._auth:
             method = server.method("/etcdserverpb.Auth/Authenticate", pb.AuthenticateResponse)
             request = pb.AuthenticateRequest(name=self.address.user, password=self._password)
-            try:
-                self._auth = method(request, timeout=timeout_s).token
-            except grpc.RpcError as error:
-                if error.code() in _AGAIN:
-                    raise
-                raise StoreError(
-                    f"etcd at {server.name} does not let user {self.address.user!r} in: {error.details()}; look at the "
-                    f"password in {self.address.password_file}"
-                ) from error
+            self._auth = method(request, timeout=timeout_s).token
         return (("token", self._auth),)
 
-    def _refused(self, code: grpc.StatusCode, words: str) -> StoreError:
+    def _refused(self, server: _Server, code: grpc.StatusCode, words: str) -> StoreError:
         if "compacted" in words:
             return CompactedError(f"{self.address}: {words}")
-        return StoreError(f"{self.address} refused: {code.name}: {words}")
-
-    def _unreachable(self, words: str) -> StoreError:
-        return StoreError(
-            f"etcd at {', '.join(self.address.servers)} did not answer within {self.deadline_s:g} s ({words}): is a "
-            "majority of its servers up, and are addresses and certificates right?"
-        )
+        return StoreError(explain_refusal(self.address, server.name, code.name, words))
 
     # ------------------------------------------------------------------ keys
 
@@ -317,25 +358,17 @@ class EtcdClient:
         Raises:
             StoreError: Nobody answered within the deadline.
         """
-        until = time.monotonic() + deadline_s
-        while True:
-            server = self._servers[self._now % len(self._servers)]
-            left = until - time.monotonic()
+
+        def ask(server: _Server, limit_s: float) -> int:
+            method = server.method("/etcdserverpb.Lease/LeaseKeepAlive", pb.LeaseKeepAliveResponse, stream=True)
+            asked = iter([pb.LeaseKeepAliveRequest(ID=lease)])
+            stream = method(asked, timeout=limit_s, metadata=self._metadata(server, limit_s))
             try:
-                limit = max(0.05, min(left, _ATTEMPT_S / 2))
-                method = server.method("/etcdserverpb.Lease/LeaseKeepAlive", pb.LeaseKeepAliveResponse, stream=True)
-                asked = iter([pb.LeaseKeepAliveRequest(ID=lease)])
-                stream = method(asked, timeout=limit, metadata=self._metadata(server, limit))
-                try:
-                    return int(next(stream).TTL)
-                finally:
-                    stream.cancel()
-            except (grpc.RpcError, StopIteration, ValueError) as error:
-                self._auth = ""
-                self._next(server)
-                if self._closed or time.monotonic() + _PAUSE_S >= until:
-                    raise self._unreachable(f"{server.name}: {error}") from error
-                time.sleep(_PAUSE_S)
+                return int(next(stream).TTL)
+            finally:
+                stream.cancel()
+
+        return self._try(ask, deadline_s, attempt_s=_ATTEMPT_S / 2)
 
     # ------------------------------------------------------------------ watches
 
@@ -350,6 +383,7 @@ class EtcdClient:
         while not stop.is_set() and not self._closed:
             server = self._servers[self._now % len(self._servers)]
             replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            begun, confirmed = time.monotonic(), False
             try:
                 with self._watching(server, prefix, revision, replies):
                     while not stop.is_set():
@@ -357,9 +391,14 @@ class EtcdClient:
                             reply = replies.get(timeout=every_s)
                         except queue.Empty:
                             yield []
+                            if not confirmed and time.monotonic() - begun > _ATTEMPT_S:
+                                break  # it accepts, and does not answer
+                            if self._servers[self._now % len(self._servers)] is not server:
+                                break  # a call has found that it does not answer
                             continue
                         if reply is None:
                             break
+                        confirmed = True
                         if reply.compact_revision:
                             raise CompactedError(
                                 f"{self.address}: revisions before {reply.compact_revision} are forgotten"
@@ -367,7 +406,8 @@ class EtcdClient:
                         if reply.canceled:
                             break
                         if reply.events:
-                            revision = max(revision, reply.header.revision + 1)
+                            # Not the header's revision: a watch that catches up gets what it missed in parts.
+                            revision = max(revision, reply.events[-1].kv.mod_revision + 1)
                             yield list(reply.events)
             except (grpc.RpcError, ValueError):
                 pass
@@ -424,3 +464,16 @@ def put(key: str, value: bytes, lease: int = 0) -> pb.RequestOp:
 def delete(prefix: str) -> pb.RequestOp:
     """All keys that begin so."""
     return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=prefix.encode(), range_end=after_prefix(prefix)))
+
+
+def open_client(address: EtcdAddress, deadline_s: float = DEADLINE_S) -> EtcdClient:
+    """The client that the address asks for.
+
+    Raises:
+        ConfigurationError: A file of the address cannot be read or has expired, or the package etcd3 is not installed.
+    """
+    if address.client == "etcd3":
+        from chaos_lightning.runtime.etcd3_client import Etcd3Client
+
+        return Etcd3Client(address, deadline_s)
+    return EtcdClient(address, deadline_s)

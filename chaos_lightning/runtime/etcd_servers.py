@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Self
 
 from chaos_lightning.errors import ConfigurationError, StoreError
-from chaos_lightning.runtime.etcd_client import EtcdAddress, EtcdClient
+from chaos_lightning.runtime.etcd_client import EtcdAddress, EtcdClient, open_client
 from chaos_lightning.runtime.options import ETCD
 
 HEARTBEAT_MS, ELECTION_MS = 50, 500
@@ -114,8 +114,8 @@ class EtcdServers:
         """For `--store`."""
         return f"{ETCD}{','.join(server.endpoint for server in self.servers)}"
 
-    def client(self) -> EtcdClient:
-        return EtcdClient(EtcdAddress(servers=tuple(server.endpoint for server in self.servers)))
+    def client(self, kind: str = "own") -> EtcdClient:
+        return open_client(EtcdAddress(servers=tuple(server.endpoint for server in self.servers), client=kind))
 
     def start(self, timeout_s: float = 30.0) -> Self:
         """All of them; returns when they answer.

@@ -84,18 +84,19 @@ class EtcdStore(Store):
 
     def _read(self) -> _Known:
         """The tip as a majority has it."""
-        while True:
+        for _ in range(_RACES):
             found = self._client.get(self._key("tip"))
             if found is None:
                 return _Known(Tip(), 0, 0)
             document = self._document(found.value, "tip")
             last = None
-            if document["count"]:
-                entry = self._client.get(self._key(f"entry/{document['count']:016d}"))
-                if entry is None:  # a new job began in between
-                    continue
-                last = self._entry(entry)
             try:
+                count = int(document["count"])
+                if count:
+                    entry = self._client.get(self._key(f"entry/{count:016d}"))
+                    if entry is None:  # a new job began in between
+                        continue
+                    last = self._entry(entry)
                 tip = Tip(
                     term=int(document["term"]),
                     highest=ViewId(*document["highest"]),
@@ -103,9 +104,10 @@ class EtcdStore(Store):
                     finished=bool(document["finished"]),
                     last=last,
                 )
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise StoreError(f"{self.place}: the key tip holds no tip of a chain: {error!r}") from error
-            return _Known(tip, int(document["count"]), found.mod_revision)
+            return _Known(tip, count, found.mod_revision)
+        raise StoreError(f"{self.place}: the tip names entry {count}, which is missing")
 
     def _document(self, value: bytes, what: str) -> dict[str, Any]:
         try:
@@ -138,7 +140,7 @@ class EtcdStore(Store):
                 hand_on=bool(document["hand_on"]),
                 wish=LinkWish(**wish) if wish is not None else None,
             )
-        except (KeyError, TypeError, ValueError, WireError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, WireError) as error:
             raise StoreError(f"{self.place}: entry {name} is damaged: {error}") from error
 
     def tip(self) -> Tip:

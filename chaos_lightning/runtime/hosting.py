@@ -184,10 +184,10 @@ def _finished(options: SchedulerOptions) -> bool:
 
     path = options.store_path
     if options.in_etcd:
-        from chaos_lightning.runtime.etcd_client import EtcdClient, read_address
+        from chaos_lightning.runtime.etcd_client import open_client, read_address
         from chaos_lightning.runtime.etcd_store import EtcdStore
 
-        with EtcdStore(EtcdClient(read_address(options.store)), options.settings.job) as chain:
+        with EtcdStore(open_client(read_address(options.store)), options.settings.job) as chain:
             return chain.tip().finished
     if path is None or not path.exists():
         return False

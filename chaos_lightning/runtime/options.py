@@ -86,7 +86,7 @@ def settings_from_json(text: str) -> Settings:
     """
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"settings are no JSON ({error}): {text[:200]}") from error
     if not isinstance(given, dict):
         raise ConfigurationError(f"settings must be a JSON object, got {text[:200]}")

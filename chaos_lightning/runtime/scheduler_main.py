@@ -62,7 +62,7 @@ def _seat(options: SchedulerOptions) -> EtcdSeat | None:
 def run(options: SchedulerOptions) -> int:
     """Serves until the job is finished, idleness, a signal or a failure; returns the exit code."""
     from chaos_lightning.observe.events import EventLog
-    from chaos_lightning.runtime.server import ServerConfig, serve
+    from chaos_lightning.runtime.server import CANNOT_LEAD, ServerConfig, serve
 
     host, port = split_endpoint(options.listen)
     config = ServerConfig(
@@ -88,13 +88,17 @@ def run(options: SchedulerOptions) -> int:
         )
 
     with EventLog.in_directory(options.log_dir or None, options.settings.job, role="scheduler") as events:
+        look = True
         while True:
             seat = _seat(options)
+            if seat is not None and look and (words := seat.check(config.settings)):
+                _say(words)
             open_it = seat.open_store if seat is not None else lambda: open_store(options)
             reason, failed = asyncio.run(serve(config, open_it, events, on_started=on_started, seat=seat))
             if seat is None or not failed:
                 break
             _say(f"scheduler of job {options.settings.job} stands by again: {reason}")
+            look = CANNOT_LEAD in reason  # what lies in etcd may be damaged: then it must not be tried for ever
             time.sleep(_AGAIN_S)
     _say(f"scheduler of job {options.settings.job} ends: {reason}")
     return EXIT_FAILED if failed else EXIT_OK

@@ -3,20 +3,30 @@
 Theory of operation. A scheduler without a seat (embedded store) leads from its start; its store's lock and terms keep
 others out. With a seat it listens at once, says to whoever comes who leads, and takes the chain when it is elected.
 When it leads no more its process begins anew as a candidate (runtime/scheduler_main.py).
+
+A job's rules (min_nodes and the rest of Settings) are those of the scheduler that began to lead it: they lie in etcd
+under `rules`, and whoever follows goes by them, whatever it was started with, so that no change of leaders changes the
+job. A scheduler brings its own where the job begins (again), or where it is elected and nobody else stands by: then an
+operator has started it anew.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection
+from dataclasses import asdict
 from typing import Any, Protocol
 
-from chaos_lightning.errors import StoreError
+from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.membership.types import Settings
 from chaos_lightning.runtime import etcd_pb2 as pb
 from chaos_lightning.runtime.election import LEASE_S, Candidate, Election
-from chaos_lightning.runtime.etcd_client import EtcdAddress, EtcdClient
-from chaos_lightning.runtime.etcd_store import EtcdStore
+from chaos_lightning.runtime.etcd_client import EtcdAddress, UnansweredError, open_client, put
+from chaos_lightning.runtime.etcd_store import EtcdStore, job_root
+from chaos_lightning.runtime.options import settings_from_json, settings_to_json
 from chaos_lightning.runtime.store import Store
 
+RULES = "rules"
 _FACTS_DEADLINE_S = 0.5
 """`status` must answer also where etcd does not."""
 
@@ -37,11 +47,15 @@ class Seat(Protocol):
 
     def open_store(self) -> Store: ...
 
+    def rules(self, given: Settings) -> Settings: ...
+
     def waited(self) -> bool: ...
 
     def stands_by(self) -> bool: ...
 
     def leader(self) -> str: ...
+
+    def trouble(self) -> str: ...
 
     def facts(self) -> dict[str, Any]: ...
 
@@ -62,12 +76,13 @@ class EtcdSeat:
     """
 
     def __init__(self, address: EtcdAddress, job: str, *, keep_finished: bool = False, lease_s: int = LEASE_S) -> None:
-        self._client = EtcdClient(address)
+        self._client = open_client(address)
         self._job = job
         self._keep_finished = keep_finished
         self._lease_s = lease_s
         self._guard: tuple[pb.Compare, ...] = ()
         self._election: Election | None = None
+        self._begun_again = False
         self._note: Callable[..., None] = lambda name, **fields: None
 
     def contest(
@@ -115,8 +130,70 @@ class EtcdSeat:
         store = EtcdStore(self._client, self._job, guard=self._guard, owned=False)
         if store.tip().finished and not self._keep_finished and not self.waited():
             store.begin_again()
+            self._begun_again = True
             self._note("notice", text=f"job {self._job} was finished; it begins anew in {store.place}")
         return store
+
+    def check(self, given: Settings) -> str:
+        """Looks at etcd before anything starts; returns what is worth telling, or "".
+
+        Raises:
+            ConfigurationError: etcd refuses this scheduler, or what lies under the job's name is no chain that this
+                version can read.
+        """
+        try:
+            with EtcdStore(self._client, self._job, owned=False) as store:
+                finished = store.load().finished
+            stored = self._stored_rules()
+        except UnansweredError as error:
+            return f"{error} It goes on trying."
+        except StoreError as error:
+            raise ConfigurationError(str(error)) from error
+        return self._differing(given, stored) if stored is not None and not finished else ""
+
+    def rules(self, given: Settings) -> Settings:
+        """Those that the job goes by (see the module); for the leader, after `open_store`.
+
+        Raises:
+            StoreError: etcd does not answer, or this scheduler leads no more.
+        """
+        stored = self._stored_rules()
+        if stored == given:
+            return given
+        if stored is not None:
+            if not self._begun_again and (self.waited() or self._others()):
+                self._note("notice", text=self._differing(given, stored))
+                return stored
+            self._note("notice", text=f"job {self._job} goes by other rules now: {_changes(stored, given)}")
+        key = job_root(self._client.address.prefix, self._job) + RULES
+        document = json.dumps({"format": 1, "settings": settings_to_json(given)}).encode()
+        if not self._client.transact(self._guard, [put(key, document)])[0]:
+            raise StoreError("this scheduler does not lead any more, and cannot say by which rules the job goes")
+        return given
+
+    def _stored_rules(self) -> Settings | None:
+        found = self._client.get(job_root(self._client.address.prefix, self._job) + RULES)
+        if found is None:
+            return None
+        try:
+            return settings_from_json(json.loads(found.value)["settings"])
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise StoreError(
+                f"{self._client.address}: the rules of job {self._job} cannot be read ({error}); finish it with the "
+                "version that began it, or choose another job name or prefix"
+            ) from error
+
+    def _differing(self, given: Settings, stored: Settings) -> str:
+        changes = _changes(given, stored)
+        return changes and (
+            f"job {self._job} is there already, and goes by the rules that it began with ({changes}); start every "
+            "scheduler of a job with the same ones, or give another job another name"
+        )
+
+    def _others(self) -> bool:
+        """Whether other candidates stand by."""
+        election = self._election
+        return election is not None and any(c.id != election.me.id for c in election.candidates())
 
     def waited(self) -> bool:
         """Another scheduler led before: if the job is finished by now, it was so under that one."""
@@ -130,6 +207,10 @@ class EtcdSeat:
         """Where the one listens that leads, as seen last; "" if nobody does."""
         leader = self._election.leader if self._election is not None else None
         return leader.endpoint if leader is not None else ""
+
+    def trouble(self) -> str:
+        """Why nobody can be elected at the moment, as far as it is known; or ""."""
+        return self._election.trouble if self._election is not None else ""
 
     def facts(self) -> dict[str, Any]:
         """For `status`: who leads, since when and why; who stands by; what this candidate waits for."""
@@ -154,3 +235,9 @@ class EtcdSeat:
         if self._election is not None:
             self._election.resign()
         self._client.close()
+
+
+def _changes(given: Settings, stored: Settings) -> str:
+    """What differs, in words."""
+    ours, theirs = asdict(given), asdict(stored)
+    return ", ".join(f"{name}={theirs[name]} instead of {ours[name]}" for name in ours if ours[name] != theirs[name])

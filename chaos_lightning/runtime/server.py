@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Protocol
 
 from chaos_lightning.errors import ChaosError, StoreError, WireError
@@ -42,6 +43,7 @@ import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 _MAX_OUTBOX = 4096
 """Messages that wait for one member; more means that it has not read for a long time, and its stream is cut."""
+CANNOT_LEAD = "it was elected and cannot lead"
 _STORE_PATIENCE_S = 5.0
 _ANSWER_TIMEOUT_S = 4.0
 """A request waits so long for the machine, which may be writing to its store."""
@@ -160,7 +162,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
                 self._stays = True
                 self._done("the job was finished while this scheduler stood by")
         except ChaosError as error:
-            self.end(f"it was elected and cannot lead: {error}", failed=True)
+            self.end(f"{CANNOT_LEAD}: {error}", failed=True)
 
     async def _lead(self) -> fx.Chain:
         """Takes the chain; from now on members are let in."""
@@ -168,6 +170,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         def take() -> fx.Chain:
             self._opened = self._open_store()
             self._store.take_term()
+            if self._seat is not None:
+                self.config = replace(self.config, settings=self._seat.rules(self.config.settings))
             return self._store.load()
 
         chain = await asyncio.get_running_loop().run_in_executor(self._disk, take)
@@ -346,7 +350,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         if what == "Attend":
             self._seat.asked(await name_of_caller(context))
         leader = self._seat.leader()
-        words = f"this scheduler waits to lead; now {leader or 'nobody'} does"
+        words = f"this scheduler waits to lead; now {leader or 'nobody'} does. {self._seat.trouble()}".rstrip(". ")
         await context.abort(grpc.StatusCode.UNAVAILABLE, words, ((LEADER_KEY, leader),))
 
     async def Attend(self, _requests: AsyncIterator[Any], context: Any) -> None:
@@ -478,6 +482,3 @@ async def serve(
     finally:
         with contextlib.suppress(ChaosError):
             await server.stop()
-
-
-__all__ = ["Machine", "MachineFactory", "SchedulerServer", "ServerConfig", "serve"]

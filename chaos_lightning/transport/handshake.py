@@ -85,12 +85,25 @@ def _receive(sock: socket.socket, deadline: float) -> tuple[dict[str, object], b
         raise WireError(f"handshake message announces {length} bytes, the limit is {_LIMIT}")
     body = _exactly(sock, length, deadline)
     try:
-        fields = json.loads(body)
+        return _fields(body), body
     except ValueError as error:
-        raise WireError("handshake message is no JSON") from error
+        raise WireError(f"handshake message is no JSON object of texts and numbers: {error}") from error
+
+
+def _fields(body: bytes) -> dict[str, object]:
+    """An object whose texts can be written as UTF-8; anything else is a ValueError."""
+    try:
+        fields = json.loads(body)
+        json.dumps(fields, ensure_ascii=False).encode()  # a lone surrogate is valid JSON, and no text
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(fields, dict):
-        raise WireError(f"handshake message is a {type(fields).__name__}, expected an object")
-    return fields, body
+        raise ValueError(f"it is a {type(fields).__name__}")
+    return fields
+
+
+def _same(given: object, expected: str) -> bool:
+    return hmac.compare_digest(str(given).encode(errors="backslashreplace"), expected.encode())
 
 
 def _proof(token: bytes, role: bytes, *parts: bytes) -> str:
@@ -98,10 +111,6 @@ def _proof(token: bytes, role: bytes, *parts: bytes) -> str:
     for part in parts:
         mac.update(struct.pack("<I", len(part)) + part)
     return mac.hexdigest()
-
-
-def _same(given: str, expected: str) -> bool:
-    return hmac.compare_digest(given.encode(errors="backslashreplace"), expected.encode())
 
 
 def _all(token: bytes | Sequence[bytes]) -> tuple[bytes, ...]:
@@ -180,8 +189,10 @@ def accept(
             reason = "wrong or missing cluster token"
         else:
             try:
-                fields = json.loads(body)
-                job_given, peer_id, wanted, purpose = (str(fields[k]) for k in ("job", "me", "peer", "purpose"))
+                fields = _fields(body)
+                job_given, peer_id, wanted, purpose, _ = (
+                    str(fields[k]) for k in ("job", "me", "peer", "purpose", "nonce")
+                )
                 greeting = Greeting(job_given, peer_id, wanted, purpose, int(str(fields["version"])))
             except (ValueError, KeyError, TypeError):
                 reason = "malformed hello"

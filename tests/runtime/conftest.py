@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from etcd_for_tests import servers
+from etcd_for_tests import each_client, servers
 
 from chaos_lightning.runtime.etcd_servers import EtcdServers
+
+__all__ = ["each_client"]
 
 
 @pytest.fixture(autouse=True)

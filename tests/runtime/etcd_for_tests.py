@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,4 +20,24 @@ def servers(folder: Path, count: int) -> Iterator[EtcdServers]:
     except ConfigurationError as error:
         pytest.skip(str(error))
     with made:
-        yield made
+        try:
+            yield made
+        finally:
+            for server in made.servers:  # one without a majority takes its time to end politely
+                made.kill(server)
+
+
+def need_client(kind: str) -> str:
+    """The client's name, or a skip where its package is not installed."""
+    if kind == "etcd3" and importlib.util.find_spec("etcd3") is None:
+        pytest.skip("the package etcd3 is not installed (extra: etcd)")
+    return kind
+
+
+@pytest.fixture(params=["own", "etcd3"])
+def each_client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The tests that use this run once with each client."""
+    kind = need_client(request.param)
+    make = EtcdServers.client
+    monkeypatch.setattr(EtcdServers, "client", lambda self, given=kind: make(self, given))
+    return kind

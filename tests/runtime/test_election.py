@@ -93,6 +93,7 @@ def test_who_stands_by_is_needed_until_etcd_is_gone(tmp_path: Path, job: str, ru
     until(lambda: not b.election.stands_by)
 
 
+@pytest.mark.usefixtures("each_client")
 def test_the_first_leads_and_the_next_one_after_it_resigned(
     etcd: EtcdServers, job: str, running: contextlib.ExitStack
 ) -> None:
@@ -125,6 +126,7 @@ def test_of_many_that_come_at_once_one_leads(etcd: EtcdServers, job: str, runnin
     assert len(led) == 5
 
 
+@pytest.mark.usefixtures("each_client")
 def test_a_leader_that_lost_its_lease_writes_nothing_more_though_nobody_leads_yet(
     etcd: EtcdServers, job: str, running: contextlib.ExitStack
 ) -> None:
@@ -145,6 +147,7 @@ def test_a_leader_that_lost_its_lease_writes_nothing_more_though_nobody_leads_ye
     assert a.hears("lost") == "its lease has ended"
 
 
+@pytest.mark.usefixtures("each_client")
 def test_a_lease_that_ends_while_waiting_is_taken_anew(
     etcd: EtcdServers, job: str, running: contextlib.ExitStack
 ) -> None:
@@ -163,6 +166,7 @@ def test_a_lease_that_ends_while_waiting_is_taken_anew(
     b.hears("elected")
 
 
+@pytest.mark.usefixtures("each_client")
 def test_etcd_that_cannot_be_reached_ends_a_reign_no_later_than_its_lease(
     etcd_of_three: EtcdServers, job: str, running: contextlib.ExitStack
 ) -> None:

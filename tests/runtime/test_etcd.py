@@ -22,6 +22,8 @@ from chaos_lightning.runtime.etcd_servers import EtcdServers
 from chaos_lightning.runtime.etcd_store import EtcdStore, job_root
 from chaos_lightning.runtime.store import Appended
 
+pytestmark = pytest.mark.usefixtures("each_client")
+
 
 @pytest.fixture
 def job() -> str:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from etcd_for_tests import need_client
 
 from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.membership.effects import LinkWish, Persist
@@ -50,7 +51,7 @@ def link(a: str, b: str, *, add: bool = False) -> Persist:
     return Persist(1, "link", NO_VIEW, wish=LinkWish(a, b, add, 'an operator asks: "why not?" (\u20ac)'))
 
 
-@pytest.fixture(params=["memory", "sqlite", "etcd"])
+@pytest.fixture(params=["memory", "sqlite", "etcd", "etcd3"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     """Opens the same chain as often as wanted, as several schedulers would."""
     shelf, job = Shelf(), f"job-{os.urandom(4).hex()}"
@@ -63,7 +64,8 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
             elif request.param == "sqlite":
                 store = SqliteStore(tmp_path / "chain", "job")
             else:
-                store = EtcdStore(request.getfixturevalue("etcd").client(), job)
+                kind = "own" if request.param == "etcd" else need_client(request.param)
+                store = EtcdStore(request.getfixturevalue("etcd").client(kind), job)
             return stack.enter_context(store)
 
         yield another

@@ -1,0 +1,207 @@
+"""What the stores cost, and what etcd's two clients make of servers that die.
+
+For a chain in memory, in an SQLite file, and in etcd (one server; by the own client and by the package etcd3): the
+time of an append, the time to read a chain back, and the time from an append by one scheduler until another one that
+waits for it is told. Then for each client of etcd: three servers, of which the one in use gets SIGKILL; how long until
+a write works again; and whether a watch that was under way sees what is written after its server was killed and started
+again.
+
+Bounds are on the default client alone, in ratio to the other one: it must be no slower, and its watch must survive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.common import Result, median, parser, run
+from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.membership.effects import Persist
+from chaos_lightning.membership.types import NO_VIEW, Member, View, ViewId
+from chaos_lightning.runtime.etcd3_client import load_etcd3
+from chaos_lightning.runtime.etcd_client import EtcdClient, put
+from chaos_lightning.runtime.etcd_servers import EtcdServers
+from chaos_lightning.runtime.etcd_store import EtcdStore
+from chaos_lightning.runtime.memory_store import MemoryStore, Shelf
+from chaos_lightning.runtime.sqlite_store import SqliteStore
+from chaos_lightning.runtime.store import Store
+
+NO_SLOWER = 1.15
+DEADLINE_S = 60.0
+MEMBERS = tuple(Member(f"node-{i}~{i}", f"node-{i}", "host", "127.0.0.1", 4000 + i) for i in range(8))
+Open = Callable[[], Store]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds."""
+
+    appends: list[float]
+    read_s: float
+    told: list[float]
+
+
+def decision(term: int, number: int, last: ViewId) -> Persist:
+    """A view of eight members, as a scheduler decides it."""
+    return Persist(1, "view", ViewId(term, number), View(ViewId(term, number), last, MEMBERS, (), reason="measured"))
+
+
+def percentile(values: list[float], percent: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * percent / 100))]
+
+
+def chain(open_store: Open, entries: int, waits: int) -> Timed:
+    """Appends, a read of all of it by another scheduler, and how soon that one is told of more."""
+    with open_store() as writer, open_store() as reader:
+        term, last, appends = writer.take_term(), NO_VIEW, []
+        for number in range(1, entries + 1):
+            effect = decision(term, number, last)
+            began = time.perf_counter()
+            assert writer.append(effect).ok
+            appends.append(time.perf_counter() - began)
+            last = effect.number
+        began = time.perf_counter()
+        assert len(reader.entries()) == entries
+        read_s = time.perf_counter() - began
+        told = []
+        for number in range(entries + 1, entries + 1 + waits):
+            told.append(told_after(writer, reader, decision(term, number, last), number - 1))
+            last = ViewId(term, number)
+        return Timed(appends, read_s, told)
+
+
+def told_after(writer: Store, reader: Store, effect: Persist, after: int) -> float:
+    """Seconds from the append's return until `wait` of the other one returns."""
+    woken: list[float] = []
+
+    def wait() -> None:
+        assert reader.wait(after, DEADLINE_S)
+        woken.append(time.perf_counter())
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    time.sleep(0.1)  # it has begun to wait; what it looks at first is not measured here
+    assert writer.append(effect).ok
+    appended = time.perf_counter()
+    waiter.join(DEADLINE_S)
+    return max(0.0, woken[0] - appended)
+
+
+def in_use(servers: EtcdServers, client: EtcdClient) -> int:
+    """Which server answers this client's calls now."""
+    name = client._servers[client._now % len(client._servers)].name
+    return next(i for i, server in enumerate(servers.servers) if server.endpoint == name)
+
+
+def written_again(servers: EtcdServers, kind: str) -> float:
+    """Seconds from the SIGKILL of the server in use until a write has worked."""
+    with contextlib.closing(servers.client(kind)) as client:
+        client.transact([], [put("stores/before", b"")])
+        victim = servers.servers[in_use(servers, client)]
+        servers.kill(victim)
+        began = time.perf_counter()
+        while True:
+            try:
+                client.transact([], [put("stores/after", b"")])
+                break
+            except StoreError:
+                if time.perf_counter() - began > DEADLINE_S:
+                    raise
+        seconds = time.perf_counter() - began
+    servers.run(victim)
+    servers.wait_ready(DEADLINE_S)
+    return seconds
+
+
+def watch_survives(servers: EtcdServers, kind: str) -> bool:
+    """Whether a watch begun before the only server's restart sees all that is written after it, by its revision."""
+    server, stop, seen = servers.servers[0], threading.Event(), set[bytes]()
+    begun = threading.Event()
+    with contextlib.closing(servers.client(kind)) as client, contextlib.closing(servers.client()) as writer:
+        _, revision = client.get_all(f"stores/{kind}/")
+
+        def watch() -> None:
+            with contextlib.suppress(StoreError):
+                for events in client.watch(f"stores/{kind}/", revision + 1, stop):
+                    begun.set()
+                    seen.update(event.kv.key for event in events)
+                    if len(seen) == 10:
+                        return
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        begun.wait(DEADLINE_S)
+        servers.kill(server)
+        servers.run(server)
+        servers.wait_ready(DEADLINE_S)
+        for number in range(10):
+            writer.transact([], [put(f"stores/{kind}/{number}", b"")])
+        watcher.join(DEADLINE_S / 4)
+        stop.set()
+    return len(seen) == 10
+
+
+@contextlib.contextmanager
+def stores(folder: Path, servers: EtcdServers | None, kinds: list[str]) -> Iterator[dict[str, Open]]:
+    """How to open each, as often as wanted."""
+    shelf, path = Shelf(), folder / "chain"
+    found: dict[str, Open] = {"memory": lambda: MemoryStore("job", shelf), "sqlite": lambda: SqliteStore(path, "job")}
+    if servers is not None:
+        for kind in kinds:
+            found[f"etcd by {kind}"] = lambda kind=kind: EtcdStore(servers.client(kind), f"job-{kind}")  # type: ignore[misc]
+    yield found
+
+
+def measure(result: Result, folder: Path, quick: bool, kinds: list[str]) -> None:
+    entries, waits, rounds = (200, 10, 2) if quick else (1000, 50, 10)
+    figures: dict[str, Timed] = {}
+    with EtcdServers(folder / "one", 1) as one:
+        with stores(folder, one, kinds) as opened:
+            for name, open_store in opened.items():
+                timed = figures[name] = chain(open_store, entries, waits)
+                result.add(f"append p50, {name}", median(timed.appends) * 1e3, "ms")
+                result.add(f"append p99, {name}", percentile(timed.appends, 99) * 1e3, "ms")
+                result.add(f"reading {entries} entries, {name}", timed.read_s * 1e3, "ms")
+                result.add(f"told of an entry p50, {name}", median(timed.told) * 1e3, "ms")
+                result.details[name] = {"appends_s": timed.appends, "told_s": timed.told}
+        for kind in kinds:
+            bound = 0.0 if kind == "own" else None
+            lost = 0.0 if watch_survives(one, kind) else 1.0
+            result.add(f"watches lost with a server's restart, etcd by {kind}", lost, "of 1", bound)
+    with EtcdServers(folder / "three", 3) as three:
+        for kind in kinds:
+            took = [written_again(three, kind) for _ in range(rounds)]
+            result.add(f"write after the server in use was killed, median, etcd by {kind}", median(took), "s")
+            result.add(f"write after the server in use was killed, longest, etcd by {kind}", max(took), "s")
+            result.details[f"killed, {kind}"] = took
+    if len(kinds) == 2:
+        own, other = (median(figures[f"etcd by {kind}"].appends) for kind in kinds)
+        result.add("append, own client / etcd3", own / other, "ratio", NO_SLOWER)
+
+
+def main() -> int:
+    args = parser(__doc__ or "").parse_args()
+    result = Result("stores")
+    kinds = ["own", "etcd3"]
+    try:
+        load_etcd3()
+    except ConfigurationError as error:
+        result.notes.append(str(error))
+        print(f"  {error}")
+        kinds.remove("etcd3")
+    with tempfile.TemporaryDirectory(prefix="chaos-stores-") as folder:
+        try:
+            measure(result, Path(folder), args.quick, kinds)
+        except ConfigurationError as error:
+            print(f"  {error}")
+            return 2
+    return result.finish(args)
+
+
+if __name__ == "__main__":
+    run(main)

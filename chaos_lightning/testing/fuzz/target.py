@@ -1,0 +1,99 @@
+"""What is fuzzed, and what counts as a finding: an unannounced exception, a wait, or memory beyond the limits.
+
+Theory of operation. A target reads one input and returns; what its readers refuse by their own errors it swallows.
+`guarded` runs it under an alarm, and with Python's allocations traced: an input of a few bytes that makes a reader
+allocate megabytes is a finding, whatever becomes of it. What C allocates is bounded per process (`limit_memory`).
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+from types import FrameType
+from typing import Any
+
+HANG_S = 10.0
+"""An input that takes longer is a finding."""
+
+
+class FindingError(AssertionError):
+    """A reader did what it must not."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of reader.
+
+    Attributes:
+        name: For the command line.
+        about: What is read, by what.
+        seeds: Valid inputs.
+        run: Reads one input; any exception is a finding.
+        mutate: A nearly valid input from a valid one.
+        spare_nbytes: What reading may allocate beside `per_byte` times the input.
+        per_byte: Python objects are larger than what they are read from.
+    """
+
+    name: str
+    about: str
+    seeds: Callable[[], list[bytes]]
+    run: Callable[[bytes], None]
+    mutate: Callable[[bytes, Random], bytes]
+    spare_nbytes: int = 4 << 20
+    per_byte: int = 400
+
+
+def guarded(target: Target, data: bytes, *, traced: bool = True) -> None:
+    """Runs the target on this input.
+
+    Raises:
+        FindingError: It took too long or too much memory.
+        Exception: Whatever the target raised.
+    """
+    with _alarm(HANG_S):
+        if not traced:
+            target.run(data)
+            return
+        tracemalloc.start()
+        try:
+            target.run(data)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    limit = target.spare_nbytes + target.per_byte * len(data)
+    if peak > limit:
+        raise FindingError(
+            f"{target.name}: reading {len(data)} bytes took {peak} bytes of memory, the limit is {limit}"
+        )
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Raises in the main thread; a timer of somebody else's goes on afterwards."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise FindingError(f"still busy after {seconds:g} s")
+
+    before: Any = signal.signal(signal.SIGALRM, ring)
+    left, again = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, left, again)
+
+
+def limit_memory(more_nbytes: int) -> None:
+    """This process may take so much beyond what it has by now; beyond that Python raises MemoryError."""
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = now + more_nbytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

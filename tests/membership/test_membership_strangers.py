@@ -1,0 +1,67 @@
+"""Two jobs with one name: after a restart of the scheduler, the one that the chain tells of is the job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from chaos_lightning.membership.effects import Chain, MessageIn, Opened, SchedulerEffect, Send
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.membership.types import NO_VIEW, Hello, Member, Refused, Settings, View, ViewId, Welcome
+
+MEMBERS = tuple(Member(f"{n}~{i}", n, "host", "127.0.0.1", 1, pid=i, pid_start=7) for i, n in enumerate("ab", 1))
+CHAIN = Chain(term=2, highest=ViewId(1, 1), views=(View(ViewId(1, 1), NO_VIEW, MEMBERS),))
+HELLO = Hello("default", "x", "host", "127.0.0.1", 1, 9, 7, 1, 1, "0.1", (("model", "small"),))
+
+
+def said(machine: SchedulerMachine, conn: int, hello: Hello, now: float = 1.0) -> list[SchedulerEffect]:
+    effects = machine.on(now, Opened(conn)) + machine.on(now, MessageIn(conn, hello))
+    machine.validate_state()
+    return effects
+
+
+def answers(effects: list[SchedulerEffect], kind: type) -> list[tuple[int, object]]:
+    return [(e.conn, e.message) for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
+
+
+def returning(number: int) -> Hello:
+    m = MEMBERS[number]
+    return replace(HELLO, name=m.name, pid=m.pid, pid_start=m.pid_start, resume=m.id)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"fingerprint": (("model", "large"),)}, {"package": "0.2"}, {"accumulate": 4}],
+    ids=lambda o: next(iter(o)),
+)
+def test_another_program_that_speaks_first_after_a_restart_does_not_become_the_job(other: dict[str, object]) -> None:
+    machine = SchedulerMachine(Settings(min_nodes=1), CHAIN)
+    stranger = replace(HELLO, **other)  # type: ignore[arg-type]
+    same = replace(HELLO, name="y", pid=10)
+    assert answers(said(machine, 1, stranger), Welcome)
+    effects = said(machine, 2, returning(0))
+    assert [conn for conn, _ in answers(effects, Welcome)] == [2]
+    ((conn, refused),) = answers(effects, Refused)
+    assert conn == 1
+    assert isinstance(refused, Refused)
+    assert "start all members with the same script" in refused.reason
+    assert not refused.retry
+    assert [conn for conn, _ in answers(said(machine, 3, same), Welcome)] == [3]
+    assert answers(said(machine, 4, replace(stranger, name="z", pid=11)), Refused)
+    assert [conn for conn, _ in answers(said(machine, 5, returning(1)), Welcome)] == [5]
+
+
+def test_newcomers_of_the_same_program_stay_when_the_members_are_back() -> None:
+    machine = SchedulerMachine(Settings(min_nodes=1), CHAIN)
+    assert answers(said(machine, 1, HELLO), Welcome)
+    assert not answers(said(machine, 2, returning(0)), Refused)
+    assert "x" in {p.member.name for p in machine.peers.values()}
+
+
+def test_where_nobody_came_back_a_member_of_another_program_does_not_vouch() -> None:
+    """A hello that claims to resume somebody unknown is fenced, and says nothing about the job."""
+    machine = SchedulerMachine(Settings(min_nodes=1), CHAIN)
+    stranger = replace(HELLO, resume="q~77", fingerprint=(("model", "large"),))
+    said(machine, 1, stranger)
+    assert answers(said(machine, 2, returning(0)), Welcome)

@@ -1,0 +1,212 @@
+"""The fuzzer: hypothesis finds nothing in any reader, it would find what is broken, and what was found is mended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from chaos_lightning.errors import ConfigurationError, RefusedError, StoreError, WireError
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.membership.types import NO_VIEW, Settings
+from chaos_lightning.runtime.etcd_store import EtcdStore
+from chaos_lightning.runtime.options import settings_from_json
+from chaos_lightning.testing.fuzz.drivers import TARGETS, atheris_missing, replay, with_hypothesis
+from chaos_lightning.testing.fuzz.readers import hello
+from chaos_lightning.testing.fuzz.target import FindingError, Target, guarded
+from chaos_lightning.transport.handshake import Greeting, accept, dial
+
+EXAMPLES = {"agent": 15, "server": 60, "state": 60, "scheduler": 60}
+MINUTES = 5.0
+
+
+@pytest.mark.parametrize("name", list(TARGETS))
+def test_nothing_is_found_in_a_few_examples(name: str, tmp_path: Path) -> None:
+    outcome = with_hypothesis(TARGETS[name], 0.0, tmp_path, examples=EXAMPLES.get(name, 120))
+    assert outcome.findings == []
+    assert outcome.runs >= EXAMPLES.get(name, 120)
+
+
+@pytest.mark.parametrize("name", list(TARGETS))
+def test_seeds_are_read_and_changed(name: str) -> None:
+    from random import Random
+
+    target, rng = TARGETS[name], Random(1)
+    seeds = target.seeds()
+    assert seeds
+    changed = {target.mutate(seed, rng) for seed in seeds for _ in range(20)}
+    assert len(changed - set(seeds)) >= 10
+
+
+def _raises(data: bytes) -> None:
+    if b"x" in data:
+        raise KeyError("x")
+
+
+def _allocates(data: bytes) -> None:
+    bytearray(64 << 20)
+
+
+def _loops(data: bytes) -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(("run", "words"), [(_raises, "KeyError"), (_allocates, "bytes of memory, the limit is")])
+def test_a_broken_reader_is_found_made_small_and_replayed(
+    run: Callable[[bytes], None], words: str, tmp_path: Path
+) -> None:
+    target = Target("broken", "", lambda: [b"ab"], run, lambda data, rng: data + bytes([rng.choice(b"abcdefx")]))
+    outcome = with_hypothesis(target, 60.0, tmp_path)
+    ((place, _, told),) = [line.partition(": ") for line in outcome.findings]
+    assert words in told
+    assert Path(place).read_bytes() in (b"abx", b"ab")
+    with pytest.raises((KeyError, FindingError)):
+        replay(Path(place), target)
+
+
+def test_a_reader_that_does_not_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chaos_lightning.testing.fuzz.target.HANG_S", 0.2)
+    with pytest.raises(FindingError, match="still busy"):
+        guarded(Target("loops", "", lambda: [b""], _loops, lambda data, rng: data), b"")
+
+
+def fuzz(*arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "chaos_lightning.testing.fuzz", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def test_the_command_says_what_is_wrong_with_its_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from chaos_lightning.testing.fuzz.__main__ import main
+
+    def given(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["fuzz", *arguments])
+        return main()
+
+    path = tmp_path / "input"
+    path.write_bytes(b"\0")
+    with pytest.raises(ConfigurationError, match="unknown targets: nothing; known: messages"):
+        given("--target", "nothing")
+    with pytest.raises(ConfigurationError, match="--replay needs one target"):
+        given("--replay", str(path))
+    with pytest.raises(ConfigurationError, match="No such file"):
+        given("--target", "state", "--replay", str(tmp_path / "none"))
+    with pytest.raises(ConfigurationError, match="must be positive"):
+        given("--minutes", "0")
+    assert given("--target", "state", "--replay", str(path)) == 0
+    assert capsys.readouterr().out.strip() == f"{path}: nothing found"
+    assert given("--list") == 0
+    assert "handshake  the handshake of a link" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("driver", ["hypothesis", "atheris"])
+def test_all_targets_for_minutes(driver: str, tmp_path: Path) -> None:
+    """Five minutes in all; an hour on demand: python -m chaos_lightning.testing.fuzz --minutes 60."""
+    if driver == "atheris" and atheris_missing():
+        pytest.skip(atheris_missing())
+    minutes = float(os.environ.get("CHAOS_FUZZ_MINUTES", MINUTES))
+    done = fuzz(
+        *("--driver", driver, "--minutes", str(minutes / 2), "--corpus", str(tmp_path)), timeout_s=60 * minutes + 300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("nothing found") == len(TARGETS)
+
+
+# ------------------------------------------------------------------------------------------------ what it found
+
+
+def test_a_second_hello_on_one_stream_does_not_make_it_two_members() -> None:
+    machine = SchedulerMachine(Settings(min_nodes=1), fx.Chain(1, NO_VIEW))
+    machine.on(1.0, fx.Opened(1))
+    machine.on(1.0, fx.MessageIn(1, hello("a", 1)))
+    effects = machine.on(1.1, fx.MessageIn(1, replace(hello("b", 2))))
+    machine.validate_state()
+    assert [e.conn for e in effects if isinstance(e, fx.Close)] == [1]
+    assert [p.member.name for p in machine.peers.values()] == ["a"]
+
+
+@pytest.mark.parametrize("count", [3, "3", "x", None, [1], 10**30])
+def test_a_tip_whose_entry_is_missing_is_an_error_and_no_endless_loop(count: object) -> None:
+    tip = {"format": 1, "term": 1, "highest": [1, 2], "last_view": [1, 1], "finished": False, "count": count}
+    value = SimpleNamespace(key=b"k", value=json.dumps(tip).encode(), mod_revision=1)
+    keys = SimpleNamespace(address=SimpleNamespace(prefix="p"), get=lambda key: value if key.endswith("/tip") else None)
+    with pytest.raises(StoreError, match=r"which is missing|holds no tip"):
+        EtcdStore(cast(Any, keys), "job", owned=False).tip()
+
+
+HELLO = {"job": "job", "me": "a~1", "peer": "b~2", "purpose": "link", "version": 1, "nonce": "00"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"hello": "\ud800", "proof": "00"},
+        {"hello": json.dumps(HELLO), "proof": "\u20ac"},
+        {"hello": json.dumps(HELLO), "proof": "\ud800"},
+        b"[" * 4000,
+    ],
+    ids=["surrogate", "proof that is no ASCII", "surrogate proof", "deep"],
+)
+@pytest.mark.parametrize("side", ["accept", "dial"])
+def test_odd_texts_in_a_handshake_are_refused(side: str, answer: Any) -> None:
+    body = answer if isinstance(answer, bytes) else json.dumps({**answer, "nonce": "00", "ok": True}).encode()
+    message = struct.pack("<I", len(body)) + body
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def speak(sock: socket.socket) -> None:
+            with sock, contextlib.suppress(OSError):
+                sock.sendall(message * 2)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(4096):
+                    pass
+
+        if side == "accept":
+            other = threading.Thread(target=lambda: speak(socket.create_connection(("127.0.0.1", port))))
+        else:
+            other = threading.Thread(target=lambda: speak(listener.accept()[0]))
+        other.start()
+
+        def answered() -> None:
+            if side == "accept":
+                accept(listener.accept()[0], job="job", me="b~2")
+            else:
+                dial("127.0.0.1", port, Greeting("job", "a~1", "b~2", "link"))
+
+        try:
+            with pytest.raises((RefusedError, WireError)):
+                answered()
+        finally:
+            other.join(30)
+
+
+def test_settings_that_are_nested_without_end() -> None:
+    with pytest.raises(ConfigurationError, match="settings are no JSON"):
+        settings_from_json("[" * 100_000)
+
+
+@pytest.mark.parametrize("interval_s", [1e308, 1e-9, 0.0, -1.0])
+def test_a_scheduler_that_asks_for_odd_heartbeats_is_no_scheduler(interval_s: float) -> None:
+    """The agent's thread ended with OverflowError, or sent without a pause."""
+    from chaos_lightning.membership.types import Member, ToMember, Welcome
+    from chaos_lightning.testing.fuzz import mutate
+    from chaos_lightning.testing.fuzz.readers import wrapped
+
+    welcome = Welcome(Member("a~1", "a", "host", "127.0.0.1", 1), 1, "founder", "", interval_s, 0.5)
+    TARGETS["agent"].run(mutate.joined([(0, wrapped(ToMember, welcome))]))
