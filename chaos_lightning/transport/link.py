@@ -111,7 +111,8 @@ class Link:
         self._opener = session.opener if session is not None else None
         self._sealed: list[memoryview] = []
         """What is on its way of the first frame in the queue, where frames are sealed."""
-        self._sums = not self.local and session is None
+        self.sums = not self.local and session is None
+        """Chunks are sent with checksums."""
         self._queue: deque[tuple[ViewId, bool, list[memoryview], memoryview | None, tuple[int, int]]] = deque()
         self._holding = Holding(0 if self.local else AT_FIRST_NBYTES)
         self._background: Background | None = None
@@ -161,7 +162,7 @@ class Link:
             head = pack(frame_type, view, seq, start, length, 0, pieces=len(payload))
             parts = [memoryview(head), memoryview(refer(payload))]
         else:
-            summed = length > 0 and (self._sums or not data) and self._sealer is None
+            summed = length > 0 and (self.sums or not data) and self._sealer is None
             checksum = payload_checksum(payload) if summed else 0
             parts = [memoryview(pack(frame_type, view, seq, start, length, checksum, summed=summed))]
             if length:
