@@ -192,7 +192,7 @@ def dial(
 
 
 def _same(one: str, other: str) -> bool:
-    return hmac.compare_digest(one.encode(), other.encode())
+    return hmac.compare_digest(one.encode(errors="replace"), other.encode())
 
 
 @dataclass(slots=True)
@@ -236,7 +236,7 @@ def accept(
         tune(sock)
         opening = _send(sock, {"nonce": os.urandom(16).hex(), "version": VERSION})
         answer, _ = _receive(sock, deadline)
-        body = str(answer.get("hello", "")).encode()
+        body = str(answer.get("hello", "")).encode(errors="replace")
         claim = _claim(body)
         reason, secret, name = "", b"", ""
         if claim is None:

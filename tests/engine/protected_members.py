@@ -37,12 +37,15 @@ def train(spec: dict[str, Any]) -> None:
             model.weight.fill_(WEIGHT if spec["name"] == "a" else 0.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         loader = DataLoader(TensorDataset(torch.zeros(4096, 1)), 4)
+        taken = 0
         for _ in trainer.prepare(model, optimizer, loader, epochs=1000):
             optimizer.zero_grad()
             (model.weight * GRADIENT).sum().backward()
             trainer.update()
+            trainer.check_state_replication()
             time.sleep(0.005)
-            if trainer.step >= spec["steps"]:
+            taken += 1
+            if taken >= spec["steps"]:
                 trainer.request_node_exit()
                 break
-        torch.save({"weight": float(model.weight.detach().mean()), "step": trainer.step}, spec["report"])
+        torch.save({"weight": float(model.weight.detach().mean()), "steps": taken}, spec["report"])

@@ -80,7 +80,7 @@ def test_what_an_eavesdropper_sees(watched_job: tuple[Job, Middleman], level: st
     job.harness.wait_exit("b")
     report = job.report("b")
     assert report["weight"] == pytest.approx(protected_members.WEIGHT)
-    assert report["step"] >= 10
+    assert report["steps"] == 10
     seen = [bytes(data) for data in list(relay.seen.values())]
     assert sum(map(len, seen)) > 3 * 40_000
     for value in (protected_members.GRADIENT, protected_members.WEIGHT):
@@ -97,3 +97,26 @@ def test_a_member_that_insists_on_another_level_is_told(job: Job) -> None:
     words = "links=encrypted was set here, but the job goes by links=authenticated"
     assert words in job.harness.children["b"].tail()
     job.leave("a")
+
+
+@pytest.mark.parametrize("level", ["authenticated", "encrypted"])
+def test_links_are_mended_without_a_scheduler_and_the_next_one_makes_new_keys(routed_job: Job, level: str) -> None:
+    """The ends of a link keep the keys that a scheduler gave which is no more."""
+    job = routed_job
+    job.serve(links=level, min_nodes=2)
+    for name in "ab":
+        job.start(name, settings={"min_nodes": 2, "by_reference": False, "host_scheduler": False}, epochs=1000)
+        job.harness.wait_for("welcomed", node=name)
+    job.harness.wait_step(5)
+    job.harness.kill("scheduler")
+    job.harness.wait_exit("scheduler")
+    job.harness.cut("a", "b")
+    down = job.harness.wait_for("link_down", node="b")
+    job.harness.restore("a", "b")
+    mended = job.harness.wait_for("link_up", node="b", after=down)
+    job.serve(links=level, min_nodes=2)
+    job.harness.wait_for("committed", node="a", after=mended)
+    job.start("c", settings={"min_nodes": 2, "by_reference": False, "host_scheduler": False}, epochs=1000)
+    joined = job.harness.wait_for("joined", node="c")
+    job.harness.wait_for("committed", node="c", after=joined)
+    job.leave(*"abc")

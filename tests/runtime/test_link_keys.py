@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import socket
+import sys
 import threading
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from chaos_lightning.errors import ConfigurationError, RefusedError
+from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.types import (
     GENESIS,
+    NO_VIEW,
     Decide,
     Fence,
     LinkKey,
@@ -20,6 +27,7 @@ from chaos_lightning.membership.types import (
     NextView,
     Notice,
     OpenLinks,
+    Ready,
     Settings,
     View,
     ViewId,
@@ -27,12 +35,17 @@ from chaos_lightning.membership.types import (
 )
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.runtime import keyring
+from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.keyring import KEPT, Keyring
 from chaos_lightning.runtime.link_keys import KeyIssuer, control_is_secret, levels
 from chaos_lightning.runtime.mailbox import Mailbox
 from chaos_lightning.runtime.options import check_settings, settings_from_json, settings_to_json
+from chaos_lightning.runtime.sqlite_store import SqliteStore
 from chaos_lightning.transport.handshake import Greeting, accept, dial
 from chaos_lightning.transport.sealing import Level, session_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+from served import attending, serving
 
 NUMBERS = {"a~1": 1, "b~2": 2, "c~3": 3, "d~4": 4}
 
@@ -320,3 +333,43 @@ def test_nobody_talks_a_member_into_less_protection() -> None:
     assert greeting is not None
     assert greeting.session is not None
     assert greeting.session.level is Level.ENCRYPTED
+
+
+# ------------------------------------------------------------------------------------------------ the scheduler
+
+
+def test_keys_reach_both_ends_over_the_control_streams_and_are_written_nowhere(tmp_path: Path) -> None:
+    """Neither the event log nor the store nor `status` has a byte of them, in any usual writing."""
+    chain = tmp_path / "chain.sqlite"
+    log = EventLog.in_directory(tmp_path / "logs", "scheduler")
+
+    def rule(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
+        if isinstance(event, fx.MessageIn) and isinstance(event.message, Ready):
+            view = a_view(1, *(f"{name}~{number}" for name, number in (("a", 1), ("b", 2))))
+            view = replace(view, predecessor=NO_VIEW)
+            persist = fx.Persist(1, "view", view.id, view, GENESIS)
+            return [persist, *(fx.Send(number, NextView(view)) for number in (1, 2))]
+        return None
+
+    with (
+        serving(
+            rule, settings=Settings(links="encrypted"), open_store=lambda: SqliteStore(chain, "default"), log=log
+        ) as served,
+        attending(served.endpoint, "a") as a,
+    ):
+        a.messages.wait_for(Welcome)
+        with attending(served.endpoint, "b") as b:
+            b.messages.wait_for(Welcome)
+            b.agent.send(Ready())
+            for client in (a, b):
+                client.messages.wait_for(NextView)
+            mine = [key for letter in a.keys.seen for key in letter.keys if key.peer == "b~2"]
+            its = [key for letter in b.keys.seen for key in letter.keys if key.peer == "a~1"]
+            status = json.dumps(fetch_status(served.endpoint))
+    log.close()
+    assert [k.key for k in mine] == [k.key for k in its]
+    assert len(mine) == 1
+    written = status.encode() + b"".join(p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
+    assert b"default" in written
+    key = mine[0].key
+    assert not [w for w in (key, key.hex().encode(), base64.b64encode(key), repr(key).encode()) if w in written]
