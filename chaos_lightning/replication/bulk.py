@@ -212,7 +212,12 @@ class BulkSocket:
 
     def send(self, frame: Frame, payload: Sequence[memoryview | bytes] = ()) -> None:
         """Send header and payload straight from the memory given, without joining or copying it."""
-        self._send([memoryview(frame.encode()), *(memoryview(p) for p in payload if len(p))])
+        parts = [memoryview(p) for p in payload if len(p)]
+        if self._stream is not None:  # the payload has records of its own, which open straight at its place
+            self._send([memoryview(frame.encode())])
+            self._send(parts)
+        else:
+            self._send([memoryview(frame.encode()), *parts])
 
     def send_bytes(self, part: memoryview) -> None:
         """A part of a payload whose header has gone ahead."""
