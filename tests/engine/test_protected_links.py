@@ -17,8 +17,15 @@ def protected(job: Job, name: str, level: str, **spec: Any) -> None:
     job.start(name, settings=settings, width=300, **spec)
 
 
-@pytest.mark.parametrize("level", ["authenticated", "encrypted"])
-@pytest.mark.parametrize("by_reference", [False, True])
+@pytest.mark.parametrize(
+    ("level", "by_reference"),
+    [
+        ("encrypted", False),
+        ("authenticated", True),
+        pytest.param("authenticated", False, marks=pytest.mark.slow),
+        pytest.param("encrypted", True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_join_by_replay_and_a_death_over_protected_links(job: Job, level: str, by_reference: bool) -> None:
     """Over sockets alone, as between machines; and with offers and references, which are sealed like all else."""
     way = {"min_nodes": 2, "by_reference": by_reference}
@@ -99,7 +106,7 @@ def test_a_member_that_insists_on_another_level_is_told(job: Job) -> None:
     job.leave("a")
 
 
-@pytest.mark.parametrize("level", ["authenticated", "encrypted"])
+@pytest.mark.parametrize("level", ["encrypted", pytest.param("authenticated", marks=pytest.mark.slow)])
 def test_links_are_mended_without_a_scheduler_and_the_next_one_makes_new_keys(routed_job: Job, level: str) -> None:
     """The ends of a link keep the keys that a scheduler gave which is no more."""
     job = routed_job
