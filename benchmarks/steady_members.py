@@ -22,27 +22,7 @@ def _contender(kind: str, state_mib: float, rank: int, endpoint: str, fused: boo
     torch.manual_seed(0)
     model = state_model(state_mib).to(device)
     if kind in CHAOS:
-        from chaos_lightning.collectives.layout import Section
-        from chaos_lightning.replication.access import ModuleState
-        from chaos_lightning.runtime.config import EngineConfig
-        from chaos_lightning.runtime.engine import Engine
-
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=fused)
-        engine = Engine(
-            EngineConfig(endpoint=endpoint, name=f"w{rank}", host_scheduler=False, by_reference=CHAOS[kind])
-        )
-        engine.prepare(sections=[Section("all", list(model.named_parameters()))])
-        engine.join(fingerprint={}, quota=BATCH, accumulate=1, state=ModuleState(model, optimizer))
-
-        def step(batch: torch.Tensor) -> None:
-            optimizer.zero_grad(set_to_none=True)
-            engine.arm(coefficient=1.0)
-            model(batch).square().mean().backward()
-            engine.step(weight=1.0, coefficient=1.0)
-            optimizer.step()
-
-        step.close = lambda: (engine.finish(), engine.close())  # type: ignore[attr-defined]
-        return step
+        return chaos_contender(model, fused, endpoint=endpoint, name=f"w{rank}", by_reference=CHAOS[kind])
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=kind == "ddp_view")
     optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-4, fused=fused)
 
@@ -52,6 +32,32 @@ def _contender(kind: str, state_mib: float, rank: int, endpoint: str, fused: boo
         optimizer.step()
 
     step.close = lambda: None  # type: ignore[attr-defined]
+    return step
+
+
+def chaos_contender(model: Any, fused: bool, **settings: Any) -> Any:
+    """step(batch) of this engine; `step.close()` ends it, `step.engine` is it."""
+    import torch
+
+    from chaos_lightning.collectives.layout import Section
+    from chaos_lightning.replication.access import ModuleState
+    from chaos_lightning.runtime.config import EngineConfig
+    from chaos_lightning.runtime.engine import Engine
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=fused)
+    engine = Engine(EngineConfig(host_scheduler=False, **settings))
+    engine.prepare(sections=[Section("all", list(model.named_parameters()))])
+    engine.join(fingerprint={}, quota=BATCH, accumulate=1, state=ModuleState(model, optimizer))
+
+    def step(batch: torch.Tensor) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        engine.arm(coefficient=1.0)
+        model(batch).square().mean().backward()
+        engine.step(weight=1.0, coefficient=1.0)
+        optimizer.step()
+
+    step.close = lambda: (engine.finish(), engine.close())  # type: ignore[attr-defined]
+    step.engine = engine  # type: ignore[attr-defined]
     return step
 
 

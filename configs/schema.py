@@ -39,6 +39,7 @@ class OptionsConfig:
     ingress_bps: float | None = None
     transfer_folder: str | None = None
     neighbours: str | None = None
+    links: str | None = None
     seed: int | None = None
     leave_on_signals: bool = True
 

@@ -34,6 +34,7 @@ class ChaosOptions:
         ingress_bps: Access link of this machine, which all its links share, in bits per second; 0: none.
         transfer_folder: For stop_resume: a folder that all members see.
         neighbours: Nodes or members to have links with, separated by commas or +; all that can be reached by default.
+        links: How data links are protected: checksum, authenticated, encrypted, or auto (docs/links.md).
         seed: Seed of the sample order; equal on all members. None takes `seed_everything`'s, else 0.
         leave_on_signals: Whether SIGINT and SIGTERM leave the job politely instead of aborting.
     """
@@ -55,6 +56,7 @@ class ChaosOptions:
     ingress_bps: float | None = None
     transfer_folder: str | None = None
     neighbours: str | None = None
+    links: str | None = None
     seed: int | None = None
     leave_on_signals: bool = True
 

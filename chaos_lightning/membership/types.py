@@ -16,6 +16,8 @@ import json
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
+from chaos_lightning.membership.keys import LinkKey as LinkKey
+from chaos_lightning.membership.keys import LinkKeys as LinkKeys
 from chaos_lightning.membership.reports import CatchUp as CatchUp
 from chaos_lightning.membership.reports import Finished as Finished
 from chaos_lightning.membership.reports import Leave as Leave
@@ -456,21 +458,8 @@ FromMember = (
     | LinkRequest
     | Recollection
 )
-ToMember = (
-    Welcome
-    | Refused
-    | OpenLinks
-    | NextView
-    | Prepare
-    | Decide
-    | Probe
-    | Fence
-    | Notice
-    | Released
-    | Observers
-    | Pulse
-    | Recall
-)
+_Told = Notice | Released | Observers | Pulse | Recall | LinkKeys
+ToMember = Welcome | Refused | OpenLinks | NextView | Prepare | Decide | Probe | Fence | _Told
 PeerMessage = Contribution | Header
 
 
@@ -497,3 +486,4 @@ class Settings:
     reconnect_grace_s: float = 15.0
     """How long a scheduler restarted on its file waits for the last view's members."""
     plan: PlanSpec = field(default_factory=PlanSpec)
+    links: str = "auto"

@@ -31,6 +31,7 @@ from chaos_lightning.runtime.access import (
 from chaos_lightning.runtime.config import DEFAULT_ENDPOINT, TRANSFERS, EngineConfig
 from chaos_lightning.runtime.options import ETCD, MEMORY, change_settings, settings_from_json, settings_to_json
 from chaos_lightning.runtime.plans import absolute_plan
+from chaos_lightning.transport.sealing import RULES
 
 logger = logging.getLogger("chaos_lightning.rendezvous")
 
@@ -52,6 +53,7 @@ MEMBER_OPTIONS = {
     "ingress_bps": "access link of this machine, which all its links share, in bits per second (default: none)",
     "transfer_folder": "for transfer=stop_resume: a folder that all members see",
     "neighbours": "nodes to have links with, such as a+b (default: all that can be reached)",
+    "links": f"how data links are protected: {', '.join(RULES)} (docs/links.md)",
 }
 """EngineConfig fields that can be given."""
 
@@ -185,6 +187,8 @@ def read_options(
     base = settings_from_json(environ.get("CHAOS_SETTINGS") or "{}")
     changed = {theirs: conf[ours] for ours, theirs in SETTING_OPTIONS.items() if ours in conf}
     changed.setdefault("heartbeat_timeout_s", str(config.heartbeat_timeout_s))
+    if config.links != "auto":
+        changed["links"] = config.links
     return RendezvousOptions(
         config=config,
         settings=replace(

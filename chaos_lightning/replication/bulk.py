@@ -10,6 +10,8 @@ Whatever arrives is checked in full, its length against the type's limit, before
 payloads grow as their bytes arrive, range payloads land in memory the receiver owns already. All waits run against a
 stall timeout that every byte of progress winds up again, and against a deadline that nothing does. Anything odd is a
 `WireError`; after one the stream is out of step and must be closed.
+
+On a protected connection (transport/sealing.py) all of this travels in sealed records.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 import xxhash
 
 from chaos_lightning.errors import WireError
+from chaos_lightning.transport.sealing import session_of
 
 MAGIC = b"CLRB"
 VERSION = 1
@@ -196,6 +199,8 @@ class BulkSocket:
         self.sock = sock
         self.stall_timeout_s = stall_timeout_s
         self.deadline = deadline
+        session = session_of(sock)
+        self._stream = session.stream if session is not None else None
 
     def _arm(self, patience_s: float) -> None:
         left = min(patience_s, self.deadline - time.monotonic())
@@ -207,13 +212,25 @@ class BulkSocket:
 
     def send(self, frame: Frame, payload: Sequence[memoryview | bytes] = ()) -> None:
         """Send header and payload straight from the memory given, without joining or copying it."""
-        self._send([memoryview(frame.encode()), *(memoryview(p) for p in payload if len(p))])
+        parts = [memoryview(p) for p in payload if len(p)]
+        if self._stream is not None:  # the payload has records of its own, which open straight at its place
+            self._send([memoryview(frame.encode())])
+            self._send(parts)
+        else:
+            self._send([memoryview(frame.encode()), *parts])
 
     def send_bytes(self, part: memoryview) -> None:
         """A part of a payload whose header has gone ahead."""
         self._send([part])
 
     def _send(self, parts: list[memoryview]) -> None:
+        if self._stream is None:
+            self._send_all(parts)
+            return
+        for sealed in self._stream.records(parts):
+            self._send_all(sealed)
+
+    def _send_all(self, parts: list[memoryview]) -> None:
         index = 0
         while index < len(parts):
             self._arm(self.stall_timeout_s)
@@ -238,8 +255,8 @@ class BulkSocket:
         view = memoryview(data)
         got = 0
         while got < HEADER_NBYTES:
-            self._arm(self.stall_timeout_s if got or patience_s is None else patience_s)
-            count = self.sock.recv_into(view[got:])
+            patience = self.stall_timeout_s if got or patience_s is None else patience_s
+            count = self._receive([view[got:]], patience)
             if not count:
                 if got:
                     raise WireError(
@@ -254,12 +271,9 @@ class BulkSocket:
         parts = [b for b in buffers if len(b)]
         index = 0
         while index < len(parts):
-            self._arm(self.stall_timeout_s)
-            got = self.sock.recvmsg_into(parts[index : index + _IOV])[0]
+            got = self._receive(parts[index : index + _IOV], self.stall_timeout_s, on_bytes)
             if not got:
                 raise ConnectionError("the stream ended within a payload")
-            if on_bytes is not None:
-                on_bytes(got)
             while got:
                 if got >= len(parts[index]):
                     got -= len(parts[index])
@@ -267,6 +281,24 @@ class BulkSocket:
                 else:
                     parts[index] = parts[index][got:]
                     got = 0
+
+    def _receive(
+        self, parts: list[memoryview], patience_s: float, on_bytes: Callable[[int], None] | None = None
+    ) -> int:
+        """Fills the front of `parts`; 0 at the end of the stream."""
+
+        def receive(views: list[memoryview]) -> int:
+            nonlocal patience_s
+            self._arm(patience_s)
+            patience_s = self.stall_timeout_s
+            return self.sock.recvmsg_into(views)[0]
+
+        if self._stream is not None:
+            return self._stream.fill(receive, parts, on_bytes)
+        got = receive(parts)
+        if got and on_bytes is not None:
+            on_bytes(got)
+        return got
 
     def receive_payload(self, frame: Frame) -> bytes:
         """A control payload. Memory grows with what has arrived, never with what a header claims."""

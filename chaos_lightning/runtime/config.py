@@ -20,6 +20,7 @@ from chaos_lightning.membership.types import PlanSpec
 from chaos_lightning.runtime.access import split_endpoints
 from chaos_lightning.runtime.options import NAME
 from chaos_lightning.runtime.plans import DEFAULT_PLAN, read_plan
+from chaos_lightning.transport.sealing import RULES, Level, require_library
 
 TRANSFERS = ("adaptive", "greedy", "optimal", "even", "single", "multi_source", "stop_resume", "shared")
 """replication.POLICIES; said once more, since torch must not be imported for it."""
@@ -65,6 +66,9 @@ class EngineConfig:
         transfer_folder: For stop_resume, and on all members: the folder where the member that is asked writes its
             checkpoint, and from which newcomers read it.
         neighbours: Nodes or members to have links with, separated by commas or +; empty: all that can be reached.
+        links: How data links are protected: checksum (for networks that you trust), authenticated, encrypted, or auto:
+            checksums within a machine; between machines encryption, if the job has a cluster token (docs/links.md). It
+            must be the job's, or auto.
     """
 
     endpoint: str = DEFAULT_ENDPOINT
@@ -90,6 +94,7 @@ class EngineConfig:
     ingress_bps: float = 0.0
     transfer_folder: str = ""
     neighbours: str = ""
+    links: str = "auto"
 
     def __post_init__(self) -> None:
         _ = self.endpoints
@@ -119,6 +124,10 @@ class EngineConfig:
                 raise ConfigurationError(f"neighbours {self.neighbours!r}: {name!r} is no node's or member's name")
             if name == self.name:
                 raise ConfigurationError(f"neighbours {self.neighbours!r}: {name!r} is this member itself")
+        if self.links not in RULES:
+            raise ConfigurationError(f"links {self.links!r}: expected one of {', '.join(RULES)}")
+        if self.links not in ("auto", Level.CHECKSUM):
+            require_library()
         self._check_transfer()
         _ = self.plan_spec
 

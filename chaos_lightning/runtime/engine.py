@@ -24,6 +24,7 @@ from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.slots import fitting
 from chaos_lightning.membership.types import (
     GENESIS,
+    NO_VIEW,
     Contribution,
     FromMember,
     Header,
@@ -32,7 +33,6 @@ from chaos_lightning.membership.types import (
     Spent,
     ToMember,
     View,
-    ViewId,
 )
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.planning.deal import ruling_view
@@ -46,6 +46,7 @@ from chaos_lightning.runtime.credentials import Credentials
 from chaos_lightning.runtime.doorway import hello, warn_of_rules
 from chaos_lightning.runtime.entrance import Entrance, no_replay
 from chaos_lightning.runtime.hosting import host_for_engine
+from chaos_lightning.runtime.keyring import Keyring
 from chaos_lightning.runtime.links import Links
 from chaos_lightning.runtime.mailbox import Mailbox
 from chaos_lightning.runtime.orphan import watch_parent
@@ -57,7 +58,6 @@ from chaos_lightning.runtime.window import Window
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.reference import Stamp
 
-_NO_VIEW = ViewId()
 LOG_PATIENCE_S = 0.25
 """How long a slot that reduces nothing waits for the copy of the step before it, while somebody observes."""
 
@@ -91,7 +91,7 @@ class Engine:
         self._loop = IoLoop("chaos-io", self._on_crash)
         self._shell = Shell(self._loop, self._mail, self.events, self._transfer, self._send_control)
         self._transfer.hear_of_links(self._shell.estimates, self._shell.unmeasured, self._shell.near)
-        self._transfer.tell = self._send_control
+        self._transfer.tell, self._transfer.keys = self._send_control, Keyring(config.links, self.events, self._mail)
         self._agent: Agent | None = None
         self._window: Window | None = None
         self._hello: Hello | None = None
@@ -235,6 +235,7 @@ class Engine:
             self._transfer.server.serve,
             lambda line: self.events.emit("refused", reason=line),
         )
+        self._shell.links.keys = self._transfer.keys
         if self.config.by_reference:
             self._shell.links.stamp = Stamp()
         self._loop.start()
@@ -374,7 +375,7 @@ class Engine:
             self._transfer.server.log.settle(LOG_PATIENCE_S)
         contribution = Contribution(
             member=self.member_id,
-            view=_NO_VIEW,
+            view=NO_VIEW,
             seq=self.header.seq + 1,
             kind=kind,
             step=self.header.step,
@@ -446,7 +447,7 @@ class Engine:
         if self._agent is not None:
             self._agent.close()
             self._agent = None
-        self._transfer.server.withdraw()
+        self._transfer.forget()
         self._mail.reset()
         if self._window is not None:
             self._window.abandon()

@@ -273,6 +273,7 @@ def options_for_engine(config: EngineConfig) -> SchedulerOptions:
         heartbeat_interval_s=min(base.heartbeat_interval_s, config.heartbeat_timeout_s / 3),
         heartbeat_timeout_s=config.heartbeat_timeout_s,
         plan=plan,
+        links=config.links if config.links != "auto" else base.links,
     )
     return SchedulerOptions(
         listen=config.endpoints[0],

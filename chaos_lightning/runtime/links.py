@@ -29,10 +29,11 @@ from chaos_lightning.runtime.forks import close_in_children
 from chaos_lightning.runtime.measuring import Measuring
 from chaos_lightning.runtime.routing import Letter, Router, unpacked
 from chaos_lightning.transport.frames import MAX_PAYLOAD_NBYTES, Frame, FrameType
-from chaos_lightning.transport.handshake import Greeting, accept, dial
+from chaos_lightning.transport.handshake import Greeting, Keys, accept, dial
 from chaos_lightning.transport.link import Link, Owner
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.reference import Reference, Stamp
+from chaos_lightning.transport.sealing import ProtectedSocket
 
 PING_INTERVAL_S = 0.1
 SILENCE_S = 3.0
@@ -87,6 +88,8 @@ class Links:
         self.me = ""
         self.stamp: Stamp | None = None
         """Set: neighbours on this machine may read chunks out of this process's memory."""
+        self.keys: Keys | None = None
+        """Set: connections are made, taken and protected by these."""
         self._loop = loop
         self._job = job
         self._secret = Credentials.of(token)
@@ -184,9 +187,8 @@ class Links:
 
         def work() -> None:
             try:
-                sock = dial(
-                    member.address, member.port, Greeting(self._job, me, peer, "link"), token=self._secret.tokens()
-                )
+                greeting = Greeting(self._job, me, peer, "link")
+                sock = dial(member.address, member.port, greeting, token=self._secret.tokens(), keys=self.keys)
             except (OSError, ChaosError) as error:
                 reason = f"refused ({error})"
                 self._loop.call(lambda: self._failed(peer, reason))
@@ -227,7 +229,8 @@ class Links:
 
     def _greet(self, sock: socket.socket) -> None:
         try:
-            greeting = accept(sock, job=self._job, me=self.me, token=self._secret.tokens())
+            greeting = accept(sock, job=self._job, me=self.me, token=self._secret.tokens(), keys=self.keys)
+            sock = ProtectedSocket.around(sock, greeting.session)
         except (ChaosError, OSError) as error:
             self._refused(str(error))
             return

@@ -15,6 +15,7 @@ from chaos_lightning.membership.types import Settings
 from chaos_lightning.planning.trees import check_plan
 from chaos_lightning.runtime.access import split_endpoint
 from chaos_lightning.runtime.plans import plan_from
+from chaos_lightning.transport.sealing import RULES
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 """What a job or a member may be called (fullmatch)."""
@@ -156,6 +157,8 @@ def check_settings(settings: Settings) -> Settings:
             f"{settings.heartbeat_interval_s:g}: one late heartbeat would be a suspicion; the timeout must be at least "
             "twice the interval"
         )
+    if settings.links not in RULES:
+        raise ConfigurationError(f"setting links={settings.links!r}: expected one of {', '.join(RULES)}")
     check_plan(settings.plan)
     return settings
 

@@ -33,6 +33,8 @@ from chaos_lightning.runtime.channel import END_OF_STREAM, PULSE_S, SERVER_OPTIO
 from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
 from chaos_lightning.runtime.codec import unwrap_from_member, wrap_to_member
 from chaos_lightning.runtime.connection import Connection
+from chaos_lightning.runtime.credentials import Credentials
+from chaos_lightning.runtime.link_keys import KeyIssuer
 from chaos_lightning.runtime.process_table import same_machine_verdict
 from chaos_lightning.runtime.seat import Seat
 from chaos_lightning.runtime.server_config import ServerConfig
@@ -110,6 +112,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
         self._strangers = Strangers(config.token, events.emit)
+        self._keys = KeyIssuer(config.settings, secret_channel=Credentials.of(config.token).secret_channel)
 
     # ------------------------------------------------------------------ life
 
@@ -278,8 +281,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
                 case fx.Send(number, message):
                     self._send(number, message)
                 case fx.Close(number, reason):
-                    connection = self._connections.get(number)
-                    if connection is not None:
+                    if (connection := self._connections.get(number)) is not None:
                         self._events.emit("stream_closed", peer=connection.peer, of=connection.name, reason=reason)
                         connection.outbox.put_nowait(None)
                 case fx.Note(name, fields):
@@ -324,8 +326,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         return fx.Stored(effect.token, outcome.ok, outcome.detail)
 
     def _send(self, number: int, message: ToMember) -> None:
-        connection = self._connections.get(number)
-        if connection is None:
+        if (connection := self._connections.get(number)) is None:
             return
         if isinstance(message, Welcome):
             connection.name = message.member.name
@@ -333,7 +334,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             self._events.emit("error", text=f"{connection.name or connection.peer} does not read; its stream is cut")
             connection.cut.set()
             return
-        connection.outbox.put_nowait(message)
+        for to, what in self._keys.with_keys(number, message, self._connections):
+            self._connections[to].outbox.put_nowait(what)
 
     def _done(self, reason: str) -> None:
         if not self._done_reason:

@@ -27,6 +27,7 @@ from chaos_lightning.membership.types import (
     Header,
     Heartbeat,
     Kind,
+    LinkKeys,
     LinkReport,
     NextView,
     Prepare,
@@ -167,6 +168,10 @@ class Shell:
             self._welcome(message)
         elif isinstance(message, Probe):
             self._probe(message)
+            return
+        elif isinstance(message, LinkKeys):
+            if self.transfer.keys is not None:
+                self.transfer.keys.hear(message)
             return
         elif isinstance(message, Prepare) and self.reducer is not None:
             ranges = self.reducer.held()

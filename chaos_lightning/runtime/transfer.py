@@ -29,6 +29,7 @@ from chaos_lightning.replication.state_reader import StateReader
 from chaos_lightning.replication.table import StateTable
 from chaos_lightning.runtime.choice import Situation, TransferChoice
 from chaos_lightning.runtime.credentials import Credentials, Secret
+from chaos_lightning.runtime.keyring import Keyring
 from chaos_lightning.runtime.mailbox import Mailbox
 from chaos_lightning.runtime.process_table import host_identity
 from chaos_lightning.runtime.sources import endpoint, endpoints
@@ -82,6 +83,8 @@ class Transfer:
         self.unmeasured: Callable[[], Collection[str]] = frozenset
         """Members whose link is being measured for the first time."""
         self.tell: Callable[[ProgressMessage], None] = lambda _: None
+        self.keys: Keyring | None = None
+        """What connections are protected by."""
         self._spares = Spares(self._connect)
         self._observed = False
         """The last state that was pulled was an observer's."""
@@ -116,6 +119,12 @@ class Transfer:
         before, self._spares = self._spares, Spares(self._connect)
         before.close()
 
+    def forget(self) -> None:
+        """This member begins anew, as another one."""
+        if self.keys is not None:
+            self.keys.reset()
+        self.server.withdraw()
+
     def close(self) -> None:
         """Serves nothing any more."""
         self._spares.close()
@@ -123,7 +132,7 @@ class Transfer:
 
     def _connect(self, donor: Endpoint) -> socket.socket:
         greeting = Greeting(self._job, self._mail.who(), donor.member, "bulk")
-        return dial(donor.address, donor.port, greeting, token=self._secret.tokens())
+        return dial(donor.address, donor.port, greeting, token=self._secret.tokens(), keys=self.keys)
 
     def publish(self, header: Header, state: StateAccess, layout: Layout) -> None:
         """Makes the state at `header` servable until the next slot commits (PROTOCOL.md 15).

@@ -1,9 +1,16 @@
 """Who is at the other end: an authenticated hello on every new connection between members.
 
-Theory of operation. Both ends prove that they know the cluster token by an HMAC over the other's nonce and both
-hellos; the token itself never travels. While tokens are rotated a member may know two, and proves both. Without a token
-(allowed on loopback only, see runtime/access.py) the HMAC key is empty and the exchange still checks job, identity and
-purpose. Messages are JSON of at most 4 KiB behind a 4-byte length, the whole handshake has one deadline, and nothing is
+Theory of operation. Both ends prove by an HMAC over everything that was said, both nonces included, that they know what
+the two of them share: the cluster token and, where the scheduler hands out keys (runtime/link_keys.py), one of this
+very pair's keys; neither travels. Who dials proves every key that it knows, newest first, and who accepts takes the
+first that it knows, too: one of them may have heard of a newer key a moment earlier. While tokens are rotated a member
+may know two, and proves each key with both. Without token and keys (allowed
+on loopback only, see runtime/access.py) the HMAC key is empty and the exchange still checks job, identity and purpose.
+
+Who dials also says how this connection is to be protected (transport/sealing.py), and who accepts refuses what is less
+than it wants itself. The traffic keys are derived from the shared key and all that was said.
+
+Messages are JSON of at most 4 KiB behind a 4-byte length, the whole handshake has one deadline, and nothing is
 allocated for a stranger beyond that.
 
 For tests and emulated networks, CHAOS_LINK_RELAY=HOST:PORT in the environment has this process dial a relay instead of
@@ -22,11 +29,14 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from chaos_lightning.errors import RefusedError, WireError
+from chaos_lightning.transport.link import on_this_machine
+from chaos_lightning.transport.sealing import Level, ProtectedSocket, Session, mixed
 
-VERSION = 1
+VERSION = 2
 RELAY = "CHAOS_LINK_RELAY"
 _LIMIT = 4096
 BUFFER_NBYTES = 4 << 20
@@ -41,6 +51,25 @@ class Greeting:
     peer: str
     purpose: str
     version: int = VERSION
+    session: Session | None = field(default=None, compare=False, repr=False)
+    """What protects the connection, once it is accepted."""
+
+
+class Keys(Protocol):
+    """What this member knows of keys; methods may wait for a moment, and are called by any thread."""
+
+    def level(self, *, local: bool) -> Level:
+        """The least protection of a connection within this machine, or to another one."""
+
+    def known(self, peer: str) -> Sequence[tuple[str, bytes]]:
+        """(name, key) that this member shares with that one, newest first; (("", b""),) where links have no keys.
+
+        Raises:
+            RefusedError: There should be one, and there is none.
+        """
+
+    def find(self, peer: str, names: Sequence[str]) -> tuple[str, bytes] | None:
+        """The first of these keys that is known here."""
 
 
 def tune(sock: socket.socket, *, user_timeout_ms: int = 10_000) -> None:
@@ -102,6 +131,11 @@ def _fields(body: bytes) -> dict[str, object]:
     return fields
 
 
+def _all(token: bytes | Sequence[bytes]) -> tuple[bytes, ...]:
+    """The tokens to prove or to believe; "" is the key where there is none."""
+    return (token,) if isinstance(token, bytes) else tuple(token) or (b"",)
+
+
 def _same(given: object, expected: str) -> bool:
     return hmac.compare_digest(str(given).encode(errors="backslashreplace"), expected.encode())
 
@@ -111,11 +145,6 @@ def _proof(token: bytes, role: bytes, *parts: bytes) -> str:
     for part in parts:
         mac.update(struct.pack("<I", len(part)) + part)
     return mac.hexdigest()
-
-
-def _all(token: bytes | Sequence[bytes]) -> tuple[bytes, ...]:
-    """The tokens to prove or to believe; "" is the key where there is none."""
-    return (token,) if isinstance(token, bytes) else tuple(token) or (b"",)
 
 
 def _connect(address: str, port: int, greeting: Greeting, deadline_s: float) -> socket.socket:
@@ -134,83 +163,155 @@ def _connect(address: str, port: int, greeting: Greeting, deadline_s: float) -> 
 
 
 def dial(
-    address: str, port: int, greeting: Greeting, *, token: bytes | Sequence[bytes] = b"", deadline_s: float = 5.0
+    address: str,
+    port: int,
+    greeting: Greeting,
+    *,
+    token: bytes | Sequence[bytes] = b"",
+    deadline_s: float = 5.0,
+    keys: Keys | None = None,
 ) -> socket.socket:
-    """Connects, proves the token (or one of them) both ways and returns a blocking, tuned socket.
+    """Connects, proves token and key both ways and returns a blocking, tuned socket, protected as `keys` says.
 
     Raises:
         OSError: Nobody listens there.
-        RefusedError: The other side does not accept this greeting or token, and says why.
+        RefusedError: The other side does not accept this greeting, token or key, and says why.
         WireError: The other side does not speak this protocol.
     """
     deadline = time.monotonic() + deadline_s
+    shared = keys.known(greeting.peer) if keys is not None else (("", b""),)
     sock = _connect(address, port, greeting, deadline_s)
     try:
         tune(sock)
-        challenge, _ = _receive(sock, deadline)
-        server_nonce = str(challenge.get("nonce", "")).encode(errors="backslashreplace")
-        nonce = os.urandom(16).hex()
-        body = json.dumps({**asdict(greeting), "nonce": nonce}, sort_keys=True).encode()
-        first, *older = (_proof(known, b"dial", server_nonce, body) for known in _all(token))
-        _send(sock, {"hello": body.decode(), "proof": first, "older": older})
+        level = keys.level(local=on_this_machine(sock)) if keys is not None else Level.CHECKSUM
+        _, opening = _receive(sock, deadline)
+        fields = {name: getattr(greeting, name) for name in ("job", "me", "peer", "purpose", "version")}
+        fields |= {"nonce": os.urandom(16).hex(), "level": str(level), "keys": [name for name, _ in shared]}
+        body = json.dumps(fields, sort_keys=True).encode()
+        secrets = {name: [mixed(known, key) for known in _all(token)] for name, key in shared}
+        proofs = {name: [_proof(s, b"dial", opening, body) for s in several] for name, several in secrets.items()}
+        _send(sock, {"hello": body.decode(), "proofs": proofs})
         answer, _ = _receive(sock, deadline)
         if not answer.get("ok"):
             raise RefusedError(f"{address}:{port} refused {greeting.me} ({greeting.purpose}): {answer.get('reason')}")
-        given = str(answer.get("proof", ""))
-        if not any(_same(given, _proof(t, b"accept", nonce.encode(), body)) for t in _all(token)):
-            raise RefusedError(f"{address}:{port} does not know the cluster token; it is not a member of this job")
+        named, proof = secrets.get(str(answer.get("key", "")), []), answer.get("proof", "")
+        secret = next((s for s in named if _same(proof, _proof(s, b"accept", opening, body))), None)
+        if secret is None:
+            raise RefusedError(
+                f"{address}:{port} does not know {'the key of this link' if shared[0][0] else 'the cluster token'}; it "
+                "is not a member of this job"
+            )
         sock.settimeout(None)
-        return sock
+        if level is Level.CHECKSUM:
+            return sock
+        return ProtectedSocket.around(sock, Session(level, secret, opening + body, dialled=True))
     except BaseException:
         sock.close()
         raise
+
+
+@dataclass(slots=True)
+class _Claim:
+    """What a stranger says of itself, none of which is believed before it is proved."""
+
+    greeting: Greeting
+    level: Level
+    names: tuple[str, ...]
+
+
+def _claim(body: bytes) -> _Claim | None:
+    try:
+        fields = _fields(body)
+        job, me, peer, purpose = (str(fields[name]) for name in ("job", "me", "peer", "purpose"))
+        names = fields["keys"]
+        if type(names) is not list or not all(type(name) is str for name in names) or not fields["nonce"]:
+            return None
+        greeting = Greeting(job, me, peer, purpose, int(str(fields["version"])))
+        return _Claim(greeting, Level(str(fields["level"])), tuple(names))
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def accept(
-    sock: socket.socket, *, job: str, me: str, token: bytes | Sequence[bytes] = b"", deadline_s: float = 5.0
+    sock: socket.socket,
+    *,
+    job: str,
+    me: str,
+    token: bytes | Sequence[bytes] = b"",
+    deadline_s: float = 5.0,
+    keys: Keys | None = None,
 ) -> Greeting:
-    """The listening side's half. On refusal the reason is sent, the socket closed and RefusedError raised."""
+    """The listening side's half. On refusal the reason is sent, the socket closed and RefusedError raised.
+
+    Returns:
+        Who dialled; its `session`, if there is one, is to be put around the socket (sealing.ProtectedSocket).
+    """
     deadline = time.monotonic() + deadline_s
     try:
         tune(sock)
-        nonce = os.urandom(16).hex()
-        _send(sock, {"nonce": nonce})
+        opening = _send(sock, {"nonce": os.urandom(16).hex(), "version": VERSION})
         answer, _ = _receive(sock, deadline)
-        body = str(answer.get("hello", "")).encode(errors="backslashreplace")
-        reason = ""
-        greeting = Greeting("", "", "", "")
-        fields: dict[str, object] = {}
-        older = answer.get("older")
-        given = [str(answer.get("proof", "")), *(map(str, older[:1]) if isinstance(older, list) else ())]
-        proved = next(
-            (t for t in _all(token) for g in given if _same(g, _proof(t, b"dial", nonce.encode(), body))), None
-        )
-        if proved is None:
-            reason = "wrong or missing cluster token"
+        body = str(answer.get("hello", "")).encode(errors="replace")
+        claim = _claim(body)
+        reason, name = "", ""
+        secret: bytes | None = None
+        if claim is None:
+            reason = "malformed hello, or of another version of the link protocol"
         else:
-            try:
-                fields = _fields(body)
-                job_given, peer_id, wanted, purpose, _ = (
-                    str(fields[k]) for k in ("job", "me", "peer", "purpose", "nonce")
-                )
-                greeting = Greeting(job_given, peer_id, wanted, purpose, int(str(fields["version"])))
-            except (ValueError, KeyError, TypeError):
-                reason = "malformed hello"
+            found = keys.find(claim.greeting.me, claim.names) if keys is not None else ("", b"")
+            if found is not None:
+                name, given = found[0], _given(answer, found[0])
+                secrets = (mixed(known, found[1]) for known in _all(token))
+                secret = next((s for s in secrets for g in given if _same(g, _proof(s, b"dial", opening, body))), None)
+            if found is None:
+                reason = "no key of this link is known here that the dialler knows, too"
+            elif secret is None:
+                reason = "wrong or missing key" if name else "wrong or missing cluster token"
             else:
-                if greeting.version != VERSION:
-                    reason = f"link protocol {greeting.version}, this member speaks {VERSION}"
-                elif greeting.job != job:
-                    reason = f"job {greeting.job!r}, this member belongs to {job!r}"
-                elif greeting.peer != me:
-                    reason = f"looks for {greeting.peer!r}, this is {me!r}"
-                elif greeting.purpose not in ("link", "bulk"):
-                    reason = f"purpose {greeting.purpose!r}, expected link or bulk"
-        if reason:
+                reason = _mismatch(claim, sock, job, me, keys)
+        if claim is None or secret is None or reason:
             _send(sock, {"ok": False, "reason": reason})
-            raise RefusedError(f"refused a connection: {reason}")
-        _send(sock, {"ok": True, "proof": _proof(proved or b"", b"accept", str(fields["nonce"]).encode(), body)})
+            who = f"{claim.greeting.me!r} " if claim is not None else ""
+            raise RefusedError(f"refused a connection of {who}from {_whence(sock)}: {reason}")
+        _send(sock, {"ok": True, "key": name, "proof": _proof(secret, b"accept", opening, body)})
         sock.settimeout(None)
-        return greeting
+        if claim.level is Level.CHECKSUM:
+            return claim.greeting
+        return replace(claim.greeting, session=Session(claim.level, secret, opening + body, dialled=False))
     except BaseException:
         sock.close()
         raise
+
+
+def _given(answer: dict[str, object], name: str) -> list[object]:
+    """Proofs of this key: with one token, or with both while they are rotated."""
+    proofs = answer.get("proofs")
+    given = proofs.get(name) if isinstance(proofs, dict) else None
+    return given[:2] if isinstance(given, list) else []
+
+
+def _mismatch(claim: _Claim, sock: socket.socket, job: str, me: str, keys: Keys | None) -> str:
+    """Why somebody who has proved to know what members know is at the wrong door all the same."""
+    greeting = claim.greeting
+    if greeting.version != VERSION:
+        return f"link protocol {greeting.version}, this member speaks {VERSION}"
+    if greeting.job != job:
+        return f"job {greeting.job!r}, this member belongs to {job!r}"
+    if greeting.peer != me:
+        return f"looks for {greeting.peer!r}, this is {me!r}"
+    if greeting.purpose not in ("link", "bulk"):
+        return f"purpose {greeting.purpose!r}, expected link or bulk"
+    wanted = keys.level(local=on_this_machine(sock)) if keys is not None else Level.CHECKSUM
+    if claim.level.strength < wanted.strength:
+        return f"the dialler wants the link {claim.level}, here it must be {wanted}"
+    if claim.level is not Level.CHECKSUM and keys is None:
+        return f"the dialler wants the link {claim.level}, this member has no keys"
+    return ""
+
+
+def _whence(sock: socket.socket) -> str:
+    try:
+        where = sock.getpeername()
+        return f"{where[0]}:{where[1]}"
+    except (OSError, IndexError, TypeError):
+        return "an unknown address"

@@ -6,6 +6,9 @@ guarantees that the memory is still until the frame's view is over (PROTOCOL.md 
 that can read each other's memory, chunks are sent as references (transport/reference.py). A link that breaks says so
 once, with the evidence, and is then dead for good; a new connection makes a new link. One that is not wanted any more
 is finished: what is queued still goes, then a BYE, and only the peer closes it.
+
+On a protected connection (transport/sealing.py) a frame is sealed when its turn to leave has come, so that frames may
+still overtake and be purged before, and its header opens before anything that it says is believed.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from chaos_lightning.transport.reference import (
     pieces_of,
     refer,
 )
+from chaos_lightning.transport.sealing import SEGMENT_NBYTES, session_of
 
 _READ = select.EPOLLIN | select.EPOLLRDHUP
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
@@ -102,7 +106,13 @@ class Link:
         """Frames of the job that were queued here: chunks and messages."""
         self.traffic_at = 0.0
         """When (monotonic, s) a chunk or message was last queued, or a chunk began to arrive."""
-        self._sums = not self.local
+        session = session_of(sock)
+        self._sealer = session.sealer if session is not None else None
+        self._opener = session.opener if session is not None else None
+        self._sealed: list[memoryview] = []
+        """What is on its way of the first frame in the queue, where frames are sealed."""
+        self.sums = not self.local and session is None
+        """Chunks are sent with checksums."""
         self._queue: deque[tuple[ViewId, bool, list[memoryview], memoryview | None, tuple[int, int]]] = deque()
         self._holding = Holding(0 if self.local else AT_FIRST_NBYTES)
         self._background: Background | None = None
@@ -124,8 +134,10 @@ class Link:
         self.open = True
         sock.setblocking(False)
         self._hold_little(self._holding.limit_nbytes)
+        if self._opener is not None:
+            self._expect()
         loop.register(self._fd, _READ, self._on_ready)
-        if stamp is not None and not self._sums:
+        if stamp is not None and self.local:
             self.send(FrameType.OFFER, payload=(memoryview(stamp.offer()),))
 
     # ------------------------------------------------------------------ sending
@@ -148,9 +160,9 @@ class Link:
         length = sum(piece.nbytes for piece in payload)
         if data and self.by_reference and length >= SMALLEST_NBYTES and len(payload) <= MAX_PIECES:
             head = pack(frame_type, view, seq, start, length, 0, pieces=len(payload))
-            parts = [memoryview(head + refer(payload))]
+            parts = [memoryview(head), memoryview(refer(payload))]
         else:
-            summed = length > 0 and (self._sums or not data)
+            summed = length > 0 and (self.sums or not data) and self._sealer is None
             checksum = payload_checksum(payload) if summed else 0
             parts = [memoryview(pack(frame_type, view, seq, start, length, checksum, summed=summed))]
             if length:
@@ -211,7 +223,7 @@ class Link:
     @property
     def queued_nbytes(self) -> int:
         """Bytes that the kernel has not taken yet."""
-        return sum(part.nbytes for entry in self._queue for part in entry[2])
+        return sum(part.nbytes for parts in (self._sealed, *(e[2] for e in self._queue)) for part in parts)
 
     def letters(self) -> list[memoryview]:
         """Payloads of routed messages that have not left, or not whole; for who takes over from a broken link."""
@@ -227,6 +239,8 @@ class Link:
         """Lets the rest of a chunk of this or an older view that is being received run into a bin."""
         frame = self._frame
         if frame is not None and frame.type in _DATA and frame.view <= older_or_equal:
+            if self._opener is not None and not frame.pieces:
+                self._opener.divert()
             self._into = None
             self._kept = False
 
@@ -234,7 +248,7 @@ class Link:
         queue = self._queue
         try:
             while queue or self._refill():
-                parts = queue[0][2]
+                parts = queue[0][2] if self._sealer is None else self._seal(queue[0][2])
                 sent = self._sock.sendmsg(parts)
                 self.sent_nbytes += sent
                 self._started = True
@@ -243,6 +257,8 @@ class Link:
                 if parts:
                     if sent:
                         parts[0] = parts[0][sent:]
+                    continue
+                if self._sealer is not None and queue[0][2]:
                     continue
                 queue.popleft()
                 self._started = False
@@ -254,12 +270,23 @@ class Link:
         except OSError as error:
             self._break(f"closed ({error.strerror or error})")
             return
+        except WireError as error:
+            self._break(f"used up ({error})")
+            return
         if self._writing:
             self._writing = False
             self._loop.modify(self._fd, _READ)
         if self._finishing:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_WR)
+
+    def _seal(self, parts: list[memoryview]) -> list[memoryview]:
+        """What is to be sent now of the first frame in the queue; nothing overtakes it from here on."""
+        assert self._sealer is not None
+        if not self._sealed:
+            begins, self._started = not self._started, True
+            self._sealed = self._sealer.frame(parts, begins=begins)
+        return self._sealed
 
     def _hold_little(self, nbytes: int) -> None:
         with contextlib.suppress(OSError):  # no TCP, or an older kernel: chunks may wait a little longer
@@ -288,31 +315,12 @@ class Link:
 
     def _read(self) -> None:
         budget = _BUDGET_NBYTES
-        recv_into = self._sock.recv_into
+        receive = self._receive if self._opener is None else self._receive_sealed
         try:
             while budget > 0 and self.open:
-                if self._frame is None:
-                    count = recv_into(self._head_view[self._got :])
-                    if count == 0:
-                        self._break("closed (end of stream)" if not self._said_bye else "bye")
-                        return
-                    self._got += count
-                    if self._got < HEADER_NBYTES:
-                        continue
-                    self._got = 0
-                    self._begin(unpack(self._head_view))
-                else:
-                    into = self._into
-                    if into is None:
-                        count = recv_into(self._bin[: min(self._left, self._bin.nbytes)])
-                    else:
-                        count = recv_into(into[into.nbytes - self._left :])
-                    if count == 0:
-                        self._break("closed (in the middle of a frame)")
-                        return
-                    self._left -= count
-                    if self._left == 0:
-                        self._finish()
+                count = receive()
+                if count == 0:
+                    break
                 budget -= count
                 self.received_nbytes += count
         except BlockingIOError:
@@ -322,6 +330,63 @@ class Link:
         except OSError as error:
             self._break(f"closed ({error.strerror or error})")
         self.heard_at = time.monotonic()
+
+    def _receive(self) -> int:
+        """Takes some bytes in, and deals with what they complete; 0 once the peer sends no more."""
+        if self._frame is None:
+            count = self._sock.recv_into(self._head_view[self._got :])
+            self._got += count
+            if count == 0:
+                self._ended()
+            elif self._got == HEADER_NBYTES:
+                self._got = 0
+                self._begin(unpack(self._head_view))
+            return count
+        into = self._into
+        if into is None:
+            count = self._sock.recv_into(self._bin[: min(self._left, self._bin.nbytes)])
+        else:
+            count = self._sock.recv_into(into[into.nbytes - self._left :])
+        if count == 0:
+            self._ended()
+        self._left -= count
+        if self._left == 0 and count:
+            self._finish()
+        return count
+
+    def _receive_sealed(self) -> int:
+        """The same, record by record."""
+        opener = self._opener
+        assert opener is not None
+        count = self._sock.recvmsg_into(opener.room())[0]
+        if count == 0:
+            self._ended()
+        elif opener.took(count):
+            if self._frame is None:
+                self._begin(unpack(self._head_view))
+            else:
+                self._left -= opener.nbytes
+                if self._left == 0:
+                    self._finish()
+            if self.open:
+                self._expect()
+        return count
+
+    def _expect(self) -> None:
+        """Says where the next record goes."""
+        assert self._opener is not None
+        if self._frame is None:
+            self._opener.expect(self._head_view, HEADER_NBYTES)
+            return
+        nbytes, into = min(self._left, SEGMENT_NBYTES), self._into
+        at = into.nbytes - self._left if into is not None else 0
+        self._opener.expect(None if into is None else into[at : at + nbytes], nbytes)
+
+    def _ended(self) -> None:
+        if self._frame is not None:
+            self._break("closed (in the middle of a frame)")
+        else:
+            self._break("closed (end of stream)" if not self._said_bye else "bye")
 
     def _begin(self, frame: Frame) -> None:
         self._frame = frame

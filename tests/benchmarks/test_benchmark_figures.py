@@ -19,7 +19,7 @@ from benchmarks.kill import main as kill_main
 from benchmarks.soak import beyond, beyond_line
 from benchmarks.survival import Case, World, report
 
-EVERY = ("join", "kill", "soak", "steady")
+EVERY = ("join", "kill", "links_secure", "soak", "steady")
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_job import Job, end_schedulers
+from middleman import Middleman
 
 from chaos_lightning.testing.harness import Harness
 from chaos_lightning.testing.relay import LinkRelay
@@ -37,3 +38,11 @@ def routed_job(tmp_path: Path) -> Iterator[Job]:
     """Its links can be cut and stalled."""
     with LinkRelay() as relay:
         yield from a_job(tmp_path, relay)
+
+
+@pytest.fixture
+def watched_job(tmp_path: Path) -> Iterator[tuple[Job, Middleman]]:
+    """Somebody sits on all its links."""
+    with Middleman() as relay:
+        for job in a_job(tmp_path, relay):
+            yield job, relay

@@ -88,6 +88,7 @@ def test_everything_that_can_be_given_arrives(tmp_path: Path) -> None:
         "ingress_bps": "2e8",
         "transfer_folder": str(tmp_path),
         "neighbours": "a+b",
+        "links": "authenticated",
         "heartbeat_interval_s": "0.2",
         "heartbeat_timeout_s": "1.25",
         "hang_timeout_s": "11",
@@ -114,6 +115,7 @@ def test_everything_that_can_be_given_arrives(tmp_path: Path) -> None:
     assert (config.join_by, config.neighbour_names) == ("pause", ("a", "b"))
     assert (config.transfer, config.ingress_bps, config.transfer_folder) == ("even", 2e8, str(tmp_path))
     settings = options.settings
+    assert (config.links, settings.links) == ("authenticated", "authenticated")
     assert (settings.heartbeat_interval_s, settings.heartbeat_timeout_s, settings.hang_timeout_s) == (0.2, 1.25, 11.0)
     assert (settings.confirm_timeout_s, settings.report_timeout_s, settings.join_timeout_s) == (12.0, 13.0, 14.0)
     assert (settings.linger_timeout_s, settings.reconnect_grace_s) == (15.0, 16.0)

@@ -15,6 +15,7 @@ from chaos_lightning.membership.types import (
     FromMember,
     Heartbeat,
     Hello,
+    LinkKeys,
     Member,
     Settings,
     ToMember,
@@ -191,6 +192,7 @@ class Client:
         **changes: Any,
     ) -> None:
         self.messages: Facts[ToMember] = Facts()
+        self.keys: Facts[LinkKeys] = Facts()
         self.states: Facts[str] = Facts()
         self.resume = ""
         self._resumes = resumes
@@ -210,6 +212,9 @@ class Client:
     def _on_message(self, message: ToMember) -> None:
         if isinstance(message, Welcome) and self._resumes:
             self.resume = message.member.id
+        if isinstance(message, LinkKeys):  # of no interest to most; they come before others
+            self.keys.add(message)
+            return
         self.messages.add(message)
         for answer in self.answer(message):
             self.agent.send(answer)

@@ -6,6 +6,7 @@ import json
 import socket
 import struct
 import threading
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -134,3 +135,68 @@ def test_a_flipped_byte_anywhere_in_the_header_is_found(place, flip):
 def test_a_frame_beyond_the_limit_is_refused_before_anything_is_allocated():
     with pytest.raises(WireError, match="limit"):
         unpack(bytearray(pack(FrameType.UP, ViewId(1, 1), 1, 0, (64 << 20) + 1, 0)))
+
+
+def heard(hello: Callable[[bytes], bytes]) -> Exception | None:
+    """What `accept` makes of a stranger that answers its first message with these bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        far = socket.create_connection(server.getsockname())
+        near, _ = server.accept()
+    ended: list[Exception | None] = []
+
+    def take() -> None:
+        try:
+            accept(near, job="j", me="b~1", deadline_s=5)
+            ended.append(None)
+        except Exception as error:  # which one is what the test is about
+            ended.append(error)
+
+    with near, far:
+        thread = threading.Thread(target=take)
+        thread.start()
+        far.settimeout(5)
+        (length,) = struct.unpack("<I", far.recv(4, socket.MSG_WAITALL))
+        body = hello(far.recv(length, socket.MSG_WAITALL))
+        far.sendall(struct.pack("<I", len(body)) + body)
+        thread.join(20)
+    return ended[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 4000,
+        '{"hello": ' + "[" * 3900,
+        '{"hello": "\\ud800", "proofs": {"": "\\ud800"}}',
+        '{"hello": "{\\"job\\": \\"j\\"}", "proofs": {"": "x"}}',
+        '{"hello": "' + "[" * 3900 + '"}',
+        '{"hello": 3, "proofs": [3]}',
+        '{"proofs": {"": "\u00e9"}}',
+    ],
+)
+def test_a_stranger_that_says_odd_things_is_refused_and_nothing_else_happens(text):
+    """Nested until the parser gives up, halves of characters, fields that are missing or of another type."""
+    assert isinstance(heard(lambda _: text.encode()), RefusedError | WireError)
+
+
+def test_a_hello_that_was_recorded_lets_nobody_in():
+    """It proves something about the nonce that it answered, and each connection has another one."""
+    said: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def listen() -> None:
+            sock, _ = server.accept()
+            with sock:
+                opening = json.dumps({"nonce": "0" * 32, "version": 2}).encode()
+                sock.sendall(struct.pack("<I", len(opening)) + opening)
+                (length,) = struct.unpack("<I", sock.recv(4, socket.MSG_WAITALL))
+                said.append(sock.recv(length, socket.MSG_WAITALL))
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        with pytest.raises(WireError, match="in the middle of the handshake"):
+            dial("127.0.0.1", server.getsockname()[1], Greeting("j", "a~1", "b~1", "link"), deadline_s=5)
+        thread.join(20)
+    error = heard(lambda _: said[0])
+    assert isinstance(error, RefusedError)
+    assert "wrong or missing cluster token" in str(error)

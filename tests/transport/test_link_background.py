@@ -13,6 +13,7 @@ from chaos_lightning.transport.frames import Frame, FrameType, pack
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.probe import Op
+from chaos_lightning.transport.sealing import Level, ProtectedSocket, Session
 
 DEADLINE_S = 20.0
 PIECE = memoryview(bytes(64 << 10))
@@ -42,12 +43,17 @@ class End:
 
 
 class Pair:
-    def __init__(self) -> None:
+    def __init__(self, level: str) -> None:
         self.crashes: list[BaseException] = []
         self.loop = IoLoop("pair", self.crashes.append)
         with socket.create_server(("127.0.0.1", 0)) as server:
             one = socket.create_connection(server.getsockname())
             other, _ = server.accept()
+        if level:
+            one, other = (
+                ProtectedSocket.around(sock, Session(Level(level), b"key", b"said", dialled=sock is one))
+                for sock in (one, other)
+            )
         self.loop.start()
         ready = threading.Event()
 
@@ -65,9 +71,9 @@ class Pair:
         assert not self.crashes
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
+@pytest.fixture(params=["", "authenticated", "encrypted"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    made = Pair(request.param)
     yield made
     made.close()
 

@@ -1,0 +1,264 @@
+"""Processes of the benchmark of protected links: one that sends frames, one that takes them, and a training member."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import compute_alone, median, state_model
+from benchmarks.steady_members import BATCH, chaos_contender
+from benchmarks.workers import scheduler
+
+LINKS = ("plain", "checksum", "authenticated", "encrypted")
+"""Frames of this engine's links: chunks without a checksum, as within a machine, and the three levels."""
+SOCKETS = ("socket", "ssl")
+"""Blocking sockets as they are, and under Python's ssl."""
+WINDOW_NBYTES = 16 << 20
+"""So much is on its way, or queued, at most."""
+TIMEOUT_S = 120.0
+Case = tuple[str, int, int]
+"""Mode, bytes per frame, frames."""
+
+
+class _Owner:
+    """Has frames received into one buffer, and says when so many are here."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.into = memoryview(bytearray(nbytes))
+        self.count = 0
+        self.on_frame: Any = lambda: None
+        self.failed = ""
+        self.over = threading.Event()
+        """All that was waited for is here."""
+        self.closed = threading.Event()
+
+    def target(self, _peer: str, frame: Any) -> memoryview:
+        return self.into[: frame.length]
+
+    def arrived(self, _peer: str, _frame: Any, _payload: Any) -> None:
+        self.count += 1
+        self.on_frame()
+
+    def broken(self, _peer: str, _link: Any, evidence: str) -> None:
+        if not self.over.is_set():
+            self.failed = evidence
+        self.over.set()
+        self.closed.set()
+
+
+def _window(nbytes: int, frames: int) -> tuple[int, int]:
+    """Frames on their way at most, and after how many the other end says that they are here."""
+    window = max(4, WINDOW_NBYTES // nbytes)
+    return min(window, frames), max(1, min(window, frames) // 4)
+
+
+def _over_link(sock: socket.socket, case: Case, *, sends: bool) -> None:
+    from chaos_lightning.membership.types import ViewId
+    from chaos_lightning.transport.frames import FrameType
+    from chaos_lightning.transport.handshake import tune
+    from chaos_lightning.transport.link import Link
+    from chaos_lightning.transport.loop import IoLoop
+    from chaos_lightning.transport.sealing import Level, ProtectedSocket, Session
+
+    mode, nbytes, frames = case
+    tune(sock)
+    if mode not in ("plain", "checksum"):
+        said = str(case).encode() + bytes(16)  # each case is run once per connection and round
+        sock = ProtectedSocket.around(sock, Session(Level(mode), b"benchmark", said, dialled=sends))
+    owner = _Owner(nbytes if not sends else 64)
+    loop = IoLoop("benchmark", lambda error: owner.broken("", None, repr(error)))
+    loop.start()
+    window, every = _window(nbytes, frames)
+    view, payload = ViewId(1, 1), memoryview(bytearray(nbytes))
+    word = memoryview(b"here")
+    sent = 0
+
+    def begin() -> None:
+        nonlocal link
+        link = Link(loop, sock, "other", owner)
+        link.sums = mode == "checksum"
+        if sends:
+            owner.on_frame = more
+            for _ in range(window):
+                push()
+
+    def push() -> None:
+        nonlocal sent
+        if sent < frames:
+            link.send(FrameType.DOWN, view, 1, sent * nbytes, (payload,))
+            sent += 1
+
+    def more() -> None:
+        if owner.count == frames // every:
+            owner.over.set()
+        for _ in range(every):
+            push()
+
+    def taken() -> None:
+        if owner.count % every == 0:
+            link.send(FrameType.MESSAGE, payload=(word,))
+        if owner.count == frames:
+            owner.over.set()
+
+    link: Any = None
+    if not sends:
+        owner.on_frame = taken
+    loop.call(begin)
+    if not owner.over.wait(TIMEOUT_S) or owner.failed:
+        raise RuntimeError(f"{case}: {owner.failed or 'nothing came any more'}")
+    if not sends:  # the sender has what it waits for, and ends the connection
+        owner.closed.wait(TIMEOUT_S)
+    loop.call_and_wait(link.close, 5)
+    loop.stop()
+
+
+def _over_socket(sock: socket.socket, case: Case, certificate: str, *, sends: bool) -> None:
+    from chaos_lightning.transport.handshake import tune
+
+    mode, nbytes, frames = case
+    tune(sock)
+    if mode == "ssl":
+        if sends:
+            context = ssl.create_default_context(cafile=certificate)
+            sock = context.wrap_socket(sock, server_hostname="localhost")
+        else:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            sock = context.wrap_socket(sock, server_side=True)
+    data = memoryview(bytearray(nbytes))
+    with sock:
+        if sends:
+            for _ in range(frames):
+                sock.sendall(data)
+            sock.recv_into(data, 1)
+            return
+        for _ in range(frames):
+            got = 0
+            while got < nbytes:
+                count = sock.recv_into(data[got:])
+                if not count:
+                    raise RuntimeError(f"{case}: the stream ended")
+                got += count
+        sock.sendall(b"\n")
+        with contextlib.suppress(OSError):
+            sock.recv(1)
+
+
+def carry(pipe: Connection, port: int, cases: list[Case], certificate: str) -> None:
+    """One end; port 0: the one that takes, which tells where it listens. Sends (seconds, CPU seconds) per case."""
+    try:
+        with ExitStack() as stack:
+            listener = None
+            if not port:
+                listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+                listener.settimeout(TIMEOUT_S)
+                pipe.send(listener.getsockname()[1])
+            results = []
+            for case in cases:
+                if listener is not None:
+                    sock = listener.accept()[0]
+                else:
+                    sock = socket.create_connection(("127.0.0.1", port), TIMEOUT_S)
+                sock.settimeout(None)
+                began, cpu = time.perf_counter(), time.process_time()
+                if case[0] in LINKS:
+                    _over_link(sock, case, sends=listener is None)
+                else:
+                    _over_socket(sock, case, certificate, sends=listener is None)
+                results.append((time.perf_counter() - began, time.process_time() - cpu))
+        pipe.send(results)
+    except BaseException as error:
+        pipe.send(RuntimeError(f"{'sender' if port else 'receiver'}: {error!r}"))
+        raise
+
+
+def make_certificate(folder: Path) -> str:
+    """A key and a certificate for localhost that signs itself, in one file."""
+    import datetime
+    import ipaddress
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    builder = builder.serial_number(x509.random_serial_number()).add_extension(names, critical=False)
+    builder = builder.not_valid_before(now - datetime.timedelta(hours=1))
+    signed = builder.not_valid_after(now + datetime.timedelta(days=1)).sign(key, hashes.SHA256())
+    path = folder / "localhost.pem"
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    path.write_bytes(private + signed.public_bytes(serialization.Encoding.PEM))
+    path.chmod(0o600)
+    return str(path)
+
+
+# ------------------------------------------------------------------------------------------------ steps
+
+
+@contextlib.contextmanager
+def schedulers(world: int) -> Any:
+    """One job per kind of link: {kind: endpoint}."""
+    with ExitStack() as stack:
+        yield {
+            kind: stack.enter_context(scheduler(world, links="checksum" if kind == "plain" else kind)) for kind in LINKS
+        }
+
+
+def train(
+    pipe: Connection, rank: int, world: int, port: int, endpoints: dict[str, str], case: tuple[float, int, int]
+) -> None:
+    """One member of all four jobs: alternating blocks; sends {kind: [median step seconds per block]}, and CPU."""
+    import torch
+    import torch.distributed as dist
+
+    state_mib, pairs, steps = case
+    compute_alone()
+    try:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+        members = {}
+        for kind, endpoint in endpoints.items():
+            torch.manual_seed(0)
+            model = state_model(state_mib)
+            members[kind] = chaos_contender(
+                model, True, endpoint=endpoint, job="default", name=f"w{rank}", by_reference=False
+            )
+        engine = members["checksum"].engine
+        for link in engine._shell.links._links.values():
+            link.sums = True  # as between machines; within one, the level checksum sends chunks without
+        width = int(next(state_model(state_mib).parameters()).shape[1])
+        batch = torch.randn(BATCH, width, generator=torch.Generator().manual_seed(rank))
+        times: dict[str, list[float]] = {kind: [] for kind in endpoints}
+        cpu: dict[str, list[float]] = {kind: [] for kind in endpoints}
+        for pair in range(pairs + 1):
+            for kind in list(endpoints) if pair % 2 else list(endpoints)[::-1]:
+                dist.barrier()
+                block = []
+                cpu_started = time.process_time()
+                for _ in range(steps):
+                    started = time.perf_counter()
+                    members[kind](batch)
+                    block.append(time.perf_counter() - started)
+                if pair:  # the first round warms up
+                    times[kind].append(median(block))
+                    cpu[kind].append((time.process_time() - cpu_started) / steps)
+        for member in members.values():
+            member.close()
+        dist.barrier()
+        dist.destroy_process_group()
+        pipe.send((times, cpu))
+    except BaseException as error:
+        pipe.send(RuntimeError(f"member {rank}: {error!r}"))
+        raise

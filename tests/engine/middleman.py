@@ -1,0 +1,77 @@
+"""Somebody who sits on the links between members: reads along, and changes what passes."""
+
+from __future__ import annotations
+
+import threading
+
+from chaos_lightning.testing.relay import LinkRelay, Pair, _Connection, _End, pair_of
+
+_READ_NBYTES = 1 << 18
+HANDSHAKE_NBYTES = 4096
+"""Of each direction's first bytes; what is harmed comes later."""
+
+
+class Middleman(LinkRelay):
+    """A relay that can be told to do harm, and to remember what it saw.
+
+    Attributes:
+        seen: By direction of each connection, every byte that passed; only while `records`.
+        done: Kinds of harm that were done.
+    """
+
+    def __init__(self) -> None:
+        self.records = False
+        self.seen: dict[tuple[int, str, str], bytearray] = {}
+        self.done: list[str] = []
+        self.harmed = threading.Event()
+        self._plan: tuple[Pair, str] | None = None
+        self._passed: dict[_End, int] = {}
+        self._held: dict[_End, bytes] = {}
+        self._number: dict[_Connection, int] = {}
+        super().__init__()
+
+    def harm(self, one: str, other: str, kind: str) -> None:
+        """The next bytes between these two, on a connection that is past its handshake, suffer this."""
+        self.harmed.clear()
+        self._plan = (pair_of(one, other), kind)
+
+    def _read(self, end: _End, other: _End | None) -> None:
+        assert other is not None
+        connection, _ = self._watched[end.sock.fileno()]
+        data = end.sock.recv(_READ_NBYTES)
+        end.ended = not data
+        passed = self._passed[end] = self._passed.get(end, 0) + len(data)
+        if self.records:
+            number = self._number.setdefault(connection, len(self._number))
+            names = connection.names if end is connection.dialler else connection.names[::-1]
+            self.seen.setdefault((number, *names), bytearray()).extend(data)
+        for piece in self._changed(connection, end, data, passed):
+            other.held += len(piece)
+            other.coming.append((0.0, memoryview(piece)))
+        self._write(other)
+
+    def _changed(self, connection: _Connection, end: _End, data: bytes, passed: int) -> list[bytes]:
+        if (held := self._held.pop(end, None)) is not None and data:
+            self._tell("reorder")
+            return [data, held]
+        plan = self._plan
+        if plan is None or connection.pair != plan[0] or passed < HANDSHAKE_NBYTES or not data:
+            return [data]
+        self._plan = None
+        kind = plan[1]
+        if kind == "reorder":
+            self._held[end] = data
+            return []
+        self._tell(kind)
+        if kind == "flip":
+            changed = bytearray(data)
+            changed[len(changed) // 2] ^= 0x10
+            return [bytes(changed)]
+        if kind == "replay":
+            return [data, data]
+        assert kind == "drop", kind
+        return []
+
+    def _tell(self, kind: str) -> None:
+        self.done.append(kind)
+        self.harmed.set()
