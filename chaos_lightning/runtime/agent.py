@@ -335,6 +335,10 @@ class Agent(threading.Thread):
                 if isinstance(message, Fence | Released | Refused):
                     self._over = not (isinstance(message, Refused) and message.retry)
                     self._take_leave(talk)
+                    if self._admitted and not self._over:
+                        # It stands in a view that this scheduler does not know; it knocks again, ever more seldom.
+                        self._answered = False
+                        return RefusedError(f"the scheduler said: {message.reason}")
                     return ChaosError(f"the scheduler said: {message.reason}")
             # Nothing lies in the inbox: it was not this process that was frozen.
             if item is None and talk.pulses and time.monotonic() >= heard + PULSE_TIMEOUT_S:

@@ -13,7 +13,7 @@ from typing import Any
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Chain, Persist
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.membership.types import NO_VIEW, Settings, Verdict, View
+from chaos_lightning.membership.types import NO_VIEW, Hello, Settings, Verdict, View, ViewId
 from chaos_lightning.runtime.store import Appended
 from chaos_lightning.simulate.failing import (
     forked_plan,
@@ -50,6 +50,13 @@ class DeafScheduler(SchedulerMachine):
     """Does not heed that members have heard of a later term."""
 
     def _outranked(self, who: str, term: int) -> bool:
+        return False
+
+
+class RuthlessScheduler(DeafScheduler):
+    """Moreover takes whoever stands in a view that it does not know for excluded by one that it knows."""
+
+    def _is_foreign(self, hello: Hello) -> bool:
         return False
 
 
@@ -113,7 +120,7 @@ FAILING_BUGS: dict[str, Bug] = {
     "7-unfenced": Bug(
         rule="7",
         what="a deposed scheduler goes on to put out members that it never heard of",
-        hooks=hooks_of(scheduler=DeafScheduler),
+        hooks=hooks_of(scheduler=RuthlessScheduler),
         plan=lingering_plan,
     ),
     "9-excluded": Bug(

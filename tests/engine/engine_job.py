@@ -65,9 +65,9 @@ class Job:
         options = ["--listen", self.endpoint, "--settings", json.dumps(rules), "--store", str(chain)]
         options += ["--log-dir", str(self.harness.logs)]
         self.harness.start("scheduler", [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", *options])
-        self.harness.wait_until(self._served, "the scheduler's answer")
+        self.harness.wait_until(self.served, "the scheduler's answer")
 
-    def _served(self) -> bool:
+    def served(self) -> bool:
         try:
             return bool(fetch_status(self.endpoint))
         except SchedulerUnreachableError:

@@ -1,0 +1,95 @@
+"""The chain's file and its scheduler are gone: nobody guesses, and on the operator's word it is rebuilt (14a)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from engine_job import Job
+from test_failover import equal, train
+
+from chaos_lightning.observe.events import Record
+from chaos_lightning.runtime.channel import fetch_status
+
+RULES = {"min_nodes": 1, "reconnect_grace_s": 2.0}
+
+
+def lose_the_chain(job: Job) -> None:
+    """The scheduler is killed, and its chain's file is no more."""
+    job.harness.kill("scheduler")
+    for path in job.folder.glob("chain.sqlite*"):
+        path.unlink()
+
+
+def begin(job: Job, name: str, *options: str) -> None:
+    """A scheduler on an empty store, at the same endpoint."""
+    command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", job.endpoint]
+    command += ["--settings", json.dumps(RULES), "--store", str(job.folder / f"{name}.sqlite")]
+    job.harness.start(name, [*command, "--log-dir", str(job.harness.logs), *options])
+    job.harness.wait_until(job.served, "the scheduler's answer")
+
+
+def machine(job: Job) -> dict[str, Any]:
+    found: dict[str, Any] = fetch_status(job.endpoint)["machine"]
+    return found
+
+
+def goes_on(job: Job, name: str, after: Record) -> Record:
+    return job.harness.wait_for("committed", node=name, after=after)
+
+
+def test_without_the_word_nothing_is_founded_and_with_it_all_go_on_and_a_newcomer_joins(job: Job) -> None:
+    job.serve(**RULES)
+    before = train(job, *"abc")
+    lose_the_chain(job)
+    begin(job, "empty")
+    lost = job.harness.wait_for("chain_lost")
+    assert "--rebuild" in lost["text"]
+    assert "--rebuild" in machine(job)["reason"]
+    assert not machine(job)["members"]
+    trains = goes_on(job, "b", lost)
+    assert trains["step"] > before["step"]
+
+    job.harness.kill("empty")
+    begin(job, "rebuilder", "--rebuild")
+    rebuilt = job.harness.wait_for(
+        "decide", lambda r: str(r["reason"]).startswith("rebuilt"), node="default", after=trains
+    )
+    assert len(rebuilt["members"]) == 3
+    goes_on(job, "a", rebuilt)
+    joined = train_too(job, "d")
+    equal(job, "abcd", joined)
+    assert not [r for r in job.harness.records if r.name == "fenced"]
+    assert len(job.foundings()) == 1
+    job.leave(*"abcd")
+
+
+def train_too(job: Job, name: str) -> Record:
+    job.start(name, settings={"state_hash_every": 10, "host_scheduler": False}, epochs=1000, step_s=0.01)
+    job.harness.wait_for("joined", node=name)
+    return job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 4, node=name)
+
+
+def test_a_minority_is_refused_by_name_and_the_rest_lets_it_go_on(job: Job) -> None:
+    job.serve(**RULES)
+    train(job, *"abc")
+    lose_the_chain(job)
+    for name in "bc":
+        job.harness.stop(name)
+    begin(job, "rebuilder", "--rebuild")
+    job.harness.wait_until(lambda: "1 did" in machine(job)["reason"], "the word that too few report")
+    reason = machine(job)["reason"]
+    assert "2 of the 3 members" in reason
+    assert "b~" in reason.partition("Missing")[2]
+    assert "c~" in reason.partition("Missing")[2]
+    assert machine(job)["phase"] == "rebuilding"
+    job.harness.cont("b")
+    rebuilt = job.harness.wait_for("decide", lambda r: str(r["reason"]).startswith("rebuilt"), node="default")
+    assert {m[0] for m in rebuilt["members"]} == {"a", "b"}
+    goes_on(job, "a", rebuilt)
+    job.harness.cont("c")
+    job.harness.wait_for("fenced", node="c")
+    back = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="a", after=rebuilt)
+    equal(job, "abc", back)
+    job.leave(*"abc")

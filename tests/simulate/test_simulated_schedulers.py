@@ -1,0 +1,104 @@
+"""Schedulers that die between two effects, wake up deposed, or lose their chain; some found by chance, kept by seed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chaos_lightning.membership.types import Welcome
+from chaos_lightning.simulate import failing
+from chaos_lightning.simulate.bugs import BUGS
+from chaos_lightning.simulate.script import parse
+from chaos_lightning.simulate.world import Fault, World, simulate
+
+FOUR = "seed 4\nnodes n0:host=h1 n1:host=h1 n2:host=h2 n3:host=h2\nprogram length 400\nprogram window_s 0.02\n"
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.sampled_from(failing.FAILING), st.integers(0, 10**6))
+def test_any_seed_with_failing_schedulers_holds_all_contracts(plan: object, seed: int) -> None:
+    assert simulate(plan(seed)).violation == ""  # type: ignore[operator]
+
+
+def test_a_deposed_leader_puts_nobody_out() -> None:
+    bug = BUGS["7-unfenced"]
+    seed = next(s for s in range(120) if simulate(bug.plan(s), bug.hooks, validate=False).violation)
+    assert simulate(bug.plan(seed)).violation == ""
+
+
+def test_a_newcomer_without_a_link_confirms_no_death() -> None:
+    bug = BUGS["12-gullible"]
+    seed = next(s for s in range(120) if simulate(bug.plan(s), bug.hooks, validate=False).violation)
+    assert simulate(bug.plan(seed)).violation == ""
+
+
+def test_whom_a_stored_view_let_go_is_released_by_the_next_scheduler() -> None:
+    plan = parse(FOUR + "at 0.5 drain n1")
+    crash = Fault(action="sched-crash", at=0.5, lasts=0.3, trap=("stored", 0, 0))
+    world = World(replace(plan, faults=(*plan.faults, crash), orderly=True))
+    outcome = world.run()
+    assert outcome.violation == ""
+    assert outcome.crashes == 1
+    assert world.nodes["n1"].outcome.startswith("left: view")
+    assert outcome.ejections == 0
+
+
+def test_links_closed_in_good_order_are_told_so_again() -> None:
+    world = World(parse(FOUR))
+    node = world.nodes["n0"]
+    world.kernel.at(0.5, lambda: node.link_changed("n3~9", True, "connected"))
+    world.kernel.at(0.5, lambda: node.link_changed("n3~9", False, "bye"))
+    told: list[object] = []
+    world.kernel.at(0.6, lambda: told.extend(node.machine.on(0.6, _welcome_again(world))))
+    assert world.run().violation == ""
+    assert "bye" in [getattr(getattr(e, "message", None), "evidence", "") for e in told]
+
+
+def _welcome_again(world: World) -> object:
+    from chaos_lightning.membership.effects import ControlIn
+
+    member = world.store.views[-1].members
+    me = next(m for m in member if m.name == "n0")
+    return ControlIn(Welcome(me, 1, "joiner", "welcome back", 0.1, 0.35))
+
+
+def test_members_of_a_lost_chain_train_on() -> None:
+    plan = parse(FOUR)
+    world = World(replace(plan, faults=(Fault(action="chain-lost", at=0.5, lasts=0.2),), limit_s=2.5))
+    steps: list[int] = []
+    world.kernel.at(2.0, lambda: steps.extend(n.header.seq for n in world.nodes.values()))
+    early: list[int] = []
+    world.kernel.at(0.8, lambda: early.extend(n.header.seq for n in world.nodes.values()))
+    outcome = world.run()
+    assert outcome.ejections == 0
+    assert not world.store.views
+    assert min(steps) > max(early)
+    assert "--rebuild" in str(world.scheduler.machine.snapshot()["reason"])
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_lost_chain_is_rebuilt_by_more_than_half(dead: int) -> None:
+    plan = parse(FOUR + "".join(f"at 0.7 kill n{i}\n" for i in range(dead)))
+    faults = (*plan.faults, Fault(action="chain-lost", at=0.5, lasts=0.2), Fault(action="rebuild", at=1.0))
+    world = World(replace(plan, faults=faults))
+    outcome = world.run()
+    assert outcome.violation == ""
+    assert outcome.ejections == 0
+    first = world.store.views[0]
+    assert first.reason.startswith("rebuilt")
+    assert len(first.members) == 4 - dead
+    assert first.id.term > 1
+
+
+def test_exactly_half_is_told_who_is_missing_and_waits() -> None:
+    plan = parse(FOUR + "at 0.7 kill n0\nat 0.7 kill n1")
+    faults = (*plan.faults, Fault(action="chain-lost", at=0.5, lasts=0.2), Fault(action="rebuild", at=1.0))
+    world = World(replace(plan, faults=faults, limit_s=12.0))
+    assert "stuck" in world.run().violation
+    reason = str(world.scheduler.machine.snapshot()["reason"])
+    assert "3 of the 4 members" in reason
+    assert "n0~" in reason.partition("Missing")[2]
+    assert not world.store.views
