@@ -38,7 +38,7 @@ from chaos_lightning.membership.types import (
 )
 from chaos_lightning.runtime import chaos_pb2
 from chaos_lightning.runtime.access import addresses, split_endpoint
-from chaos_lightning.runtime.channel import CLIENT_OPTIONS, StandbyError, explain
+from chaos_lightning.runtime.channel import CLIENT_OPTIONS, SilentError, StandbyError, explain
 from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerStub
 from chaos_lightning.runtime.codec import unwrap_to_member, wrap_from_member
 from chaos_lightning.runtime.credentials import Credentials, Secret, open_channel
@@ -53,6 +53,8 @@ _ANSWER_TIMEOUT_S = 10.0
 _GOODBYE_TIMEOUT_S = 1.0
 PULSE_TIMEOUT_S = 0.7
 """A scheduler that says every `channel.PULSE_S` that it lives, and then does not for so long, is frozen or cut off."""
+_SHUN_S = 2.0
+"""One of several that was silent is not asked again for so long; until its lease ends, the others name it."""
 _REVIVE_AFTER = 3
 """Failed attempts in a row after which `revive` is called."""
 _MAX_OUTBOX = 65536
@@ -153,6 +155,8 @@ class Agent(threading.Thread):
         self._at = 0
         self._leader = ""
         """Where a standby said that the leader listens."""
+        self._shunned: dict[str, float] = {}
+        """Schedulers that were silent, and until when they are not asked."""
         self._secret = Credentials.of(token)
         self._hello_factory = hello_factory
         self._on_message = on_message
@@ -235,13 +239,21 @@ class Agent(threading.Thread):
 
     def _turn(self, reason: ChaosError) -> bool:
         """Chooses whom to ask next; True if a standby has named the leader, who can be asked at once."""
-        if isinstance(reason, StandbyError) and reason.leader and reason.leader != self._endpoint:
-            self._leader = reason.leader
+        now = time.monotonic()
+        if isinstance(reason, SilentError):
+            self._shunned[self._endpoint] = now + _SHUN_S
+        self._shunned = {place: until for place, until in self._shunned.items() if until > now}
+        named = reason.leader if isinstance(reason, StandbyError) else ""
+        if named and named != self._endpoint and named not in self._shunned:
+            self._leader = named
             return True
         if self._leader:
             self._leader = ""
         else:
             self._at += 1
+        for _ in self._endpoints:
+            if self._endpoint in self._shunned:
+                self._at += 1
         return False
 
     def _tell(self, state: str, told: str) -> str:
@@ -342,7 +354,7 @@ class Agent(threading.Thread):
                     return ChaosError(f"the scheduler said: {message.reason}")
             # Nothing lies in the inbox: it was not this process that was frozen.
             if item is None and talk.pulses and time.monotonic() >= heard + PULSE_TIMEOUT_S:
-                return SchedulerUnreachableError(f"{self._endpoint} was silent for {PULSE_TIMEOUT_S:g} s")
+                return SilentError(f"{self._endpoint} was silent for {PULSE_TIMEOUT_S:g} s")
             if time.monotonic() >= due:
                 if talk.welcomed:
                     if not talk.clogged:
@@ -350,7 +362,7 @@ class Agent(threading.Thread):
                     # Late beats are not made up for; the next one counts from now if this thread was held up.
                     due = max(due + interval, time.monotonic())
                 elif not self._answered:
-                    return SchedulerUnreachableError(f"{self._endpoint} did not answer within {patience_s:g} s")
+                    return SilentError(f"{self._endpoint} did not answer within {patience_s:g} s")
                 else:
                     due = time.monotonic() + interval
 

@@ -66,6 +66,10 @@ class StandbyError(SchedulerUnreachableError):
         self.leader = leader
 
 
+class SilentError(SchedulerUnreachableError):
+    """Somebody listens there, and says nothing: a frozen scheduler, or one that is cut off."""
+
+
 def explain(error: grpc.RpcError, endpoint: str, secret: Secret = b"", timeout_s: float = 1.0) -> ChaosError:
     """Our exception for a call that failed: refused by the scheduler, or none reached.
 

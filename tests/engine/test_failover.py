@@ -31,13 +31,14 @@ def etcd(tmp_path: Path) -> Iterator[EtcdServers]:
         yield servers
 
 
-def stand_by(job: Job, etcd: EtcdServers, count: int) -> dict[str, str]:
+def stand_by(job: Job, etcd: EtcdServers, count: int, *, apart: bool = False) -> dict[str, str]:
     """Candidates; members ask all of them. Returns endpoint by name."""
     places = {f"s{n}": f"127.0.0.1:{port}" for n, port in enumerate(free_ports(count))}
     for name, place in places.items():
         command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", place]
         command += ["--settings", json.dumps({"min_nodes": 1}), "--store", etcd.address]
-        job.harness.start(name, [*command, "--log-dir", str(job.harness.logs)])
+        env = {"CHAOS_HOST": name} if apart else None
+        job.harness.start(name, [*command, "--log-dir", str(job.harness.logs)], env=env)
     job.endpoint = ",".join(places.values())
     job.harness.wait_for("elected")
     return places
@@ -150,3 +151,17 @@ def test_who_comes_when_the_job_has_just_finished_hears_of_it(job: Job, etcd: Et
     assert job.harness.wait_exit("b") != 0
     assert "finished" in job.harness.children["b"].tail(30)
     job.finish("a")
+
+
+@pytest.mark.slow
+def test_members_do_not_wait_for_a_frozen_leader_that_the_others_still_name(job: Job, etcd: EtcdServers) -> None:
+    """The candidates count as on machines of their own, so the lease decides, which takes longer than the silence."""
+    places = stand_by(job, etcd, 3, apart=True)
+    before = train(job, *"ab")
+    first = leading(job, places)
+    job.harness.stop(first)
+    second = job.harness.wait_for("scheduler_started", lambda r: r["term"] == 2, after=before)
+    for name in "ab":
+        found = job.harness.wait_for("scheduler", lambda r: r["state"] == "connected", node=name, after=second)
+        assert found.t - second.t < 1.2, "each of the others is asked again within a quarter of a second"
+    job.leave(*"ab")
