@@ -73,7 +73,7 @@ class SilentError(SchedulerUnreachableError):
 def explain(error: grpc.RpcError, endpoint: str, secret: Secret = b"", timeout_s: float = 1.0) -> ChaosError:
     """Our exception for a call that failed: refused by the scheduler, or none reached.
 
-    If TLS may be the reason, that is looked into for up to `timeout_s`.
+    If TLS may be the reason, that is looked into for up to `timeout_s` (0: not at all).
     """
     code, details = error.code(), error.details() or ""
     metadata: Any = error.trailing_metadata() or ()
@@ -86,7 +86,7 @@ def explain(error: grpc.RpcError, endpoint: str, secret: Secret = b"", timeout_s
         return RefusedError(f"at {endpoint} another kind of service listens ({details}); choose another port")
     if code == grpc.StatusCode.NOT_FOUND:
         return RefusedError(details)
-    if code == grpc.StatusCode.UNAVAILABLE and (trouble := tls_trouble(endpoint, secret, timeout_s)):
+    if timeout_s and code == grpc.StatusCode.UNAVAILABLE and (trouble := tls_trouble(endpoint, secret, timeout_s)):
         return RefusedError(trouble)
     return SchedulerUnreachableError(f"no scheduler answered at {endpoint}: {code.name if code else '?'}: {details}")
 

@@ -32,7 +32,7 @@ class FakeEngine:
     header: Header = GENESIS
     events: EventLog = field(default_factory=lambda: EventLog(None))
     left: list[str] = field(default_factory=list)
-    config: Any = field(default_factory=lambda: SimpleNamespace(endpoint="127.0.0.1:1", token_file=""))
+    config: Any = field(default_factory=lambda: SimpleNamespace(endpoint="127.0.0.1:1", token_file="", keys_dir=""))
     contributed: int = 0
 
     @property

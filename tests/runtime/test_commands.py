@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ from typer.testing import CliRunner
 
 from chaos_lightning import cli
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import Settings
+from chaos_lightning.membership.types import Settings, Welcome
 from chaos_lightning.runtime import scheduler_main
+from chaos_lightning.runtime.credentials import Credentials, KeyFolder
+from chaos_lightning.runtime.keyfiles import NODES
 from chaos_lightning.runtime.options import MEMORY, SchedulerOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
-from served import attending, serving
+from served import Served, attending, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a token for the tests"
@@ -50,6 +54,38 @@ def test_help_lists_every_command_and_imports_none() -> None:
         assert name in done.stdout
         assert command.help in plain(done.stdout)
     assert "torchrun --rdzv-backend=chaos" in done.stdout
+
+
+def test_commands_show_the_keys_they_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = tmp_path / "keys"
+    assert run("keys", "init", "--dir", str(keys), "--node", "a").exit_code == 0
+    operator = str(keys / NODES / "operator")
+    with serving(token=Credentials(keys=KeyFolder(keys / NODES / "a"))) as served, attending_as(served, keys):
+        place = ("--endpoint", served.endpoint)
+        for words in (["status"], ["top", "--once"], ["drain", "x"], ["link", "add", "x", "y"]):
+            bare = run(*words, *place)
+            assert bare.exit_code == 1
+            assert "demands a certificate" in str(bare.exception)
+        assert run("status", *place, "--keys-dir", operator).exit_code == 0
+        assert run("top", "--once", *place, "--keys-dir", operator).exit_code == 0
+        assert "asked to leave: a" in run("drain", "a", *place, "--keys-dir", operator).output
+        monkeypatch.setenv("CHAOS_KEYS_DIR", operator)
+        assert run("status", *place).exit_code == 0
+        both = run("status", *place, "--keys-dir", operator, "--token-file", "token")
+        assert "give one of them" in str(both.exception)
+
+
+def attending_as(served: Served, keys: Path) -> Any:
+    """A member called a."""
+    client = attending(served.endpoint, token=Credentials(keys=KeyFolder(keys / NODES / "a")))
+
+    @contextlib.contextmanager
+    def welcomed() -> Iterator[None]:
+        with client as attended:
+            attended.messages.wait_for(Welcome)
+            yield
+
+    return welcomed()
 
 
 @pytest.mark.parametrize("name", list(cli.COMMANDS))
