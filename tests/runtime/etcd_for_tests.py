@@ -34,9 +34,9 @@ def need_client(kind: str) -> str:
     return kind
 
 
-@pytest.fixture(params=["own", "etcd3"])
+@pytest.fixture(params=["own", pytest.param("etcd3", marks=pytest.mark.slow)])
 def each_client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The tests that use this run once with each client."""
+    """The tests that use this run once with each client; test_store.py runs with both in `make test`, too."""
     kind = need_client(request.param)
     make = EtcdServers.client
     monkeypatch.setattr(EtcdServers, "client", lambda self, given=kind: make(self, given))

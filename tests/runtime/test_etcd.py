@@ -196,6 +196,33 @@ def test_a_server_that_is_restarted_forgets_nothing_and_watches_go_on(tmp_path: 
         assert [v.id.number for v in other.load().views] == [1, 2, 3, 4]
 
 
+def test_servers_killed_again_and_again_in_mid_write_lose_nothing_that_was_acknowledged(
+    tmp_path: Path, job: str
+) -> None:
+    with servers(tmp_path / "etcd", 1) as one, store(one, job) as chain:
+        chain.take_term()
+        over, last, count = threading.Event(), NO_VIEW, 0
+
+        def kill_and_start() -> None:
+            for _ in range(3):
+                over.wait(0.2)
+                one.kill(one.servers[0])
+                one.run(one.servers[0])
+                one.wait_ready(30.0)
+            over.set()
+
+        killer = threading.Thread(target=kill_and_start)
+        killer.start()
+        while not over.is_set():
+            effect = decide(ViewId(1, count + 1), last)
+            assert append_patiently(chain, effect).ok
+            last, count = effect.number, count + 1
+        killer.join(60)
+        with store(one, job) as other:
+            assert [v.id.number for v in other.load().views] == list(range(1, count + 1))
+            assert count > 30
+
+
 def append_patiently(chain: EtcdStore, effect: Persist) -> Appended:
     """As the scheduler does, which tries again for seconds."""
     deadline = time.monotonic() + 30

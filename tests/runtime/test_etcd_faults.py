@@ -110,12 +110,13 @@ def test_servers_that_accept_and_never_answer_are_passed_by(etcd: EtcdServers, j
             began = time.monotonic()
             assert chain.append(decide(ViewId(1, 1))).ok
             assert time.monotonic() - began < 2.5, "a part of the deadline for each of two servers at most"
+            _, revision = client.get_all(f"{job}/")
             client._now = 0
             stop = threading.Event()
             seen: list[bytes] = []
 
             def watch() -> None:
-                for events in client.watch(f"{job}/", 1, stop):
+                for events in client.watch(f"{job}/", revision + 1, stop):
                     seen.extend(e.kv.key for e in events)
                     if seen:
                         return
