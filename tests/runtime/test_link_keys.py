@@ -37,7 +37,7 @@ from chaos_lightning.observe.events import EventLog
 from chaos_lightning.runtime import keyring
 from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.keyring import KEPT, Keyring
-from chaos_lightning.runtime.link_keys import KeyIssuer, control_is_secret, levels
+from chaos_lightning.runtime.link_keys import KeyIssuer, levels
 from chaos_lightning.runtime.mailbox import Mailbox
 from chaos_lightning.runtime.options import check_settings, settings_from_json, settings_to_json
 from chaos_lightning.runtime.sqlite_store import SqliteStore
@@ -142,8 +142,6 @@ def test_rules_become_levels() -> None:
     assert levels("auto", secret_channel=True) == (Level.ENCRYPTED, Level.CHECKSUM)
     assert levels("auto", secret_channel=False) == (Level.CHECKSUM, Level.CHECKSUM)
     assert levels("authenticated", secret_channel=False) == (Level.AUTHENTICATED, Level.AUTHENTICATED)
-    assert control_is_secret(b"token")
-    assert not control_is_secret(b"")
     told = Told("auto", secret=False)
     told.welcome("a~1", "b~2")
     told.send("a~1", OpenLinks((member("b~2"),)))
