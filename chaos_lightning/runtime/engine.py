@@ -217,14 +217,14 @@ class Engine:
                 on_state=self._on_agent_state,
                 heartbeat=self._shell.heartbeat,
                 connect_timeout_s=min(30.0, self.config.join_timeout_s),
-                revive=partial(self._host_scheduler, continue_only=True),
+                revive=partial(host_for_engine, self.config, continue_only=True),
             )
             self._agent.start()
 
     def _start_network(self) -> None:
         check_bind(self.config.bind, self._token)
         watch_parent()
-        self._host_scheduler()
+        host_for_engine(self.config)
         self._shell.links = Links(
             self._loop,
             self.config.bind,
@@ -240,10 +240,6 @@ class Engine:
             self._shell.links.stamp = Stamp()
         self._loop.start()
         self._loop.call(self._shell.beat)
-
-    def _host_scheduler(self, *, continue_only: bool = False) -> None:
-        """Starts a scheduler if the endpoint is this machine's and free."""
-        host_for_engine(self.config, continue_only=continue_only)
 
     def _make_hello(self) -> Hello:
         assert self._hello is not None

@@ -62,7 +62,8 @@ def _seat(options: SchedulerOptions) -> EtcdSeat | None:
 def run(options: SchedulerOptions) -> int:
     """Serves until the job is finished, idleness, a signal or a failure; returns the exit code."""
     from chaos_lightning.observe.events import EventLog
-    from chaos_lightning.runtime.server import CANNOT_LEAD, ServerConfig, serve
+    from chaos_lightning.runtime.server import CANNOT_LEAD, serve
+    from chaos_lightning.runtime.server_config import ServerConfig
 
     host, port = split_endpoint(options.listen)
     config = ServerConfig(

@@ -24,7 +24,8 @@ from chaos_lightning.membership.types import (
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.runtime.agent import Agent
 from chaos_lightning.runtime.memory_store import MemoryStore
-from chaos_lightning.runtime.server import SchedulerServer, ServerConfig
+from chaos_lightning.runtime.server import SchedulerServer
+from chaos_lightning.runtime.server_config import ServerConfig
 from chaos_lightning.runtime.store import Store
 
 PATIENCE_S = 30.0

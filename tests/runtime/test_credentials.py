@@ -15,7 +15,7 @@ from chaos_lightning.runtime.access import check_bind
 from chaos_lightning.runtime.config import EngineConfig
 from chaos_lightning.runtime.credentials import Credentials, KeyFolder, known
 from chaos_lightning.runtime.roles import MEMBER, OBSERVER
-from chaos_lightning.runtime.server import ServerConfig
+from chaos_lightning.runtime.server_config import ServerConfig
 
 
 @pytest.fixture

@@ -31,7 +31,8 @@ from chaos_lightning.runtime import chaos_pb2, codec
 from chaos_lightning.runtime.agent import Agent
 from chaos_lightning.runtime.memory_store import MemoryStore
 from chaos_lightning.runtime.routing import Letter, unpacked
-from chaos_lightning.runtime.server import SchedulerServer, ServerConfig
+from chaos_lightning.runtime.server import SchedulerServer
+from chaos_lightning.runtime.server_config import ServerConfig
 from chaos_lightning.testing.fuzz import mutate
 from chaos_lightning.testing.fuzz.readers import hello, message, mutated_message, wrapped
 from chaos_lightning.testing.fuzz.target import FindingError, Target
