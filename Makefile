@@ -18,7 +18,7 @@ STAMP := $(VENV)/.installed
 CONTENT := AddSerializedFile|_start=|_end=|'/chaos|SerializeToString|FromString
 BENCHES ?= $(patsubst benchmarks/%.py,%,$(shell grep -l '^if __name__ == "__main__"' benchmarks/*.py))
 
-.PHONY: help env debian demo demo-edge demo-failover test test-slow check bench proto clean
+.PHONY: help env debian demo demo-edge demo-failover test test-slow fuzz check bench proto clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -57,6 +57,9 @@ test: $(STAMP) ## the tests without the slow ones
 
 test-slow: $(STAMP) ## the slow tests
 	@$(PY) -m pytest -m slow --timeout=1800 $(ARGS)
+
+fuzz: $(STAMP) ## an hour of hostile bytes
+	@$(PY) -m chaos_lightning.testing.fuzz --minutes 60 --jobs $(JOBS) $(ARGS)
 
 check: $(STAMP) ## format, lint, types, import contracts, generated files
 	@$(BIN)/ruff format --check .
