@@ -20,7 +20,7 @@ import pytest
 
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError
 from chaos_lightning.runtime.channel import fetch_status
-from chaos_lightning.runtime.credentials import Credentials, KeyFolder
+from chaos_lightning.runtime.credentials import Credentials
 from chaos_lightning.runtime.hosting import HostedScheduler
 from chaos_lightning.runtime.keyfiles import NODES, Node, init
 from chaos_lightning.runtime.process_table import start_time
@@ -110,7 +110,7 @@ def endpoint() -> str:
 def hosted(endpoint: str) -> HostedScheduler | None:
     """The scheduler that answers there."""
     try:
-        pid = fetch_status(endpoint, TOKEN.encode())["pid"]
+        pid = fetch_status(endpoint, Credentials.load() or TOKEN.encode())["pid"]
     except SchedulerUnreachableError:
         return None
     return HostedScheduler(endpoint, pid, start_time(pid), Path("unknown"), None)
@@ -185,7 +185,9 @@ def test_agents_join_a_running_job_and_nobody_is_restarted(torchrun: Callable[..
     assert len(first.workers()) == 2
 
 
-def test_agents_with_keys_meet_over_tls(torchrun: Callable[..., Torchrun], endpoint: str, tmp_path: Path) -> None:
+def test_agents_with_keys_meet_over_tls(
+    torchrun: Callable[..., Torchrun], endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The token in their environment is not used then, and opens nothing."""
     keys = tmp_path / "keys"
     init(keys, [Node("one"), Node("two"), Node("ann", OBSERVER)])
@@ -194,7 +196,8 @@ def test_agents_with_keys_meet_over_tls(torchrun: Callable[..., Torchrun], endpo
     second = torchrun(conf=f"node=two,keys_dir={os.path.relpath(keys / NODES / 'two')}", nodes="1:2")
     assert second.wait("welcome")["role"] == "joiner"
     first.wait("next_view")
-    facts = fetch_status(endpoint, Credentials(keys=KeyFolder(keys / NODES / "ann")))
+    monkeypatch.setenv("CHAOS_KEYS_DIR", str(keys / NODES / "ann"))  # also for the one who ends the scheduler
+    facts = fetch_status(endpoint, Credentials.load())
     assert sorted(row["peer"].split(" ", 1)[1] for row in facts["streams"]) == ["one (member)", "two (member)"]
     with pytest.raises(RefusedError, match="demands a certificate: give keys_dir"):
         fetch_status(endpoint, TOKEN.encode())
