@@ -194,7 +194,7 @@ def test_wrong_arguments_are_named() -> None:
 
 def test_wrong_endpoint_is_named_when_fit_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="HOST:PORT"):
-        trainer(tmp_path, strategy=ChaosStrategy(endpoint="nowhere")).fit(Regression(), loader())
+        trainer(tmp_path, strategy=ChaosStrategy(endpoint="nowhere:port")).fit(Regression(), loader())
 
 
 def test_settings_that_are_not_honoured_are_warned_about(tmp_path: Path) -> None:
