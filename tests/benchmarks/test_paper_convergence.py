@@ -293,6 +293,7 @@ def test_a_frozen_base_moves_only_to_a_node_that_lacks_it(bare: bool, tmp_path: 
     assert extra == (frozen - same if bare else 0)
 
 
+@pytest.mark.slow
 def test_a_node_that_leaves_takes_its_samples_and_the_others_go_on(tmp_path: Path) -> None:
     blocks = text_blocks([bytes(range(256)) * 40] * 5, 4, 0, test=True)
     shares = tuple(blocks.take(np.arange(4) + 4 * i) for i in range(3))

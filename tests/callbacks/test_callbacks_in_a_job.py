@@ -72,7 +72,10 @@ def job(tmp_path: Path) -> Iterator[Job]:
     "plan",
     [
         "at step 14 in forward: sigkill d\nat step 18 in backward: sigkill c\nat step 22 in allreduce: sigkill b",
-        "at step 14 in optimizer: sigkill a\nat step 18 in validation: sigkill b\nat step 30 in checkpoint: sigkill c",
+        pytest.param(
+            "at step 14 in optimizer: sigkill a\nat step 18 in validation: sigkill b\nat step 30 in checkpoint: sigkill c",
+            marks=pytest.mark.slow,
+        ),
         "at step 14 in backward: sigkill rank 0\nat step 18 in optimizer: sigkill rank 0",
     ],
     ids=["before the commit", "after the commit", "roots"],
@@ -98,7 +101,7 @@ def test_deaths_in_every_phase_break_nothing(job: Job, plan: str) -> None:
     assert "goodput" in harness.children[survivors[0]].tail()
 
 
-@pytest.mark.parametrize("who", ["a", "b"])
+@pytest.mark.parametrize("who", [pytest.param("a", marks=pytest.mark.slow), "b"])
 def test_a_signal_leaves_with_exit_code_0_and_the_others_go_on(job: Job, who: str) -> None:
     job.start("a", "b", plan="")
     harness = job.harness

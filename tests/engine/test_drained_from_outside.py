@@ -128,6 +128,7 @@ def test_newcomer_is_drained_while_its_state_is_on_the_way(routed_job: Job) -> N
     assert not [r for r in job.harness.records if r.name in ("fenced", "rejoin", "death")]
 
 
+@pytest.mark.slow
 def test_who_comes_in_again_is_drained_meanwhile(job: Job) -> None:
     """It was frozen for too long, was put out, and is about to get the state anew."""
     gate = job.gate("c")

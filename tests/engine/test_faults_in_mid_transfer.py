@@ -26,7 +26,7 @@ SOME_NBYTES = 150_000
 NEWCOMER = "d"
 SPEC: dict[str, Any] = {"epochs": 1000, "width": WIDTH, "step_s": 0.02}
 HASHED = {"state_hash_every": 10}
-WAYS = pytest.mark.parametrize("way", ["pause", "replay"])
+WAYS = pytest.mark.parametrize("way", [pytest.param("pause", marks=pytest.mark.slow), "replay"])
 
 
 def training(job: Job, names: Sequence[str], rules: dict[str, Any] | None = None) -> LinkRelay:

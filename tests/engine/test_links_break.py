@@ -59,6 +59,7 @@ def test_a_cut_link_is_dialled_again_and_the_open_step_redone(routed_job: Job, e
     unharmed(job, *"abc")
 
 
+@pytest.mark.slow
 def test_a_link_that_is_cut_again_and_again_stops_nobody_for_good(routed_job: Job) -> None:
     job = routed_job
     view = founded(job, epochs=60)
@@ -87,6 +88,7 @@ def test_a_stalled_link_is_noticed_though_nobody_closes_it(routed_job: Job) -> N
     unharmed(job, *"abc")
 
 
+@pytest.mark.slow
 def test_a_short_stall_is_waited_out(routed_job: Job) -> None:
     """TCP loses nothing in it, so the same step goes on in the same view."""
     job = routed_job

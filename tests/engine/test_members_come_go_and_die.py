@@ -34,6 +34,7 @@ def test_newcomers_initial_weights_do_not_matter(job: Job) -> None:
     same(job.finish("a", "b"))
 
 
+@pytest.mark.slow
 def test_two_newcomers_at_once(job: Job) -> None:
     gate = job.gate("a")
     job.start("a", gates={5: gate}, epochs=20)  # long enough for both on a busy machine
@@ -61,6 +62,7 @@ def test_sigkill_of_one_of_three(job: Job, victim: str) -> None:
     same(job.finish(*alive, "d"))
 
 
+@pytest.mark.slow
 def test_two_of_four_die_at_once(job: Job) -> None:
     gate = job.gate("a")
     for name in "abcd":
@@ -77,6 +79,7 @@ def test_two_of_four_die_at_once(job: Job) -> None:
     same(job.finish("a", "d", "e", "f"))
 
 
+@pytest.mark.slow
 def test_root_dies_after_its_header_reached_one_member(job: Job) -> None:
     """The hand-on path: the result that one survivor holds is given to the other verbatim (PROTOCOL.md 9)."""
     job.start("a", settings={"min_nodes": 2}, die_at={"when": "after_first_header", "world": 3}, epochs=30)
@@ -163,6 +166,7 @@ def test_who_leaves_after_the_last_step_ends_with_the_others(job: Job, leaver: s
     assert reports[0]["step"] == 30
 
 
+@pytest.mark.slow
 def test_who_leaves_hands_newcomers_the_state_that_the_others_have(job: Job) -> None:
     """It takes a step without its script, and then a newcomer comes in and pulls from the oldest member, the leaver."""
     gate = job.gate("a")
@@ -178,6 +182,7 @@ def test_who_leaves_hands_newcomers_the_state_that_the_others_have(job: Job) -> 
     assert reports[0]["out"]
 
 
+@pytest.mark.slow
 def test_leaver_is_the_writer_and_root(job: Job) -> None:
     job.start("a", epochs=30)
     job.harness.wait_for("welcomed", node="a")
@@ -209,6 +214,7 @@ def test_joiner_dies_while_others_wait_for_it(job: Job) -> None:
     same(job.finish("a", "b"))
 
 
+@pytest.mark.slow
 def test_workers_of_a_killed_member_do_not_hide_its_death(job: Job) -> None:
     """DataLoader workers inherit sockets; the survivors must see the death at once all the same."""
     for name in "abc":
@@ -220,6 +226,7 @@ def test_workers_of_a_killed_member_do_not_hide_its_death(job: Job) -> None:
     same(job.finish("a", "c"))
 
 
+@pytest.mark.slow
 def test_member_whose_state_drifts_pulls_it_again(job: Job) -> None:
     """A bit that flipped in memory, say: hashes are compared, the odd one out joins again (PROTOCOL.md 24)."""
     settings = {"min_nodes": 2, "state_hash_every": 5}

@@ -58,7 +58,7 @@ def test_links_that_are_emulated_are_measured_by_both_ends_while_the_job_trains(
     job.finish(*"abc")
 
 
-@pytest.mark.parametrize("dead", ["b", "a"])
+@pytest.mark.parametrize("dead", ["b", pytest.param("a", marks=pytest.mark.slow)])
 def test_the_member_that_messages_pass_through_is_killed(job: Job, dead: str) -> None:
     """A ring a - b - c - d: a, the root, and c have no link, and b, being older than d, is between them. Then d is."""
     named = {"a": "b,d", "b": "a,c", "c": "b,d", "d": "a,c"}

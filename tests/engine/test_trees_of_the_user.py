@@ -37,6 +37,7 @@ def written(job: Job, plan: list[dict[str, Any]]) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_fourth_member_does_not_fit_into_the_trees_of_three(job: Job) -> None:
     plan = written(job, trees(0, 1024, gradient_nbytes()))
     gate = job.gate("a")

@@ -122,6 +122,7 @@ def test_train_composes_and_trains_elastic(tmp_path: Path) -> None:
     assert "max_steps=2` reached" in said
 
 
+@pytest.mark.slow
 def test_train_sweeps(tmp_path: Path) -> None:
     """`-m`: one training per choice, each in a folder of its own."""
     said = script(

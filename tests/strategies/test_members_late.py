@@ -49,6 +49,7 @@ def test_newcomer_comes_when_no_rest_point_is_left(job: Job, steps: int) -> None
     assert "the job is finished" in job.harness.children["b"].tail().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_newcomer_comes_to_a_finished_job(job: Job) -> None:
     """A scheduler that was told to keep the finished chain answers it in words; it neither waits nor begins anew."""
     job.start("a", epochs=1)
@@ -67,7 +68,7 @@ def test_newcomer_comes_to_a_finished_job(job: Job) -> None:
     assert not (job.out / "b.pt").exists()
 
 
-@pytest.mark.parametrize("who", ["a", "b"])
+@pytest.mark.parametrize("who", ["a", pytest.param("b", marks=pytest.mark.slow)])
 def test_death_in_on_train_end(job: Job, who: str) -> None:
     """All steps are done, the job's closing slot is not: the others finish with equal states and a writer."""
     spec = {"epochs": 3, "model_args": {"sync": True}, "callbacks": ("checkpoint", "stopping")}

@@ -33,7 +33,7 @@ def three(job: Job, join_by: str, **common: Any) -> None:
     ("model", "extra"),
     [
         ("Regression", {"model_args": {"norm": True, "sync": True}}),
-        ("Regression", {"trainer": {"accumulate_grad_batches": 2}}),
+        pytest.param("Regression", {"trainer": {"accumulate_grad_batches": 2}}, marks=pytest.mark.slow),
         pytest.param("Regression", {"trainer": {"gradient_clip_val": 0.05}}, marks=pytest.mark.slow),
         pytest.param("Regression", {"trainer": {"precision": "bf16-mixed"}}, marks=pytest.mark.slow),
         pytest.param("Scheduled", {}, marks=pytest.mark.slow),
