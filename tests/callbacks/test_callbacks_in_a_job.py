@@ -73,7 +73,8 @@ def job(tmp_path: Path) -> Iterator[Job]:
     [
         "at step 14 in forward: sigkill d\nat step 18 in backward: sigkill c\nat step 22 in allreduce: sigkill b",
         pytest.param(
-            "at step 14 in optimizer: sigkill a\nat step 18 in validation: sigkill b\nat step 30 in checkpoint: sigkill c",
+            "at step 14 in optimizer: sigkill a\nat step 18 in validation: sigkill b\n"
+            "at step 30 in checkpoint: sigkill c",
             marks=pytest.mark.slow,
         ),
         "at step 14 in backward: sigkill rank 0\nat step 18 in optimizer: sigkill rank 0",
