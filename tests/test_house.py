@@ -155,7 +155,7 @@ def test_make_lists_every_target() -> None:
     listed = {line.split()[0] for line in done.stdout.splitlines()}
     assert listed == {
         *("help", "env", "demo", "demo-edge", "demo-failover"),
-        *("test", "test-slow", "check", "bench", "proto", "clean"),
+        *("test", "test-slow", "fuzz", "check", "bench", "proto", "clean"),
     }
 
 
