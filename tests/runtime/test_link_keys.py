@@ -226,6 +226,41 @@ def test_a_member_that_insists_on_another_rule_is_put_out() -> None:
     assert "links=authenticated was set here, but the job goes by links=encrypted" in mail.ejected[0]
 
 
+def test_protection_is_never_lessened_while_a_member_is_in() -> None:
+    auto = LinkKeys("auto", "encrypted", "checksum", True, (), ())
+    weaker = (
+        replace(auto, remote="checksum"),
+        replace(auto, remote="authenticated"),
+        replace(auto, keyed=False),
+        LinkKeys("checksum", "checksum", "checksum", True, (), ()),
+    )
+    for message in weaker:
+        ring, mail = a_ring()
+        ring.hear(auto)
+        ring.hear(message)
+        assert ring.level(local=False) is Level.ENCRYPTED
+        assert mail.ejected is not None
+        assert "links were encrypted between machines and checksum within one, with keys when this" in mail.ejected[0]
+        ring.reset()  # in another incarnation another rule may be the first
+        ring.hear(message)
+        assert ring.level(local=False) is Level(message.remote)
+    ring, mail = a_ring()
+    ring.hear(replace(auto, remote="checksum", keyed=False))
+    ring.hear(auto)
+    assert mail.ejected is None
+    assert ring.level(local=False) is Level.ENCRYPTED
+
+
+@pytest.mark.parametrize("told", [("checksum", "encrypted"), ("encrypted", "checksum"), ("authenticated", "encrypted")])
+@pytest.mark.parametrize("setting", ["auto", "encrypted"])
+def test_a_rule_that_comes_with_weaker_levels_than_it_says_is_objected_to(told: tuple[str, str], setting: str) -> None:
+    ring, mail = a_ring(setting)
+    ring.hear(LinkKeys("encrypted", *told, True, (a_key(1),), ()))
+    assert mail.ejected is not None
+    words = f"links=encrypted, and asks for less: {told[0]} between machines, {told[1]} within one"
+    assert words in mail.ejected[0]
+
+
 # ------------------------------------------------------------------------------------------------ handshakes
 
 
@@ -371,3 +406,43 @@ def test_keys_reach_both_ends_over_the_control_streams_and_are_written_nowhere(t
     assert b"default" in written
     key = mine[0].key
     assert not [w for w in (key, key.hex().encode(), base64.b64encode(key), repr(key).encode()) if w in written]
+
+
+class Follower:
+    """A seat whose job is led by rules of another scheduler, which died."""
+
+    def __init__(self, stored: Settings) -> None:
+        self._stored = stored
+
+    def contest(self, endpoint: str, elected: Any, lost: Any, note: Any, present: Any) -> None:
+        elected()
+
+    def rules(self, given: Settings) -> Settings:
+        return self._stored
+
+    def waited(self) -> bool:
+        return False
+
+    def stands_by(self) -> bool:
+        return False
+
+    def asked(self, name: str) -> None:
+        """Somebody came while nobody led."""
+
+    def leader(self) -> str:
+        return ""
+
+    def trouble(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_a_scheduler_that_follows_another_one_protects_links_by_the_rules_of_the_job() -> None:
+    """And not by the setting that it was started with itself."""
+    seat = Follower(Settings(links="encrypted"))
+    with serving(settings=Settings(links="checksum"), seat=seat) as served, attending(served.endpoint, "a") as a:
+        a.messages.wait_for(Welcome)
+        told = a.keys.wait_for(LinkKeys)
+    assert (told.rule, told.remote, told.local, told.keyed) == ("encrypted", "encrypted", "encrypted", True)
