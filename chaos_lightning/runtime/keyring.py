@@ -159,8 +159,8 @@ class Keyring:
             return
         text = (
             "links to other machines have checksums only: whoever sits on the way can read and change gradients and "
-            "weights. With a cluster token on all nodes they are encrypted; links=checksum says that this is meant "
-            "(docs/links.md)"
+            "weights. With a folder of keys on all nodes (keys_dir, docs/access.md) they are encrypted, with a token "
+            "alone they are not; links=checksum says that this is meant (docs/links.md)"
         )
         self._events.emit("notice", text=text, waiting=False)
         _log.warning(text)

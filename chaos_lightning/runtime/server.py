@@ -190,7 +190,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         if self.config.rebuild:
             chain = to_rebuild(chain, self._store.place)
         secret_channel = Credentials.of(self.config.token).secret_channel
-        self._keys = KeyIssuer(self.config.settings, secret_channel=secret_channel)
+        met = {member for view in chain.views for member in view.ids()}
+        self._keys = KeyIssuer(self.config.settings, secret_channel=secret_channel, members=met)
         self._machine = self._make_machine(self.config.settings, chain)
         self._tasks.append(asyncio.create_task(self._drive()))
         return chain
