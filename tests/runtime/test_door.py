@@ -286,6 +286,19 @@ def test_a_connection_that_is_merely_closed_is_no_trouble_with_tls(keys: Keys, g
     assert read[0][:1] == b"\x16", "a ClientHello"
 
 
+def test_a_full_door_does_not_look_at_the_keys(
+    scheduler: Served, refusals: Refusals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[object] = []
+    monkeypatch.setattr(door, "MAX_HANDSHAKES", 0)
+    monkeypatch.setattr(KeyFolder, "current", looked.append)
+    with connect(scheduler) as sock:
+        assert sock.recv(1) == b""
+    ((_, reason),) = refusals.take(some=True)
+    assert reason == "more than 0 handshakes at once; closed unheard"
+    assert looked == []
+
+
 # ------------------------------------------------------------------------------------------------ new keys
 
 
