@@ -81,6 +81,14 @@ def test_command_line_needs_neither_torch_nor_lightning() -> None:
     assert done.stdout.split() == []
 
 
+def test_documents_copy_folders_so_that_they_replace() -> None:
+    """`scp -r FOLDER HOST:THERE` copies into THERE once it exists, and the old files stay in use."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    commands = [line for page in pages for line in page.read_text().splitlines() if line.startswith("    ")]
+    assert [line for line in commands if "rsync -a keys/nodes/" in line]
+    assert not [line for line in commands if re.search(r"\bscp -\w*r", line)]
+
+
 def test_test_modules_have_unique_names() -> None:
     """pytest puts each test folder on sys.path: of two modules with one name, one would be imported twice."""
     names = Counter(p.name for p in python_files() if ROOT / "tests" in p.parents and p.name != "conftest.py")

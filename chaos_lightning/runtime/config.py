@@ -67,8 +67,8 @@ class EngineConfig:
             checkpoint, and from which newcomers read it.
         neighbours: Nodes or members to have links with, separated by commas or +; empty: all that can be reached.
         links: How data links are protected: checksum (for networks that you trust), authenticated, encrypted, or auto:
-            checksums within a machine; between machines encryption, if the job has a cluster token (docs/links.md). It
-            must be the job's, or auto.
+            checksums within a machine; between machines encryption, if the nodes have folders of keys (keys_dir; a
+            token alone is not enough), else checksums (docs/links.md). It must be the job's, or auto.
     """
 
     endpoint: str = DEFAULT_ENDPOINT

@@ -35,6 +35,8 @@ _PATIENCE_S = 2.0
 """Files that are being replaced fit together again within this time."""
 _RETRY_S = 0.05
 _SOON = timedelta(days=14)
+_WARN_AGAIN_S = 86400.0
+"""A process that runs for weeks says once a day that its certificate is about to end."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class KeyFolder:
         self._lock = threading.Lock()
         self._seen: object = None
         self._complained: object = None
+        self._warned_at = 0.0
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             self._seen = self._signature()
@@ -101,13 +104,14 @@ class KeyFolder:
         """The keys as they are now, or as they were when they last fitted together."""
         with self._lock:
             signature = self._signature()
-            if signature != self._seen:
+            if signature not in (self._seen, self._complained):
                 try:
                     self._keys, self._seen = self._read(), signature
                 except ConfigurationError as error:
-                    if signature != self._complained:
-                        logger.warning("the keys in %s have changed and cannot be used: %s", self.folder, error)
+                    logger.warning("the keys in %s have changed and cannot be used: %s", self.folder, error)
                     self._complained = signature
+            if time.monotonic() - self._warned_at > _WARN_AGAIN_S:
+                self._warn_of_end(self._keys.facts)
             return self._keys
 
     def _signature(self) -> tuple[object, ...]:
@@ -115,7 +119,7 @@ class KeyFolder:
         for name in _FILES:
             try:
                 status = (self.folder / name).stat()
-                found.append((status.st_mtime_ns, status.st_size, status.st_ino))
+                found.append((status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino))
             except OSError:
                 found.append(None)
         return tuple(found)
@@ -137,12 +141,16 @@ class KeyFolder:
         if self._signature() != before:
             raise ConfigurationError(f"the files in {self.folder} are being replaced")
         self._warn_of_readers()
+        self._warn_of_end(facts)
+        return Keys(facts, contents[TRUSTED], contents[CHAIN], contents[KEY], tokens, server, client, curious)
+
+    def _warn_of_end(self, facts: Facts) -> None:
+        self._warned_at = time.monotonic()
         if not facts.trouble and (left := facts.until - datetime.now(UTC)) < _SOON:
             logger.warning(
                 "the certificate of %s ends in %.1f days, on %s; renew it: chaos-lightning keys node %s --renew",
                 *(facts.name, left / timedelta(days=1), when(facts.until), facts.name),
             )
-        return Keys(facts, contents[TRUSTED], contents[CHAIN], contents[KEY], tokens, server, client, curious)
 
     def _facts(self) -> Facts:
         try:

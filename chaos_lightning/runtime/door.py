@@ -106,6 +106,9 @@ class Door:
     async def _visited(self, sock: socket.socket, inner: int) -> None:
         reader, writer = await asyncio.open_connection(sock=sock, limit=_PIECE_NBYTES)
         try:
+            if self._greeting >= MAX_HANDSHAKES:  # before the keys are looked at, which is work for the disk
+                self._refused(_peer(writer), f"more than {MAX_HANDSHAKES} handshakes at once; closed unheard")
+                return
             await self._visit(_Outside(reader, writer, self._keys), inner)
         finally:
             writer.transport.abort()
@@ -114,9 +117,6 @@ class Door:
                 await writer.wait_closed()
 
     async def _visit(self, outside: _Outside, inner: int) -> None:
-        if self._greeting >= MAX_HANDSHAKES:
-            self._refused(outside.peer, f"more than {MAX_HANDSHAKES} handshakes at once; closed unheard")
-            return
         self._greeting += 1
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
@@ -162,8 +162,7 @@ class _Outside:
         self._writer = writer
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = keys.current().server.wrap_bio(self._in, self._out, server_side=True)
-        host, port, *_ = writer.get_extra_info("peername") or ("?", 0)
-        self.peer = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+        self.peer = _peer(writer)
 
     async def greet(self) -> Caller | None:
         """The handshake; who it is, or None if nobody said a word (whoever looks whether somebody listens here)."""
@@ -247,6 +246,11 @@ class _Outside:
         if self._out.pending:
             self._writer.write(self._out.read())
             await self._writer.drain()
+
+
+def _peer(writer: asyncio.StreamWriter) -> str:
+    host, port, *_ = writer.get_extra_info("peername") or ("?", 0)
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
 
 
 def _listen(address: str, port: int) -> socket.socket:

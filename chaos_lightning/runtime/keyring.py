@@ -50,7 +50,7 @@ class Keyring:
 
     def hear(self, message: LinkKeys) -> None:
         """Takes what the scheduler says; where this member cannot take part, it is put out with the reason."""
-        if reason := self._objection(message):
+        if reason := self._objection(message) or self._weakened(message):
             self._mail.post(ejected=(reason, False))
             return
         with self._changed:
@@ -70,11 +70,31 @@ class Keyring:
                 "started: give all members and the scheduler the same"
             )
         try:
-            if {Level(message.remote), Level(message.local)} != {Level.CHECKSUM}:
+            told = Level(message.remote), Level(message.local)
+            if set(told) != {Level.CHECKSUM}:
                 require_library()
+            if message.rule != "auto" and min(t.strength for t in told) < Level(message.rule).strength:
+                return (
+                    f"the scheduler says links={message.rule}, and asks for less: {told[0]} between machines, "
+                    f"{told[1]} within one; one of its version is needed, or it is not what it says"
+                )
         except (ValueError, ChaosError) as error:
             return str(error)
         return ""
+
+    def _weakened(self, message: LinkKeys) -> str:
+        """Another scheduler may protect links more than the one before, but never less."""
+        with self._changed:
+            before = self._said
+        if before is None:
+            return ""
+        pairs = ((before.remote, message.remote), (before.local, message.local))
+        if (message.keyed or not before.keyed) and all(Level(b).strength <= Level(m).strength for b, m in pairs):
+            return ""
+        return (
+            f"links were {_told(before)} when this member came in, and a scheduler now says {_told(message)}: "
+            "protection is never lessened while a job runs; give all schedulers the same links and keys"
+        )
 
     def reset(self) -> None:
         """This member begins anew, under another id: none of its keys fits any more."""
@@ -139,8 +159,13 @@ class Keyring:
             return
         text = (
             "links to other machines have checksums only: whoever sits on the way can read and change gradients and "
-            "weights. With a cluster token on all nodes they are encrypted; links=checksum says that this is meant "
-            "(docs/links.md)"
+            "weights. With a folder of keys on all nodes (keys_dir, docs/access.md) they are encrypted, with a token "
+            "alone they are not; links=checksum says that this is meant (docs/links.md)"
         )
         self._events.emit("notice", text=text, waiting=False)
         _log.warning(text)
+
+
+def _told(rule: LinkKeys) -> str:
+    keys = "with" if rule.keyed else "without"
+    return f"{rule.remote} between machines and {rule.local} within one, {keys} keys"

@@ -7,7 +7,8 @@ newcomer is told whom to open links with (OpenLinks), all members of a view (Nex
 for the first time or again, gets all keys of its links that this process has made.
 
 Another scheduler has another secret. Links that stand need none; one that breaks is made again by a key that both its
-ends have, whoever made it; and the next view gives new ones to all. Keys of members that are gone are declared void.
+ends have, whoever made it; and the next view gives new ones to all. Keys of members that are gone are declared void to
+all, also of those that a scheduler before this one let in: it may have died before it could say so.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from chaos_lightning.membership.types import (
 )
 from chaos_lightning.transport.sealing import KEY_NBYTES, Level
 
+_MAX_VOID = 1024
+"""Who is welcomed again is told of so many members that are gone, the last ones."""
+
 Letters = list[tuple[int, ToMember]]
 """(number of a member's stream, what to send there)."""
 
@@ -51,9 +55,10 @@ class KeyIssuer:
     Args:
         settings: The job's rules.
         secret_channel: Whether nobody else can read what members are told (credentials.Credentials).
+        members: Ids of whoever was in a view of the chain that this scheduler found.
     """
 
-    def __init__(self, settings: Settings, *, secret_channel: bool) -> None:
+    def __init__(self, settings: Settings, *, secret_channel: bool, members: Collection[str] = ()) -> None:
         self._job = settings.job
         self._rule = settings.links
         self._remote, self._local = levels(settings.links, secret_channel=secret_channel)
@@ -62,6 +67,10 @@ class KeyIssuer:
         self._streams: dict[int, str] = {}
         self._view = NO_VIEW
         self._made: dict[Pair, ViewId] = {}
+        self._members = set(members)
+        """Whose keys members may have, besides those that were made here."""
+        self._void: dict[str, None] = {}
+        """Who is gone, oldest first."""
 
     def with_keys(self, number: int, message: ToMember, open_streams: Collection[int]) -> Letters:
         """This message, behind the keys of the links that it names.
@@ -76,7 +85,9 @@ class KeyIssuer:
         if isinstance(message, Welcome):
             me = message.member.id
             self._streams[number] = me
-            return [(number, message), (number, self._letter(me, [pair for pair in self._made if me in pair]))]
+            self._void.pop(me, None)
+            mine = [pair for pair in self._made if me in pair]
+            return [(number, message), (number, self._letter(me, mine, tuple(self._void)))]
         if not self._keyed:
             return [(number, message)]
         letters: Letters = []
@@ -95,7 +106,11 @@ class KeyIssuer:
         if view.id <= self._view:
             return []
         self._view = view.id
-        gone = {m for pair in self._made for m in pair} - set(view.ids()) - set(self._streams.values())
+        met = self._members | {m for pair in self._made for m in pair}
+        gone = met - set(view.ids()) - set(self._streams.values())
+        self._members = set(view.ids())
+        for member in view.ids():
+            self._void.pop(member, None)
         buried = self._bury(sorted(gone))
         newcomers = [pair for pair in self._made if not pair <= set(view.ids())]
         return [*buried, *self._make([*links_of(view), *newcomers])]
@@ -108,14 +123,15 @@ class KeyIssuer:
         return [(streams[m], self._letter(m, [p for p in fresh if m in p])) for m in sorted(ends) if m in streams]
 
     def _bury(self, gone: Collection[str]) -> Letters:
-        letters: Letters = []
         void = {member for member in gone if member}
-        for number, member in self._streams.items():
-            mine = tuple(sorted(m for m in void if frozenset((m, member)) in self._made))
-            if mine:
-                letters.append((number, self._letter(member, (), mine)))
+        if not void:
+            return []
+        self._void.update(dict.fromkeys(sorted(void)))
+        for member in list(self._void)[:-_MAX_VOID]:
+            del self._void[member]
         self._made = {pair: view for pair, view in self._made.items() if not pair & void}
-        return letters
+        told = tuple(sorted(void))
+        return [(number, self._letter(member, (), told)) for number, member in self._streams.items()]
 
     def _letter(self, me: str, pairs: Collection[Pair], void: tuple[str, ...] = ()) -> LinkKeys:
         keys = []

@@ -25,6 +25,7 @@ from typing import Protocol
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.membership.types import NO_VIEW, LinkReport, Member, View, ViewId
 from chaos_lightning.runtime.credentials import Credentials, Secret
+from chaos_lightning.runtime.few_lines import FewLines
 from chaos_lightning.runtime.forks import close_in_children
 from chaos_lightning.runtime.measuring import Measuring
 from chaos_lightning.runtime.routing import Letter, Router, unpacked
@@ -96,7 +97,8 @@ class Links:
         self._owner = owner
         self._changed = changed
         self._bulk = bulk
-        self._refused = refused
+        self._tell_refused = refused
+        self._few = FewLines()
         self._links: dict[str, Link] = {}
         self._wanted: dict[str, Member] = {}
         self._dialling: set[str] = set()
@@ -248,13 +250,18 @@ class Links:
                     self._loop.call(lambda: self._measuring.end_bulk(greeting.me, sock))
                 sock.close()
         else:
-            self._loop.call(lambda: self._accepted(greeting.me, sock))
+            self._loop.call(lambda: self._accepted(greeting, sock))
 
-    def _accepted(self, peer: str, sock: socket.socket) -> None:
-        if self._closed:
+    def _refused(self, line: str) -> None:
+        unlogged = self._few.take()
+        if unlogged is not None:
+            self._tell_refused(f"{line} ({unlogged} more were left out)" if unlogged else line)
+
+    def _accepted(self, greeting: Greeting, sock: socket.socket) -> None:
+        if self._closed or greeting.peer != self.me:  # it greeted whom this member was before it began anew
             sock.close()
             return
-        self._add(peer, sock)
+        self._add(greeting.me, sock)
 
     # ------------------------------------------------------------------ links
 

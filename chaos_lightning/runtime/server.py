@@ -112,7 +112,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
         self._strangers = Strangers(config.token, events.emit)
-        self._keys = KeyIssuer(config.settings, secret_channel=Credentials.of(config.token).secret_channel)
+        self._keys: KeyIssuer | None = None
 
     # ------------------------------------------------------------------ life
 
@@ -189,6 +189,9 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         )
         if self.config.rebuild:
             chain = to_rebuild(chain, self._store.place)
+        secret_channel = Credentials.of(self.config.token).secret_channel
+        met = {member for view in chain.views for member in view.ids()}
+        self._keys = KeyIssuer(self.config.settings, secret_channel=secret_channel, members=met)
         self._machine = self._make_machine(self.config.settings, chain)
         self._tasks.append(asyncio.create_task(self._drive()))
         return chain
@@ -334,6 +337,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             self._events.emit("error", text=f"{connection.name or connection.peer} does not read; its stream is cut")
             connection.cut.set()
             return
+        assert self._keys is not None, "who does not lead says nothing"
         for to, what in self._keys.with_keys(number, message, self._connections):
             self._connections[to].outbox.put_nowait(what)
 

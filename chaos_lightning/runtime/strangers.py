@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +19,11 @@ from chaos_lightning.runtime.channel import END_OF_STREAM
 from chaos_lightning.runtime.codec import unwrap_from_member
 from chaos_lightning.runtime.credentials import Credentials, Secret, known
 from chaos_lightning.runtime.door import Door
+from chaos_lightning.runtime.few_lines import FewLines
 from chaos_lightning.runtime.roles import ANYBODY, TOKEN, TOKEN_DEMANDED, may, who_may
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
-_MAX_LINES_PER_S = 5
 _HELLO_S = 0.5
 
 
@@ -49,7 +48,7 @@ class Strangers:
     def __init__(self, secret: Secret, note: Callable[..., None]) -> None:
         self._credentials = Credentials.of(secret)
         self._note = note
-        self._budget = (0.0, 0, 0)
+        self._few = FewLines()
         self._door: Door | None = None
         self.inner_port = 0
         """Where gRPC listens behind the door; 0 without one."""
@@ -123,12 +122,6 @@ class Strangers:
 
     def note(self, peer: str, reason: str) -> None:
         """A line for the log, but no more than a few a second: a stranger must not fill the disk."""
-        since, lines, dropped = self._budget
-        now = time.monotonic()
-        if now - since > 1.0:
-            since, lines = now, 0
-        if lines >= _MAX_LINES_PER_S:
-            self._budget = (since, lines, dropped + 1)
-            return
-        self._budget = (since, lines + 1, 0)
-        self._note("refused", peer=peer, reason=reason, unlogged=dropped)
+        unlogged = self._few.take()
+        if unlogged is not None:
+            self._note("refused", peer=peer, reason=reason, unlogged=unlogged)

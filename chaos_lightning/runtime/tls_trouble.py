@@ -59,6 +59,8 @@ def _with_keys(sock: socket.socket, endpoint: str, keys: Keys, deadline: float) 
             f"the certificate of the scheduler at {endpoint} does not count: {error.verify_message}{said}; it must be "
             "of this cluster's authority, a member's, and not expired"
         )
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+        return ""  # closed in the middle: it is ending, or has too much to do; the next attempt may succeed
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
             return f"at {endpoint} something listens that speaks no TLS; its scheduler has no keys, or it is none"

@@ -39,6 +39,8 @@ from chaos_lightning.transport.sealing import Level, ProtectedSocket, Session, m
 VERSION = 2
 RELAY = "CHAOS_LINK_RELAY"
 _LIMIT = 4096
+_MAX_NAME = 100
+"""Characters of a stranger's words that are repeated."""
 BUFFER_NBYTES = 4 << 20
 
 
@@ -271,7 +273,7 @@ def accept(
                 reason = _mismatch(claim, sock, job, me, keys)
         if claim is None or secret is None or reason:
             _send(sock, {"ok": False, "reason": reason})
-            who = f"{claim.greeting.me!r} " if claim is not None else ""
+            who = f"{_cut(claim.greeting.me)} " if claim is not None else ""
             raise RefusedError(f"refused a connection of {who}from {_whence(sock)}: {reason}")
         _send(sock, {"ok": True, "key": name, "proof": _proof(secret, b"accept", opening, body)})
         sock.settimeout(None)
@@ -296,17 +298,22 @@ def _mismatch(claim: _Claim, sock: socket.socket, job: str, me: str, keys: Keys 
     if greeting.version != VERSION:
         return f"link protocol {greeting.version}, this member speaks {VERSION}"
     if greeting.job != job:
-        return f"job {greeting.job!r}, this member belongs to {job!r}"
+        return f"job {_cut(greeting.job)}, this member belongs to {job!r}"
     if greeting.peer != me:
-        return f"looks for {greeting.peer!r}, this is {me!r}"
+        return f"looks for {_cut(greeting.peer)}, this is {me!r}"
     if greeting.purpose not in ("link", "bulk"):
-        return f"purpose {greeting.purpose!r}, expected link or bulk"
+        return f"purpose {_cut(greeting.purpose)}, expected link or bulk"
     wanted = keys.level(local=on_this_machine(sock)) if keys is not None else Level.CHECKSUM
     if claim.level.strength < wanted.strength:
         return f"the dialler wants the link {claim.level}, here it must be {wanted}"
     if claim.level is not Level.CHECKSUM and keys is None:
         return f"the dialler wants the link {claim.level}, this member has no keys"
     return ""
+
+
+def _cut(name: str) -> str:
+    """A name that a stranger claims, as it is written to logs."""
+    return repr(name if len(name) <= _MAX_NAME else name[:_MAX_NAME] + "...")
 
 
 def _whence(sock: socket.socket) -> str:

@@ -232,8 +232,8 @@ class Link:
     def purge(self, older_or_equal: ViewId) -> None:
         """Forgets queued chunks of this and older views, but for one that is already half on the wire."""
         first = 1 if self._started and self._queue else 0
-        kept = [e for i, e in enumerate(self._queue) if i < first or not e[1] or e[0] > older_or_equal]
-        self._queue = deque(kept)
+        self._queue = deque(e for i, e in enumerate(self._queue) if i < first or not e[1] or e[0] > older_or_equal)
+        self._sealed = self._sealer.kept(self._sealed) if self._sealer is not None else []
 
     def divert(self, older_or_equal: ViewId) -> None:
         """Lets the rest of a chunk of this or an older view that is being received run into a bin."""

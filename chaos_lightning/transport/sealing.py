@@ -116,6 +116,10 @@ class Sealer:
         self._seal(segment, sealed, 0)
         return segment.nbytes, sealed
 
+    def kept(self, sealed: list[memoryview]) -> list[memoryview]:
+        """The same bytes, where the memory of what was sealed is about to be overwritten: its tag is made already."""
+        return [memoryview(bytes(part)) for part in sealed] if self._clear else sealed
+
     def _make_room(self) -> None:
         if not self._clear and not self._out:
             self._out = memoryview(bytearray(_HEADS_NBYTES + SEGMENT_NBYTES + 2 * TAG_NBYTES))

@@ -111,6 +111,7 @@ class Served:
         machine: Callable[[Settings, fx.Chain], Any] | None = None,
         open_store: Callable[[], Store] = MemoryStore,
         log: EventLog | None = None,
+        seat: Any = None,
         **config: Any,
     ) -> None:
         self.rule = rule
@@ -123,7 +124,7 @@ class Served:
         self._stop = asyncio.Event()
         factory = machine or (lambda settings, chain: ScriptedMachine(settings, chain, self))
         self.server = SchedulerServer(
-            ServerConfig(**{"port": 0, "linger_s": 0.2, **config}), open_store, log or EventLog(None), factory
+            ServerConfig(**{"port": 0, "linger_s": 0.2, **config}), open_store, log or EventLog(None), factory, seat
         )
         asyncio.run_coroutine_threadsafe(self._run(), self.loop)
         assert self._ready.wait(PATIENCE_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -195,3 +196,36 @@ def test_one_of_the_tokens_must_be_right() -> None:
 def test_keys_dir_is_a_setting_like_any_other(keys: Keys) -> None:
     assert EngineConfig.build({}, {"CHAOS_KEYS_DIR": "/somewhere"}).keys_dir == "/somewhere"
     assert EngineConfig.build({"keys_dir": "/here"}, {"CHAOS_KEYS_DIR": "/somewhere"}).keys_dir == "/here"
+
+
+def test_unfit_keys_are_read_once_and_again_when_they_change(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = KeyFolder(keys.at("a"))
+    first, right = folder.current(), (keys.at("a") / KEY).read_text()
+    read, reads = KeyFolder._read, []
+
+    def counted(self: KeyFolder) -> object:
+        reads.append(1)
+        return read(self)
+
+    monkeypatch.setattr(KeyFolder, "_read", counted)
+    (keys.at("a") / KEY).write_text((keys.at("b") / KEY).read_text())
+    for _ in range(3):
+        assert folder.current() is first
+    assert len(reads) == 1
+    (keys.at("a") / KEY).write_text(right)
+    assert folder.current() is not first
+    assert len(reads) == 2
+
+
+def test_a_process_that_runs_on_warns_of_the_end_once_a_day(
+    keys: Keys, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_keys(keys.at("a"), keys.issued("member", 3))
+    folder = KeyFolder(keys.at("a"))
+    folder.current()
+    assert caplog.text.count("the certificate of odd ends in") == 1
+    now = time.monotonic()
+    monkeypatch.setattr("chaos_lightning.runtime.credentials.time.monotonic", lambda: now + 86500)
+    for _ in range(3):
+        folder.current()
+    assert caplog.text.count("the certificate of odd ends in") == 2

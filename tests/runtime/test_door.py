@@ -6,8 +6,10 @@ import contextlib
 import json
 import socket
 import ssl
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -262,6 +264,39 @@ def test_where_tls_is_not_to_blame_nothing_is_said(keys: Keys, scheduler: Served
         assert tls_trouble(nobody, keys.of("a"), 0.2) == ""
         assert tls_trouble(nobody, b"", 0.2) == ""
     assert tls_trouble(scheduler.endpoint, keys.of("b")) == ""
+
+
+@pytest.mark.parametrize("goodbye", ["a FIN", "a reset"])
+def test_a_connection_that_is_merely_closed_is_no_trouble_with_tls(keys: Keys, goodbye: str) -> None:
+    """As a scheduler does that is being killed, or whose door has all handshakes taken: the next try may succeed."""
+    read: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def read_the_hello_and_close() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                read.append(sock.recv(1 << 16))
+                if goodbye == "a reset":
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+        thread = threading.Thread(target=read_the_hello_and_close)
+        thread.start()
+        assert tls_trouble(f"127.0.0.1:{listener.getsockname()[1]}", keys.of("a"), PATIENCE_S) == ""
+        thread.join(PATIENCE_S)
+    assert read[0][:1] == b"\x16", "a ClientHello"
+
+
+def test_a_full_door_does_not_look_at_the_keys(
+    scheduler: Served, refusals: Refusals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[object] = []
+    monkeypatch.setattr(door, "MAX_HANDSHAKES", 0)
+    monkeypatch.setattr(KeyFolder, "current", looked.append)
+    with connect(scheduler) as sock:
+        assert sock.recv(1) == b""
+    ((_, reason),) = refusals.take(some=True)
+    assert reason == "more than 0 handshakes at once; closed unheard"
+    assert looked == []
 
 
 # ------------------------------------------------------------------------------------------------ new keys

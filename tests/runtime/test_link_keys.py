@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import socket
 import sys
 import threading
@@ -36,6 +37,7 @@ from chaos_lightning.membership.types import (
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.runtime import keyring
 from chaos_lightning.runtime.channel import fetch_status
+from chaos_lightning.runtime.config import EngineConfig
 from chaos_lightning.runtime.keyring import KEPT, Keyring
 from chaos_lightning.runtime.link_keys import KeyIssuer, levels
 from chaos_lightning.runtime.mailbox import Mailbox
@@ -124,6 +126,25 @@ def test_keys_of_members_that_are_gone_are_void() -> None:
     assert [m.void for m in told.letters[1] if isinstance(m, LinkKeys) and m.void] == [("c~3",)]
     told.send("b~2", Fence("it answered too late"))
     assert [m.void for m in told.letters[1] if isinstance(m, LinkKeys) and m.void] == [("c~3",), ("b~2",)]
+
+
+def test_keys_of_members_that_another_scheduler_let_in_are_void_too() -> None:
+    """It died; c~3 goes with the first act of the next one, which never made a key of c~3."""
+    told = Told()
+    chain = ("a~1", "b~2", "c~3", "x~0")
+    told.issuer = KeyIssuer(Settings(links="encrypted"), secret_channel=True, members=chain)
+    told.welcome("a~1")
+    told.send("a~1", Decide(a_view(2, "a~1", "b~2"), GENESIS))
+    told.send("a~1", Decide(a_view(3, "a~1", "b~2"), GENESIS))
+    assert [m.void for m in told.letters[1] if isinstance(m, LinkKeys) and m.void] == [("c~3", "x~0")]
+    told.welcome("b~2")  # its stream came back later
+    (its,) = [m for m in told.letters[2] if isinstance(m, LinkKeys)]
+    assert its.void == ("c~3", "x~0")
+    assert {key.peer for key in its.keys} == {"a~1"}
+    told.welcome("d~4")
+    told.send("d~4", Fence("it is of another job"))
+    voids = {n: [m.void for m in told.letters[n] if isinstance(m, LinkKeys) and m.void][-1] for n in (1, 2)}
+    assert voids == {1: ("d~4",), 2: ("d~4",)}, "though no link with it was named"
 
 
 def test_another_scheduler_has_other_keys_and_a_repr_shows_none() -> None:
@@ -216,7 +237,12 @@ def test_links_with_checksums_to_other_machines_are_warned_of_once(caplog: pytes
     assert not caplog.records
     for _ in range(2):
         assert ring.level(local=False) is Level.CHECKSUM
-    assert [r.levelname for r in caplog.records if "checksums only" in r.message] == ["WARNING"]
+    (record,) = [r for r in caplog.records if "checksums only" in r.message]
+    assert record.levelname == "WARNING"
+    assert "With a folder of keys on all nodes (keys_dir, docs/access.md) they are encrypted" in record.message
+    assert "with a token alone they are not" in record.message
+    (described,) = re.findall(r"links: How data links.*?or auto\.", EngineConfig.__doc__ or "", re.DOTALL)
+    assert "if the nodes have folders of keys (keys_dir; a token alone is not enough)" in " ".join(described.split())
 
 
 def test_a_member_that_insists_on_another_rule_is_put_out() -> None:
@@ -224,6 +250,41 @@ def test_a_member_that_insists_on_another_rule_is_put_out() -> None:
     ring.hear(letter())
     assert mail.ejected is not None
     assert "links=authenticated was set here, but the job goes by links=encrypted" in mail.ejected[0]
+
+
+def test_protection_is_never_lessened_while_a_member_is_in() -> None:
+    auto = LinkKeys("auto", "encrypted", "checksum", True, (), ())
+    weaker = (
+        replace(auto, remote="checksum"),
+        replace(auto, remote="authenticated"),
+        replace(auto, keyed=False),
+        LinkKeys("checksum", "checksum", "checksum", True, (), ()),
+    )
+    for message in weaker:
+        ring, mail = a_ring()
+        ring.hear(auto)
+        ring.hear(message)
+        assert ring.level(local=False) is Level.ENCRYPTED
+        assert mail.ejected is not None
+        assert "links were encrypted between machines and checksum within one, with keys when this" in mail.ejected[0]
+        ring.reset()  # in another incarnation another rule may be the first
+        ring.hear(message)
+        assert ring.level(local=False) is Level(message.remote)
+    ring, mail = a_ring()
+    ring.hear(replace(auto, remote="checksum", keyed=False))
+    ring.hear(auto)
+    assert mail.ejected is None
+    assert ring.level(local=False) is Level.ENCRYPTED
+
+
+@pytest.mark.parametrize("told", [("checksum", "encrypted"), ("encrypted", "checksum"), ("authenticated", "encrypted")])
+@pytest.mark.parametrize("setting", ["auto", "encrypted"])
+def test_a_rule_that_comes_with_weaker_levels_than_it_says_is_objected_to(told: tuple[str, str], setting: str) -> None:
+    ring, mail = a_ring(setting)
+    ring.hear(LinkKeys("encrypted", *told, True, (a_key(1),), ()))
+    assert mail.ejected is not None
+    words = f"links=encrypted, and asks for less: {told[0]} between machines, {told[1]} within one"
+    assert words in mail.ejected[0]
 
 
 # ------------------------------------------------------------------------------------------------ handshakes
@@ -371,3 +432,43 @@ def test_keys_reach_both_ends_over_the_control_streams_and_are_written_nowhere(t
     assert b"default" in written
     key = mine[0].key
     assert not [w for w in (key, key.hex().encode(), base64.b64encode(key), repr(key).encode()) if w in written]
+
+
+class Follower:
+    """A seat whose job is led by rules of another scheduler, which died."""
+
+    def __init__(self, stored: Settings) -> None:
+        self._stored = stored
+
+    def contest(self, endpoint: str, elected: Any, lost: Any, note: Any, present: Any) -> None:
+        elected()
+
+    def rules(self, given: Settings) -> Settings:
+        return self._stored
+
+    def waited(self) -> bool:
+        return False
+
+    def stands_by(self) -> bool:
+        return False
+
+    def asked(self, name: str) -> None:
+        """Somebody came while nobody led."""
+
+    def leader(self) -> str:
+        return ""
+
+    def trouble(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_a_scheduler_that_follows_another_one_protects_links_by_the_rules_of_the_job() -> None:
+    """And not by the setting that it was started with itself."""
+    seat = Follower(Settings(links="encrypted"))
+    with serving(settings=Settings(links="checksum"), seat=seat) as served, attending(served.endpoint, "a") as a:
+        a.messages.wait_for(Welcome)
+        told = a.keys.wait_for(LinkKeys)
+    assert (told.rule, told.remote, told.local, told.keyed) == ("encrypted", "encrypted", "encrypted", True)

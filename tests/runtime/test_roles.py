@@ -12,7 +12,7 @@ from served import Served, attending, serving
 from chaos_lightning.errors import RefusedError, WireError
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.types import Welcome
-from chaos_lightning.runtime import certificates, chaos_pb2, roles, strangers
+from chaos_lightning.runtime import certificates, chaos_pb2, few_lines, roles
 from chaos_lightning.runtime.channel import change_link, drain, fetch_status
 from chaos_lightning.runtime.roles import MEMBER, OBSERVER, OPERATOR
 
@@ -81,7 +81,7 @@ def refusals() -> Refusals:
 @pytest.fixture(scope="module")
 def scheduler(keys: Keys, refusals: Refusals) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strangers, "_MAX_LINES_PER_S", 1000)
+        patch.setattr(few_lines, "_MAX_LINES_PER_S", 1000)
         with serving(answer, token=keys.of("a"), log=refusals) as served:
             yield served
 

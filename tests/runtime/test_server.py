@@ -334,7 +334,7 @@ def test_many_strangers_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest
     log = EventLog(tmp_path / "s.jsonl", role="scheduler")
     now = [100.0]
     with serving(token=TOKEN, log=log) as served:
-        monkeypatch.setattr("chaos_lightning.runtime.strangers.time.monotonic", lambda: now[0])
+        monkeypatch.setattr("chaos_lightning.runtime.few_lines.time.monotonic", lambda: now[0])
         for _ in range(40):
             served.server._strangers.note("peer", "why")
         now[0] += 2.0

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from chaos_lightning.errors import ChaosError, RefusedError, WireError
 from chaos_lightning.membership.types import ViewId
+from chaos_lightning.transport import handshake
 from chaos_lightning.transport.frames import HEADER_NBYTES, FrameType, pack, unpack
 from chaos_lightning.transport.handshake import Greeting, accept, dial
 
@@ -83,19 +84,43 @@ def test_tokens_that_are_no_longer_known_are_refused(dials, accepts):
     assert isinstance(outcome["accept"], RefusedError)
 
 
-ODD = [{"hello": "{}", "proof": "\u00e9"}, {"hello": "\ud800", "proof": "\ud800", "older": 3}]
+HELLO = {"job": "j", "me": "a~1", "peer": "b~2", "purpose": "link", "version": 2, "nonce": "0" * 32}
+HELLO |= {"level": "checksum", "keys": []}
 
 
-@pytest.mark.parametrize("said", ODD)
-def test_a_proof_that_is_no_ascii_is_refused(said):
-    body = json.dumps(said).encode()
+def said_by_a_stranger(proof: object) -> bytes:
+    body = json.dumps({"hello": json.dumps(HELLO), "proofs": {"": [proof]}}).encode()
+    return struct.pack("<I", len(body)) + body
+
+
+def answered(said: bytes, error: type[ChaosError], words: str) -> None:
+    """Accepts a stranger that says this, and expects that error."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname(), timeout=5) as theirs,
     ):
-        theirs.sendall(struct.pack("<I", len(body)) + body)
-        with pytest.raises(RefusedError, match="token"):
+        theirs.sendall(said)
+        with pytest.raises(error, match=words):
             accept(server.accept()[0], job="j", me="b~2", token=b"secret", deadline_s=5)
+
+
+@pytest.mark.parametrize("proof", ["\u00e9", "", 3, None, ["x"], {"\u00e9": "\u4e2d"}])
+def test_a_proof_that_is_no_ascii_is_refused(proof: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compared like any other; what cannot be compared in constant time as text is no reason to fall over."""
+    compared: list[object] = []
+    same = handshake._same
+
+    def spy(given: object, expected: str) -> bool:
+        compared.append(given)
+        return same(given, expected)
+
+    monkeypatch.setattr(handshake, "_same", spy)
+    answered(said_by_a_stranger(proof), RefusedError, "wrong or missing cluster token")
+    assert compared == [proof]
+
+
+def test_a_proof_that_is_half_a_character_is_no_text_at_all() -> None:
+    answered(said_by_a_stranger("\ud800"), WireError, "no JSON object of texts and numbers")
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,45 @@ def test_frames_of_every_size_and_in_pieces_arrive(level: str) -> None:
     assert not crashes
 
 
+@levels
+def test_a_chunk_that_is_half_on_the_wire_may_be_overwritten_once_it_is_purged(level: str) -> None:
+    """Its record's tag was made of what lay there before; a healthy link must not be cut for it."""
+    crashes: list[BaseException] = []
+    loop = IoLoop("pair", crashes.append)
+    loop.start()
+    one, other = sockets(level)
+    ends: list[End] = []
+    memory = bytearray(random.Random(4).randbytes(4 * SEGMENT_NBYTES))
+
+    queued: list[int] = []
+
+    def send_half() -> None:
+        here = End(loop, one)
+        ends.append(here)
+        here.link.send(FrameType.UP, VIEW, 1, 0, (memoryview(memory),))
+        here.link.send(FrameType.UP, VIEW, 2, 0, (memoryview(memory),))
+        queued.append(here.link.queued_nbytes)
+        here.link.purge(VIEW)
+        queued.append(here.link.queued_nbytes)
+        memory[:] = bytes(len(memory))  # the slot is done again
+        here.link.send(FrameType.MESSAGE, payload=(memoryview(b"the next one"),))
+        ends.append(End(loop, other))
+
+    try:
+        assert loop.call_and_wait(send_half, DEADLINE_S)
+        assert queued[0] > len(memory) > queued[1] > 0, "one is half on the wire, the other one forgotten"
+        there = ends[1]
+        there.wait(lambda: there.evidence or len(there.frames) == 2)
+        assert not there.evidence
+        assert [kind for kind, _, _ in there.frames] == [FrameType.UP, FrameType.MESSAGE]
+        assert there.frames[1][2] == b"the next one"
+    finally:
+        for end in ends:
+            loop.call(end.link.close)
+        loop.stop()
+    assert not crashes
+
+
 def altered(stream: bytes, how: str) -> bytes:
     """The bytes of a header, a payload of two segments and another header with its payload, after some harm."""
     header = HEADER_NBYTES + TAG_NBYTES
