@@ -18,7 +18,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
@@ -134,8 +134,21 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         else:
             await self._server.start()
             self._contest(self._seat)
-        self._tasks.append(asyncio.create_task(self._tick()))
+        self._begin(self._tick(), "ticks")
         return self.port
+
+    def _begin(self, work: Coroutine[Any, Any, None], where: str) -> None:
+        """A task that `stop` ends. One that fails ends the scheduler: without it the others would only seem to work."""
+
+        def look(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                # The machine is void after an error of ours; the chain is not. Whoever restarts continues it.
+                self._events.emit("error", text=f"{type(error).__name__}: {error}", where=where)
+                self.end(f"internal error: {type(error).__name__}: {error}", failed=True)
+
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(look)
+        self._tasks.append(task)
 
     @property
     def endpoint(self) -> str:
@@ -146,7 +159,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         loop = asyncio.get_running_loop()
 
         def elected() -> None:
-            loop.call_soon_threadsafe(lambda: self._tasks.append(loop.create_task(self._come_to_lead())))
+            loop.call_soon_threadsafe(lambda: self._begin(self._come_to_lead(), "election"))
 
         def lost(reason: str) -> None:
             loop.call_soon_threadsafe(lambda: self.end(f"it leads no more: {reason}", failed=True))
@@ -159,7 +172,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
     async def _come_to_lead(self) -> None:
         try:
             chain = await self._lead()
-            self._tasks.append(asyncio.create_task(self._pulse()))
+            self._begin(self._pulse(), "pulses")
             if self._seat is not None and self._seat.waited() and chain.finished:
                 # Members that were cut off, and newcomers that are still starting, are to hear of it from somebody.
                 self._stays = True
@@ -190,7 +203,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         if self.config.rebuild:
             chain = to_rebuild(chain, self._store.place)
         self._machine = self._make_machine(self.config.settings, chain)
-        self._tasks.append(asyncio.create_task(self._drive()))
+        self._begin(self._drive(), "scheduler machine")
         return chain
 
     async def _pulse(self) -> None:
@@ -251,7 +264,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         if self._done_reason and not self._connections and not self._stays:
             self.end(self._done_reason)
         elif self.config.idle_timeout_s and idle > self.config.idle_timeout_s:
-            self.end(f"no member for {self.config.idle_timeout_s:g} s; the chain stays in {self._store.place}")
+            place = self._opened.place if self._opened is not None else "its store"  # it may never have led
+            self.end(f"no member for {self.config.idle_timeout_s:g} s; the chain stays in {place}")
 
     async def _drive(self) -> None:
         """Feeds the machine, one event at a time."""
@@ -265,11 +279,6 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
                     pending += await self._feed(pending.pop(0))
         except StoreError as error:
             self.end(f"the store failed: {error}", failed=True)
-        except Exception as error:
-            # The machine is void after an error of ours; the chain is not. Whoever restarts continues it.
-            self._events.emit("error", text=f"{type(error).__name__}: {error}", where="scheduler machine")
-            self.end(f"internal error: {type(error).__name__}: {error}", failed=True)
-            raise
 
     async def _feed(self, event: fx.SchedulerEvent) -> list[fx.SchedulerEvent]:
         assert self._machine is not None

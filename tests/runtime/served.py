@@ -24,6 +24,7 @@ from chaos_lightning.membership.types import (
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.runtime.agent import Agent
 from chaos_lightning.runtime.memory_store import MemoryStore
+from chaos_lightning.runtime.seat import Seat
 from chaos_lightning.runtime.server import SchedulerServer
 from chaos_lightning.runtime.server_config import ServerConfig
 from chaos_lightning.runtime.store import Store
@@ -111,6 +112,7 @@ class Served:
         machine: Callable[[Settings, fx.Chain], Any] | None = None,
         open_store: Callable[[], Store] = MemoryStore,
         log: EventLog | None = None,
+        seat: Seat | None = None,
         **config: Any,
     ) -> None:
         self.rule = rule
@@ -123,7 +125,7 @@ class Served:
         self._stop = asyncio.Event()
         factory = machine or (lambda settings, chain: ScriptedMachine(settings, chain, self))
         self.server = SchedulerServer(
-            ServerConfig(**{"port": 0, "linger_s": 0.2, **config}), open_store, log or EventLog(None), factory
+            ServerConfig(**{"port": 0, "linger_s": 0.2, **config}), open_store, log or EventLog(None), factory, seat
         )
         asyncio.run_coroutine_threadsafe(self._run(), self.loop)
         assert self._ready.wait(PATIENCE_S)
