@@ -292,11 +292,16 @@ class Election(threading.Thread):
                 if self._over.is_set() or events:
                     self._because = f"the lease of {self._named()} had ended, or was given back"
                     return True
-                if now() >= self._due and not self._prolong():
-                    self._note(
-                        "error", where="election", text="the lease of this candidate has ended; it takes another"
-                    )
-                    return False
+                if now() >= self._due:
+                    if not self._prolong():
+                        self._note(
+                            "error", where="election", text="the lease of this candidate has ended; it takes another"
+                        )
+                        return False
+                    found = self._client.get(key)  # the watch may be deaf; and prolonging needs no valid token
+                    if found is None or found.mod_revision >= revision:
+                        self._because = f"the lease of {self._named()} had ended, or was given back"
+                        return True
                 if self._replaces():
                     return True
                 self._tell_who_asked()
