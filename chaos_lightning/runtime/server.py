@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from chaos_lightning.errors import ChaosError, StoreError, WireError
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import Hello, Pulse, Settings, ToMember, Welcome
+from chaos_lightning.membership.types import NO_VIEW, Hello, Pulse, Settings, ToMember, Welcome
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.runtime import chaos_pb2
 from chaos_lightning.runtime.access import LEADER_KEY, check_bind, join_endpoint
@@ -184,11 +184,15 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         """Takes the chain; from now on members are let in."""
 
         def take() -> fx.Chain:
-            self._opened = self._open_store()
-            self._store.take_term()
+            store = self._opened = self._open_store()
+            # Of several one has rebuilt it, or this one in an earlier reign: then it is continued.
+            rebuild = self.config.rebuild and (self._seat is None or store.tip().last_view == NO_VIEW)
+            if rebuild:
+                to_rebuild(store.load(), store.place)  # before a term is taken
+            store.take_term()
             if self._seat is not None:
                 self.config = replace(self.config, settings=self._seat.rules(self.config.settings))
-            return self._store.load()
+            return replace(store.load(), rebuild=rebuild)
 
         chain = await asyncio.get_running_loop().run_in_executor(self._disk, take)
         self._events.emit(
@@ -200,8 +204,6 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             finished=chain.finished,
             store=self._store.place,
         )
-        if self.config.rebuild:
-            chain = to_rebuild(chain, self._store.place)
         self._machine = self._make_machine(self.config.settings, chain)
         self._begin(self._drive(), "scheduler machine")
         return chain

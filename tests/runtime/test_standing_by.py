@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from served import Facts, serving
+from served import PATIENCE_S, Facts, ScriptedMachine, serving
+from test_store import decide
 
-from chaos_lightning.membership.types import Settings
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.types import Settings, ViewId
+from chaos_lightning.runtime.etcd_client import read_address
+from chaos_lightning.runtime.etcd_servers import EtcdServers
+from chaos_lightning.runtime.etcd_store import EtcdStore
 from chaos_lightning.runtime.memory_store import MemoryStore
+from chaos_lightning.runtime.seat import EtcdSeat
 from chaos_lightning.runtime.store import Store
 
 
@@ -67,3 +76,74 @@ def test_a_task_that_fails_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(SchedulerServer, "_look_for_idleness", fail)
     with serving() as served:
         assert served.wait_ended() == ("internal error: ZeroDivisionError: planted", True)
+
+
+def chain_of_one_view(store: Store) -> Store:
+    store.take_term()
+    assert store.append(decide(ViewId(store.term, 1))).ok
+    return store
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_chain_that_was_rebuilt_by_another_one_is_continued(*, lost: bool) -> None:
+    """As after this process's first reign: the word --rebuild is still there."""
+    chains = Facts[fx.Chain]()
+    store = MemoryStore() if lost else chain_of_one_view(MemoryStore())
+
+    def machine(settings: Settings, chain: fx.Chain) -> Any:
+        chains.add(chain)
+        return ScriptedMachine(settings, chain, served)
+
+    seat = PlainSeat()
+    with serving(seat=seat, rebuild=True, machine=machine, open_store=lambda: store) as served:
+        seat.elect()
+        chain = chains.wait(lambda _: True)
+        assert (len(chain.views), chain.rebuild) == (0 if lost else 1, lost)
+
+
+def test_without_a_seat_a_chain_that_is_there_is_not_rebuilt_and_no_term_is_taken() -> None:
+    store = chain_of_one_view(MemoryStore())
+    with (
+        pytest.raises(ConfigurationError, match="nothing is to be rebuilt"),
+        serving(rebuild=True, open_store=lambda: store),
+    ):
+        pass
+    assert store.term == 1
+
+
+@pytest.fixture
+def job() -> str:
+    return f"job-{os.urandom(4).hex()}"
+
+
+def test_in_etcd_a_chain_that_is_there_is_not_rebuilt(etcd: EtcdServers, job: str) -> None:
+    address = read_address(etcd.address)
+    with EtcdStore(etcd.client(), job) as store:
+        chain_of_one_view(store)
+    seat = EtcdSeat(address, job)
+    try:
+        with pytest.raises(ConfigurationError, match=r"holds a chain up to view 1\.1"):
+            seat.check(Settings(job=job), rebuild=True)
+        assert seat.check(Settings(job=job)) == ""
+    finally:
+        seat.close()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_only_a_process_that_has_not_led_before_begins_a_finished_job_anew(
+    etcd: EtcdServers, job: str, *, again: bool
+) -> None:
+    """A leader that froze, and wakes when the job has been finished by another one, takes a new seat."""
+    address, old = read_address(etcd.address), Settings(job=job, min_nodes=2)
+    with EtcdStore(etcd.client(), job) as store:
+        chain_of_one_view(store)
+        assert store.append(fx.Persist(7, "finish", ViewId(1, 1))).ok
+    for followed, given in ((True, old), (again, Settings(job=job, min_nodes=1))):
+        seat, elected = EtcdSeat(address, job, followed=followed), threading.Event()
+        try:
+            seat.contest("a:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
+            assert elected.wait(PATIENCE_S)
+            assert seat.open_store().tip().finished == followed
+            assert seat.rules(given) == (old if followed else given)
+        finally:
+            seat.close()
