@@ -32,7 +32,7 @@ from chaos_lightning.runtime.access import LEADER_KEY, check_bind, join_endpoint
 from chaos_lightning.runtime.channel import END_OF_STREAM, PULSE_S, SERVER_OPTIONS
 from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
 from chaos_lightning.runtime.codec import unwrap_from_member, wrap_to_member
-from chaos_lightning.runtime.connection import Connection
+from chaos_lightning.runtime.connection import Connection, present
 from chaos_lightning.runtime.credentials import Credentials
 from chaos_lightning.runtime.link_keys import KeyIssuer
 from chaos_lightning.runtime.process_table import same_machine_verdict
@@ -164,10 +164,10 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         def lost(reason: str) -> None:
             loop.call_soon_threadsafe(lambda: self.end(f"it leads no more: {reason}", failed=True))
 
-        def present() -> set[str]:
-            return {c.name for c in list(self._connections.values()) if c.name}
+        def here() -> set[str]:
+            return present(list(self._connections.values()), self.config.settings.heartbeat_timeout_s)
 
-        seat.contest(self.endpoint, elected, lost, self._events.emit, present)
+        seat.contest(self.endpoint, elected, lost, self._events.emit, here)
 
     async def _come_to_lead(self) -> None:
         try:
@@ -177,15 +177,15 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
                 # Members that were cut off, and newcomers that are still starting, are to hear of it from somebody.
                 self._stays = True
                 self._done("the job was finished while this scheduler stood by")
-        except ChaosError as error:
-            self.end(f"{CANNOT_LEAD}: {error}", failed=True)
+        except Exception as error:  # of any kind: the election would go on prolonging a lease in vain
+            words = str(error) if isinstance(error, ChaosError) else f"{type(error).__name__}: {error}"
+            self.end(f"{CANNOT_LEAD}: {words}", failed=True)
 
     async def _lead(self) -> fx.Chain:
         """Takes the chain; from now on members are let in."""
 
         def take() -> fx.Chain:
             store = self._opened = self._open_store()
-            # Of several one has rebuilt it, or this one in an earlier reign: then it is continued.
             rebuild = self.config.rebuild and (self._seat is None or store.tip().last_view == NO_VIEW)
             if rebuild:
                 to_rebuild(store.load(), store.place)  # before a term is taken
@@ -238,14 +238,16 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        loop = asyncio.get_running_loop()
+        resigned = loop.run_in_executor(None, self._seat.close) if self._seat is not None else None
         if self._server is not None:
             await self._server.stop(0.1)
             await self._strangers.close()
-        self._disk.shutdown()
+        if resigned is not None:
+            await resigned
+        await loop.run_in_executor(None, self._disk.shutdown)  # a write may be under way
         if self._opened is not None:
             self._opened.close()
-        if self._seat is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._seat.close)
 
     # ------------------------------------------------------------------ the machine
 
@@ -409,6 +411,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             envelope = await context.read()
             if envelope is END_OF_STREAM:
                 return goodbye
+            connection.heard = time.monotonic()
             goodbye = goodbye or envelope.goodbye
             if envelope.WhichOneof("message") is None and goodbye:
                 continue
@@ -452,15 +455,15 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
 
     async def Drain(self, request: Any, context: Any) -> Any:
         await self._admit(context, "Drain")
-        present = sorted({c.name for c in self._connections.values() if c.name})
+        names = sorted({c.name for c in self._connections.values() if c.name})
         wanted = request.name
-        asked = [n for n in present if n == wanted] or [
-            n for n in present if n.rpartition("-")[0] == wanted and n.rpartition("-")[2].isdigit()
+        asked = [n for n in names if n == wanted] or [
+            n for n in names if n.rpartition("-")[0] == wanted and n.rpartition("-")[2].isdigit()
         ]
         for name in asked:
             self._events.emit("drain", of=name, by=self._strangers.peer(context))
             self._inbox.put_nowait(fx.Drain(name))
-        return chaos_pb2.DrainReply(asked=asked, present=present)
+        return chaos_pb2.DrainReply(asked=asked, present=names)
 
     async def ChangeLink(self, request: Any, context: Any) -> Any:
         """Connect-link and disconnect-link by an operator; the machine answers whether it will be so."""

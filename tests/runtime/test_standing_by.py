@@ -14,11 +14,13 @@ from test_store import decide
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.types import Settings, ViewId
+from chaos_lightning.runtime.connection import Connection, present
 from chaos_lightning.runtime.etcd_client import read_address
 from chaos_lightning.runtime.etcd_servers import EtcdServers
 from chaos_lightning.runtime.etcd_store import EtcdStore
 from chaos_lightning.runtime.memory_store import MemoryStore
 from chaos_lightning.runtime.seat import EtcdSeat
+from chaos_lightning.runtime.server import CANNOT_LEAD
 from chaos_lightning.runtime.store import Store
 
 
@@ -147,3 +149,22 @@ def test_only_a_process_that_has_not_led_before_begins_a_finished_job_anew(
             assert seat.rules(given) == (old if followed else given)
         finally:
             seat.close()
+
+
+def test_a_leader_that_fails_with_any_error_ends() -> None:
+    seat = PlainSeat()
+
+    def fail() -> Store:
+        raise ZeroDivisionError("planted")
+
+    with serving(seat=seat, open_store=fail) as served:
+        seat.elect()
+        assert served.wait_ended() == (f"{CANNOT_LEAD}: ZeroDivisionError: planted", True)
+
+
+def test_a_member_that_is_not_heard_is_not_present() -> None:
+    heard, silent = Connection(1, "a"), Connection(2, "b")
+    heard.name, silent.name = "a", "b"
+    silent.heard -= 2.0
+    assert present([heard, silent], 1.0) == {"a"}
+    assert present([heard, silent], 60.0) == {"a", "b"}
