@@ -33,7 +33,7 @@ from chaos_lightning.runtime import reach
 from chaos_lightning.runtime.etcd_client import CompactedError, EtcdClient, put, same_revision
 from chaos_lightning.runtime.etcd_store import job_root
 from chaos_lightning.runtime.leader_line import LeaderLine
-from chaos_lightning.runtime.process_table import host_identity, start_time
+from chaos_lightning.runtime.process_table import host_identity, process_state, start_time
 
 LEASE_S = 2
 PATIENCE_S = 3.0
@@ -64,7 +64,8 @@ class Candidate:
     def here(cls, endpoint: str) -> Candidate:
         """This process."""
         pid = os.getpid()
-        return cls(f"{endpoint}-{pid}", endpoint, host_identity(), pid, start_time(pid))
+        # A pid alone may come again: in another container, or on a machine that was started again.
+        return cls(f"{endpoint}-{pid}-{os.urandom(4).hex()}", endpoint, host_identity(), pid, start_time(pid))
 
     @classmethod
     def read(cls, value: bytes) -> Candidate | None:
@@ -82,17 +83,9 @@ class Candidate:
         return json.dumps(asdict(self)).encode()
 
     def process_state(self) -> str:
-        """Of a candidate on this machine: "gone", "stopped" or "runs"; "" of one elsewhere."""
-        if self.host != host_identity():
-            return ""
-        if start_time(self.pid) != self.pid_start:
-            return "gone"
-        try:
-            with open(f"/proc/{self.pid}/stat", "rb") as file:
-                state = file.read().rpartition(b")")[2].split()[0]
-        except (OSError, IndexError):
-            return "gone"
-        return {b"T": "stopped", b"t": "stopped", b"Z": "gone", b"X": "gone"}.get(state, "runs")
+        """Of a candidate on this machine: "gone", "stopped" or "runs"; "" of one elsewhere, or hidden from us."""
+        here = self.host == host_identity()
+        return process_state(self.pid, self.pid_start) if here else ""
 
 
 class Election(threading.Thread):
@@ -248,25 +241,32 @@ class Election(threading.Thread):
                 mine = self._client.get(key)
                 if mine is None or mine.lease != self._me.lease:
                     continue  # an answer that got lost is recognised by the lease
-                self._hang_up()
-                self.leader, self.leads = Candidate.read(mine.value) or me, True
-                self._note(
-                    "elected", candidate=me.id, endpoint=me.endpoint, lease_s=self._granted_s, reason=self._because
-                )
-                self._on_elected(
-                    (
-                        pb.Compare(target=pb.Compare.CREATE, key=key.encode(), create_revision=mine.create_revision),
-                        pb.Compare(target=pb.Compare.LEASE, key=key.encode(), lease=self._me.lease),
-                    )
-                )
-                return True
+                return self._elected(key, mine)
             if found.lease == self._me.lease:
+                return self._elected(key, found)
+            if (holder := Candidate.read(found.value)) is not None and holder.id == self._me.id:
+                # It was elected, did not hear of it, and took another lease since.
+                self._client.revoke(found.lease)
                 continue
             self.followed = True
             self._follow(Candidate.read(found.value), found)
             if not self._wait_for_change(key, found.mod_revision + 1):
                 return False
         return False
+
+    def _elected(self, key: str, mine: pb.KeyValue) -> bool:
+        """The leader's key is on this candidate's lease."""
+        me = self._me
+        self._hang_up()
+        self.leader, self.leads = Candidate.read(mine.value) or me, True
+        self._note("elected", candidate=me.id, endpoint=me.endpoint, lease_s=self._granted_s, reason=self._because)
+        self._on_elected(
+            (
+                pb.Compare(target=pb.Compare.CREATE, key=key.encode(), create_revision=mine.create_revision),
+                pb.Compare(target=pb.Compare.LEASE, key=key.encode(), lease=me.lease),
+            )
+        )
+        return True
 
     def _follow(self, leader: Candidate | None, found: pb.KeyValue) -> None:
         if leader is not None:
@@ -292,11 +292,16 @@ class Election(threading.Thread):
                 if self._over.is_set() or events:
                     self._because = f"the lease of {self._named()} had ended, or was given back"
                     return True
-                if now() >= self._due and not self._prolong():
-                    self._note(
-                        "error", where="election", text="the lease of this candidate has ended; it takes another"
-                    )
-                    return False
+                if now() >= self._due:
+                    if not self._prolong():
+                        self._note(
+                            "error", where="election", text="the lease of this candidate has ended; it takes another"
+                        )
+                        return False
+                    found = self._client.get(key)  # the watch may be deaf; and prolonging needs no valid token
+                    if found is None or found.mod_revision >= revision:
+                        self._because = f"the lease of {self._named()} had ended, or was given back"
+                        return True
                 if self._replaces():
                     return True
                 self._tell_who_asked()

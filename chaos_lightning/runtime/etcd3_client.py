@@ -210,7 +210,9 @@ class Etcd3Client(EtcdClient):
     @contextlib.contextmanager
     def _watching(self, server: Any, prefix: str, revision: int, replies: queue.SimpleQueue[Any]) -> Iterator[None]:
         client = self._plainly(lambda: self._client(server.name))
-        once = _Once(self._etcd3.etcdrpc.WatchStub(client.channel))
+        once = _Once(
+            self._etcd3.etcdrpc.WatchStub(client.channel), lambda: replies.put(pb.WatchResponse(canceled=True))
+        )
         watcher = self._etcd3.watch.Watcher(once, timeout=_ATTEMPT_S, metadata=client.metadata)
         loop = watcher._run
 
@@ -221,6 +223,8 @@ class Etcd3Client(EtcdClient):
         watcher._run = run
 
         def take(found: Any) -> None:
+            if isinstance(found, grpc.RpcError):
+                self._look_at(server, found)
             replies.put(None if isinstance(found, grpc.RpcError) else self._reply(found))
 
         try:
@@ -267,10 +271,16 @@ class _OverError(Exception):
 
 
 class _Once:
-    """A watch stub for one stream: etcd3's thread, which would open the next one without a pause, ends instead."""
+    """A watch stub for one stream: etcd3's thread, which would open the next one without a pause, ends instead.
 
-    def __init__(self, stub: Any) -> None:
+    Args:
+        stub: The real one.
+        canceled: Called where etcd says that it ended the watch, which etcd3 keeps to itself.
+    """
+
+    def __init__(self, stub: Any, canceled: Callable[[], None]) -> None:
         self._stub = stub
+        self._canceled = canceled
         self._call: Any = None
         self._ended = False
 
@@ -283,7 +293,13 @@ class _Once:
             raise _OverError from error
         if self._ended:
             self._call.cancel()
-        return self._call
+        return self._replies(self._call)
+
+    def _replies(self, call: Any) -> Iterator[Any]:
+        for reply in call:
+            yield reply
+            if reply.canceled and not reply.compact_revision:
+                self._canceled()
 
     def end(self) -> None:
         self._ended = True

@@ -282,6 +282,11 @@ class EtcdClient:
     def _forget_token(self, server: _Server) -> None:
         self._auth = ""
 
+    def _look_at(self, server: _Server, error: grpc.RpcError) -> None:
+        """Why a watch's stream ended."""
+        if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+            self._forget_token(server)
+
     def _next(self, server: _Server) -> None:
         with self._lock:
             if self._servers[self._now % len(self._servers)] is server:
@@ -404,6 +409,7 @@ class EtcdClient:
                                 f"{self.address}: revisions before {reply.compact_revision} are forgotten"
                             )
                         if reply.canceled:
+                            self._forget_token(server)  # so etcd says that it is no longer valid, and not by a status
                             break
                         if reply.events:
                             # Not the header's revision: a watch that catches up gets what it missed in parts.
@@ -431,9 +437,11 @@ class EtcdClient:
         stream = method(requests(), metadata=(*self._metadata(server, _ATTEMPT_S), ("hasleader", "true")))
 
         def read() -> None:
-            with contextlib.suppress(grpc.RpcError):
+            try:
                 for reply in stream:
                     replies.put(reply)
+            except grpc.RpcError as error:
+                self._look_at(server, error)
             replies.put(None)
 
         reader = threading.Thread(target=read, name="chaos-etcd-watch", daemon=True)

@@ -22,7 +22,7 @@ import json
 import threading
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from chaos_lightning.errors import ConfigurationError, StoreError, WireError
 from chaos_lightning.membership.effects import LinkWish, Persist
@@ -30,7 +30,7 @@ from chaos_lightning.membership.types import Header, View, ViewId
 from chaos_lightning.runtime import etcd_pb2 as pb
 from chaos_lightning.runtime.codec import decode, encode
 from chaos_lightning.runtime.etcd_client import CompactedError, EtcdClient, delete, put, same_revision
-from chaos_lightning.runtime.store import Appended, Entry, Store, Tip, advance, entry_of, judge
+from chaos_lightning.runtime.store import Appended, Entry, EntryKind, Store, Tip, advance, entry_of, judge
 
 FORMAT = 1
 MAX_ENTRY_NBYTES = 1 << 20
@@ -97,6 +97,8 @@ class EtcdStore(Store):
                     if entry is None:  # a new job began in between
                         continue
                     last = self._entry(entry)
+                if not all(type(n) is int for n in (*document["highest"], *document["last_view"])):
+                    raise ValueError("its views are no pairs of integers")
                 tip = Tip(
                     term=int(document["term"]),
                     highest=ViewId(*document["highest"]),
@@ -131,6 +133,10 @@ class EtcdStore(Store):
         document = self._document(found.value, f"entry/{name}")
         try:
             view, base, wish = document["view"], document["base"], document["wish"]
+            if document["kind"] not in get_args(EntryKind):
+                raise ValueError(f"kind {document['kind']!r}")
+            if not all(type(n) is int for n in document["number"]):
+                raise ValueError(f"number {document['number']!r}")
             return Entry(
                 revision=int(name),
                 kind=document["kind"],
@@ -226,7 +232,11 @@ class EtcdStore(Store):
         """
         known = self._read()
         tip = Tip(term=known.tip.term + 1)
-        if not self._write(known, tip, delete(self._key("entry/")), count=0):
+        if self._write(known, tip, delete(self._key("entry/")), count=0):
+            return
+        # The client asks anew where an answer got lost: then it is our own write that stands in the way.
+        found = self._read()
+        if (found.tip, found.count) != (tip, 0) or self._lost_guard():
             raise StoreError(f"{self.place}: another scheduler has begun this job again; look who leads it")
 
     def _lost_guard(self) -> str:

@@ -70,6 +70,16 @@ def _exists(pid: int) -> bool:
     return True
 
 
+def process_state(pid: int, pid_start: int) -> str:
+    """Of a process of this machine: "gone", "stopped" or "runs"; "" if it is hidden from this user."""
+    stat = _stat(pid)
+    if stat is None:
+        return "" if _exists(pid) else "gone"
+    if pid_start and stat[1] != pid_start:
+        return "gone"
+    return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(stat[0], "runs")
+
+
 def same_machine_verdict(member: Member | None) -> Sight:
     """What this machine's process table says about a member that was on it."""
     if member is None or not member.pid or member.host.startswith(_UNKNOWN) or member.host != host_identity():

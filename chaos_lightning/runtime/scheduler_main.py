@@ -49,14 +49,16 @@ def open_store(options: SchedulerOptions) -> Store:
     return SqliteStore(path, job, exclusive=True)
 
 
-def _seat(options: SchedulerOptions) -> EtcdSeat | None:
+def _seat(options: SchedulerOptions, *, followed: bool) -> EtcdSeat | None:
     """In etcd several schedulers stand by for each other."""
     if not options.in_etcd:
         return None
     from chaos_lightning.runtime.etcd_client import read_address
     from chaos_lightning.runtime.seat import EtcdSeat
 
-    return EtcdSeat(read_address(options.store), options.settings.job, keep_finished=options.keep_finished)
+    return EtcdSeat(
+        read_address(options.store), options.settings.job, keep_finished=options.keep_finished, followed=followed
+    )
 
 
 def run(options: SchedulerOptions) -> int:
@@ -89,16 +91,17 @@ def run(options: SchedulerOptions) -> int:
         )
 
     with EventLog.in_directory(options.log_dir or None, options.settings.job, role="scheduler") as events:
-        look = True
+        first = look = True
         while True:
-            seat = _seat(options)
-            if seat is not None and look and (words := seat.check(config.settings)):
+            seat = _seat(options, followed=not first)
+            if seat is not None and look and (words := seat.check(config.settings, rebuild=options.rebuild and first)):
                 _say(words)
             open_it = seat.open_store if seat is not None else lambda: open_store(options)
             reason, failed = asyncio.run(serve(config, open_it, events, on_started=on_started, seat=seat))
             if seat is None or not failed:
                 break
             _say(f"scheduler of job {options.settings.job} stands by again: {reason}")
+            first = False
             look = CANNOT_LEAD in reason  # what lies in etcd may be damaged: then it must not be tried for ever
             time.sleep(_AGAIN_S)
     _say(f"scheduler of job {options.settings.job} ends: {reason}")

@@ -24,7 +24,7 @@ from chaos_lightning.runtime.election import LEASE_S, Candidate, Election
 from chaos_lightning.runtime.etcd_client import EtcdAddress, UnansweredError, open_client, put
 from chaos_lightning.runtime.etcd_store import EtcdStore, job_root
 from chaos_lightning.runtime.options import settings_from_json, settings_to_json
-from chaos_lightning.runtime.store import Store
+from chaos_lightning.runtime.store import Store, to_rebuild
 
 RULES = "rules"
 _FACTS_DEADLINE_S = 0.5
@@ -69,16 +69,27 @@ class EtcdSeat:
         address: Where etcd is.
         job: Whose leader is elected.
         keep_finished: Serve a finished chain instead of beginning the job anew.
+        followed: This process had a seat before: what it began with is not what the job is now, so it begins no
+            finished job anew and brings no rules.
         lease_s: Duration of leases.
 
     Raises:
         ConfigurationError: A file of the address cannot be read.
     """
 
-    def __init__(self, address: EtcdAddress, job: str, *, keep_finished: bool = False, lease_s: int = LEASE_S) -> None:
+    def __init__(
+        self,
+        address: EtcdAddress,
+        job: str,
+        *,
+        keep_finished: bool = False,
+        followed: bool = False,
+        lease_s: int = LEASE_S,
+    ) -> None:
         self._client = open_client(address)
         self._job = job
         self._keep_finished = keep_finished
+        self._followed = followed
         self._lease_s = lease_s
         self._guard: tuple[pb.Compare, ...] = ()
         self._election: Election | None = None
@@ -134,22 +145,28 @@ class EtcdSeat:
             self._note("notice", text=f"job {self._job} was finished; it begins anew in {store.place}")
         return store
 
-    def check(self, given: Settings) -> str:
+    def check(self, given: Settings, *, rebuild: bool = False) -> str:
         """Looks at etcd before anything starts; returns what is worth telling, or "".
+
+        Args:
+            given: The rules that this scheduler would bring.
+            rebuild: It is to rebuild a lost chain.
 
         Raises:
             ConfigurationError: etcd refuses this scheduler, or what lies under the job's name is no chain that this
-                version can read.
+                version can read, or one that need not be rebuilt.
         """
         try:
             with EtcdStore(self._client, self._job, owned=False) as store:
-                finished = store.load().finished
+                chain, place = store.load(), store.place
             stored = self._stored_rules()
         except UnansweredError as error:
             return f"{error} It goes on trying."
         except StoreError as error:
             raise ConfigurationError(str(error)) from error
-        return self._differing(given, stored) if stored is not None and not finished else ""
+        if rebuild:
+            to_rebuild(chain, place)
+        return self._differing(given, stored) if stored is not None and not chain.finished else ""
 
     def rules(self, given: Settings) -> Settings:
         """Those that the job goes by (see the module); for the leader, after `open_store`.
@@ -196,8 +213,8 @@ class EtcdSeat:
         return election is not None and any(c.id != election.me.id for c in election.candidates())
 
     def waited(self) -> bool:
-        """Another scheduler led before: if the job is finished by now, it was so under that one."""
-        return self._election is not None and self._election.followed
+        """Another scheduler led before, or this process: if the job is finished by now, it was so under that one."""
+        return self._followed or (self._election is not None and self._election.followed)
 
     def stands_by(self) -> bool:
         """Another one leads, and this one would follow it: it is needed, though it has no members."""

@@ -18,21 +18,21 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
 from chaos_lightning.errors import ChaosError, StoreError, WireError
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import Hello, Pulse, Settings, ToMember, Welcome
+from chaos_lightning.membership.types import NO_VIEW, Hello, Pulse, Settings, ToMember, Welcome
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.runtime import chaos_pb2
 from chaos_lightning.runtime.access import LEADER_KEY, check_bind, join_endpoint
 from chaos_lightning.runtime.channel import END_OF_STREAM, PULSE_S, SERVER_OPTIONS
 from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
 from chaos_lightning.runtime.codec import unwrap_from_member, wrap_to_member
-from chaos_lightning.runtime.connection import Connection
+from chaos_lightning.runtime.connection import Connection, present
 from chaos_lightning.runtime.credentials import Credentials
 from chaos_lightning.runtime.link_keys import KeyIssuer
 from chaos_lightning.runtime.process_table import same_machine_verdict
@@ -134,8 +134,21 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         else:
             await self._server.start()
             self._contest(self._seat)
-        self._tasks.append(asyncio.create_task(self._tick()))
+        self._begin(self._tick(), "ticks")
         return self.port
+
+    def _begin(self, work: Coroutine[Any, Any, None], where: str) -> None:
+        """A task that `stop` ends. One that fails ends the scheduler: without it the others would only seem to work."""
+
+        def look(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                # The machine is void after an error of ours; the chain is not. Whoever restarts continues it.
+                self._events.emit("error", text=f"{type(error).__name__}: {error}", where=where)
+                self.end(f"internal error: {type(error).__name__}: {error}", failed=True)
+
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(look)
+        self._tasks.append(task)
 
     @property
     def endpoint(self) -> str:
@@ -146,36 +159,40 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         loop = asyncio.get_running_loop()
 
         def elected() -> None:
-            loop.call_soon_threadsafe(lambda: self._tasks.append(loop.create_task(self._come_to_lead())))
+            loop.call_soon_threadsafe(lambda: self._begin(self._come_to_lead(), "election"))
 
         def lost(reason: str) -> None:
             loop.call_soon_threadsafe(lambda: self.end(f"it leads no more: {reason}", failed=True))
 
-        def present() -> set[str]:
-            return {c.name for c in list(self._connections.values()) if c.name}
+        def here() -> set[str]:
+            return present(list(self._connections.values()), self.config.settings.heartbeat_timeout_s)
 
-        seat.contest(self.endpoint, elected, lost, self._events.emit, present)
+        seat.contest(self.endpoint, elected, lost, self._events.emit, here)
 
     async def _come_to_lead(self) -> None:
         try:
             chain = await self._lead()
-            self._tasks.append(asyncio.create_task(self._pulse()))
+            self._begin(self._pulse(), "pulses")
             if self._seat is not None and self._seat.waited() and chain.finished:
                 # Members that were cut off, and newcomers that are still starting, are to hear of it from somebody.
                 self._stays = True
                 self._done("the job was finished while this scheduler stood by")
-        except ChaosError as error:
-            self.end(f"{CANNOT_LEAD}: {error}", failed=True)
+        except Exception as error:  # of any kind: the election would go on prolonging a lease in vain
+            words = str(error) if isinstance(error, ChaosError) else f"{type(error).__name__}: {error}"
+            self.end(f"{CANNOT_LEAD}: {words}", failed=True)
 
     async def _lead(self) -> fx.Chain:
         """Takes the chain; from now on members are let in."""
 
         def take() -> fx.Chain:
-            self._opened = self._open_store()
-            self._store.take_term()
+            store = self._opened = self._open_store()
+            rebuild = self.config.rebuild and (self._seat is None or store.tip().last_view == NO_VIEW)
+            if rebuild:
+                to_rebuild(store.load(), store.place)  # before a term is taken
+            store.take_term()
             if self._seat is not None:
                 self.config = replace(self.config, settings=self._seat.rules(self.config.settings))
-            return self._store.load()
+            return replace(store.load(), rebuild=rebuild)
 
         chain = await asyncio.get_running_loop().run_in_executor(self._disk, take)
         self._events.emit(
@@ -187,13 +204,11 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             finished=chain.finished,
             store=self._store.place,
         )
-        if self.config.rebuild:
-            chain = to_rebuild(chain, self._store.place)
         secret_channel = Credentials.of(self.config.token).secret_channel
         met = {member for view in chain.views for member in view.ids()}
         self._keys = KeyIssuer(self.config.settings, secret_channel=secret_channel, members=met)
         self._machine = self._make_machine(self.config.settings, chain)
-        self._tasks.append(asyncio.create_task(self._drive()))
+        self._begin(self._drive(), "scheduler machine")
         return chain
 
     async def _pulse(self) -> None:
@@ -226,14 +241,16 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        loop = asyncio.get_running_loop()
+        resigned = loop.run_in_executor(None, self._seat.close) if self._seat is not None else None
         if self._server is not None:
             await self._server.stop(0.1)
             await self._strangers.close()
-        self._disk.shutdown()
+        if resigned is not None:
+            await resigned
+        await loop.run_in_executor(None, self._disk.shutdown)  # a write may be under way
         if self._opened is not None:
             self._opened.close()
-        if self._seat is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._seat.close)
 
     # ------------------------------------------------------------------ the machine
 
@@ -254,7 +271,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         if self._done_reason and not self._connections and not self._stays:
             self.end(self._done_reason)
         elif self.config.idle_timeout_s and idle > self.config.idle_timeout_s:
-            self.end(f"no member for {self.config.idle_timeout_s:g} s; the chain stays in {self._store.place}")
+            place = self._opened.place if self._opened is not None else "its store"  # it may never have led
+            self.end(f"no member for {self.config.idle_timeout_s:g} s; the chain stays in {place}")
 
     async def _drive(self) -> None:
         """Feeds the machine, one event at a time."""
@@ -268,11 +286,6 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
                     pending += await self._feed(pending.pop(0))
         except StoreError as error:
             self.end(f"the store failed: {error}", failed=True)
-        except Exception as error:
-            # The machine is void after an error of ours; the chain is not. Whoever restarts continues it.
-            self._events.emit("error", text=f"{type(error).__name__}: {error}", where="scheduler machine")
-            self.end(f"internal error: {type(error).__name__}: {error}", failed=True)
-            raise
 
     async def _feed(self, event: fx.SchedulerEvent) -> list[fx.SchedulerEvent]:
         assert self._machine is not None
@@ -402,6 +415,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             envelope = await context.read()
             if envelope is END_OF_STREAM:
                 return goodbye
+            connection.heard = time.monotonic()
             goodbye = goodbye or envelope.goodbye
             if envelope.WhichOneof("message") is None and goodbye:
                 continue
@@ -445,15 +459,15 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
 
     async def Drain(self, request: Any, context: Any) -> Any:
         await self._admit(context, "Drain")
-        present = sorted({c.name for c in self._connections.values() if c.name})
+        names = sorted({c.name for c in self._connections.values() if c.name})
         wanted = request.name
-        asked = [n for n in present if n == wanted] or [
-            n for n in present if n.rpartition("-")[0] == wanted and n.rpartition("-")[2].isdigit()
+        asked = [n for n in names if n == wanted] or [
+            n for n in names if n.rpartition("-")[0] == wanted and n.rpartition("-")[2].isdigit()
         ]
         for name in asked:
             self._events.emit("drain", of=name, by=self._strangers.peer(context))
             self._inbox.put_nowait(fx.Drain(name))
-        return chaos_pb2.DrainReply(asked=asked, present=present)
+        return chaos_pb2.DrainReply(asked=asked, present=names)
 
     async def ChangeLink(self, request: Any, context: Any) -> Any:
         """Connect-link and disconnect-link by an operator; the machine answers whether it will be so."""

@@ -160,8 +160,8 @@ class Store(abc.ABC):
         self.close()
 
 
-def to_rebuild(chain: Chain, place: str) -> Chain:
-    """What a scheduler starts with that is to rebuild a lost chain (PROTOCOL.md 14a).
+def to_rebuild(chain: Chain, place: str) -> None:
+    """Refuses to rebuild a chain that is not lost (PROTOCOL.md 14a).
 
     Raises:
         ConfigurationError: The chain is there.
@@ -171,7 +171,6 @@ def to_rebuild(chain: Chain, place: str) -> Chain:
             f"nothing is to be rebuilt: {place} holds a chain up to view {chain.views[-1].id}; start the scheduler "
             "without --rebuild, and it goes on from there"
         )
-    return replace(chain, rebuild=True)
 
 
 StoreFactory = Callable[[], Store]

@@ -107,7 +107,9 @@ class SchedulerHost(Process):
         super().__init__(kernel, "scheduler")
         self.store = store
         self.seat = seat or Seat()
-        self.machine = machine(settings, replace(store.open(), rebuild=self.seat.rebuild))
+        chain = store.open()
+        # What has been rebuilt meanwhile is continued (runtime/server.py).
+        self.machine = machine(settings, replace(chain, rebuild=self.seat.rebuild and not chain.views))
         self.notes: list[tuple[float, fx.Note]] = []
         self.dialled: list[tuple[Stream, Connected]] = []
         """All streams ever opened to this process."""

@@ -113,7 +113,7 @@ class Schedulers:
                 world.expect(-1)
                 return
             try:
-                self._start(self.leader.seat.rebuild and not world.store.views)  # with the same words as before
+                self._start(self.leader.seat.rebuild)  # with the same words as before
             except StoreError:
                 world.kernel.after(AGAIN_S, try_it)
                 return

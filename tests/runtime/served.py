@@ -24,6 +24,7 @@ from chaos_lightning.membership.types import (
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.runtime.agent import Agent
 from chaos_lightning.runtime.memory_store import MemoryStore
+from chaos_lightning.runtime.seat import Seat
 from chaos_lightning.runtime.server import SchedulerServer
 from chaos_lightning.runtime.server_config import ServerConfig
 from chaos_lightning.runtime.store import Store
@@ -111,7 +112,7 @@ class Served:
         machine: Callable[[Settings, fx.Chain], Any] | None = None,
         open_store: Callable[[], Store] = MemoryStore,
         log: EventLog | None = None,
-        seat: Any = None,
+        seat: Seat | None = None,
         **config: Any,
     ) -> None:
         self.rule = rule

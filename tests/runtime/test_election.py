@@ -166,6 +166,22 @@ def test_a_lease_that_ends_while_waiting_is_taken_anew(
     b.hears("elected")
 
 
+def test_a_candidate_whose_watch_is_deaf_is_elected_all_the_same(
+    etcd: EtcdServers, job: str, running: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deaf(self: Election, key: str, revision: int) -> Iterator[list[Any]]:
+        while not self._over.wait(0.05):
+            yield []
+
+    monkeypatch.setattr(Election, "_changes", deaf)
+    a = start(running, etcd, job, "a")
+    a.hears("elected")
+    b = start(running, etcd, job, "b")
+    until(lambda: b.election.followed)
+    a.election.resign()
+    b.hears("elected")
+
+
 @pytest.mark.usefixtures("each_client")
 def test_etcd_that_cannot_be_reached_ends_a_reign_no_later_than_its_lease(
     etcd_of_three: EtcdServers, job: str, running: contextlib.ExitStack

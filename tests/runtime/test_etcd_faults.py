@@ -210,6 +210,29 @@ def test_the_right_password_lets_in_and_tokens_are_renewed(locked: str, tmp_path
         client.revoke(lease)
 
 
+@pytest.mark.parametrize("kind", ["own", pytest.param("etcd3", marks=pytest.mark.slow)])
+def test_a_watch_with_a_token_that_is_no_longer_valid_gets_another(
+    locked: str, tmp_path: Path, job: str, kind: str
+) -> None:
+    """etcd answers that the watch is canceled, and no call need tell that the token has ended."""
+    from etcd_for_tests import need_client
+
+    address = with_password(locked, "root", "root's", tmp_path) + f"&client={need_client(kind)}"
+    client, writer = open_client(read_address(address)), open_client(read_address(address))
+    with contextlib.closing(client), contextlib.closing(writer):
+        _, revision = client.get_all(f"mine/{job}")
+        if kind == "own":
+            client._auth = "no-token.7"
+        else:
+            client._client(locked).metadata = (("token", "no-token.7"),)  # type: ignore[attr-defined]
+        writer.transact([], [put(f"mine/{job}", b"seen")])
+        stop, deadline = threading.Event(), time.monotonic() + PATIENCE_S
+        for events in client.watch(f"mine/{job}", revision + 1, stop):
+            if events or time.monotonic() > deadline:
+                break
+        assert [e.kv.value for e in events] == [b"seen"]
+
+
 @pytest.mark.parametrize(
     ("user", "password", "words"),
     [
@@ -420,7 +443,7 @@ def seat_of(etcd: EtcdServers, job: str, **rules: int) -> tuple[EtcdSeat, Settin
 def leading(seat: EtcdSeat, name: str) -> Iterator[None]:
     """Until the seat is elected, and it is closed after."""
     elected = threading.Event()
-    seat.contest(f"{name}:1", elected.set, lambda reason: None, lambda *_, **__: None)
+    seat.contest(f"{name}:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
     try:
         assert elected.wait(PATIENCE_S)
         yield
@@ -440,7 +463,7 @@ def test_who_follows_a_leader_goes_by_the_rules_of_the_job(etcd: EtcdServers, jo
         assert f"job {job} is there already, and goes by the rules that it began with" in words
         assert "min_nodes=2 instead of 3" in words
         elected = threading.Event()
-        second.contest("b:1", elected.set, lambda reason: None, lambda *_, **__: None)
+        second.contest("b:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
         stack.callback(second.close)
         deadline = time.monotonic() + PATIENCE_S
         while not second.waited() and time.monotonic() < deadline:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.runtime import reach
+from chaos_lightning.runtime import agent, reach
 from chaos_lightning.runtime.election import Candidate, Election
 from chaos_lightning.runtime.etcd_servers import EtcdServers
 from chaos_lightning.runtime.leader_line import LeaderLine
@@ -57,7 +57,14 @@ def test_members_that_come_after_a_while_end_the_count() -> None:
     assert view.judge(103.0, set(), {"s1": ["a"]}) == ""
     assert view.judge(104.0, {"a"}, {"s1": ["a"]}) == ""
     assert view.judge(105.5, set(), {"s1": ["a"]}) == "", "counted from anew"
-    assert view.judge(107.5, set(), {"s1": ["a"]}) == "a reach s1 and not this scheduler, which nobody reaches"
+    assert view.judge(105.4 + LASTING_S, set(), {"s1": ["a"]}) == ""
+    assert (
+        view.judge(105.5 + LASTING_S, set(), {"s1": ["a"]}) == "a reach s1 and not this scheduler, which nobody reaches"
+    )
+
+
+def test_a_leader_is_patient_until_members_that_shunned_it_ask_it_again() -> None:
+    assert LASTING_S >= agent._SHUN_S + 1.0
 
 
 def test_who_asked_is_forgotten_after_a_while_and_no_flood_of_names_is_kept() -> None:

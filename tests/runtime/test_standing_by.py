@@ -1,0 +1,170 @@
+"""What a scheduler does that stands by, is elected, and stands by again: its shell and its seat."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from served import PATIENCE_S, Facts, ScriptedMachine, serving
+from test_store import decide
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.types import Settings, ViewId
+from chaos_lightning.runtime.connection import Connection, present
+from chaos_lightning.runtime.etcd_client import read_address
+from chaos_lightning.runtime.etcd_servers import EtcdServers
+from chaos_lightning.runtime.etcd_store import EtcdStore
+from chaos_lightning.runtime.memory_store import MemoryStore
+from chaos_lightning.runtime.seat import EtcdSeat
+from chaos_lightning.runtime.server import CANNOT_LEAD
+from chaos_lightning.runtime.store import Store
+
+
+class PlainSeat:
+    """A seat whose election is the test: it leads when `elect` is called, or never."""
+
+    def __init__(self) -> None:
+        self.elect: Callable[[], None] = lambda: None
+        self.present: Callable[[], Any] = set
+        self.closed = Facts[str]()
+        self.was_led = False
+
+    def contest(self, endpoint: str, on_elected: Any, on_lost: Any, note: Any, present: Any) -> None:
+        self.elect, self.present = on_elected, present
+
+    def asked(self, name: str) -> None:
+        pass
+
+    def open_store(self) -> Store:
+        return MemoryStore()
+
+    def rules(self, given: Settings) -> Settings:
+        return given
+
+    def waited(self) -> bool:
+        return self.was_led
+
+    def stands_by(self) -> bool:
+        return False
+
+    def leader(self) -> str:
+        return ""
+
+    def trouble(self) -> str:
+        return ""
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        self.closed.add("closed")
+
+
+def test_one_that_never_led_ends_when_nobody_needs_it() -> None:
+    with serving(seat=PlainSeat(), idle_timeout_s=0.2) as served:
+        assert served.wait_ended() == ("no member for 0.2 s; the chain stays in its store", False)
+
+
+def test_a_task_that_fails_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chaos_lightning.runtime.server import SchedulerServer
+
+    def fail(self: SchedulerServer) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(SchedulerServer, "_look_for_idleness", fail)
+    with serving() as served:
+        assert served.wait_ended() == ("internal error: ZeroDivisionError: planted", True)
+
+
+def chain_of_one_view(store: Store) -> Store:
+    store.take_term()
+    assert store.append(decide(ViewId(store.term, 1))).ok
+    return store
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_chain_that_was_rebuilt_by_another_one_is_continued(*, lost: bool) -> None:
+    """As after this process's first reign: the word --rebuild is still there."""
+    chains = Facts[fx.Chain]()
+    store = MemoryStore() if lost else chain_of_one_view(MemoryStore())
+
+    def machine(settings: Settings, chain: fx.Chain) -> Any:
+        chains.add(chain)
+        return ScriptedMachine(settings, chain, served)
+
+    seat = PlainSeat()
+    with serving(seat=seat, rebuild=True, machine=machine, open_store=lambda: store) as served:
+        seat.elect()
+        chain = chains.wait(lambda _: True)
+        assert (len(chain.views), chain.rebuild) == (0 if lost else 1, lost)
+
+
+def test_without_a_seat_a_chain_that_is_there_is_not_rebuilt_and_no_term_is_taken() -> None:
+    store = chain_of_one_view(MemoryStore())
+    with (
+        pytest.raises(ConfigurationError, match="nothing is to be rebuilt"),
+        serving(rebuild=True, open_store=lambda: store),
+    ):
+        pass
+    assert store.term == 1
+
+
+@pytest.fixture
+def job() -> str:
+    return f"job-{os.urandom(4).hex()}"
+
+
+def test_in_etcd_a_chain_that_is_there_is_not_rebuilt(etcd: EtcdServers, job: str) -> None:
+    address = read_address(etcd.address)
+    with EtcdStore(etcd.client(), job) as store:
+        chain_of_one_view(store)
+    seat = EtcdSeat(address, job)
+    try:
+        with pytest.raises(ConfigurationError, match=r"holds a chain up to view 1\.1"):
+            seat.check(Settings(job=job), rebuild=True)
+        assert seat.check(Settings(job=job)) == ""
+    finally:
+        seat.close()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_only_a_process_that_has_not_led_before_begins_a_finished_job_anew(
+    etcd: EtcdServers, job: str, *, again: bool
+) -> None:
+    """A leader that froze, and wakes when the job has been finished by another one, takes a new seat."""
+    address, old = read_address(etcd.address), Settings(job=job, min_nodes=2)
+    with EtcdStore(etcd.client(), job) as store:
+        chain_of_one_view(store)
+        assert store.append(fx.Persist(7, "finish", ViewId(1, 1))).ok
+    for followed, given in ((True, old), (again, Settings(job=job, min_nodes=1))):
+        seat, elected = EtcdSeat(address, job, followed=followed), threading.Event()
+        try:
+            seat.contest("a:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
+            assert elected.wait(PATIENCE_S)
+            assert seat.open_store().tip().finished == followed
+            assert seat.rules(given) == (old if followed else given)
+        finally:
+            seat.close()
+
+
+def test_a_leader_that_fails_with_any_error_ends() -> None:
+    seat = PlainSeat()
+
+    def fail() -> Store:
+        raise ZeroDivisionError("planted")
+
+    with serving(seat=seat, open_store=fail) as served:
+        seat.elect()
+        assert served.wait_ended() == (f"{CANNOT_LEAD}: ZeroDivisionError: planted", True)
+
+
+def test_a_member_that_is_not_heard_is_not_present() -> None:
+    heard, silent = Connection(1, "a"), Connection(2, "b")
+    heard.name, silent.name = "a", "b"
+    silent.heard -= 2.0
+    assert present([heard, silent], 1.0) == {"a"}
+    assert present([heard, silent], 60.0) == {"a", "b"}
