@@ -231,5 +231,6 @@ FAILING: tuple[Callable[[int], Plan], ...] = (
     promised_plan,
     forked_plan,
     orphaned_plan,
+    lost_plan,
 )
 """What a long run draws from (plans.any_plan)."""
