@@ -192,7 +192,7 @@ def with_password(server: str, user: str, password: str, folder: Path) -> str:
     return f"etcd://{user}@{server}/mine?password-file={folder / 'password'}"
 
 
-@pytest.mark.parametrize("kind", ["own", "etcd3"])
+@pytest.mark.parametrize("kind", ["own", pytest.param("etcd3", marks=pytest.mark.slow)])
 def test_the_right_password_lets_in_and_tokens_are_renewed(locked: str, tmp_path: Path, job: str, kind: str) -> None:
     from etcd_for_tests import need_client
 
@@ -252,7 +252,7 @@ def day(offset: int) -> str:
     return f"{datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=offset):%Y-%m-%d}"
 
 
-@pytest.mark.parametrize("kind", ["own", "etcd3"])
+@pytest.mark.parametrize("kind", ["own", pytest.param("etcd3", marks=pytest.mark.slow)])
 def test_tls_both_ways(tmp_path: Path, authority: Authority, job: str, kind: str) -> None:
     from etcd_for_tests import need_client
 
