@@ -89,6 +89,7 @@ def test_another_grpc_service_is_no_etcd() -> None:
         server.stop(None).wait()
 
 
+@pytest.mark.slow
 def test_each_server_is_told_of_by_name() -> None:
     (port,) = free_ports(1)
     with black_hole() as frozen:
@@ -277,6 +278,7 @@ def test_a_servers_certificate_that_expired_is_told_with_its_day(tmp_path: Path,
     assert f"{server}: its certificate expired on {day(-3)}" in words
 
 
+@pytest.mark.slow
 def test_a_servers_certificate_for_other_names_or_of_another_authority(tmp_path: Path, authority: Authority) -> None:
     certificate = authority.issue("elsewhere", names=("db.example.org", "10.9.8.7"))
     with etcd_with_tls(tmp_path, certificate) as server:
@@ -353,6 +355,7 @@ def test_a_full_disk_is_told_with_what_to_do_and_after_that_it_goes_on(tmp_path:
 # ------------------------------------------------------------------------------------------------ what was missed
 
 
+@pytest.mark.slow
 def test_a_watch_that_catches_up_in_parts_loses_nothing_when_it_breaks(tmp_path: Path) -> None:
     """etcd sends what a watch has missed a thousand changes at a time, each part with the newest revision."""
     count = 2500
