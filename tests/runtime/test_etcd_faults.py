@@ -423,7 +423,7 @@ def seat_of(etcd: EtcdServers, job: str, **rules: int) -> tuple[EtcdSeat, Settin
 def leading(seat: EtcdSeat, name: str) -> Iterator[None]:
     """Until the seat is elected, and it is closed after."""
     elected = threading.Event()
-    seat.contest(f"{name}:1", elected.set, lambda reason: None, lambda *_, **__: None)
+    seat.contest(f"{name}:1", elected.set, lambda reason: None, lambda *_, **__: None, lambda: ())
     try:
         assert elected.wait(PATIENCE_S)
         yield
@@ -443,7 +443,7 @@ def test_who_follows_a_leader_goes_by_the_rules_of_the_job(etcd: EtcdServers, jo
         assert f"job {job} is there already, and goes by the rules that it began with" in words
         assert "min_nodes=2 instead of 3" in words
         elected = threading.Event()
-        second.contest("b:1", elected.set, lambda reason: None, lambda *_, **__: None)
+        second.contest("b:1", elected.set, lambda reason: None, lambda *_, **__: None, lambda: ())
         stack.callback(second.close)
         deadline = time.monotonic() + PATIENCE_S
         while not second.waited() and time.monotonic() < deadline:
