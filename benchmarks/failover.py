@@ -187,8 +187,9 @@ def wait_for_the_next(scene: Scene, case: Case, survivors: list[str], since: int
     scene.until(led, f"another scheduler than that of term {term}")
 
     def connected() -> list[int]:
+        # The next one welcomes nobody before it has said that it leads; whoever was struck does so no more.
         said = [
-            watch.first("scheduler", since, lambda r, n=name: r["state"] == "connected" and r.node == n)  # type: ignore[misc]
+            watch.first("scheduler", led(), lambda r, n=name: r["state"] == "connected" and r.node == n)  # type: ignore[misc]
             for name in survivors
         ]
         return said if all(said) else []

@@ -21,11 +21,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from chaos_lightning.errors import ChaosError, StoreError, WireError
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import NO_VIEW, Hello, Pulse, Settings, ToMember, Welcome
+from chaos_lightning.membership.types import NO_VIEW, Hello, Pulse, ToMember, Welcome
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.runtime import chaos_pb2
 from chaos_lightning.runtime.access import LEADER_KEY, check_bind, join_endpoint
@@ -35,6 +35,7 @@ from chaos_lightning.runtime.codec import unwrap_from_member, wrap_to_member
 from chaos_lightning.runtime.connection import Connection, present
 from chaos_lightning.runtime.credentials import Credentials
 from chaos_lightning.runtime.link_keys import KeyIssuer
+from chaos_lightning.runtime.machine import Machine, MachineFactory, real_machine
 from chaos_lightning.runtime.process_table import same_machine_verdict
 from chaos_lightning.runtime.seat import Seat
 from chaos_lightning.runtime.server_config import ServerConfig
@@ -49,23 +50,6 @@ CANNOT_LEAD = "it was elected and cannot lead"
 _STORE_PATIENCE_S = 5.0
 _ANSWER_TIMEOUT_S = 4.0
 """A request waits so long for the machine, which may be writing to its store."""
-
-
-class Machine(Protocol):
-    """What the shell needs of membership.scheduler.SchedulerMachine."""
-
-    def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]: ...
-
-    def snapshot(self) -> dict[str, Any]: ...
-
-
-MachineFactory = Callable[[Settings, fx.Chain], Machine]
-
-
-def real_machine(settings: Settings, chain: fx.Chain) -> Machine:
-    from chaos_lightning.membership.scheduler import SchedulerMachine
-
-    return SchedulerMachine(settings, chain)
 
 
 class SchedulerServer(SchedulerServicer):  # type: ignore[misc]

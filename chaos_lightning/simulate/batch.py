@@ -7,29 +7,34 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 from chaos_lightning.simulate.bugs import BUGS
-from chaos_lightning.simulate.plans import any_plan
+from chaos_lightning.simulate.plans import FAMILIES
 from chaos_lightning.simulate.world import Hooks, Outcome, Plan, simulate
 
 _CHUNK = 25
 
 
-def behaviour(bug: str) -> tuple[Callable[[int], Plan], Callable[[], Hooks]]:
-    """What a run with this planted bug ("" for none) draws its plans from, and how it behaves."""
+def behaviour(bug: str, family: str = "any") -> tuple[Callable[[int], Plan], Callable[[], Hooks]]:
+    """What a run with this planted bug ("" for none) draws its plans from, and how it behaves.
+
+    Args:
+        bug: Brings its own plans.
+        family: Of plans (plans.FAMILIES), without a bug.
+    """
     if not bug:
-        return any_plan, Hooks
+        return FAMILIES[family], Hooks
     return BUGS[bug].plan, BUGS[bug].hooks
 
 
-def run_chunk(task: tuple[int, int, str]) -> list[Outcome]:
+def run_chunk(task: tuple[int, int, str, str]) -> list[Outcome]:
     """Runs seeds [start, stop) with a planted bug ("" for none)."""
-    start, stop, bug = task
-    plan, hooks = behaviour(bug)
+    start, stop, bug, family = task
+    plan, hooks = behaviour(bug, family)
     return [simulate(plan(seed), hooks, validate=not bug) for seed in range(start, stop)]
 
 
-def outcomes(start: int, count: int, bug: str, jobs: int) -> Iterator[list[Outcome]]:
+def outcomes(start: int, count: int, bug: str, jobs: int, family: str = "any") -> Iterator[list[Outcome]]:
     """Chunks of outcomes, in the order of seeds."""
-    tasks = [(s, min(s + _CHUNK, start + count), bug) for s in range(start, start + count, _CHUNK)]
+    tasks = [(s, min(s + _CHUNK, start + count), bug, family) for s in range(start, start + count, _CHUNK)]
     if jobs <= 1:
         yield from map(run_chunk, tasks)
         return

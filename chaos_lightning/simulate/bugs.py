@@ -18,7 +18,18 @@ from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.slots import close_slot
-from chaos_lightning.membership.types import NO_VIEW, Contribution, Header, Kind, Report, Source, Span, View, ViewId
+from chaos_lightning.membership.types import (
+    NO_VIEW,
+    Contribution,
+    Header,
+    Hello,
+    Kind,
+    Report,
+    Source,
+    Span,
+    View,
+    ViewId,
+)
 from chaos_lightning.simulate.dataplane import DataPlane, Down, Result, Up
 from chaos_lightning.simulate.failing_bugs import FAILING_BUGS
 from chaos_lightning.simulate.host import Store
@@ -144,6 +155,13 @@ class MemoryStore(Store):
     def open(self, above: int = 0) -> fx.Chain:
         self.forget()
         return super().open(above)
+
+
+class CarefreeScheduler(SchedulerMachine):
+    """Takes members of unknown views for newcomers, whom the real one sends away, and founds a job beside them."""
+
+    def _is_foreign(self, hello: Hello) -> bool:
+        return False
 
 
 # ------------------------------------------------------------------ 8: promises
@@ -382,8 +400,9 @@ BUGS: dict[str, Bug] = {
     "14a-memory": Bug(
         rule="14a",
         what="the chain dies with the scheduler",
-        hooks=hooks_of(store=MemoryStore),
+        hooks=hooks_of(store=MemoryStore, scheduler=CarefreeScheduler),
         plan=plans_of("sched-crash"),
+        control=hooks_of(scheduler=CarefreeScheduler),
     ),
     "15-live": Bug(
         rule="15",

@@ -279,13 +279,19 @@ def blip_plan(seed: int) -> Plan:
     )
 
 
+def failing_family(number: int, seed: int | None = None) -> Plan:
+    """Of the plans about failing schedulers and stores the one whose turn it is; with that number as its seed, too."""
+    from chaos_lightning.simulate.failing import FAILING  # these draw on this module
+
+    return FAILING[number % len(FAILING)](number if seed is None else seed)
+
+
 def any_plan(seed: int) -> Plan:
     """What a long run uses: a part of it anything, the rest aimed; every third one is about failing schedulers."""
-    from chaos_lightning.simulate.failing import FAILING  # these draw on this module
-    from chaos_lightning.simulate.wiring import WIRED
+    from chaos_lightning.simulate.wiring import WIRED  # these draw on this module
 
     if seed % 3 == 2:
-        return FAILING[seed // 3 % len(FAILING)](seed)
+        return failing_family(seed // 3, seed)
 
     families: tuple[Callable[[int], Plan], ...] = (
         random_plan,
@@ -307,3 +313,7 @@ def any_plan(seed: int) -> Plan:
         *WIRED,
     )
     return families[seed % len(families)](seed)
+
+
+FAMILIES: dict[str, Callable[[int], Plan]] = {"any": any_plan, "random": random_plan, "failing": failing_family}
+"""What a long run may be confined to, by name."""

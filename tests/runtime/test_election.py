@@ -82,6 +82,7 @@ def until(true: Callable[[], bool]) -> None:
     assert true()
 
 
+@pytest.mark.slow
 def test_who_stands_by_is_needed_until_etcd_is_gone(tmp_path: Path, job: str, running: contextlib.ExitStack) -> None:
     """A hosted scheduler without members ends after a while; one that stands by has none and must stay."""
     one = running.enter_context(servers(tmp_path / "etcd", 1))

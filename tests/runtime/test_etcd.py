@@ -244,6 +244,7 @@ def test_the_leader_of_three_dies_and_writing_goes_on(etcd_of_three: EtcdServers
         assert [v.id.number for v in chain.load().views] == list(range(1, 8))
 
 
+@pytest.mark.slow
 def test_without_a_majority_nothing_is_written_and_nothing_pretended(etcd_of_three: EtcdServers, job: str) -> None:
     three = etcd_of_three.servers
     client = EtcdClient(EtcdAddress(servers=tuple(s.endpoint for s in three)), deadline_s=3.0)

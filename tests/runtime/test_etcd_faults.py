@@ -26,14 +26,13 @@ from etcd_for_tests import servers
 from test_store import decide
 
 from chaos_lightning.errors import ConfigurationError, StoreError
-from chaos_lightning.membership.types import NO_VIEW, Settings, ViewId
+from chaos_lightning.membership.types import NO_VIEW, ViewId
 from chaos_lightning.runtime import election as election_module
 from chaos_lightning.runtime import etcd_client, etcd_store
 from chaos_lightning.runtime.election import Candidate, Election, now
 from chaos_lightning.runtime.etcd_client import EtcdAddress, EtcdClient, delete, open_client, put, read_address
 from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
 from chaos_lightning.runtime.etcd_store import EtcdStore
-from chaos_lightning.runtime.seat import EtcdSeat
 
 PATIENCE_S = 30.0
 
@@ -89,6 +88,7 @@ def test_another_grpc_service_is_no_etcd() -> None:
         server.stop(None).wait()
 
 
+@pytest.mark.slow
 def test_each_server_is_told_of_by_name() -> None:
     (port,) = free_ports(1)
     with black_hole() as frozen:
@@ -192,7 +192,7 @@ def with_password(server: str, user: str, password: str, folder: Path) -> str:
     return f"etcd://{user}@{server}/mine?password-file={folder / 'password'}"
 
 
-@pytest.mark.parametrize("kind", ["own", "etcd3"])
+@pytest.mark.parametrize("kind", ["own", pytest.param("etcd3", marks=pytest.mark.slow)])
 def test_the_right_password_lets_in_and_tokens_are_renewed(locked: str, tmp_path: Path, job: str, kind: str) -> None:
     from etcd_for_tests import need_client
 
@@ -275,7 +275,7 @@ def day(offset: int) -> str:
     return f"{datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=offset):%Y-%m-%d}"
 
 
-@pytest.mark.parametrize("kind", ["own", "etcd3"])
+@pytest.mark.parametrize("kind", ["own", pytest.param("etcd3", marks=pytest.mark.slow)])
 def test_tls_both_ways(tmp_path: Path, authority: Authority, job: str, kind: str) -> None:
     from etcd_for_tests import need_client
 
@@ -300,6 +300,7 @@ def test_a_servers_certificate_that_expired_is_told_with_its_day(tmp_path: Path,
     assert f"{server}: its certificate expired on {day(-3)}" in words
 
 
+@pytest.mark.slow
 def test_a_servers_certificate_for_other_names_or_of_another_authority(tmp_path: Path, authority: Authority) -> None:
     certificate = authority.issue("elsewhere", names=("db.example.org", "10.9.8.7"))
     with etcd_with_tls(tmp_path, certificate) as server:
@@ -376,6 +377,7 @@ def test_a_full_disk_is_told_with_what_to_do_and_after_that_it_goes_on(tmp_path:
 # ------------------------------------------------------------------------------------------------ what was missed
 
 
+@pytest.mark.slow
 def test_a_watch_that_catches_up_in_parts_loses_nothing_when_it_breaks(tmp_path: Path) -> None:
     """etcd sends what a watch has missed a thousand changes at a time, each part with the newest revision."""
     count = 2500
@@ -429,80 +431,3 @@ def test_a_wall_clock_that_jumps_changes_nothing(etcd: EtcdServers, job: str, mo
             assert [v.id.number for v in chain.load().views] == [1, 2, 3]
         finally:
             election.resign(PATIENCE_S)
-
-
-# ------------------------------------------------------------------------------------------------ two jobs, one name
-
-
-def seat_of(etcd: EtcdServers, job: str, **rules: int) -> tuple[EtcdSeat, Settings]:
-    address = read_address(f"{etcd.address}/seats")
-    return EtcdSeat(address, job), Settings(job=job, **rules)  # type: ignore[arg-type]
-
-
-@contextlib.contextmanager
-def leading(seat: EtcdSeat, name: str) -> Iterator[None]:
-    """Until the seat is elected, and it is closed after."""
-    elected = threading.Event()
-    seat.contest(f"{name}:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
-    try:
-        assert elected.wait(PATIENCE_S)
-        yield
-    finally:
-        seat.close()
-
-
-def test_who_follows_a_leader_goes_by_the_rules_of_the_job(etcd: EtcdServers, job: str) -> None:
-    first, given = seat_of(etcd, job, min_nodes=2)
-    second, other = seat_of(etcd, job, min_nodes=3, max_nodes=5)
-    assert first.check(given) == ""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(leading(first, "a"))
-        first.open_store().take_term()
-        assert first.rules(given) == given
-        words = second.check(other)
-        assert f"job {job} is there already, and goes by the rules that it began with" in words
-        assert "min_nodes=2 instead of 3" in words
-        elected = threading.Event()
-        second.contest("b:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
-        stack.callback(second.close)
-        deadline = time.monotonic() + PATIENCE_S
-        while not second.waited() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        first.close()
-        assert elected.wait(PATIENCE_S)
-        second.open_store().take_term()
-        assert second.rules(other) == given
-
-
-def test_who_comes_alone_brings_rules_of_its_own(etcd: EtcdServers, job: str) -> None:
-    """An operator has started the only scheduler anew, with fewer nodes."""
-    for number, nodes in enumerate((2, 1)):
-        seat, given = seat_of(etcd, job, min_nodes=nodes)
-        with leading(seat, f"s{number}"):
-            seat.open_store().take_term()
-            assert seat.rules(given).min_nodes == nodes
-
-
-def test_rules_that_cannot_be_read_are_refused_before_anything_starts(etcd: EtcdServers, job: str) -> None:
-    seat, given = seat_of(etcd, job)
-    with contextlib.closing(etcd.client()) as client:
-        for value in (b"precious", b"[]", json.dumps({"settings": '{"from_the_future": 1}'}).encode()):
-            client.transact([], [put(f"seats/jobs/{job}/rules", value)])
-            with pytest.raises(ConfigurationError, match=r"rules of job .* cannot be read .* choose another job name"):
-                seat.check(given)
-    seat.close()
-
-
-def test_a_scheduler_ends_at_once_where_keys_are_not_its_own(etcd: EtcdServers, job: str, tmp_path: Path) -> None:
-    from chaos_lightning.runtime.options import SchedulerOptions
-    from chaos_lightning.runtime.scheduler_main import run
-
-    def started(store: str) -> None:
-        run(SchedulerOptions(listen="127.0.0.1:0", settings=Settings(job=job), store=store))
-
-    with contextlib.closing(etcd.client()) as client:
-        client.transact([], [put(f"chaos-lightning/jobs/{job}/tip", b"precious")])
-        with pytest.raises(ConfigurationError, match="if the keys are another program's, choose another prefix"):
-            started(etcd.address)
-        with pytest.raises(ConfigurationError, match="it has no passwords"):
-            started(with_password(etcd.servers[0].endpoint, "ann", "ann's", tmp_path))

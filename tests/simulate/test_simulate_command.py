@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.simulate.__main__ import main
+from chaos_lightning.simulate.failing import FAILING
+from chaos_lightning.simulate.plans import FAMILIES
 from chaos_lightning.simulate.script import parse
 
 
 def test_seeds_end_with_a_line_of_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seeds", "20"]) == 0
     out, err = capsys.readouterr()
-    assert out.splitlines()[-1].startswith("20 seeds, 0 violations, ")
+    assert re.match(
+        r"20 seeds \([1-9]\d* in which a scheduler or its store failed\), 0 violations, ", out.splitlines()[-1]
+    )
     assert "20/20 seeds" in err
 
 
@@ -36,7 +41,7 @@ def test_planted_bug_is_found_and_that_is_success(capsys: pytest.CaptureFixture[
 
 def test_planted_bug_that_does_not_show_is_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seeds", "0", "--bug", "9-careless"]) == 1
-    assert "0 seeds, 0 violations" in capsys.readouterr().out
+    assert "0 seeds (0 in which a scheduler or its store failed), 0 violations" in capsys.readouterr().out
 
 
 def test_bugs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,3 +86,13 @@ def test_senseless_scenario_file_gives_status_two(tmp_path: Path, capsys: pytest
     assert main(["--scenario", str(path)]) == 2
     assert main(["--scenario", str(tmp_path / "none.txt")]) == 2
     assert "line 1" in capsys.readouterr().err
+
+
+def test_a_family_of_plans_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = {name: FAMILIES[name](11) for name in FAMILIES}
+    assert drawn["failing"] == FAILING[11 % len(FAILING)](11) != drawn["random"]
+    assert main(["--seeds", "3", "--family", "failing"]) == 0
+    assert main(["--seeds", "0", "--family", "random"]) == 0
+    with pytest.raises(SystemExit):
+        main(["--family", "nothing"])
+    assert "invalid choice: 'nothing'" in capsys.readouterr().err

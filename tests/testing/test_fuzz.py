@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import struct
@@ -21,13 +22,15 @@ import pytest
 from chaos_lightning.errors import ConfigurationError, RefusedError, StoreError, WireError
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.membership.types import NO_VIEW, Settings
+from chaos_lightning.membership.types import NO_VIEW, Entered, FromMember, Ready, Settings, ViewId
 from chaos_lightning.runtime.etcd_store import EtcdStore
 from chaos_lightning.runtime.options import settings_from_json
+from chaos_lightning.testing.fuzz import mutate
 from chaos_lightning.testing.fuzz.drivers import TARGETS, atheris_missing, replay, with_hypothesis
-from chaos_lightning.testing.fuzz.readers import hello
+from chaos_lightning.testing.fuzz.handshakes import shaken, welcome_handshakes
+from chaos_lightning.testing.fuzz.readers import hello, wrapped
 from chaos_lightning.testing.fuzz.target import FindingError, Target, guarded
-from chaos_lightning.transport.handshake import Greeting, accept, dial
+from chaos_lightning.transport.handshake import VERSION, Greeting, accept, dial
 
 EXAMPLES = {"agent": 15, "server": 60, "state": 60, "scheduler": 60}
 MINUTES = 5.0
@@ -150,15 +153,43 @@ def test_a_tip_whose_entry_is_missing_is_an_error_and_no_endless_loop(count: obj
         EtcdStore(cast(Any, keys), "job", owned=False).tip()
 
 
-HELLO = {"job": "job", "me": "a~1", "peer": "b~2", "purpose": "link", "version": 1, "nonce": "00"}
+@pytest.mark.parametrize("index", range(len(welcome_handshakes())))
+def test_who_knows_token_and_key_is_let_in(index: int) -> None:
+    """The seeds spoke an older protocol, so that no change of them got past the first look."""
+    assert shaken(welcome_handshakes()[index]) == ""
+
+
+def test_who_lacks_the_key_is_not_let_in() -> None:
+    with_key = next(seed for seed in welcome_handshakes() if seed[0] == 2)
+    assert "no key of this link" in shaken(with_key.replace(b"key 1", b"key 2"))
+
+
+def test_what_the_texts_are_read_with_leaves_logging_as_it_was() -> None:
+    logger = logging.getLogger("chaos_lightning")
+    before = logger.level
+    TARGETS["texts"].run(TARGETS["texts"].seeds()[0])
+    assert logger.level == before
+
+
+def test_a_member_that_tells_of_a_later_term_ends_the_fuzzed_scheduler_and_the_next_input_has_another() -> None:
+    claims = Entered(ViewId(2, 3), 0, 1000, "", True)
+    said = [wrapped(FromMember, message) for message in (hello("x", 9), Ready(), claims)]
+    for _ in range(2):
+        TARGETS["server"].run(mutate.joined([(0, part) for part in said]))
+
+
+HELLO = {
+    **{"job": "job", "me": "a~1", "peer": "b~2", "purpose": "link", "version": VERSION, "nonce": "00"},
+    **{"level": "checksum", "keys": [""]},
+}
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        {"hello": "\ud800", "proof": "00"},
-        {"hello": json.dumps(HELLO), "proof": "\u20ac"},
-        {"hello": json.dumps(HELLO), "proof": "\ud800"},
+        {"hello": "\ud800", "proofs": {"": ["00"]}, "proof": "00"},
+        {"hello": json.dumps(HELLO), "proofs": {"": ["\u20ac"]}, "proof": "\u20ac"},
+        {"hello": json.dumps(HELLO), "proofs": {"": ["\ud800"]}, "proof": "\ud800"},
         b"[" * 4000,
     ],
     ids=["surrogate", "proof that is no ASCII", "surrogate proof", "deep"],
@@ -205,8 +236,6 @@ def test_settings_that_are_nested_without_end() -> None:
 def test_a_scheduler_that_asks_for_odd_heartbeats_is_no_scheduler(interval_s: float) -> None:
     """The agent's thread ended with OverflowError, or sent without a pause."""
     from chaos_lightning.membership.types import Member, ToMember, Welcome
-    from chaos_lightning.testing.fuzz import mutate
-    from chaos_lightning.testing.fuzz.readers import wrapped
 
     welcome = Welcome(Member("a~1", "a", "host", "127.0.0.1", 1), 1, "founder", "", interval_s, 0.5)
     TARGETS["agent"].run(mutate.joined([(0, wrapped(ToMember, welcome))]))

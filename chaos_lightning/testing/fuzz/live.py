@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hashlib
-import hmac
 import json
 import queue
 import socket
@@ -24,7 +22,7 @@ from typing import Any
 
 import grpc
 
-from chaos_lightning.errors import ChaosError, RefusedError, WireError
+from chaos_lightning.errors import ChaosError, WireError
 from chaos_lightning.membership.types import NO_VIEW, FromMember, Heartbeat, Ready, Settings, ToMember, ViewId, Welcome
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.runtime import chaos_pb2, codec
@@ -34,10 +32,10 @@ from chaos_lightning.runtime.routing import Letter, unpacked
 from chaos_lightning.runtime.server import SchedulerServer
 from chaos_lightning.runtime.server_config import ServerConfig
 from chaos_lightning.testing.fuzz import mutate
+from chaos_lightning.testing.fuzz.handshakes import feed_handshake, handshake_seeds, mutate_handshake
 from chaos_lightning.testing.fuzz.readers import hello, message, mutated_message, wrapped
 from chaos_lightning.testing.fuzz.target import FindingError, Target
 from chaos_lightning.transport.frames import HEADER_NBYTES, Frame, FrameType, pack, payload_checksum, unpack
-from chaos_lightning.transport.handshake import Greeting, accept, dial
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop
 
@@ -203,88 +201,6 @@ def _mutate_frames(data: bytes, rng: Random) -> bytes:
     return data
 
 
-# ------------------------------------------------------------------ handshakes
-
-
-def _answer(sock: socket.socket, data: bytes) -> None:
-    """The hostile end. Inputs that begin with P prove what they say, as one who knows the token can."""
-    with contextlib.suppress(OSError, ValueError, struct.error, KeyError, TypeError):
-        if data[:1] == b"P":
-            (length,) = struct.unpack("<I", sock.recv(4, socket.MSG_WAITALL))
-            nonce = str(json.loads(sock.recv(length, socket.MSG_WAITALL))["nonce"]).encode()
-            mac = hmac.new(b"", b"dial", hashlib.sha256)
-            said = data[1:]
-            for part in (nonce, said):
-                mac.update(struct.pack("<I", len(part)) + part)
-            answer = json.dumps({"hello": said.decode("utf-8", "replace"), "proof": mac.hexdigest()}).encode()
-            data = struct.pack("<I", len(answer)) + answer
-        sock.sendall(data)
-        sock.shutdown(socket.SHUT_WR)
-        while sock.recv(4096):
-            pass
-
-
-def _feed_handshake(data: bytes) -> None:
-    as_dialler, said = bool(data[:1] and data[0] & 1), data[1:]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(_PATIENCE_S)
-        port = listener.getsockname()[1]
-
-        def hostile() -> None:
-            with contextlib.suppress(OSError):
-                if as_dialler:
-                    sock, _ = listener.accept()
-                else:
-                    sock = socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE_S)
-                with sock:
-                    sock.settimeout(_PATIENCE_S)
-                    _answer(sock, said)
-
-        other = threading.Thread(target=hostile, daemon=True)
-        other.start()
-        try:
-            if as_dialler:
-                dial("127.0.0.1", port, Greeting("job", "a~1", "b~2", "link"), deadline_s=_PATIENCE_S).close()
-            else:
-                sock, _ = listener.accept()
-                with sock:
-                    accept(sock, job="job", me="b~2", deadline_s=_PATIENCE_S)
-        except (RefusedError, WireError, OSError):
-            pass
-        finally:
-            other.join(_PATIENCE_S)
-
-
-def _lengthy(fields: dict[str, object]) -> bytes:
-    body = json.dumps(fields).encode()
-    return struct.pack("<I", len(body)) + body
-
-
-def _handshake_seeds() -> list[bytes]:
-    said = {"job": "job", "me": "a~1", "peer": "b~2", "purpose": "link", "version": 1, "nonce": "00"}
-    return [
-        b"\0P" + json.dumps(said).encode(),
-        b"\0" + _lengthy({"hello": json.dumps(said), "proof": "00"}),
-        b"\1" + _lengthy({"nonce": "00"}) + _lengthy({"ok": True, "proof": "00"}),
-        b"\1" + _lengthy({"nonce": "00"}) + _lengthy({"ok": False, "reason": "no"}),
-    ]
-
-
-def _mutate_handshake(data: bytes, rng: Random) -> bytes:
-    if data[1:2] == b"P" and rng.randint(0, 5):
-        return data[:2] + mutate.json_of(data[2:], rng)
-    parts, at = [], 1
-    while at + 4 <= len(data):
-        (length,) = struct.unpack("<I", data[at : at + 4])
-        parts.append(data[at + 4 : at + 4 + length])
-        at += 4 + length
-    if not parts or rng.randint(0, 4) == 0:
-        return data[:1] + mutate.bytes_of(data[1:], rng)
-    which = rng.randint(0, len(parts) - 1)
-    parts[which] = mutate.json_of(parts[which], rng)
-    return data[:1] + b"".join(struct.pack("<I", len(p)) + p for p in parts)
-
-
 # ------------------------------------------------------------------ a scheduler's server
 
 
@@ -295,6 +211,9 @@ def _method(name: str) -> str:
 
 def _raw(data: bytes) -> bytes:
     return data
+
+
+ORDERLY = ("deposed: ", "the job is finished")
 
 
 class _Server:
@@ -315,19 +234,32 @@ class _Server:
         self._said.put(wrapped(FromMember, hello("well", 7)))
         self._stream = self.attend(iter(self._said.get, None))
         next(iter(self._stream))
+        self._over = asyncio.run_coroutine_threadsafe(self.server.ended(), self.loop)
 
-    def check(self) -> None:
-        ended = asyncio.run_coroutine_threadsafe(self.server.ended(), self.loop)
-        with contextlib.suppress(TimeoutError):
-            raise FindingError(f"the scheduler has ended: {ended.result(0.0)}")
-        ended.cancel()
+    def check(self) -> bool:
+        """Whether it goes on. A member may make it end in two ways, in good order: it was the last of a job and has
+        finished, or it says that there is a later term (PROTOCOL.md 7).
+        """
         try:
             facts = json.loads(self._status(b"", timeout=_PATIENCE_S).json)
         except grpc.RpcError as error:
             raise FindingError(f"the scheduler does not answer: {error.code()} {error.details()}") from error
+        lost = "well" not in {s["name"] for s in facts["streams"]}
+        with contextlib.suppress(TimeoutError):
+            reason = self._over.result(1.0 if lost else 0.0)
+            if not reason.startswith(ORDERLY):
+                raise FindingError(f"the scheduler has ended: {reason}")
+            return False
         self._said.put(wrapped(FromMember, Heartbeat(NO_VIEW, 0, 0)))
-        if "well" not in {s["name"] for s in facts["streams"]} or not self._stream.is_active():
+        if lost or not self._stream.is_active():
             raise FindingError("the stream of a member that did nothing has ended")
+        return True
+
+    def stop(self) -> None:
+        self._said.put(None)
+        self.channel.close()
+        asyncio.run_coroutine_threadsafe(self.server.stop(), self.loop).result(_PATIENCE_S)
+        self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 @functools.cache
@@ -345,7 +277,9 @@ def _feed_server(data: bytes) -> None:
     except grpc.RpcError as error:
         if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
             raise FindingError("a stream whose member has ended it is still open") from error
-    server.check()
+    if not server.check():
+        server.stop()
+        _server.cache_clear()
 
 
 def _server_seeds() -> list[bytes]:
@@ -451,7 +385,7 @@ _LARGE = 140 << 20
 
 LIVE = (
     Target("frames", "frames, by a live link", _link_seeds, _feed_link, _mutate_frames, _LARGE),
-    Target("handshake", "the handshake of a link, by either end", _handshake_seeds, _feed_handshake, _mutate_handshake),
+    Target("handshake", "the handshake of a link, by either end", handshake_seeds, feed_handshake, mutate_handshake),
     Target("server", "members' streams, by a live scheduler", _server_seeds, _feed_server, _mutate_said(0)),
     Target("agent", "a scheduler's stream, by a live member's agent", _agent_seeds, _feed_agent, _mutate_said(1)),
 )

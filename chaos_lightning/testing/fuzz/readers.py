@@ -10,6 +10,7 @@ import logging
 import sqlite3
 import tempfile
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -389,13 +390,28 @@ _TEXT_SEEDS = (
 
 
 def _read_texts(data: bytes) -> None:
+    with _silenced(logging.getLogger("chaos_lightning")):
+        _each_text(data)
+
+
+@contextlib.contextmanager
+def _silenced(logger: logging.Logger) -> Iterator[None]:
+    """What is odd is warned of, thousands of times; afterwards it speaks again."""
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _each_text(data: bytes) -> None:
     from chaos_lightning.rendezvous.options import read_options
     from chaos_lightning.runtime.access import split_endpoints
     from chaos_lightning.runtime.etcd_client import read_address
     from chaos_lightning.runtime.options import settings_from_json
     from chaos_lightning.runtime.plans import read_plan
 
-    logging.getLogger("chaos_lightning").setLevel(logging.CRITICAL)
     for tag, part in mutate.split(data):
         text = part.decode(errors="replace")
         with contextlib.suppress(ConfigurationError):

@@ -1,0 +1,101 @@
+"""Two jobs of one name in one etcd: whose rules hold, and whose keys a scheduler takes for its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.membership.types import Settings
+from chaos_lightning.runtime.etcd_client import put, read_address
+from chaos_lightning.runtime.etcd_servers import EtcdServers
+from chaos_lightning.runtime.seat import EtcdSeat
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def job() -> str:
+    return f"job-{os.urandom(4).hex()}"
+
+
+def seat_of(etcd: EtcdServers, job: str, **rules: int) -> tuple[EtcdSeat, Settings]:
+    address = read_address(f"{etcd.address}/seats")
+    return EtcdSeat(address, job), Settings(job=job, **rules)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def leading(seat: EtcdSeat, name: str) -> Iterator[None]:
+    """Until the seat is elected, and it is closed after."""
+    elected = threading.Event()
+    seat.contest(f"{name}:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
+    try:
+        assert elected.wait(PATIENCE_S)
+        yield
+    finally:
+        seat.close()
+
+
+def test_who_follows_a_leader_goes_by_the_rules_of_the_job(etcd: EtcdServers, job: str) -> None:
+    first, given = seat_of(etcd, job, min_nodes=2)
+    second, other = seat_of(etcd, job, min_nodes=3, max_nodes=5)
+    assert first.check(given) == ""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(leading(first, "a"))
+        first.open_store().take_term()
+        assert first.rules(given) == given
+        words = second.check(other)
+        assert f"job {job} is there already, and goes by the rules that it began with" in words
+        assert "min_nodes=2 instead of 3" in words
+        elected = threading.Event()
+        second.contest("b:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
+        stack.callback(second.close)
+        deadline = time.monotonic() + PATIENCE_S
+        while not second.waited() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        first.close()
+        assert elected.wait(PATIENCE_S)
+        second.open_store().take_term()
+        assert second.rules(other) == given
+
+
+def test_who_comes_alone_brings_rules_of_its_own(etcd: EtcdServers, job: str) -> None:
+    """An operator has started the only scheduler anew, with fewer nodes."""
+    for number, nodes in enumerate((2, 1)):
+        seat, given = seat_of(etcd, job, min_nodes=nodes)
+        with leading(seat, f"s{number}"):
+            seat.open_store().take_term()
+            assert seat.rules(given).min_nodes == nodes
+
+
+def test_rules_that_cannot_be_read_are_refused_before_anything_starts(etcd: EtcdServers, job: str) -> None:
+    seat, given = seat_of(etcd, job)
+    with contextlib.closing(etcd.client()) as client:
+        for value in (b"precious", b"[]", json.dumps({"settings": '{"from_the_future": 1}'}).encode()):
+            client.transact([], [put(f"seats/jobs/{job}/rules", value)])
+            with pytest.raises(ConfigurationError, match=r"rules of job .* cannot be read .* choose another job name"):
+                seat.check(given)
+    seat.close()
+
+
+def test_a_scheduler_ends_at_once_where_keys_are_not_its_own(etcd: EtcdServers, job: str, tmp_path: Path) -> None:
+    from chaos_lightning.runtime.options import SchedulerOptions
+    from chaos_lightning.runtime.scheduler_main import run
+
+    def started(store: str) -> None:
+        run(SchedulerOptions(listen="127.0.0.1:0", settings=Settings(job=job), store=store))
+
+    with contextlib.closing(etcd.client()) as client:
+        client.transact([], [put(f"chaos-lightning/jobs/{job}/tip", b"precious")])
+        with pytest.raises(ConfigurationError, match="if the keys are another program's, choose another prefix"):
+            started(etcd.address)
+        (tmp_path / "password").write_text("ann's\n")
+        with pytest.raises(ConfigurationError, match="it has no passwords"):
+            started(f"etcd://ann@{etcd.servers[0].endpoint}/mine?password-file={tmp_path / 'password'}")
