@@ -22,6 +22,7 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.types import Settings
 from chaos_lightning.runtime.access import (
     DEFAULT_PORT,
+    WILDCARDS,
     addresses,
     is_loopback,
     join_endpoint,
@@ -206,7 +207,9 @@ def candidates(endpoint: str, bind: str, store: str) -> str:
     named = split_endpoints(endpoint)
     if not store.startswith(ETCD):
         return ",".join(named)
-    return ",".join(dict.fromkeys((join_endpoint(bind, split_endpoint(named[0])[1]), *named)))
+    host, port = split_endpoint(named[0])
+    here = facing(host, port) if bind in WILDCARDS else bind  # standbys name it to members elsewhere
+    return ",".join(dict.fromkeys((join_endpoint(here, port), *named)))
 
 
 def facing(host: str, port: int = DEFAULT_PORT) -> str:

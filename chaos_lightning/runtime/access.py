@@ -32,6 +32,8 @@ TOKEN_KEY = "chaos-token-bin"
 LEADER_KEY = "chaos-leader"
 """gRPC metadata key: a scheduler that waits to lead says who does."""
 MIN_TOKEN_NBYTES = 8
+WILDCARDS = ("0.0.0.0", "::", "")
+"""Addresses to listen at that nobody can call."""
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from chaos_lightning.collectives.layout import Layout
 from chaos_lightning.membership.types import Hello, Welcome
-from chaos_lightning.runtime.access import split_endpoint
+from chaos_lightning.runtime.access import WILDCARDS, split_endpoint
 from chaos_lightning.runtime.config import EngineConfig
 from chaos_lightning.runtime.process_table import host_identity, start_time
 
@@ -26,7 +26,7 @@ def package_version() -> str:
 
 def reachable_address(config: EngineConfig) -> str:
     """The address that other members dial: `bind`, or the one that faces the scheduler if that is a wildcard."""
-    if config.bind not in ("0.0.0.0", "::", ""):
+    if config.bind not in WILDCARDS:
         return config.bind
     host, port = split_endpoint(config.endpoints[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.membership.types import Settings
-from chaos_lightning.runtime.access import join_endpoint, split_endpoint
+from chaos_lightning.runtime.access import WILDCARDS, join_endpoint, split_endpoint
 from chaos_lightning.runtime.credentials import Credentials
 from chaos_lightning.runtime.options import SchedulerOptions, check_settings, settings_from_json
 
@@ -68,6 +68,11 @@ def run(options: SchedulerOptions) -> int:
     from chaos_lightning.runtime.server_config import ServerConfig
 
     host, port = split_endpoint(options.listen)
+    if options.in_etcd and host in WILDCARDS and not options.advertise:
+        raise ConfigurationError(
+            f"--listen {options.listen}: other schedulers would name that to members, who cannot call it; say where "
+            "this one is reached: --advertise HOST:PORT"
+        )
     config = ServerConfig(
         host=host,
         port=port,

@@ -15,7 +15,7 @@ import pytest
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.types import Settings
 from chaos_lightning.rendezvous import options as module
-from chaos_lightning.rendezvous.options import RendezvousOptions, read_options
+from chaos_lightning.rendezvous.options import RendezvousOptions, candidates, read_options
 from chaos_lightning.runtime.config import EngineConfig
 from chaos_lightning.runtime.hosting import options_for_engine
 from chaos_lightning.runtime.options import MEMORY
@@ -214,3 +214,10 @@ def test_reading_options_needs_no_torch() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "False\n"
+
+
+def test_agents_that_listen_everywhere_are_candidates_where_they_can_be_called() -> None:
+    store = "etcd://127.0.0.1"
+    assert candidates("127.0.0.1:1234", "0.0.0.0", store) == "127.0.0.1:1234"
+    assert candidates("127.0.0.1:1234,127.0.0.9:1", "127.0.0.5", store) == "127.0.0.5:1234,127.0.0.1:1234,127.0.0.9:1"
+    assert candidates("127.0.0.1:1234", "127.0.0.5", "") == "127.0.0.1:1234"

@@ -99,3 +99,12 @@ def test_a_scheduler_ends_at_once_where_keys_are_not_its_own(etcd: EtcdServers, 
         (tmp_path / "password").write_text("ann's\n")
         with pytest.raises(ConfigurationError, match="it has no passwords"):
             started(f"etcd://ann@{etcd.servers[0].endpoint}/mine?password-file={tmp_path / 'password'}")
+
+
+def test_a_candidate_at_a_wildcard_must_say_where_it_is_reached(job: str) -> None:
+    from chaos_lightning.runtime.options import SchedulerOptions
+    from chaos_lightning.runtime.scheduler_main import run
+
+    options = SchedulerOptions(listen="0.0.0.0:29400", settings=Settings(job=job), store="etcd://127.0.0.1:1")
+    with pytest.raises(ConfigurationError, match=r"--listen 0\.0\.0\.0:29400.*--advertise"):
+        run(options)
