@@ -221,7 +221,8 @@ class _Server:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="fuzzed", daemon=True).start()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="fuzzed", daemon=True)
+        self._thread.start()
         config = ServerConfig(port=0, settings=Settings(min_nodes=1, max_nodes=64))
         self.server = SchedulerServer(config, MemoryStore, EventLog.in_directory(None, "fuzz", role="scheduler"))
         self.port = asyncio.run_coroutine_threadsafe(self.server.start(), self.loop).result(_PATIENCE_S)
@@ -260,6 +261,8 @@ class _Server:
         self.channel.close()
         asyncio.run_coroutine_threadsafe(self.server.stop(), self.loop).result(_PATIENCE_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(_PATIENCE_S)
+        self.loop.close()
 
 
 @functools.cache
