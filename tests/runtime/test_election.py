@@ -11,13 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from etcd_for_tests import servers
+from links_support import until
 from test_store import decide, reserve
 
 from chaos_lightning.errors import StoreError
@@ -75,13 +76,6 @@ def start(stack: contextlib.ExitStack, servers: EtcdServers, job: str, name: str
     return made
 
 
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not true() and time.monotonic() < deadline:
-        threading.Event().wait(0.01)
-    assert true()
-
-
 @pytest.mark.slow
 def test_who_stands_by_is_needed_until_etcd_is_gone(tmp_path: Path, job: str, running: contextlib.ExitStack) -> None:
     """A hosted scheduler without members ends after a while; one that stands by has none and must stay."""
@@ -89,9 +83,9 @@ def test_who_stands_by_is_needed_until_etcd_is_gone(tmp_path: Path, job: str, ru
     a = start(running, one, job, "a")
     a.hears("elected")
     b = start(running, one, job, "b")
-    until(lambda: b.election.stands_by)
+    until(lambda: b.election.stands_by, "b to stand by")
     one.kill(one.servers[0])
-    until(lambda: not b.election.stands_by)
+    until(lambda: not b.election.stands_by, "b to give up")
 
 
 @pytest.mark.usefixtures("each_client")
@@ -101,7 +95,7 @@ def test_the_first_leads_and_the_next_one_after_it_resigned(
     a = start(running, etcd, job, "a")
     a.hears("elected")
     b = start(running, etcd, job, "b")
-    until(lambda: b.election.stands_by)
+    until(lambda: b.election.stands_by, "b to stand by")
     assert b.election.leader is not None
     assert b.election.leader.endpoint == "a:1"
     assert sorted(c.id for c in b.election.candidates()) == ["a", "b"]
@@ -178,7 +172,7 @@ def test_a_candidate_whose_watch_is_deaf_is_elected_all_the_same(
     a = start(running, etcd, job, "a")
     a.hears("elected")
     b = start(running, etcd, job, "b")
-    until(lambda: b.election.followed)
+    until(lambda: b.election.followed, "b to follow")
     a.election.resign()
     b.hears("elected")
 

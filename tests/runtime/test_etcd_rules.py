@@ -6,11 +6,11 @@ import contextlib
 import json
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from links_support import until
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.types import Settings
@@ -57,9 +57,7 @@ def test_who_follows_a_leader_goes_by_the_rules_of_the_job(etcd: EtcdServers, jo
         elected = threading.Event()
         second.contest("b:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
         stack.callback(second.close)
-        deadline = time.monotonic() + PATIENCE_S
-        while not second.waited() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(second.waited, "the second one to follow")
         first.close()
         assert elected.wait(PATIENCE_S)
         second.open_store().take_term()
