@@ -22,6 +22,7 @@ from chaos_lightning.membership.roster import (
 )
 from chaos_lightning.membership.scheduler_state import Phase
 from chaos_lightning.membership.types import (
+    NO_VIEW,
     CatchUp,
     Entered,
     Fence,
@@ -92,6 +93,7 @@ class Admission(Linking):
                     self.detector.reported(peer.id)
             case Entered():
                 peer.stands(message)
+                self._on_moved(peer)
                 if self.latest is not None and message.view == self.latest.id and self._admitted_at is None:
                     self._admitted_at = self.now
             case Progress():
@@ -117,15 +119,11 @@ class Admission(Linking):
     @property
     @abstractmethod
     def _rebuilds(self) -> bool:
-        """A lost chain is being rebuilt (membership/rebuilding.py, as the next three)."""
+        """A lost chain is being rebuilt (membership/rebuilding.py, as the next two)."""
 
     @abstractmethod
-    def _is_foreign(self, hello: Hello) -> bool:
-        """Whether it stands in a view of another chain than this."""
-
-    @abstractmethod
-    def _on_foreign(self, conn: int, hello: Hello) -> None:
-        """A member of a view that the store does not know."""
+    def _on_moved(self, peer: Peer) -> None:
+        """A member has told where it stands."""
 
     @abstractmethod
     def _on_recollection(self, peer: Peer, message: Recollection) -> None:
@@ -149,7 +147,8 @@ class Admission(Linking):
         vouches = not self._vouched and hello.resume in self.peers
         reason = refusal(hello, self.settings, None if vouches else self.reference)
         if reason:
-            self._refuse(conn, hello, reason)
+            # Who stands in a view is of another job, and trains on whatever was begun at its scheduler's place.
+            self._refuse(conn, hello, reason, retry=hello.view != NO_VIEW)
         elif hello.resume:
             self._resume(conn, hello)
         else:
@@ -162,9 +161,6 @@ class Admission(Linking):
     def _resume(self, conn: int, hello: Hello) -> None:
         """The stream of a known member was replaced; whatever may have been lost on the old one is said again."""
         peer = self.peers.get(hello.resume)
-        if (peer is None or peer.standing is Standing.REPORTER) and self._is_foreign(hello):
-            self._on_foreign(conn, hello)
-            return
         if peer is None and (let_go := self._let_go_by(hello)) is not None:
             self._note("left", member=hello.resume, reason=f"view {let_go} rules without it")
             self._out.append(Send(conn, Released(f"view {let_go} rules without it", asked=True)))
@@ -301,7 +297,9 @@ class Admission(Linking):
         if not peer.leaving:
             self._note("leave", member=peer.id, reason=reason)
         peer.leaving = reason or "asked to leave"
-        if peer.standing not in (Standing.MEMBER, Standing.LEAVER):
+        # One that reports of a lost chain is a member all the same: the others need it until a view lets it go.
+        reports = peer.standing is Standing.REPORTER and peer.entered != NO_VIEW
+        if not reports and peer.standing not in (Standing.MEMBER, Standing.LEAVER):
             self._release(peer, "it was not in the job yet")
 
     def _on_drain(self, name: str) -> None:

@@ -2,14 +2,16 @@
 
 Theory of operation. A member that stands in a view which this scheduler's store does not know proves that the store is
 not the one by which the job was led. Such a member is neither taken in nor put out: it is told so and trains on, no job
-is founded while it knocks, and `status` says what can be done: bring the chain back, or rebuild it.
+is founded while it knocks, and `status` says what can be done: bring the chain back, or rebuild it. So it is with a
+newcomer that another scheduler has welcomed, since a header that is under way may carry the view that lets it in: it is
+put out, and begins anew, only where no member knocks.
 
 A scheduler that was told to rebuild (`Chain.rebuild`, on an empty store) takes such *reporters* in, founds nothing, and
-asks them what they know (`Recall`). The last view that any of them stands in, or was told of, is the one to go on from:
-of its members more than half must be here; where all of them are, or `reconnect_grace_s` after the first came, it takes
-a term above all that they have heard of, and the rest is a recovery like any other: a number above all promised ones,
-promises, reports, ruling (8, 9). The view that comes of it begins the new chain. Those that did not report count as if
-they lived until then, and are out from then on (14b).
+asks them what they know (`Recall`), again when they come again or have moved. The last view that any of them stands in,
+or was told of, is the one to go on from: of its members more than half must be here; where all of them are, or
+`reconnect_grace_s` after the first came, it takes a term above all that they have heard of, and the rest is a recovery
+like any other: a number above all promised ones, promises, reports, ruling (8, 9). The view that comes of it begins the
+new chain. Those that did not report count as if they lived until then, and are out from then on (14b).
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import replace
 
-from chaos_lightning.membership.effects import Chain, Send, TakeTerm
+from chaos_lightning.membership.effects import Chain, Close, Send, TakeTerm
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.rewiring import Rewiring
-from chaos_lightning.membership.roster import Peer, Standing, first_incarnation
+from chaos_lightning.membership.roster import Peer, Reference, Standing, difference, first_incarnation
 from chaos_lightning.membership.scheduler_state import Phase
 from chaos_lightning.membership.types import (
     NO_VIEW,
@@ -70,8 +72,10 @@ class Rebuilding(Rewiring):
     # ------------------------------------------------------------------ members of unknown views
 
     def _is_foreign(self, hello: Hello) -> bool:
-        """Whether it stands in a view of another chain than this."""
-        if hello.view == NO_VIEW or any(v.id == hello.view for v in self.chain):
+        """Whether it stands in a view of another chain than this, or may be named by one that a header will carry."""
+        if hello.view == NO_VIEW:
+            return self._rebuilds or (not self.chain and bool(self._why_not_found()))
+        if any(v.id == hello.view for v in self.chain):
             return False
         rebuilt = bool(self.chain) and self.chain[0].reason.startswith(REBUILT)
         return self._before is not None or not (rebuilt and hello.view < self.chain[0].id)
@@ -79,6 +83,9 @@ class Rebuilding(Rewiring):
     def _on_foreign(self, conn: int, hello: Hello) -> None:
         if self._rebuilds:
             self._take_in(conn, hello)
+            return
+        if hello.view == NO_VIEW:
+            self._out.append(Send(conn, Refused(self._why_not_found(), retry=True)))
             return
         before, _ = self._knocked.get(hello.resume, (float("-inf"), NO_VIEW))
         self._knocked[hello.resume] = (self.now, hello.view)
@@ -105,7 +112,12 @@ class Rebuilding(Rewiring):
         if not self.chain and hello.term > 0 and process not in self._greeted:
             self._patient_until = self.now + KNOCKS_S
         self._greeted.add(process)
-        super()._on_hello(conn, hello)
+        peer = self.peers.get(hello.resume)
+        outside = peer is None or peer.standing is Standing.REPORTER
+        if hello.resume and hello.job == self.settings.job and outside and self._is_foreign(hello):
+            self._on_foreign(conn, hello)
+        else:
+            super()._on_hello(conn, hello)
 
     def _why_not_found(self) -> str:
         """Why no job may be founded now; "" if one may."""
@@ -119,20 +131,54 @@ class Rebuilding(Rewiring):
     # ------------------------------------------------------------------ reporters
 
     def _take_in(self, conn: int, hello: Hello) -> None:
+        newcomer = hello.view == NO_VIEW
+        reason = self._is_of_another(hello)
+        if reason:
+            self._refuse(conn, hello, reason, retry=not newcomer)
+            return
         old = self.peers.get(hello.resume)
         if old is not None and old.conn is not None:
             self._conns.pop(old.conn, None)
         peer = Peer(self._member_of(hello, hello.resume), Standing.REPORTER, conn=conn, heard=self.now)
         peer.neighbours, peer.no_replay = hello.neighbours, hello.replay
+        peer.said = Reference.of(hello) if newcomer else None
         self.peers[peer.id], self._conns[conn] = peer, peer.id
         self._terms, self._relinked = max(self._terms, hello.term), True
+        if not newcomer:
+            self.reference = Reference.of(hello)
+            self._turn_away_strangers()
         self._greet(peer, "joiner", "the chain is being rebuilt from what its members report")
+
+    def _is_of_another(self, hello: Hello) -> str:
+        """Words if this is another program than that of the members here; what newcomers say counts for nothing."""
+        inside = (Standing.REPORTER, Standing.MEMBER)
+        here = [p for p in self.peers.values() if p.standing in inside and p.conn is not None and p.said is None]
+        return difference(hello, self.reference) if any(p.id != hello.resume for p in here) else ""
+
+    def _greet(self, peer: Peer, role: str, reason: str) -> None:
+        super()._greet(peer, role, reason)
+        if self._rebuilds and peer.standing in (Standing.REPORTER, Standing.MEMBER):
+            self._ask(peer)
+
+    def _ask(self, peer: Peer) -> None:
+        self._recalled.pop(peer.id, None)
         self._send(peer, Recall())
+
+    def _on_moved(self, peer: Peer) -> None:
+        """A header that was under way has carried a view: what the member told before is out of date."""
+        told = self._recalled.get(peer.id)
+        if self._rebuilds and told is not None and peer.entered > (told.view.id if told.view is not None else NO_VIEW):
+            self._ask(peer)
 
     def _on_recollection(self, peer: Peer, message: Recollection) -> None:
         self._recalled[peer.id] = message
-        if self._first_at is None:
+        if self._first_at is None and (message.view is not None or message.waiting is not None):
             self._first_at = self.now
+
+    def _owes(self, peer: Peer) -> bool:
+        """It was asked what it knows, and is about to tell."""
+        silent = self.now - peer.heard > self.settings.heartbeat_timeout_s
+        return peer.conn is not None and peer.id not in self._recalled and not silent
 
     def _reporters(self) -> list[Peer]:
         return [p for p in self.peers.values() if p.standing is Standing.REPORTER and p.id in self._recalled]
@@ -166,6 +212,8 @@ class Rebuilding(Rewiring):
         missing = [m for m in latest.members if m.id not in {p.id for p in here}]
         assert self._first_at is not None
         waiting = self.now - self._first_at < self.settings.reconnect_grace_s
+        if any(self._owes(p) for p in self.peers.values() if p.standing is Standing.REPORTER):
+            return False
         if not self._enough(len(here), latest) or (missing and waiting):
             self._say_missing(latest, here, [f"{m.id} at {m.address}" for m in missing])
             return False
@@ -205,6 +253,10 @@ class Rebuilding(Rewiring):
         present = {p.id for p in here}
         for member in latest.members:
             if member.id not in present:
+                silent = self.peers.get(member.id)
+                if silent is not None and silent.conn is not None:
+                    self._conns.pop(silent.conn, None)
+                    self._out.append(Close(silent.conn, "it did not tell what it knows; connect again"))
                 absent = Peer(member, Standing.MEMBER, heard=self.now, closed_at=self.now)
                 absent.dead, absent.proven = "it did not report when the chain was rebuilt", True
                 self.peers[member.id] = absent
@@ -213,12 +265,13 @@ class Rebuilding(Rewiring):
         self._note("rebuild", view=str(latest.id), reporters=sorted(present), term=self.term)
 
     def _turn_again(self) -> bool:
-        """While the reports come in: back to the beginning if a reporter knows a later view, or too few are left."""
+        """While the reports come in: back to the beginning if one may know a later view, or too few are left."""
         before = self._before
         if before is None:
             return False
-        last = self._last_known()
-        if (last is None or last.id <= before.id) and self._enough(len(self._living()), before):
+        last, living = self._last_known(), self._living()
+        known = (last is None or last.id <= before.id) and not any(self._owes(p) for p in living)
+        if known and self._enough(len(living), before):
             return False
         for peer in list(self.peers.values()):
             if peer.standing is Standing.MEMBER:

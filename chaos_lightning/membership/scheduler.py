@@ -322,8 +322,11 @@ class SchedulerMachine(Rebuilding):
             return False
         ruling = self._rule(side)
         if ruling.base is None:
-            if not self._take_back():
-                self._lose(ruling.reason, ruling)
+            if self._take_back():
+                return True
+            if self._before is not None:
+                return self._turn_short(ruling)  # who holds the state may be among those that did not report
+            self._lose(ruling.reason, ruling)
             return True
         return self._turn_decide(ruling, ruling.base)
 

@@ -5,7 +5,8 @@ schedulers die or stop between any two of their effects, lose their store or the
 one on its file or by another candidate that was elected; control streams break meanwhile, and messages come twice.
 `failing_plan` mixes all of that. The others aim: at what happens right after a member's death or while a newcomer is
 let in (`aimed_plan`), at a leader that wakes up (`waking_plan`), or is cut off from its store (`lingering_plan`), and
-goes on in the belief that it leads, and at deaths while nobody leads (`orphaned_plan`).
+goes on in the belief that it leads, at deaths while nobody leads (`orphaned_plan`), and at a chain that is lost and
+rebuilt (`lost_plan`).
 """
 
 from __future__ import annotations
@@ -179,9 +180,10 @@ def forked_plan(seed: int) -> Plan:
 
 
 def lost_plan(seed: int) -> Plan:
-    """The chain is lost with the scheduler's machine, some members die or are stopped, and it is rebuilt.
+    """The chain is lost with the scheduler's machine, some members die, stop or leave, and it is rebuilt.
 
-    More than half of all members that there are at a time are well, and no newcomer comes while nobody rebuilds.
+    Nobody dies whom the others cannot spare: more than half of the members of the last view stay, with the state. No
+    newcomer comes while nobody rebuilds.
     """
     random = Random(seed * 79 + 53)
     plan = random_plan(seed, ("join", "two-joins"), damage=0.0)
@@ -192,16 +194,19 @@ def lost_plan(seed: int) -> Plan:
     faults = [Fault(action="chain-lost", at=at, lasts=gap), Fault(action="rebuild", at=again)]
     for node in founders[: (len(founders) - 1) // 2]:
         when = random.uniform(at - 0.05, again + 0.3)
-        faults.append(
-            Fault(action=random.choice(("kill", "kill", "freeze", "stream")), node=node.name, at=when, lasts=0.4)
-        )
+        how = random.choice(("kill-spared", "kill-spared", "freeze", "stream"))
+        faults.append(Fault(action=how, node=node.name, at=when, lasts=0.4))
+    if random.random() < 0.3:
+        when = random.uniform(at - 0.05, again + 0.3)
+        faults.append(Fault(action="leave", node=founders[-1].name, at=when))
     if random.random() < 0.3:
         faults.append(Fault(action="sched-crash", at=again + random.uniform(0.0, 1.0), lasts=0.2))
         faults.append(Fault(action="rebuild", at=again + 1.5))
     plan = _on(random, replace(plan, starts=starts), *faults)
     settings = replace(plan.settings, min_nodes=1, max_nodes=16, reconnect_grace_s=random.choice((0.5, 2.0)))
     program = replace(plan.program, length=60 * len(plan.nodes), window_s=0.05)
-    return replace(plan, candidates=1, settings=settings, program=program, store_s=0.005)
+    candidates = random.choice((1, 1, 2))
+    return replace(plan, candidates=candidates, settings=settings, program=program, store_s=0.005)
 
 
 def strange_plan(seed: int) -> Plan:
@@ -231,5 +236,6 @@ FAILING: tuple[Callable[[int], Plan], ...] = (
     promised_plan,
     forked_plan,
     orphaned_plan,
+    lost_plan,
 )
 """What a long run draws from (plans.any_plan)."""

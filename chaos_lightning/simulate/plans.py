@@ -286,6 +286,13 @@ def failing_family(number: int, seed: int | None = None) -> Plan:
     return FAILING[number % len(FAILING)](number if seed is None else seed)
 
 
+def lost_family(seed: int) -> Plan:
+    """The chain is lost, and rebuilt."""
+    from chaos_lightning.simulate.failing import lost_plan  # it draws on this module
+
+    return lost_plan(seed)
+
+
 def any_plan(seed: int) -> Plan:
     """What a long run uses: a part of it anything, the rest aimed; every third one is about failing schedulers."""
     from chaos_lightning.simulate.wiring import WIRED  # these draw on this module
@@ -315,5 +322,10 @@ def any_plan(seed: int) -> Plan:
     return families[seed % len(families)](seed)
 
 
-FAMILIES: dict[str, Callable[[int], Plan]] = {"any": any_plan, "random": random_plan, "failing": failing_family}
+FAMILIES: dict[str, Callable[[int], Plan]] = {
+    "any": any_plan,
+    "random": random_plan,
+    "failing": failing_family,
+    "lost": lost_family,
+}
 """What a long run may be confined to, by name."""

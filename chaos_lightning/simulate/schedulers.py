@@ -22,6 +22,7 @@ from chaos_lightning.membership.scheduler import Phase, SchedulerMachine
 from chaos_lightning.simulate.host import AGAIN_S, HostTrap, SchedulerHost, Seat
 
 if TYPE_CHECKING:
+    from chaos_lightning.simulate.node import Node
     from chaos_lightning.simulate.world import Fault, World
 
 SCHEDULER_FAULTS = (
@@ -212,6 +213,23 @@ class Schedulers:
         if not self._world.store.views:
             self.leader.crash()
             self._start(rebuild=True)
+
+    def can_spare(self, node: Node) -> bool:
+        """Whether a lost chain can be rebuilt without this node (PROTOCOL.md 14a).
+
+        So it is if of the last view that somebody stands in, and of a later one that a header may carry, more than half
+        of the members live and hold the state.
+        """
+        world = self._world
+        living = [n for n in world.nodes.values() if n.alive]
+        entered = [n.machine.view for n in living if n.machine.view is not None]
+        if not entered:
+            return False
+        last = max(entered, key=lambda v: v.id)
+        told = [n.machine.waiting_view for n in living if n.machine.waiting_view is not None]
+        views = [last, *(v for v in (*told, *world.store.views[-1:]) if v.id > last.id)]
+        holders = {n.machine.member_id for n in living if n is not node and n.machine.loaded}
+        return all(2 * len(holders.intersection(v.ids())) > len(v.members) for v in views)
 
     # ------------------------------------------------------------------ faults
 

@@ -47,8 +47,9 @@ class Fault:
     """Something that goes wrong, at a time or at an effect.
 
     Attributes:
-        action: "kill", "kill-too" (and `other` with it), "freeze", "leave", "drain", "link", "stream", "lag", "stale",
-            "sched-crash-write" (see `World._crash_in_write`); to schedulers and their store (schedulers.py):
+        action: "kill", "kill-too" (and `other` with it), "kill-spared" (see `Schedulers.can_spare`),
+            "freeze", "leave", "drain", "link", "stream", "lag", "stale", "sched-crash-write" (see
+            `World._crash_in_write`); to schedulers and their store (schedulers.py):
             "chain-lost", "rebuild", "sched-freeze", "sched-crash", "sched-cut", "store-down", "store-lost",
             "store-slow", "streams"; to links (edges.py): "cut", "split", "add-link", "remove-link", "ask-add",
             "ask-remove", "rate".
@@ -290,6 +291,9 @@ class World:
         match fault.action:
             case "kill":
                 node.kill()
+            case "kill-spared":
+                if self.schedulers.can_spare(node):
+                    node.kill()
             case "kill-too":
                 node.kill()
                 other = self.nodes[fault.other]

@@ -9,7 +9,7 @@ import pytest
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.simulate.__main__ import main
-from chaos_lightning.simulate.failing import FAILING
+from chaos_lightning.simulate.failing import FAILING, lost_plan
 from chaos_lightning.simulate.plans import FAMILIES
 from chaos_lightning.simulate.script import parse
 
@@ -91,7 +91,12 @@ def test_senseless_scenario_file_gives_status_two(tmp_path: Path, capsys: pytest
 def test_a_family_of_plans_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     drawn = {name: FAMILIES[name](11) for name in FAMILIES}
     assert drawn["failing"] == FAILING[11 % len(FAILING)](11) != drawn["random"]
+    assert lost_plan in FAILING
+    assert drawn["lost"] == lost_plan(11)
     assert main(["--seeds", "3", "--family", "failing"]) == 0
+    assert main(["--seeds", "2", "--family", "lost"]) == 0
+    lost = capsys.readouterr().out.splitlines()[-1]
+    assert lost.startswith("2 seeds (2 in which a scheduler or its store failed), 0 violations, ")
     assert main(["--seeds", "0", "--family", "random"]) == 0
     with pytest.raises(SystemExit):
         main(["--family", "nothing"])

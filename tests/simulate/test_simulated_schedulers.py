@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chaos_lightning.membership.effects import Note
 from chaos_lightning.membership.types import Welcome
 from chaos_lightning.simulate import failing
 from chaos_lightning.simulate.bugs import BUGS
+from chaos_lightning.simulate.node import Node
 from chaos_lightning.simulate.script import parse
 from chaos_lightning.simulate.world import Fault, World, simulate
 
@@ -77,6 +79,31 @@ def test_members_of_a_lost_chain_train_on() -> None:
     assert not world.store.views
     assert min(steps) > max(early)
     assert "--rebuild" in str(world.scheduler.machine.snapshot()["reason"])
+
+
+def test_a_newcomer_whose_view_was_announced_comes_in_though_the_chain_is_lost() -> None:
+    """It stands in no view when it finds the next scheduler, and does a moment later, when the header comes."""
+    world = World(replace(parse(FOUR + "program window_s 0.2\nlater j0 at 0.5"), limit_s=6.0))
+    lost = Fault(action="chain-lost", lasts=0.02)
+
+    def lose(note: Note) -> None:
+        if note.name == "view" and "j0" in str(dict(note.fields)["joiners"]):
+            world.on_note = lambda note: None
+            world.kernel.after(0.01, lambda: world.schedulers.strike(lost))
+
+    world.on_note = lose
+    found: list[tuple[int, int]] = []
+    world.kernel.at(5.0, lambda: found.extend((len(n.machine.view.ids()), n.header.seq) for n in _standing(world)))
+    outcome = world.run()
+    assert outcome.crashes == 1
+    assert not world.store.views
+    assert outcome.ejections == 0
+    assert [count for count, _ in found] == [5] * 5
+    assert min(seq for _, seq in found) > 10
+
+
+def _standing(world: World) -> list[Node]:
+    return [n for n in world.nodes.values() if n.machine.view is not None]
 
 
 @pytest.mark.parametrize("dead", [0, 1])

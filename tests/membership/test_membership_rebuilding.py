@@ -1,0 +1,481 @@
+"""A lost chain, as the scheduler sees it: who is waited for, what is gone on from, who is put out (PROTOCOL.md 14a)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from membership_script import header_after
+
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.rebuilding import KNOCKS_S
+from chaos_lightning.membership.scheduler import Phase, SchedulerMachine
+from chaos_lightning.membership.types import (
+    GENESIS,
+    NO_VIEW,
+    Decide,
+    Entered,
+    Fence,
+    FromMember,
+    Header,
+    Heartbeat,
+    Hello,
+    Leave,
+    LinkEvent,
+    Member,
+    NextView,
+    Notice,
+    Prepare,
+    Ready,
+    Recall,
+    Recollection,
+    Refused,
+    Released,
+    Report,
+    Settings,
+    View,
+    ViewId,
+    Welcome,
+)
+
+GRACE_S = 2.0
+NAMES = {n: Member(f"{n}~{i}", n, "host", "127.0.0.1", 1, pid=i, pid_start=7) for i, n in enumerate("abcd", 1)}
+
+
+def view(number: int, predecessor: int, members: str, *, joiners: str = "") -> View:
+    before = ViewId(1, predecessor) if predecessor else NO_VIEW
+    them = tuple(NAMES[n] for n in members)
+    return View(ViewId(1, number), before, them, tuple(NAMES[n].id for n in joiners))
+
+
+ABC = view(3, 2, "abc")
+ABCD = view(4, 3, "abcd", joiners="d")
+HEAD = header_after(ABC, GENESIS, "step")
+
+
+def hello(name: str, stands: View | None = None, *, term: int = 1, new: bool = False) -> Hello:
+    member = NAMES[name]
+    return Hello(
+        "default", name, "host", "127.0.0.1", 1, member.pid, member.pid_start, 1, 1, "0.1", (("model", "small"),),
+        resume="" if new else member.id, view=stands.id if stands is not None else NO_VIEW, term=term,
+    )  # fmt: skip
+
+
+class Talk:
+    """A scheduler on a store that does what it is told, and what it says to whom."""
+
+    def __init__(self, *, rebuild: bool = True, min_nodes: int = 1, chain: fx.Chain | None = None) -> None:
+        rules = Settings(min_nodes=min_nodes, reconnect_grace_s=GRACE_S)
+        self.machine = SchedulerMachine(rules, chain or fx.Chain(1, NO_VIEW, rebuild=rebuild))
+        self.now = 1.0
+        self.stored: list[fx.Persist] = []
+        self.terms: list[int] = []
+        self.closed: list[int] = []
+        self.said: dict[int, list[object]] = {}
+        self.conns: dict[str, int] = {}
+        self.streams = 0
+        self.term_granted = True
+        self.feed(fx.SchedulerTick())
+
+    def feed(self, event: fx.SchedulerEvent) -> None:
+        todo: list[fx.SchedulerEvent] = [event]
+        while todo:
+            for effect in self.machine.on(self.now, todo.pop(0)):
+                match effect:
+                    case fx.Send(conn, message):
+                        self.said.setdefault(conn, []).append(message)
+                    case fx.Close(conn):
+                        self.closed.append(conn)
+                    case fx.Persist(token):
+                        self.stored.append(effect)
+                        todo.append(fx.Stored(token, True, ""))
+                    case fx.TakeTerm(above):
+                        self.terms.append(above)
+                        todo += [fx.TermTaken(above + 1)] if self.term_granted else []
+                    case _:
+                        pass
+            self.machine.validate_state()
+
+    def comes(self, who: Hello) -> int:
+        """On a new stream; its number."""
+        self.streams += 1
+        conn = self.conns[who.name] = self.streams
+        self.feed(fx.Opened(conn))
+        self.feed(fx.MessageIn(conn, who))
+        return conn
+
+    def says(self, name: str, message: FromMember) -> None:
+        self.feed(fx.MessageIn(self.conns[name], message))
+
+    def reports(self, name: str, stands: View | None, waiting: View | None = None, promised: int = 0) -> None:
+        """It comes back and tells what it knows."""
+        self.comes(hello(name, stands))
+        assert self.heard(name, Recall)
+        if stands is not None:
+            self.says(name, Entered(stands.id, HEAD.seq, HEAD.step, HEAD.hash))
+            for other in "abcd":
+                if other != name:
+                    self.says(name, LinkEvent(NAMES[other].id, True, "connected"))
+        self.says(name, Recollection(stands, waiting, ViewId(1, promised)))
+
+    def promises(self, name: str, entered: View | None, *, loaded: bool = True, last: Header = HEAD) -> None:
+        number = self.machine._number
+        stands = entered.id if entered is not None else NO_VIEW
+        self.says(name, Report(number, stands, last.seq, last.hash, loaded=loaded, last=last))
+
+    def passes(self, seconds: float) -> None:
+        """Ticks; everybody who is connected is heard of."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.1
+            for conn in self.conns.values():
+                self.feed(fx.MessageIn(conn, Heartbeat(NO_VIEW, 1, 1)))
+            self.feed(fx.SchedulerTick())
+
+    def heard(self, name: str, kind: type) -> list[object]:
+        """What this member was told on its present stream."""
+        return [m for m in self.said.get(self.conns[name], []) if isinstance(m, kind)]
+
+    def views(self) -> list[View]:
+        return [entry.view for entry in self.stored if entry.view is not None]
+
+    @property
+    def reason(self) -> str:
+        return str(self.machine.snapshot()["reason"])
+
+
+def test_all_members_report_and_nobody_waits() -> None:
+    talk = Talk()
+    for name in "abc":
+        assert not talk.stored
+        talk.reports(name, ABC)
+    assert [entry.kind for entry in talk.stored] == ["reserve"]
+    for name in "abc":
+        assert talk.heard(name, Prepare)
+        talk.promises(name, ABC)
+    (first,) = talk.views()
+    assert first.predecessor == NO_VIEW
+    assert first.reason.startswith("rebuilt")
+    assert first.ids() == ABC.ids()
+    assert all(talk.heard(name, Decide) for name in "abc")
+    assert [v.id for v in talk.machine.chain] == [first.id]
+
+
+def test_absent_ones_are_waited_for_and_join_again_later() -> None:
+    talk = Talk()
+    for name in "ab":
+        talk.reports(name, ABC)
+    talk.passes(GRACE_S - 0.3)
+    assert not talk.stored
+    assert "Missing: c~3 at 127.0.0.1; they are waited for, for 2 s" in talk.reason
+    talk.passes(0.5)
+    for name in "ab":
+        talk.promises(name, ABC)
+    assert talk.views()[0].ids() == ("a~1", "b~2")
+    talk.comes(hello("c", ABC))
+    (fence,) = talk.heard("c", Fence)
+    assert fence.rejoin  # type: ignore[attr-defined]
+
+
+def test_half_of_the_members_wait_however_long() -> None:
+    talk = Talk()
+    for name in "ab":
+        talk.reports(name, ABCD)
+    talk.passes(10 * GRACE_S)
+    assert not talk.stored
+    assert "3 of the 4 members of view 1.4 must report; 2 did (a~1, b~2)" in talk.reason
+
+
+def test_term_and_number_are_above_all_that_anybody_has_heard_of() -> None:
+    talk = Talk()
+    talk.term_granted = False
+    talk.reports("a", ABC)
+    talk.reports("b", ABC, promised=9)
+    talk.comes(hello("c", ABC, term=6))
+    talk.says("c", Recollection(ABC, None, ABC.id))
+    assert talk.terms == [6]
+    talk.passes(0.5)
+    assert talk.terms == [6], "it was asked for once"
+    assert not talk.stored
+    talk.feed(fx.TermTaken(7))
+    (entry,) = talk.stored
+    assert entry.number == ViewId(7, 10)
+
+
+def test_a_view_that_a_header_was_to_carry_counts_nothing_while_all_of_the_one_before_are_here() -> None:
+    talk = Talk()
+    talk.reports("a", ABC, waiting=ABCD)
+    for name in "bc":
+        talk.reports(name, ABC)
+    for name in "abc":
+        talk.promises(name, ABC)
+    assert talk.views()[0].ids() == ABC.ids()
+
+
+def test_a_view_that_a_header_was_to_carry_counts_while_one_of_the_view_before_is_absent() -> None:
+    talk = Talk()
+    talk.reports("a", ABC, waiting=ABCD)
+    talk.reports("b", ABC)
+    talk.passes(10 * GRACE_S)
+    assert not talk.stored
+    assert "3 of the 4 members of view 1.4" in talk.reason
+
+
+def test_a_newcomer_that_such_a_view_names_reports_and_comes_in_with_the_header_that_carried_it() -> None:
+    talk = Talk()
+    carried = header_after(ABC, GENESIS, "boundary", ABCD)
+    talk.reports("a", ABCD)
+    talk.reports("d", None, waiting=ABCD)
+    talk.reports("b", ABC)
+    talk.passes(1.1 * GRACE_S)
+    talk.promises("a", ABCD, last=carried)
+    talk.promises("b", ABC, last=GENESIS)
+    talk.promises("d", None, loaded=False, last=GENESIS)
+    (first,) = talk.views()
+    assert first.ids() == ("a~1", "b~2", "d~4")
+    assert first.joiners == ("d~4",)
+    assert talk.stored[-1].base == carried
+
+
+def test_a_newcomer_without_a_view_does_not_begin_the_time_for_which_members_are_waited_for() -> None:
+    talk = Talk()
+    talk.reports("d", None)
+    assert "none is here yet" in talk.reason
+    talk.passes(10 * GRACE_S)
+    for name in "ab":
+        talk.reports(name, ABC)
+    talk.passes(0.5 * GRACE_S)
+    assert not talk.stored
+    talk.passes(0.6 * GRACE_S)
+    for name in "ab":
+        talk.promises(name, ABC)
+    assert talk.views()[0].ids() == ("a~1", "b~2")
+    assert talk.heard("d", Fence), "it begins anew as a newcomer"
+
+
+def test_one_that_knows_a_later_view_comes_while_the_others_promise() -> None:
+    talk = Talk()
+    later = view(5, 3, "cd")
+    for name in "ab":
+        talk.reports(name, ABC)
+    talk.passes(1.1 * GRACE_S)
+    assert talk.machine.phase is Phase.PREPARING
+    talk.promises("a", ABC)
+    talk.reports("c", later)
+    assert talk.machine.phase is Phase.REBUILDING
+    assert "2 of the 2 members of view 1.5 must report; 1 did (c~3)" in talk.reason
+    talk.promises("b", ABC)
+    assert not talk.views()
+    talk.reports("d", later)
+    for name in "cd":
+        talk.promises(name, later)
+    (first,) = talk.views()
+    assert first.ids() == ("c~3", "d~4")
+    assert first.id.number > later.id.number
+    assert all("later view than its own" in str(talk.heard(name, Fence)) for name in "ab")
+
+
+def test_a_header_that_was_under_way_carries_a_later_view_while_absent_ones_are_waited_for() -> None:
+    """What a member told before is asked for again."""
+    talk = Talk()
+    later = view(5, 3, "abd", joiners="d")
+    for name in "ab":
+        talk.reports(name, ABC)
+    talk.says("a", Entered(later.id, 2, 1, HEAD.hash))
+    assert len(talk.heard("a", Recall)) == 2
+    talk.passes(0.5 * GRACE_S)
+    talk.says("a", Recollection(later, None, later.id))
+    assert "members of view 1.5 must report; 2 did (a~1, b~2). Missing: d~4" in talk.reason
+    talk.passes(0.6 * GRACE_S)
+    talk.promises("a", later)
+    assert not talk.views()
+    talk.promises("b", ABC)
+    assert talk.views()[0].ids() == ("a~1", "b~2")
+
+
+def test_one_that_moved_when_it_promised_is_asked_before_anything_is_decided() -> None:
+    talk = Talk()
+    later = view(5, 3, "acd", joiners="d")
+    for name in "ab":
+        talk.reports(name, ABC)
+    talk.passes(1.1 * GRACE_S)
+    talk.promises("b", ABC)
+    talk.says("a", Entered(later.id, 2, 1, HEAD.hash))  # sent before the promise
+    talk.promises("a", later)
+    assert not talk.views()
+    talk.says("a", Recollection(later, None, later.id))
+    talk.passes(2 * GRACE_S)
+    assert not talk.views()
+    assert "2 of the 3 members of view 1.5 must report; 1 did (a~1)" in talk.reason
+
+
+def test_who_came_and_did_not_tell_what_it_knows_is_absent_until_it_comes_again() -> None:
+    """It froze, say, between hello and answer."""
+    talk = Talk()
+    for name in "ab":
+        talk.reports(name, ABC)
+    silent = talk.comes(hello("c", ABC))
+    assert talk.heard("c", Recall)
+    del talk.conns["c"]
+    talk.passes(1.1 * GRACE_S)
+    assert talk.machine.phase is Phase.PREPARING
+    assert silent in talk.closed
+    talk.reports("c", ABC)
+    for name in "abc":
+        talk.promises(name, ABC)
+    assert talk.views()[0].ids() == ABC.ids()
+
+
+def test_too_few_are_left_while_they_promise() -> None:
+    talk = Talk()
+    for name in "ab":
+        talk.reports(name, ABC)
+    talk.passes(1.1 * GRACE_S)
+    talk.promises("a", ABC)
+    talk.feed(fx.Closed(talk.conns.pop("b"), False))
+    assert talk.machine.phase is Phase.REBUILDING
+    assert not talk.views()
+    talk.reports("c", ABC)
+    for name in "ac":
+        talk.promises(name, ABC)
+    assert talk.views()[0].ids() == ("a~1", "c~3")
+
+
+def test_enough_report_and_too_few_of_them_can_go_on() -> None:
+    talk = Talk()
+    talk.reports("a", ABC)
+    talk.reports("b", ABC)
+    talk.passes(1.1 * GRACE_S)
+    talk.promises("a", ABC)
+    talk.promises("b", ABC, loaded=False, last=GENESIS)
+    talk.passes(10.0)
+    assert not talk.views()
+    assert "of the 3 members of view 1.3 only a~1 can go on" in talk.reason
+    assert any("can go on" in m.text for m in talk.heard("b", Notice))  # type: ignore[attr-defined]
+
+
+def test_no_reporter_holds_the_state_and_no_chain_is_begun_without_it() -> None:
+    talk = Talk()
+    for name in "ab":
+        talk.reports(name, ABC)
+    talk.comes(hello("d", new=True))
+    talk.says("d", Ready())
+    talk.passes(1.1 * GRACE_S)
+    for name in "ab":
+        talk.promises(name, ABC, loaded=False, last=GENESIS)
+    talk.passes(2.0)
+    assert not talk.views()
+    assert not talk.heard("a", Fence)
+    assert "only nobody can go on (no survivor holds the training state)" in talk.reason
+    talk.reports("c", ABC)  # it holds the state, and did not report in time
+    for name in "abc":
+        talk.promises(name, ABC, loaded=name == "c", last=HEAD if name == "c" else GENESIS)
+    assert not talk.views(), "one of three is no majority"
+    for name in "abc":
+        talk.comes(hello(name, ABC))
+    talk.passes(0.5)
+    assert not talk.views()
+
+
+def test_nobody_founds_a_job_while_one_is_to_be_rebuilt() -> None:
+    talk = Talk()
+    talk.comes(hello("d", new=True))
+    talk.says("d", Ready())
+    talk.passes(20.0)
+    assert not talk.stored
+    assert "none is here yet" in talk.reason
+
+
+@pytest.mark.parametrize("rebuild", [False, True])
+def test_a_newcomer_with_another_program_that_comes_first_does_not_end_the_members(*, rebuild: bool) -> None:
+    talk = Talk(rebuild=rebuild)
+    talk.comes(replace(hello("d", new=True), fingerprint=(("model", "large"),)))
+    talk.says("d", Ready())
+    assert talk.heard("d", Welcome)
+    for name in "abc":
+        talk.comes(hello(name, ABC))
+        assert all(m.retry for m in talk.heard(name, Refused))  # type: ignore[attr-defined]
+        assert bool(talk.heard(name, Recall)) == rebuild
+    if rebuild:
+        (refused,) = talk.heard("d", Refused)
+        assert "model of d is large, the job's (from a) is small" in refused.reason  # type: ignore[attr-defined]
+    else:
+        assert "is lost: a~1 in view 1.3, b~2 in view 1.3, c~3" in talk.reason
+        assert not talk.stored
+
+
+def test_a_member_of_another_job_is_sent_away_and_trains_on() -> None:
+    """A scheduler of another job was begun at the place of its own."""
+    talk = Talk(rebuild=False)
+    talk.comes(replace(hello("a", ABC), job="other"))
+    (refused,) = talk.heard("a", Refused)
+    assert refused.retry  # type: ignore[attr-defined]
+    assert "serves job 'default'" in refused.reason  # type: ignore[attr-defined]
+    talk.comes(replace(hello("d", new=True), job="other"))
+    (refused,) = talk.heard("d", Refused)
+    assert not refused.retry  # type: ignore[attr-defined]
+
+
+def test_who_asks_to_leave_stays_until_a_view_of_the_rebuilt_chain_lets_it_go() -> None:
+    talk = Talk()
+    talk.reports("a", ABC)
+    talk.says("a", Leave("Ctrl+C"))
+    assert not talk.heard("a", Released)
+    for name in "bc":
+        talk.reports(name, ABC)
+    for name in "abc":
+        talk.promises(name, ABC)
+    (first,) = talk.views()
+    assert first.ids() == ABC.ids()
+    for name in "abc":
+        talk.says(name, Entered(first.id, HEAD.seq, HEAD.step, HEAD.hash))
+    assert talk.views()[-1].ids() == ("b~2", "c~3")
+    assert all(talk.heard(name, NextView) for name in "abc")
+
+
+def test_a_newcomer_that_reports_and_asks_to_leave_is_let_go_at_once() -> None:
+    talk = Talk()
+    talk.reports("d", None, waiting=ABCD)
+    talk.says("d", Leave("Ctrl+C"))
+    assert talk.heard("d", Released)
+
+
+def test_a_newcomer_of_a_lost_chain_is_not_put_out_while_members_knock() -> None:
+    """A header may carry the view that lets it in."""
+    talk = Talk(rebuild=False)
+    for _ in range(20):
+        talk.comes(hello("a", ABC))
+        talk.comes(hello("d"))
+        (refused,) = talk.heard("d", Refused)
+        assert refused.retry  # type: ignore[attr-defined]
+        talk.passes(0.5)
+    assert not talk.stored
+
+
+def test_newcomers_of_a_chain_that_nobody_stands_in_begin_anew_after_a_moment() -> None:
+    """The scheduler was started again on an empty store before the job was founded."""
+    talk = Talk(rebuild=False)
+    talk.comes(hello("d"))
+    assert talk.heard("d", Refused)
+    talk.conns.clear()
+    talk.passes(KNOCKS_S + 0.1)
+    talk.comes(hello("d"))
+    (fence,) = talk.heard("d", Fence)
+    assert fence.rejoin  # type: ignore[attr-defined]
+    talk.comes(replace(hello("d", new=True), term=0))
+    talk.says("d", Ready())
+    (first,) = talk.views()
+    assert first.reason.startswith("founded")
+
+
+@pytest.mark.parametrize(("number", "known"), [(3, True), (12, False)])
+def test_after_a_restart_on_the_rebuilt_chain_older_members_join_again_and_later_ones_are_told(
+    number: int, *, known: bool
+) -> None:
+    first = replace(ABC, id=ViewId(2, 11), predecessor=NO_VIEW, reason="rebuilt from the reports of a~1, b~2, c~3")
+    talk = Talk(chain=fx.Chain(3, first.id, (first,)))
+    talk.comes(replace(hello("d"), view=ViewId(1 if known else 2, number)))
+    assert bool(talk.heard("d", Fence)) == known
+    if not known:
+        (refused,) = talk.heard("d", Refused)
+        assert "holds another chain" in refused.reason  # type: ignore[attr-defined]
