@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 from engine_job import Job
-from test_failover import equal, train
+from test_failover import SETTINGS, SPEC, equal, leading, train
 
+from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.observe.events import Record
 from chaos_lightning.runtime.channel import fetch_status
+from chaos_lightning.runtime.etcd_client import delete, read_address
+from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.runtime.etcd_store import job_root
 
 RULES = {"min_nodes": 1, "reconnect_grace_s": 2.0}
 
@@ -93,3 +100,73 @@ def test_a_minority_is_refused_by_name_and_the_rest_lets_it_go_on(job: Job) -> N
     back = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="a", after=rebuilt)
     equal(job, "abc", back)
     job.leave(*"abc")
+
+
+def test_a_newcomer_with_another_model_that_is_first_at_the_empty_store_ends_nobody_but_itself(job: Job) -> None:
+    job.serve(**RULES)
+    train(job, *"ab")
+    lose_the_chain(job)
+    for name in "ab":
+        job.harness.stop(name)
+    begin(job, "rebuilder", "--rebuild")
+    job.harness.declare("d")
+    job.start("d", settings=SETTINGS, width=64, **SPEC)
+    first = job.harness.wait_for("scheduler", lambda r: r["state"] == "connected", node="d")
+    for name in "ab":
+        job.harness.cont(name)
+    rebuilt = job.harness.wait_for("decide", lambda r: str(r["reason"]).startswith("rebuilt"), after=first)
+    assert {m[0] for m in rebuilt["members"]} == {"a", "b"}
+    assert job.harness.wait_exit("d") != 0
+    assert "start all members with the same script" in job.harness.children["d"].tail(30)
+    goes_on(job, "a", rebuilt)
+    equal(job, "ab", rebuilt)
+    job.leave(*"ab")
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdServers]:
+    try:
+        servers = EtcdServers(tmp_path / "etcd", 1)
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+    with servers:
+        yield servers
+
+
+def candidates(job: Job, etcd: EtcdServers, names: str, *options: str) -> dict[str, str]:
+    """Endpoint by name; each listens where one of an earlier generation did."""
+    places = dict(zip(names, job.endpoint.split(","), strict=True))
+    for name, place in places.items():
+        command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", place]
+        command += ["--settings", json.dumps(RULES), "--store", etcd.address, *options]
+        job.harness.start(name, [*command, "--log-dir", str(job.harness.logs)])
+    return places
+
+
+@pytest.mark.slow  # two generations of schedulers
+def test_a_chain_whose_keys_are_gone_from_etcd_is_rebuilt_there_and_the_next_leader_goes_on(
+    job: Job, etcd: EtcdServers
+) -> None:
+    job.endpoint = ",".join(f"127.0.0.1:{port}" for port in free_ports(2))
+    candidates(job, etcd, "st")
+    job.harness.wait_for("elected")
+    before = train(job, *"abc")
+    for name in "st":
+        job.harness.kill(name)
+    client = etcd.client()
+    client.transact([], [delete(job_root(read_address(etcd.address).prefix, "default"))])
+    client.close()
+
+    places = candidates(job, etcd, "uv", "--rebuild")
+    rebuilt = job.harness.wait_for("decide", lambda r: str(r["reason"]).startswith("rebuilt"), after=before)
+    assert len(rebuilt["members"]) == 3
+    goes_on(job, "a", rebuilt)
+    job.harness.kill(leading(job, places))
+    second = job.harness.wait_for(
+        "scheduler_started", lambda r: r["term"] > int(rebuilt["id"].partition(".")[0]), after=rebuilt
+    )
+    joined = train_too(job, "d")
+    assert joined.t > second.t
+    equal(job, "abcd", joined)
+    assert not [r for r in job.harness.records if r.name in ("fenced", "rejoin")]
+    job.leave(*"abcd")
