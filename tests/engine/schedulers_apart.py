@@ -14,9 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_control import ControlPath
-from engine_job import Job
+from engine_job import Job, says, who_leads
 
-from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.runtime.access import split_endpoint
 from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
@@ -74,25 +73,15 @@ class Apart:
     # ------------------------------------------------------------------ looking
 
     def leading(self) -> str:
-        return self.named(self.facts()["endpoint"])
+        return self.named(who_leads(self.job)["endpoint"])
 
-    def facts(self, name: str = "") -> dict[str, Any]:
-        """Of this candidate, or of the one that leads."""
-        if name:
-            return fetch_status(self.paths[name].address, follow=False)
-        return fetch_status(self.job.endpoint, timeout_s=10.0)
+    def facts(self, name: str) -> dict[str, Any]:
+        """What this candidate itself says."""
+        return fetch_status(self.paths[name].address, follow=False)
 
-    def says(self, name: str, key: str, words: str) -> dict[str, Any]:
-        """Waits until this candidate's status has these words under this key."""
-
-        def told() -> dict[str, Any] | None:
-            with contextlib.suppress(SchedulerUnreachableError):
-                facts = self.facts(name)
-                if words in str(facts.get(key)):
-                    return facts
-            return None
-
-        return self.job.harness.wait_until(told, f"{words!r} in the {key} of {name}")
+    def says(self, name: str, **words: str) -> dict[str, Any]:
+        """Waits until one status of this candidate has all these words, each under its key ("": nothing at all)."""
+        return says(self.job, self.paths[name].address, **words)
 
     def named(self, endpoint: str) -> str:
         return next(name for name, path in self.paths.items() if path.address == endpoint)

@@ -245,6 +245,22 @@ def test_a_dead_or_frozen_leader_is_followed_by_the_next_and_learns_it_when_it_w
             assert says(process) == ["lost", "its lease has ended"]
 
 
+def test_who_leads_no_more_or_has_not_looked_yet_names_nobody(
+    etcd: EtcdServers, job: str, running: contextlib.ExitStack
+) -> None:
+    client = running.enter_context(contextlib.closing(etcd.client()))
+    waiting = Election(client, job, Candidate.here("c:1"), on_elected=lambda _: None, on_lost=lambda _: None)
+    assert waiting.waits_for() == "etcd's first word on who leads"
+    a = start(running, etcd, job, "a")
+    a.hears("elected")
+    assert a.election.leader is not None
+    assert (a.election.waits_for(), a.election.leader.endpoint) == ("", "a:1")
+    a.client.revoke(a.election.me.lease)
+    assert a.hears("lost") == "its lease has ended"
+    assert not a.election.stands_by
+    assert (a.election.waits_for(), a.election.leader) == ("etcd's first word on who leads", None)
+
+
 @pytest.mark.parametrize("value", [b"", b"[]", b"\xff", b'{"id": 1}', json.dumps({"id": "x"}).encode()])
 def test_a_leaders_key_with_something_else_in_it_names_nobody(value: bytes) -> None:
     assert Candidate.read(value) is None
