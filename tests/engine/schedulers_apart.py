@@ -50,7 +50,7 @@ class SchedulerPath(LinkRelay):
 class Apart:
     """Candidates s0, s1, ... of a job, as on machines of their own."""
 
-    def __init__(self, job: Job, etcd: EtcdServers, count: int, *, min_nodes: int = 1) -> None:
+    def __init__(self, job: Job, etcd: EtcdServers, count: int, **rules: Any) -> None:
         self.job = job
         self.etcd = etcd
         self.paths: dict[str, SchedulerPath] = {}
@@ -61,7 +61,7 @@ class Apart:
             self.to_etcd[name] = [ControlPath(name, server.endpoint) for server in etcd.servers]
             store = f"etcd://{','.join(path.address for path in self.to_etcd[name])}"
             command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", own]
-            command += ["--advertise", self.paths[name].address, "--settings", json.dumps({"min_nodes": min_nodes})]
+            command += ["--advertise", self.paths[name].address, "--settings", json.dumps({"min_nodes": 1, **rules})]
             command += ["--store", store, "--log-dir", str(job.harness.logs)]
             job.harness.start(name, command, env={"CHAOS_HOST": name})
         job.endpoint = ",".join(path.address for path in self.paths.values())
@@ -98,6 +98,12 @@ class Apart:
         for member in members:
             self.note("cut_stream", member, candidate)
             self.paths[candidate].cut(member, candidate)
+
+    def stall_from_members(self, candidate: str, *members: str) -> None:
+        """As by a network that swallows packets: no byte comes through, and nobody hears of an end."""
+        for member in members:
+            self.note("stall_stream", member, candidate)
+            self.paths[candidate].stall(member, candidate)
 
     def mend_to_members(self, candidate: str, *members: str) -> None:
         for member in members:

@@ -10,7 +10,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from engine_job import Job, who_leads
@@ -24,10 +24,15 @@ from chaos_lightning.runtime.etcd_servers import EtcdServers
 
 __all__ = ["etcd"]
 
+Way = Callable[..., None]
+"""How a candidate is cut off from members."""
+LOUDLY = pytest.param(Apart.cut_from_members, id="cut")
+SILENTLY = pytest.param(Apart.stall_from_members, marks=pytest.mark.slow, id="stall")
+
 
 @pytest.fixture
 def apart(job: Job, etcd: EtcdServers) -> Iterator[Apart]:
-    made = Apart(job, etcd, 2)
+    made = Apart(job, etcd, 2, hang_timeout_s=120.0, last_holder_timeout_s=240.0)
     yield made
     made.close()
 
@@ -71,13 +76,14 @@ def next_term(job: Job, term: int, after: Record) -> Record:
 # ------------------------------------------------------------------------------------------------ the leader is cut off
 
 
-def test_a_leader_that_no_member_reaches_hands_over_to_one_that_they_reach(apart: Apart) -> None:
+@pytest.mark.parametrize("how", [LOUDLY, SILENTLY])
+def test_a_leader_that_no_member_reaches_hands_over_to_one_that_they_reach(apart: Apart, how: Way) -> None:
     job = apart.job
     train(job, *"ab")
     first = apart.leading()
     (second,) = apart.others(first)
     before = here(job)
-    apart.cut_from_members(first, *"ab")
+    how(apart, first, *"ab")
     gave_up = job.harness.wait_for("deposed", lambda r: "reach" in str(r["reason"]), after=before)
     assert "a, b reach " in gave_up["reason"]
     assert "and not this scheduler, which nobody reaches" in gave_up["reason"]
@@ -136,19 +142,20 @@ def test_a_leader_that_etcd_does_not_reach_does_not_end_a_members_death_but_the_
 
 
 @pytest.mark.slow
-def test_one_member_that_does_not_reach_the_leader_trains_on_and_is_not_put_out(apart: Apart) -> None:
+@pytest.mark.parametrize("how", [LOUDLY, SILENTLY])
+def test_one_member_that_does_not_reach_the_leader_trains_on_and_is_not_put_out(apart: Apart, how: Way) -> None:
     job = apart.job
     train(job, *"abc")
     first = apart.leading()
     before = here(job)
-    apart.cut_from_members(first, "c")
+    how(apart, first, "c")
     lost = job.harness.wait_for("scheduler", lambda r: "lost" in str(r["state"]), node="c", after=before)
     trains_on(job, "abc", lost, steps=300)
     assert apart.leading() == first, "one of three is no reason to hand over"
 
     def hears() -> dict[str, bool]:
         members = apart.facts(first)["machine"]["members"]
-        return {p["id"].partition("~")[0]: p["connected"] for p in members}
+        return {p["id"].partition("~")[0]: p["connected"] and p["silent_s"] < 2.0 for p in members}
 
     job.harness.wait_until(lambda: hears() == {"a": True, "b": True, "c": False}, "a leader that misses c only")
     nobody_is_put_out(job)
@@ -160,12 +167,13 @@ def test_one_member_that_does_not_reach_the_leader_trains_on_and_is_not_put_out(
 
 
 @pytest.mark.slow
-def test_most_members_reach_another_candidate_and_that_one_leads(apart: Apart) -> None:
+@pytest.mark.parametrize("how", [LOUDLY, SILENTLY])
+def test_most_members_reach_another_candidate_and_that_one_leads(apart: Apart, how: Way) -> None:
     job = apart.job
     train(job, *"abc")
     first = apart.leading()
     before = here(job)
-    apart.cut_from_members(first, *"bc")
+    how(apart, first, *"bc")
     gave_up = job.harness.wait_for("deposed", lambda r: "which a reaches" in str(r["reason"]), after=before)
     led = next_term(job, 2, gave_up)
     connected(job, "abc", led)
