@@ -9,7 +9,6 @@ once, and with them a node. What became of it is judged from the event logs alon
 from __future__ import annotations
 
 import itertools
-import shutil
 import statistics
 import sys
 import time
@@ -19,10 +18,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from chaos_lightning.demo.cast import Cast, free_port
-from chaos_lightning.demo.command import judge, on_stage, prepare, tidy
+from chaos_lightning.demo.command import ExitCodes, perform, prepare
 from chaos_lightning.demo.proof import Check, audited
 from chaos_lightning.demo.screen import Screen
 from chaos_lightning.demo.story import FOUNDERS, FULL, QUICK, Story
@@ -165,33 +163,28 @@ def demo_failover(
     """Kill schedulers and etcd servers while nodes train, join and die; then prove that nothing was lost."""
     plot = QUICK if quick else FULL
     folder = prepare(directory)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    problem, began = "", time.monotonic()
     servers = EtcdServers(folder / "etcd", 3)
     arguments = (*plot.arguments, f"--accelerator={accelerator}")
     cast = Candidates(folder, arguments, etcd=servers.address)
-    with on_stage(console, folder, cast.close, servers.close):
-        servers.start()
-        with Screen(console) as screen:
-            story = FailoverStory(cast, screen, plot)
-            story.servers = servers
-            try:
-                story.tell()
-            except ChaosError as error:
-                problem = str(error)
-                screen.say("bad", problem)
-            codes = cast.exit_codes()
-    checks = prove(folder, codes)
-    good = judge(console, folder, checks, problem, time.monotonic() - began, "chaos-lightning demo-failover")
-    if good and not keep:
-        tidy(folder)
-        shutil.rmtree(folder / "etcd", ignore_errors=True)
-    raise typer.Exit(0 if good else 1)
+
+    def tell(screen: Screen) -> None:
+        story = FailoverStory(cast, screen, plot)
+        story.servers = servers
+        story.tell()
+
+    perform(
+        "demo-failover",
+        folder,
+        cast,
+        tell,
+        lambda codes: prove(folder, codes),
+        begin=servers.start,
+        endings=(cast.close, servers.close),
+        keep=keep,
+    )
 
 
-def prove(folder: Path, codes: dict[str, int | None]) -> list[Check]:
+def prove(folder: Path, codes: ExitCodes) -> list[Check]:
     """From the event logs of all members and schedulers, and the exit codes."""
     return _Proof(folder, codes).checks()
 
@@ -199,7 +192,7 @@ def prove(folder: Path, codes: dict[str, int | None]) -> list[Check]:
 class _Proof:
     """What the logs say about the three acts."""
 
-    def __init__(self, folder: Path, codes: dict[str, int | None]) -> None:
+    def __init__(self, folder: Path, codes: ExitCodes) -> None:
         self.folder = folder
         self.codes = codes
         self.records = list(read_events(folder / "events"))

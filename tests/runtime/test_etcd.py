@@ -62,6 +62,7 @@ def test_addresses() -> None:
         ("etcd://", "expected etcd://"),
         ("etcd://a:b", "'a:b' is no HOST:PORT"),
         ("etcd://a:0", "'a:0' is no HOST:PORT"),
+        ("etcd://a:²", "is no HOST:PORT"),
         ("etcd://ann:secret@a", "put it into a file"),
         ("etcd://ann@a", "needs a password"),
         ("etcd://a?cert=x", "cert and key go together"),
