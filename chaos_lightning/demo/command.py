@@ -1,6 +1,6 @@
-"""`chaos-lightning demo`: tell the story, prove it, write the report, clean up.
+"""`chaos-lightning demo`, and how each of the demos is performed: tell the story, prove it, write the report, clean up.
 
-Theory of operation. The command owns everything that outlives a mistake: the folder, the ending of all processes
+Theory of operation. `perform` owns everything that outlives a mistake: the folder, the ending of all processes
 (also on Ctrl+C and SIGTERM), and the exit code. 0 means that the whole story took place and every line of the proof
 is fine; 1 that something was not, and then all logs stay and their place is printed; 130 that it was interrupted.
 """
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, NoReturn, Protocol
 
 import typer
 from rich.console import Console
@@ -24,6 +24,10 @@ from chaos_lightning.demo.cast import Cast
 from chaos_lightning.demo.screen import Screen
 from chaos_lightning.demo.story import FOUNDERS, FROZEN, FULL, JOINS, KILLED, LEAVES, QUICK, Story
 from chaos_lightning.errors import ChaosError, ConfigurationError
+
+NETWORK = "network.png"
+"""A picture of the demo's network, if somebody has drawn one."""
+ExitCodes = dict[str, int | None]
 
 
 def demo(
@@ -46,24 +50,65 @@ def demo(
         print(plot.plan)
         return
     folder = prepare(directory)
+    cast = Cast(folder, (*plot.arguments, f"--accelerator={accelerator}"))
+
+    def prove(codes: ExitCodes) -> list[proof.Check]:
+        expected = proof.Expected(
+            founders=FOUNDERS, joins=JOINS, killed=KILLED, frozen=FROZEN, leaves=LEAVES, exit_codes=codes
+        )
+        return proof.prove(folder, expected)
+
+    perform(
+        "demo", folder, cast, lambda screen: Story(cast, screen, plot).tell(), prove, endings=(cast.close,), keep=keep
+    )
+
+
+class Nodes(Protocol):
+    """Those that train in a demo."""
+
+    def exit_codes(self) -> ExitCodes: ...
+
+
+def perform(
+    name: str,
+    folder: Path,
+    nodes: Nodes,
+    tell: Callable[[Screen], None],
+    prove: Callable[[ExitCodes], Sequence[proof.Check]],
+    *,
+    endings: Sequence[Callable[[], object]],
+    begin: Callable[[], object] = lambda: None,
+    keep: bool = False,
+) -> NoReturn:
+    """A demo from the first line to the exit code.
+
+    Args:
+        name: Of the command.
+        folder: As `prepare` made it.
+        nodes: Asked for their exit codes when the story is over.
+        tell: The story; a ChaosError breaks it off, and is shown.
+        prove: The lines of the proof, from the logs and the exit codes.
+        endings: End everything that was started, also what `begin` and an interrupted story have left.
+        begin: What must be there before the first line.
+        keep: Keep more than logs and report.
+
+    Raises:
+        typer.Exit: Always; 0 if every line holds, 1 if not, 130 if it was interrupted.
+    """
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
-    cast = Cast(folder, (*plot.arguments, f"--accelerator={accelerator}"))
-    problem = ""
-    began = time.monotonic()
-    with on_stage(console, folder, cast.close), Screen(console) as screen:
-        story = Story(cast, screen, plot)
-        try:
-            story.tell()
-        except ChaosError as error:
-            problem = str(error)
-            screen.say("bad", problem)
-        codes = cast.exit_codes()
-    expected = proof.Expected(
-        founders=FOUNDERS, joins=JOINS, killed=KILLED, frozen=FROZEN, leaves=LEAVES, exit_codes=codes
-    )
-    good = conclude(console, folder, expected, problem, time.monotonic() - began)
+    problem, began = "", time.monotonic()
+    with on_stage(console, folder, *endings):
+        begin()
+        with Screen(console) as screen:
+            try:
+                tell(screen)
+            except ChaosError as error:
+                problem = str(error)
+                screen.say("bad", problem)
+            codes = nodes.exit_codes()
+    good = judge(console, folder, prove(codes), problem, time.monotonic() - began, f"chaos-lightning {name}")
     if good and not keep:
         tidy(folder)
     raise typer.Exit(0 if good else 1)
@@ -105,11 +150,6 @@ def prepare(directory: Path | None) -> Path:
     return folder.resolve()
 
 
-def conclude(console: Console, folder: Path, expected: proof.Expected, problem: str, seconds: float) -> bool:
-    """Prints the proof, writes the report; whether everything is fine."""
-    return judge(console, folder, proof.prove(folder, expected), problem, seconds, "chaos-lightning demo")
-
-
 def judge(
     console: Console, folder: Path, checks: Sequence[proof.Check], problem: str, seconds: float, title: str
 ) -> bool:
@@ -122,6 +162,8 @@ def judge(
         written = write_report(folder / "events", folder, title=title)
         console.print(f"\n{written.summary}", soft_wrap=True)
         console.print(f"report   {written.page}\npicture  {written.picture}", soft_wrap=True)
+        if (network := folder / NETWORK).exists():
+            console.print(f"network  {network}", soft_wrap=True)
         console.print(f"logs     {folder / 'events'}  (chaos-lightning audit judges them anew)", soft_wrap=True)
     except ConfigurationError as error:
         console.print(f"no report: {error}", soft_wrap=True)
@@ -136,7 +178,7 @@ def judge(
 
 def tidy(folder: Path) -> None:
     """Leaves event logs and report."""
-    for name in ("out", "checkpoints"):
+    for name in ("out", "checkpoints", "etcd"):
         shutil.rmtree(folder / name, ignore_errors=True)
     for path in (*folder.glob("chain.sqlite*"), *folder.glob("final-*.json"), *folder.glob("*.log"), folder / "enough"):
         path.unlink(missing_ok=True)

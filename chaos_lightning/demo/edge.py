@@ -9,23 +9,21 @@ one does not, 130 if interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from chaos_lightning.demo import edge_proof
-from chaos_lightning.demo.command import prepare, tidy
-from chaos_lightning.demo.proof import table
+from chaos_lightning.demo.command import NETWORK, ExitCodes, perform, prepare
+from chaos_lightning.demo.proof import Check
 from chaos_lightning.demo.screen import Screen
-from chaos_lightning.errors import ChaosError, ConfigurationError, DeadlineError
+from chaos_lightning.errors import ConfigurationError, DeadlineError
 from chaos_lightning.observe.events import Event, Tail
 from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.testing.edge_file import load_topology
@@ -55,9 +53,6 @@ def demo_edge(
     """Train on an emulated network whose links change, fail and return; then prove that nothing was lost."""
     network = load_topology(topology)
     folder = prepare(directory)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
     config = LabConfig(
         topology=network,
         command=(sys.executable, "-m", "chaos_lightning.demo.train", "--folder", "{folder}", *ARGUMENTS),
@@ -70,33 +65,16 @@ def demo_edge(
             "CHAOS_STATE_HASH_EVERY": "5",
         },
     )
-    # Explicitly for both: a shell's background job comes with SIGINT ignored.
-    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    problem, began = "", time.monotonic()
-    codes: dict[str, int | None] = {}
-    try:
-        with Lab(config) as lab:
-            try:
-                with Screen(console) as screen:
-                    try:
-                        _Story(lab, screen).tell()
-                    except ChaosError as error:
-                        problem = str(error)
-                        screen.say("bad", problem)
-                codes = lab.exit_codes()
-            finally:
-                for number in before:
-                    signal.signal(number, signal.SIG_IGN)  # ending the nodes must not be cut off
-    except KeyboardInterrupt:
-        console.print(f"interrupted; logs are in {folder}", soft_wrap=True)
-        raise typer.Exit(130) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    good = _conclude(console, folder, config, codes, problem, time.monotonic() - began)
-    if good and not keep:
-        tidy(folder)
-    raise typer.Exit(0 if good else 1)
+    lab = Lab(config)
+
+    def prove(codes: ExitCodes) -> list[Check]:
+        from chaos_lightning.testing.edge_plot import plot
+
+        with contextlib.suppress(ConfigurationError):  # matplotlib is not there, and the report will say so
+            plot(network, folder / NETWORK)
+        return edge_proof.prove(folder, network, codes)
+
+    perform("demo-edge", folder, lab, lambda screen: _Story(lab, screen).tell(), prove, endings=(lab.close,), keep=keep)
 
 
 class _Story:
@@ -151,35 +129,3 @@ class _Story:
                 self._views.add(str(record.get("id")))
                 self.screen.say("seen", f"view {record.get('id')}: {str(record.get('reason'))[:230]}")
         self.screen.refresh(self.timeline)
-
-
-def _conclude(
-    console: Console, folder: Path, config: LabConfig, codes: dict[str, int | None], problem: str, seconds: float
-) -> bool:
-    """Prints the proof, draws the network, writes the report; whether everything is fine."""
-    from chaos_lightning.observe.report import write_report
-    from chaos_lightning.testing.edge_plot import plot
-
-    checks = edge_proof.prove(folder, config.topology, codes)
-    console.print(table(checks, f"\nWhat this proves ({seconds:.0f} s)"))
-    try:
-        written = write_report(folder / "events", folder, title="chaos-lightning demo-edge")
-        console.print(f"\n{written.summary}", soft_wrap=True)
-        console.print(
-            f"report   {written.page}\nnetwork  {plot(config.topology, folder / 'network.png')}", soft_wrap=True
-        )
-        console.print(f"logs     {folder / 'events'}  (chaos-lightning audit judges them anew)", soft_wrap=True)
-    except ConfigurationError as error:
-        console.print(f"no report: {error}", soft_wrap=True)
-    failed = [check for check in checks if not check.ok]
-    if problem or failed:
-        console.print(f"FAILED: {len(failed)} of {len(checks)} lines; all logs are in {folder}", soft_wrap=True)
-        if problem:
-            console.print(f"the story broke off: {problem.splitlines()[0]}", soft_wrap=True, markup=False)
-        return False
-    console.print(f"ALL {len(checks)} LINES HOLD", style="bold green")
-    return True
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

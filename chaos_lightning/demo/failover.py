@@ -2,26 +2,25 @@
 
 Theory of operation. Three etcd servers; four nodes, each a real torchrun, the first three with a candidate of their own
 (`--rdzv-conf store=etcd://...`). Then, each as soon as the one before has been got over: the leading scheduler gets
-SIGKILL while a node joins; etcd's leader gets SIGKILL and comes back; both get SIGKILL at once, and with them a node.
-What became of it is judged from the event logs alone, as in `demo`. Exit codes are those of `demo`.
+SIGKILL while a node joins; etcd's leader gets SIGKILL while another one joins, and comes back; both get SIGKILL at
+once, and with them a node. What became of it is judged from the event logs alone. Exit codes are those of `demo`.
 """
 
 from __future__ import annotations
 
 import itertools
-import shutil
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from chaos_lightning.demo.cast import Cast, free_port
-from chaos_lightning.demo.command import judge, on_stage, prepare, tidy
+from chaos_lightning.demo.command import ExitCodes, perform, prepare
 from chaos_lightning.demo.proof import Check, audited
 from chaos_lightning.demo.screen import Screen
 from chaos_lightning.demo.story import FOUNDERS, FULL, QUICK, Story
@@ -30,9 +29,9 @@ from chaos_lightning.observe.events import Event, Record, read_events
 from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.observe.units import duration
 from chaos_lightning.runtime.channel import fetch_status
-from chaos_lightning.runtime.etcd_servers import EtcdServers
+from chaos_lightning.runtime.etcd_servers import EtcdServer, EtcdServers
 
-JOINS, KILLED = "edge-4", "edge-2"
+JOINS, JOINS_TOO, KILLED = "edge-4", "edge-5", "edge-2"
 WAITS_S = 1.0
 """A step that is so much longer than others has waited for something: a lease of etcd's takes 2 s to end."""
 LEASES_S = 3.0
@@ -41,6 +40,8 @@ RECOVERED_S = 6.0
 """Of a death at the instant of a scheduler's and of etcd's leader's: 3 s on an idle machine (benchmarks.failover)."""
 JOINS_WORK_S = 10.0
 """Two elections, one of etcd's own and one of a scheduler, and a member that asks its endpoints in turn."""
+JOINED_S = 20.0
+"""Of a member that had just begun: beside these elections it must say hello, link to all others, pull the state."""
 
 
 @dataclass(slots=True)
@@ -71,26 +72,24 @@ class FailoverStory(Story):
         self._start()
         self._say("good", f"{self._leading()} leads; etcd's leader is {self.servers.leader().name}")
         self._leader_dies_while_one_joins()
-        self._etcds_leader_dies()
+        self._etcds_leader_dies_while_one_joins()
         self._both_die_and_a_node()
         self._finish()
 
     def _leader_dies_while_one_joins(self) -> None:
         self._say("do", f"{JOINS} starts; as it knocks, kill -9 for the leading scheduler")
-        self.cast.start(JOINS)
-        self._event(Event.OPENED, JOINS, self.plot.start_deadline_s)
+        self._knocks(JOINS)
         at, term = self._kill_scheduler(self._status())
         self._elected(at, term)
-        joined = self._event(Event.JOINED, JOINS, self.plot.start_deadline_s)
-        self._say("good", f"{JOINS} joined at step {joined.get('step')}, {duration(joined.t - at)} after the kill")
+        self._is_in(JOINS, at)
         self._rest()
 
-    def _etcds_leader_dies(self) -> None:
-        dead = self.servers.leader()
-        self._say("do", f"kill -9 for {dead.name}, which leads etcd")
-        self.cast.note("etcd_sigkill", dead.name)
-        self.servers.kill(dead)
+    def _etcds_leader_dies_while_one_joins(self) -> None:
+        self._say("do", f"{JOINS_TOO} starts; as it knocks, kill -9 for etcd's leader")
+        self._knocks(JOINS_TOO)
+        at, dead = time.time(), self._kill_etcds_leader()
         over = time.monotonic() + LEASES_S
+        self._is_in(JOINS_TOO, at)
         self._rest()
         self._wait("the time in which all leases would end", lambda: time.monotonic() > over)
         self.servers.run(dead)
@@ -98,12 +97,10 @@ class FailoverStory(Story):
         self._say("good", f"steps went on; {self.servers.leader().name} leads etcd now, {dead.name} is back")
 
     def _both_die_and_a_node(self) -> None:
-        dead = self.servers.leader()
         worker, member = self._worker(KILLED)
-        self._say("do", f"kill -9 for {dead.name}, for the leading scheduler, and for {KILLED}, all at once")
+        self._say("do", f"kill -9 for etcd's leader, for the leading scheduler, and for {KILLED}, all at once")
         leading = self._status()
-        self.cast.note("etcd_sigkill", dead.name)
-        self.servers.kill(dead)
+        self._kill_etcds_leader()
         at, term = self._kill_scheduler(leading)
         self.cast.kill(KILLED, worker)
         self._elected(at, term)
@@ -114,6 +111,21 @@ class FailoverStory(Story):
         )
         self._say("good", f"step {slot.step} was committed by the others {duration(slot.first - at)} after the kill")
         self._rest()
+
+    def _knocks(self, name: str) -> None:
+        """Starts this node, and waits until its member runs, which knocks then."""
+        self.cast.start(name)
+        self._event(Event.OPENED, name, self.plot.start_deadline_s)
+
+    def _is_in(self, name: str, at: float) -> None:
+        joined = self._event(Event.JOINED, name, self.plot.start_deadline_s)
+        self._say("good", f"{name} joined at step {joined.get('step')}, {duration(joined.t - at)} after the kill")
+
+    def _kill_etcds_leader(self) -> EtcdServer:
+        dead = self.servers.leader()
+        self.cast.note("etcd_sigkill", dead.name)
+        self.servers.kill(dead)
+        return dead
 
     def _status(self) -> dict[str, object]:
         return fetch_status(",".join(self.cast.places.values()), timeout_s=20.0)
@@ -151,33 +163,28 @@ def demo_failover(
     """Kill schedulers and etcd servers while nodes train, join and die; then prove that nothing was lost."""
     plot = QUICK if quick else FULL
     folder = prepare(directory)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    problem, began = "", time.monotonic()
     servers = EtcdServers(folder / "etcd", 3)
     arguments = (*plot.arguments, f"--accelerator={accelerator}")
     cast = Candidates(folder, arguments, etcd=servers.address)
-    with on_stage(console, folder, cast.close, servers.close):
-        servers.start()
-        with Screen(console) as screen:
-            story = FailoverStory(cast, screen, plot)
-            story.servers = servers
-            try:
-                story.tell()
-            except ChaosError as error:
-                problem = str(error)
-                screen.say("bad", problem)
-            codes = cast.exit_codes()
-    checks = prove(folder, codes)
-    good = judge(console, folder, checks, problem, time.monotonic() - began, "chaos-lightning demo-failover")
-    if good and not keep:
-        tidy(folder)
-        shutil.rmtree(folder / "etcd", ignore_errors=True)
-    raise typer.Exit(0 if good else 1)
+
+    def tell(screen: Screen) -> None:
+        story = FailoverStory(cast, screen, plot)
+        story.servers = servers
+        story.tell()
+
+    perform(
+        "demo-failover",
+        folder,
+        cast,
+        tell,
+        lambda codes: prove(folder, codes),
+        begin=servers.start,
+        endings=(cast.close, servers.close),
+        keep=keep,
+    )
 
 
-def prove(folder: Path, codes: dict[str, int | None]) -> list[Check]:
+def prove(folder: Path, codes: ExitCodes) -> list[Check]:
     """From the event logs of all members and schedulers, and the exit codes."""
     return _Proof(folder, codes).checks()
 
@@ -185,7 +192,7 @@ def prove(folder: Path, codes: dict[str, int | None]) -> list[Check]:
 class _Proof:
     """What the logs say about the three acts."""
 
-    def __init__(self, folder: Path, codes: dict[str, int | None]) -> None:
+    def __init__(self, folder: Path, codes: ExitCodes) -> None:
         self.folder = folder
         self.codes = codes
         self.records = list(read_events(folder / "events"))
@@ -200,7 +207,8 @@ class _Proof:
         return [
             self._led(),
             self._joins_work(),
-            self._joined(),
+            self._joined(JOINS, self.kills, "the leading scheduler"),
+            self._joined(JOINS_TOO, self.etcd_kills, "etcd's leader"),
             self._etcd(),
             self._no_step_lost(),
             self._undisturbed(),
@@ -236,7 +244,7 @@ class _Proof:
             found.append(max(met) - kill.t if met and len(met) == len(back) else None)
         text = "; ".join(duration(x) if x is not None else "never" for x in found)
         return Check(
-            "joins work again soon after each kill",
+            "joins work again soon after each kill of a scheduler",
             f"after {text}" if found else "nobody was killed",
             len(found) == 2 and all(x is not None and x < JOINS_WORK_S for x in found),
         )
@@ -252,15 +260,23 @@ class _Proof:
             None,
         )
 
-    def _joined(self) -> Check:
-        what = f"{JOINS} joins though the leading scheduler died as it knocked"
-        joined = [
-            r for r in self.records if r.name == Event.JOINED and r.node == f"{JOINS}-0" and r.source[:6] == "member"
-        ]
-        if not joined or not self.kills:
-            return Check(what, "it did not", False)
-        after = joined[0].t - self.kills[0].t
-        return Check(what, f"{duration(after)} after the kill, at step {joined[0]['step']}", after > 0)
+    def _joined(self, node: str, kills: Sequence[Record], whose: str) -> Check:
+        """After the first of these kills the node is let in, by a view that was written to the chain after it."""
+        what = f"{whose} dies as {node} knocks, and joins work again"
+        own = [r for r in self.records if r.node == f"{node}-0" and r.source.startswith("member")]
+        joined = next((r for r in own if r.name == Event.JOINED), None)
+        if joined is None or not kills:
+            return Check(what, "it did not join", False)
+        written = [r for r in self.records if r.name == "stored" and r["ok"] and kills[0].t < r.t < joined.t]
+        if not written:
+            return Check(what, "nothing was written to the chain between the kill and the join", False)
+        after = joined.t - kills[0].t
+        return Check(
+            what,
+            f"the chain was written to after {duration(written[0].t - kills[0].t)}, {node} was in after "
+            f"{duration(after)}, at step {joined['step']}",
+            after < JOINED_S,
+        )
 
     def _etcd(self) -> Check:
         """No other scheduler came to lead between the death of etcd's leader and the next kill of a scheduler."""
@@ -295,8 +311,8 @@ class _Proof:
         longest = [self._pauses(a, b) for a, b in itertools.pairwise(ends)]
         usual = self._usual()
         text = (
-            f"from step to step at most {duration(longest[0])} after the scheduler's kill (as {JOINS} joins), "
-            f"{duration(longest[1])} after etcd's; median {duration(usual)}"
+            f"from step to step at most {duration(longest[0])} after the scheduler's kill, {duration(longest[1])} "
+            f"after that of etcd's leader, each time as a node joins; median {duration(usual)}"
         )
         return Check(what, text, all(0 < x < usual + WAITS_S for x in longest))
 

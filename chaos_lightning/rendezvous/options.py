@@ -30,7 +30,14 @@ from chaos_lightning.runtime.access import (
     split_endpoints,
 )
 from chaos_lightning.runtime.config import DEFAULT_ENDPOINT, TRANSFERS, EngineConfig
-from chaos_lightning.runtime.options import ETCD, MEMORY, change_settings, settings_from_json, settings_to_json
+from chaos_lightning.runtime.options import (
+    ETCD,
+    MEMORY,
+    change_settings,
+    check_advertise,
+    settings_from_json,
+    settings_to_json,
+)
 from chaos_lightning.runtime.plans import absolute_plan
 from chaos_lightning.transport.sealing import RULES
 
@@ -75,6 +82,7 @@ OWN_OPTIONS = {
     "node": "this node's name, unique in the job (default: host name and process id of the agent)",
     "nproc": "workers per node, where torchrun's own --nproc-per-node cannot be seen",
     "store": "the chain's file on the scheduler's host; or etcd://a+b+c: every agent is a candidate (docs/failover.md)",
+    "advertise": "HOST:PORT at which others reach this node's candidate, if not where it listens (with store=etcd://...)",
     "idle_timeout_s": "a hosted scheduler ends after so long without a worker",
 }
 
@@ -98,6 +106,7 @@ class RendezvousOptions:
         settings: The rules for a scheduler started here.
         node: This node's name.
         store: The chain's file, "" for the default place.
+        advertise: Where others reach a candidate hosted here, "" for where it listens.
         idle_timeout_s: See OWN_OPTIONS; 0 for the default.
     """
 
@@ -105,6 +114,7 @@ class RendezvousOptions:
     settings: Settings
     node: str
     store: str = ""
+    advertise: str = ""
     idle_timeout_s: float = 0.0
 
     def environment(self) -> dict[str, str]:
@@ -118,6 +128,8 @@ class RendezvousOptions:
                 found[f"CHAOS_{field.name.upper()}"] = str(int(value)) if isinstance(value, bool) else str(value)
         if self.store:
             found["CHAOS_STORE"] = self.store
+        if self.advertise:
+            found["CHAOS_ADVERTISE"] = self.advertise
         if self.idle_timeout_s:
             found["CHAOS_IDLE_TIMEOUT_S"] = f"{self.idle_timeout_s:g}"
         return found
@@ -174,6 +186,7 @@ def read_options(
         values["heartbeat_timeout_s"] = _parse("heartbeat_timeout_s", conf["heartbeat_timeout_s"], float)
     values.setdefault("bind", environ.get("CHAOS_BIND") or local_addr or facing(host, port))
     store = conf.get("store") or environ.get("CHAOS_STORE", "")
+    advertise = conf.get("advertise") or environ.get("CHAOS_ADVERTISE", "")
     config = EngineConfig.build(
         {
             **values,
@@ -197,6 +210,7 @@ def read_options(
         ),
         node=_node_name(conf.get("node") or environ.get("CHAOS_NODE", "")),
         store=store if store in ("", MEMORY) or store.startswith(ETCD) else str(Path(store).absolute()),
+        advertise=check_advertise(advertise, "--rdzv-conf advertise=", store),
         idle_timeout_s=_number(conf, "idle_timeout_s", float, 0.0),
     )
 

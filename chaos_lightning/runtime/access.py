@@ -48,7 +48,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
         raise ConfigurationError(
             f"endpoint {endpoint!r}: write an IPv6 address in brackets, such as [::1]:{DEFAULT_PORT}"
         )
-    if not host or not port.isdigit() or not 0 <= int(port) < 65536:
+    if not host or not (port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 65536):
         raise ConfigurationError(f"endpoint {endpoint!r} is no HOST:PORT; write for example 10.0.0.5:{DEFAULT_PORT}")
     return host, int(port)
 

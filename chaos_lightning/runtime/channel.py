@@ -119,10 +119,11 @@ def fetch_status(endpoint: str, token: Secret = b"", timeout_s: float = 5.0, *, 
     """The scheduler's status as a dictionary (see SchedulerServer.status).
 
     Args:
-        endpoint: One, or several with commas: the first one that answers.
+        endpoint: One, or several with commas: the first one that answers, unless another one leads.
         token: Cluster token, or credentials.
         timeout_s: For all of it.
-        follow: Ask the one that leads, if that is another one and it answers.
+        follow: Ask the one that leads, if that is another one and it answers. A standby that does not know who leads,
+            or names one that is gone, is no reason to stop: the others are asked, too.
 
     Raises:
         SchedulerUnreachableError: Nobody answered in time.
@@ -130,10 +131,18 @@ def fetch_status(endpoint: str, token: Secret = b"", timeout_s: float = 5.0, *, 
     """
     deadline = time.monotonic() + timeout_s
     facts = _status(endpoint, token, timeout_s)
-    leader = facts.get("leader")
-    if follow and facts.get("role") == "standby" and leader:
+    if not follow or facts.get("role") != "standby":
+        return facts
+    asked, waiting = {"", facts["endpoint"]}, [facts.get("leader", ""), *split_endpoints(endpoint)]
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        if (place := waiting.pop(0)) in asked:
+            continue
+        asked.add(place)
         with contextlib.suppress(SchedulerUnreachableError):  # it has just died; what the standby knows is told
-            return _status(leader, token, max(0.5, deadline - time.monotonic()))
+            found = _status(place, token, left / (len(waiting) + 1))
+            if found.get("role") != "standby":
+                return found
+            waiting.insert(0, found.get("leader", ""))
     return facts
 
 

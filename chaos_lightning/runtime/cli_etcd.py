@@ -20,7 +20,8 @@ def etcd(
     """Run etcd servers on this machine, for development.
 
     They listen on loopback, without passwords, on ports that are free. Give what is printed to every scheduler or
-    torchrun: --store etcd://... or --rdzv-conf store=etcd://... Ctrl+C ends them; their data stays.
+    torchrun: --store etcd://... or --rdzv-conf store=etcd://... Ctrl+C ends them; their data stays. A server that
+    ends is started again, unless it ends at once three times in a row: then all are ended, with what it said last.
     """
     from chaos_lightning.runtime.etcd_servers import EtcdServers
 
@@ -36,7 +37,5 @@ def etcd(
             f"  torchrun --rdzv-backend=chaos --rdzv-conf 'store={started.address.replace(',', '+')}' ...", flush=True
         )
         while not ended.wait(1.0):
-            for server in started.servers:
-                if not server.running():
-                    print(f"{server.name} has ended: {server.log_tail()}", flush=True)
-                    started.run(server)
+            for line in started.tend():
+                print(line, flush=True)

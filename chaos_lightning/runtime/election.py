@@ -137,7 +137,9 @@ class Election(threading.Thread):
         self._told: tuple[str, ...] = ()
         """What its key says about who asked it."""
         self.leader: Candidate | None = None
-        """As seen last."""
+        """As seen last; None before anything was seen, and while nobody leads."""
+        self._looked = False
+        """It has seen who leads, or that nobody does, since it began or led itself."""
         self.leads = False
         self.followed = False
         """Another candidate led while this one waited."""
@@ -182,9 +184,9 @@ class Election(threading.Thread):
             )
         if self.trouble:
             return f"etcd; without it nobody can be elected ({self.trouble})"
-        if self.leader is not None:
-            return f"the end of the lease of {self.leader.endpoint}, which leads"
-        return "an election"
+        if (leader := self.leader) is not None:
+            return f"the end of the lease of {leader.endpoint}, which leads"
+        return "an election" if self._looked else "etcd's first word on who leads"
 
     # ------------------------------------------------------------------ the thread
 
@@ -235,7 +237,9 @@ class Election(threading.Thread):
         key = self._root + "leader"
         while not self._over.is_set():
             found = self._client.get(key)
+            self._looked = True
             if found is None:
+                self.leader = None
                 me = replace(self._me, since=round(time.time(), 3), because=self._because)
                 self._client.transact([same_revision(key, 0)], [put(key, me.packed(), me.lease)])
                 mine = self._client.get(key)
@@ -258,7 +262,7 @@ class Election(threading.Thread):
         """The leader's key is on this candidate's lease."""
         me = self._me
         self._hang_up()
-        self.leader, self.leads = Candidate.read(mine.value) or me, True
+        self.leads, self.leader = True, Candidate.read(mine.value) or me
         self._note("elected", candidate=me.id, endpoint=me.endpoint, lease_s=self._granted_s, reason=self._because)
         self._on_elected(
             (
@@ -374,7 +378,7 @@ class Election(threading.Thread):
                 reason = reason or f"it could not prolong its lease for {self._granted_s + lost_s:.1f} s"
             if reason:
                 break
-        self.leads = False
+        self._looked, self.leader, self.leads = False, None, False  # who leads now it has not seen
         if reason:
             self._note("deposed", candidate=self._me.id, reason=reason)
             self._on_lost(reason)

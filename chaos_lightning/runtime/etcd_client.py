@@ -137,7 +137,7 @@ def _server(server: str, text: str) -> str:
     host, colon, port = server.rpartition(":")
     if not colon or server.endswith("]"):
         host, port = server, str(DEFAULT_PORT)
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65536):
         raise ConfigurationError(f"store {text!r}: {server!r} is no HOST:PORT; expected {EXPECTED}")
     return f"{host}:{port}"
 

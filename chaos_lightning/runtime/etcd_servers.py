@@ -2,7 +2,8 @@
 
 Theory of operation. Each server is Debian's `etcd` with a folder of its own and ports of its own on loopback. A cluster
 is given all its members' addresses when it begins, and remembers them, so ports are chosen before anything is started,
-and kept. Elections take half of etcd's default times, as suits one machine.
+and kept. Elections take half of etcd's default times, as suits one machine. One that ends is started again, as often as
+it likes if it ran well before; one that ends at once, time after time, will not do better, and is given up.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -28,6 +30,10 @@ from chaos_lightning.runtime.options import ETCD
 HEARTBEAT_MS, ELECTION_MS = 50, 500
 _POLITE_S = 1.0
 """The leader of servers that all end looks for a successor for some seconds; what it answered is on the disk."""
+QUICK_S, MOST_QUICK = 10.0, 3
+"""A server that ends within this time, so many times in a row, is not started again."""
+_FATAL = re.compile(r"^[-0-9: .]+ C \| (?:\S+: )?(?P<plain>.+)$|^panic: (?P<panic>.+)$")
+"""How etcd says why it ends, in its old format; in the newer one lines are JSON."""
 ADVICE = (
     "install etcd (Debian: apt-get install etcd-server), or name the servers that you have: --store etcd://HOST:PORT"
 )
@@ -42,6 +48,17 @@ class EtcdServer:
     client_port: int
     peer_port: int
     process: subprocess.Popen[bytes] | None = None
+    began: float = 0.0
+    """When it was started last, time.monotonic()."""
+    quick: int = 0
+    """How often in a row it has ended within QUICK_S."""
+    _log_at: int = 0
+    """Where its log begins of the last start, bytes."""
+
+    @property
+    def log(self) -> Path:
+        """What it says."""
+        return self.folder / "etcd.log"
 
     @property
     def endpoint(self) -> str:
@@ -60,11 +77,16 @@ class EtcdServer:
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
-    def log_tail(self, lines: int = 5) -> str:
+    def last_words(self, lines: int = 3) -> str:
+        """Why it ended, if it said so since its last start; else the end of what it said since then."""
         try:
-            return " | ".join((self.folder / "etcd.log").read_text(errors="replace").splitlines()[-lines:])
+            with self.log.open("rb") as log:
+                log.seek(self._log_at)
+                said = log.read().decode(errors="replace").splitlines()
         except OSError as error:
             return f"its log cannot be read: {error}"
+        fatal = [words for line in said if (words := _fatal_words(line))]
+        return fatal[-1] if fatal else " | ".join(said[-lines:]) or "nothing"
 
 
 @dataclass
@@ -148,7 +170,8 @@ class EtcdServers:
         ]
         # etcd also reads ETCD_* from the environment, which a user may have set for another one.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ETCD_")}
-        with (server.folder / "etcd.log").open("ab") as log:
+        with server.log.open("ab") as log:
+            server.began, server._log_at = time.monotonic(), log.tell()
             server.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
@@ -164,12 +187,39 @@ class EtcdServers:
             while True:
                 for server in self.servers:
                     if not server.running():
-                        raise StoreError(f"{server.name} ended at once: {server.log_tail()}")
+                        raise StoreError(f"{server.name} ended at once: {server.last_words()} ({server.log})")
                 with contextlib.suppress(StoreError):
                     if client.get("ready") is None and client.status().leader:
                         return
                 if time.monotonic() > deadline:
-                    raise StoreError(f"etcd did not answer within {timeout_s:g} s: {self.servers[0].log_tail()}")
+                    raise StoreError(f"etcd did not answer within {timeout_s:g} s: {self.servers[0].last_words()}")
+
+    def tend(self, quick_s: float = QUICK_S) -> list[str]:
+        """Starts those again that have ended; returns a line on each. To be called every second or so.
+
+        Args:
+            quick_s: Who ran for less has ended at once.
+
+        Raises:
+            StoreError: One ended at once time after time; quotes its last words. The others run on.
+        """
+        told = []
+        for server in self.servers:
+            if server.process is None or (code := server.process.poll()) is None:
+                continue
+            how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+            ran_s, words = time.monotonic() - server.began, server.last_words()
+            server.quick = server.quick + 1 if ran_s < quick_s else 0
+            if server.quick >= MOST_QUICK:
+                raise StoreError(
+                    f"{server.name} at {server.endpoint} has ended {server.quick} times in a row within {quick_s:g} s "
+                    f"of its start, the last time {how}, and is not started again. Its last words: {words}. "
+                    f"Everything that it said is in {server.log}, its data in {server.folder / 'data'}; if the port is "
+                    "taken, end who has it, and if the data are damaged, choose another folder"
+                )
+            told.append(f"{server.name} has ended {how} after {ran_s:.0f} s, and is started again: {words}")
+            self.run(server)
+        return told
 
     def leader(self) -> EtcdServer:
         """The one that leads now."""
@@ -209,6 +259,17 @@ class EtcdServers:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _fatal_words(line: str) -> str:
+    """What this line of etcd's log says about its end; "" if it is about something else."""
+    if (found := _FATAL.match(line)) is not None:
+        return found["plain"] or f"panic: {found['panic']}"
+    with contextlib.suppress(ValueError, AttributeError):
+        entry = json.loads(line)
+        if entry.get("level") in ("fatal", "panic"):
+            return ": ".join(str(entry[key]) for key in ("msg", "error") if entry.get(key))
+    return ""
 
 
 def find_etcd() -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import select
 import signal
 import socket
@@ -30,6 +31,7 @@ from chaos_lightning.runtime.credentials import Credentials, Secret
 from chaos_lightning.runtime.options import (
     MEMORY,
     SchedulerOptions,
+    check_advertise,
     check_settings,
     settings_from_json,
     settings_to_json,
@@ -208,7 +210,8 @@ def _begins_again(options: SchedulerOptions) -> bool:
 def _spawn(options: SchedulerOptions, secret: Credentials) -> HostedScheduler:
     path = options.store_path
     folder = path.parent if path is not None else Path(options.log_dir or ".")
-    log = (folder / "scheduler.log").absolute()
+    # Two candidates of one machine may share the folder.
+    log = (folder / f"scheduler-{re.sub(r'[^0-9A-Za-z.]', '_', options.listen)}.log").absolute()
     command = [
         sys.executable,
         "-m",
@@ -221,6 +224,8 @@ def _spawn(options: SchedulerOptions, secret: Credentials) -> HostedScheduler:
     ]
     if options.log_dir:
         command += ["--log-dir", os.path.abspath(options.log_dir)]
+    if options.advertise:
+        command += ["--advertise", options.advertise]
     if options.keep_finished:
         command += ["--keep-finished"]
     if secret.keys_dir:
@@ -275,10 +280,14 @@ def options_for_engine(config: EngineConfig) -> SchedulerOptions:
         plan=plan,
         links=config.links if config.links != "auto" else base.links,
     )
+    store = os.environ.get("CHAOS_STORE", "")
     return SchedulerOptions(
         listen=config.endpoints[0],
         settings=settings,
-        store=os.environ.get("CHAOS_STORE", ""),
+        store=store,
+        advertise=check_advertise(
+            os.environ.get("CHAOS_ADVERTISE", ""), "environment variable CHAOS_ADVERTISE=", store
+        ),
         log_dir=config.log_dir,
         idle_timeout_s=_idle_timeout_s(),
     )

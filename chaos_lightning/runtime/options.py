@@ -13,7 +13,7 @@ from typing import Any
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.types import Settings
 from chaos_lightning.planning.trees import check_plan
-from chaos_lightning.runtime.access import split_endpoint
+from chaos_lightning.runtime.access import WILDCARDS, join_endpoint, split_endpoint
 from chaos_lightning.runtime.plans import plan_from
 from chaos_lightning.transport.sealing import RULES
 
@@ -72,6 +72,33 @@ def default_store(job: str, port: int) -> Path:
     root = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in job)
     return Path(root) / "chaos-lightning" / f"{safe}-{port}" / "chain.sqlite"
+
+
+def check_advertise(text: str, where: str, store: str = ETCD) -> str:
+    """The place at which others reach a candidate, written as everywhere else; "" for the one that it listens at.
+
+    Args:
+        text: HOST:PORT, or "".
+        where: What the user wrote it after, for the error.
+        store: Of the same scheduler, where it must be one that candidates can share.
+
+    Raises:
+        ConfigurationError: It is no place that can be called, or nobody would be told of it.
+    """
+    if not text:
+        return ""
+    try:
+        host, port = split_endpoint(text)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}{text}: expected HOST:PORT ({error})") from error
+    if host in WILDCARDS or not port or {",", "+"} & set(host):
+        raise ConfigurationError(f"{where}{text}: nobody can call that; name the one place at which others reach it")
+    if not store.startswith(ETCD):
+        raise ConfigurationError(
+            f"{where}{text}: only candidates with their chain in etcd are named to others (store=etcd://...); one "
+            "scheduler is reached at the endpoint"
+        )
+    return join_endpoint(host, port)
 
 
 def settings_to_json(settings: Settings) -> str:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.membership.types import Settings
-from chaos_lightning.runtime.access import WILDCARDS, join_endpoint, split_endpoint
+from chaos_lightning.runtime.access import WILDCARDS, split_endpoint
 from chaos_lightning.runtime.credentials import Credentials
-from chaos_lightning.runtime.options import SchedulerOptions, check_settings, settings_from_json
+from chaos_lightning.runtime.options import SchedulerOptions, check_advertise, check_settings, settings_from_json
 
 if TYPE_CHECKING:
     from chaos_lightning.runtime.seat import EtcdSeat
@@ -76,7 +76,7 @@ def run(options: SchedulerOptions) -> int:
     config = ServerConfig(
         host=host,
         port=port,
-        advertise=options.advertise and join_endpoint(*split_endpoint(options.advertise)),
+        advertise=check_advertise(options.advertise, "--advertise "),
         token=Credentials.load(options.keys_dir, options.token_file),
         settings=check_settings(options.settings),
         idle_timeout_s=options.idle_timeout_s,

@@ -235,7 +235,7 @@ class EtcdSeat:
             return {}
         leader = self._election.leader
         facts: dict[str, Any] = {
-            "leader": self.leader(),
+            "leader": leader.endpoint if leader is not None else "",
             "led_since": leader.since if leader is not None else 0.0,
             "led_because": leader.because if leader is not None else "",
             "waits_for": self._election.waits_for(),

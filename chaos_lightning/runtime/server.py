@@ -421,6 +421,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         seat: dict[str, Any] = {}
         if self._seat is not None:
             seat = await asyncio.get_running_loop().run_in_executor(None, self._seat.facts)
+            if self._machine is None and seat.get("waits_for") == "":
+                seat["waits_for"] = "its store: it was elected, and takes the chain"
         return chaos_pb2.StatusReply(json=json.dumps({**self.status(), **seat}, default=str))
 
     def status(self) -> dict[str, Any]:

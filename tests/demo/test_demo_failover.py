@@ -20,7 +20,7 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.runtime.etcd_servers import find_etcd
 
 ROOT = Path(__file__).resolve().parents[2]
-CODES: dict[str, int | None] = {"edge-1": 0, "edge-2": -9, "edge-3": 0, "edge-4": 0}
+CODES: dict[str, int | None] = {"edge-1": 0, "edge-2": -9, "edge-3": 0, "edge-4": 0, "edge-5": 0}
 Lines = list[dict[str, Any]]
 
 
@@ -62,7 +62,7 @@ def test_it_proves_its_story_and_leaves_a_report_and_no_process(
 ) -> None:
     folder, done = told
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "ALL 13 LINES HOLD" in done.stdout
+    assert "ALL 14 LINES HOLD" in done.stdout
     assert (folder / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
     assert [c for c in prove(folder, CODES) if not c.ok] == []
@@ -94,9 +94,25 @@ def one_kill(lines: Lines) -> None:
     lines.remove(next(x for x in lines if x.get("kind") == "scheduler_sigkill"))
 
 
-def never_joined(lines: Lines) -> None:
-    for line in [x for x in lines if x["name"] == "joined" and x.get("node") == "edge-4-0"]:
+def never_joined(lines: Lines, node: str = "edge-4-0") -> None:
+    for line in [x for x in lines if x["name"] == "joined" and x.get("node") == node]:
         lines.remove(line)
+
+
+def second_never_joined(lines: Lines) -> None:
+    never_joined(lines, "edge-5-0")
+
+
+def nothing_written(lines: Lines) -> None:
+    """As if the second newcomer had been in before etcd's leader died."""
+    kill = next(x["t"] for x in lines if x.get("kind") == "etcd_sigkill")
+    for line in [x for x in lines if x["name"] == "stored" and x["t"] > kill]:
+        lines.remove(line)
+
+
+def joined_late(lines: Lines) -> None:
+    for line in [x for x in lines if x["name"] == "joined" and x.get("node") == "edge-5-0"]:
+        line["t"] += 30.0
 
 
 @pytest.mark.slow
@@ -107,8 +123,11 @@ def never_joined(lines: Lines) -> None:
         (nobody_led, "two leading schedulers get SIGKILL, each time another one leads"),
         (lost_step, "no step is lost"),
         (waited, "training waits neither for a scheduler nor for etcd"),
-        (one_kill, "joins work again soon after each kill"),
-        (never_joined, "edge-4 joins though the leading scheduler died as it knocked"),
+        (one_kill, "joins work again soon after each kill of a scheduler"),
+        (never_joined, "the leading scheduler dies as edge-4 knocks, and joins work again"),
+        (second_never_joined, "etcd's leader dies as edge-5 knocks, and joins work again"),
+        (nothing_written, "etcd's leader dies as edge-5 knocks, and joins work again"),
+        (joined_late, "etcd's leader dies as edge-5 knocks, and joins work again"),
     ],
 )
 def test_its_proof_notices_what_the_logs_do_not_show(

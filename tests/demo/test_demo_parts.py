@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from chaos_lightning.demo import cast, proof
 from chaos_lightning.demo.cast import MARK, Cast, NodeDied
-from chaos_lightning.demo.command import conclude, demo, prepare, tidy
+from chaos_lightning.demo.command import demo, judge, perform, prepare, tidy
 from chaos_lightning.demo.screen import Screen
 from chaos_lightning.demo.story import QUICK, Plot, Story
 from chaos_lightning.errors import ConfigurationError, DeadlineError
@@ -165,8 +165,63 @@ def test_nothing_is_proved_by_empty_logs(tmp_path: Path) -> None:
     checks = proof.prove(tmp_path, NOBODY)
     assert [check.what for check in checks if check.ok] == []
     said = io.StringIO()
-    assert not conclude(Console(file=said, width=120), tmp_path, NOBODY, "", 1.0)
+    assert not judge(Console(file=said, width=120), tmp_path, proof.prove(tmp_path, NOBODY), "", 1.0, "demo")
     assert f"all logs are in {tmp_path}" in said.getvalue()
+
+
+class Codes:
+    """Nodes of which only the exit codes are known."""
+
+    def exit_codes(self) -> dict[str, int | None]:
+        return {"edge-1": 0}
+
+
+@pytest.mark.parametrize("breaks_off", [False, True])
+def test_a_demo_proves_what_it_told_and_ends_everything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, breaks_off: bool
+) -> None:
+    done: list[str] = []
+
+    def tell(screen: Screen) -> None:
+        assert done == ["begun"]
+        screen.say("do", "once upon a time")
+        if breaks_off:
+            raise DeadlineError("nobody came")
+
+    def prove(codes: dict[str, int | None]) -> list[proof.Check]:
+        assert done == ["begun", "ended"], "the logs are whole"
+        return [proof.Check("it ends well", str(codes), codes == {"edge-1": 0})]
+
+    folder = tmp_path / "demo"
+    (folder / "etcd").mkdir(parents=True)
+    EventLog.in_directory(folder / "events", "demo", role="harness").close()
+    with pytest.raises(typer.Exit) as caught:
+        perform(
+            *("demo", folder, Codes(), tell, prove),
+            begin=lambda: done.append("begun"),
+            endings=(lambda: done.append("ended"),),
+        )
+    said = capsys.readouterr().out
+    assert caught.value.exit_code == int(breaks_off)
+    assert "> once upon a time" in said
+    assert ("! nobody came" in said) == ("the story broke off: nobody came" in said) == breaks_off
+    assert ("ALL 1 LINES HOLD" in said) == (not breaks_off)
+    assert (folder / "etcd").exists() == breaks_off, "who must look for the reason needs all that is there"
+
+
+def test_what_cannot_begin_is_ended_too(tmp_path: Path) -> None:
+    ended: list[str] = []
+
+    def begin() -> None:
+        raise DeadlineError("etcd did not answer")
+
+    with pytest.raises(DeadlineError, match="etcd did not answer"):
+        perform(
+            *("demo", tmp_path, Codes(), lambda screen: None, lambda codes: []),
+            begin=begin,
+            endings=(lambda: ended.append("ended"),),
+        )
+    assert ended == ["ended"]
 
 
 def test_tidy_keeps_logs_and_report(tmp_path: Path) -> None:

@@ -147,6 +147,35 @@ class Job:
             assert report["step"] > 0, report
 
 
+def says(job: Job, place: str, **words: str) -> dict[str, Any]:
+    """Waits until one status of the scheduler at this place has all these words, each under its key ("": nothing).
+
+    A scheduler that has just begun to stand by has not read yet who leads: what a test compares must be waited for
+    together, and not one fact after the other.
+    """
+
+    def told() -> dict[str, Any] | None:
+        with contextlib.suppress(SchedulerUnreachableError):
+            facts = fetch_status(place, follow=False)
+            if all(text in str(facts.get(key)) if text else not facts.get(key) for key, text in words.items()):
+                return facts
+        return None
+
+    return job.harness.wait_until(told, f"a status of {place} with {words}")
+
+
+def who_leads(job: Job) -> dict[str, Any]:
+    """Status of the scheduler that leads, once one does."""
+
+    def told() -> dict[str, Any] | None:
+        with contextlib.suppress(SchedulerUnreachableError):
+            facts = fetch_status(job.endpoint, timeout_s=10.0)
+            return facts if facts["role"] == "leader" else None
+        return None
+
+    return job.harness.wait_until(told, f"a scheduler that leads at {job.endpoint}")
+
+
 def end_schedulers(logs: Path) -> None:
     """A hosted scheduler outlives its members on purpose; a test's must not outlive the test."""
     for log in logs.glob("scheduler-*.jsonl"):

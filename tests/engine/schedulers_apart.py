@@ -14,9 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_control import ControlPath
-from engine_job import Job
+from engine_job import Job, says, who_leads
 
-from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.runtime.access import split_endpoint
 from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
@@ -51,7 +50,7 @@ class SchedulerPath(LinkRelay):
 class Apart:
     """Candidates s0, s1, ... of a job, as on machines of their own."""
 
-    def __init__(self, job: Job, etcd: EtcdServers, count: int, *, min_nodes: int = 1) -> None:
+    def __init__(self, job: Job, etcd: EtcdServers, count: int, **rules: Any) -> None:
         self.job = job
         self.etcd = etcd
         self.paths: dict[str, SchedulerPath] = {}
@@ -62,7 +61,7 @@ class Apart:
             self.to_etcd[name] = [ControlPath(name, server.endpoint) for server in etcd.servers]
             store = f"etcd://{','.join(path.address for path in self.to_etcd[name])}"
             command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", own]
-            command += ["--advertise", self.paths[name].address, "--settings", json.dumps({"min_nodes": min_nodes})]
+            command += ["--advertise", self.paths[name].address, "--settings", json.dumps({"min_nodes": 1, **rules})]
             command += ["--store", store, "--log-dir", str(job.harness.logs)]
             job.harness.start(name, command, env={"CHAOS_HOST": name})
         job.endpoint = ",".join(path.address for path in self.paths.values())
@@ -74,25 +73,15 @@ class Apart:
     # ------------------------------------------------------------------ looking
 
     def leading(self) -> str:
-        return self.named(self.facts()["endpoint"])
+        return self.named(who_leads(self.job)["endpoint"])
 
-    def facts(self, name: str = "") -> dict[str, Any]:
-        """Of this candidate, or of the one that leads."""
-        if name:
-            return fetch_status(self.paths[name].address, follow=False)
-        return fetch_status(self.job.endpoint, timeout_s=10.0)
+    def facts(self, name: str) -> dict[str, Any]:
+        """What this candidate itself says."""
+        return fetch_status(self.paths[name].address, follow=False)
 
-    def says(self, name: str, key: str, words: str) -> dict[str, Any]:
-        """Waits until this candidate's status has these words under this key."""
-
-        def told() -> dict[str, Any] | None:
-            with contextlib.suppress(SchedulerUnreachableError):
-                facts = self.facts(name)
-                if words in str(facts.get(key)):
-                    return facts
-            return None
-
-        return self.job.harness.wait_until(told, f"{words!r} in the {key} of {name}")
+    def says(self, name: str, **words: str) -> dict[str, Any]:
+        """Waits until one status of this candidate has all these words, each under its key ("": nothing at all)."""
+        return says(self.job, self.paths[name].address, **words)
 
     def named(self, endpoint: str) -> str:
         return next(name for name, path in self.paths.items() if path.address == endpoint)
@@ -109,6 +98,12 @@ class Apart:
         for member in members:
             self.note("cut_stream", member, candidate)
             self.paths[candidate].cut(member, candidate)
+
+    def stall_from_members(self, candidate: str, *members: str) -> None:
+        """As by a network that swallows packets: no byte comes through, and nobody hears of an end."""
+        for member in members:
+            self.note("stall_stream", member, candidate)
+            self.paths[candidate].stall(member, candidate)
 
     def mend_to_members(self, candidate: str, *members: str) -> None:
         for member in members:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_job import Job
+from engine_job import Job, says, who_leads
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.observe.events import Record
-from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
 
 SPEC: dict[str, Any] = {"epochs": 1000, "step_s": 0.01}
@@ -46,7 +45,7 @@ def stand_by(job: Job, etcd: EtcdServers, count: int, *, apart: bool = False) ->
 
 def leading(job: Job, places: dict[str, str]) -> str:
     """Name of the candidate that leads."""
-    found = fetch_status(job.endpoint, timeout_s=10.0)["endpoint"]
+    found = who_leads(job)["endpoint"]
     return next(name for name, place in places.items() if place == found)
 
 
@@ -133,11 +132,9 @@ def test_a_candidate_that_does_not_lead_names_the_one_that_does(job: Job, etcd: 
     train(job, "a")
     first = leading(job, places)
     other = next(name for name in places if name != first)
-    facts = fetch_status(places[other], follow=False)
-    assert (facts["role"], facts["leader"]) == ("standby", places[first])
-    assert facts["candidates"] == sorted(places.values())
+    says(job, places[other], role="standby", leader=places[first], candidates=str(sorted(places.values())))
     job.harness.terminate(first, number=signal.SIGTERM)
-    job.harness.wait_until(lambda: fetch_status(places[other])["role"] == "leader", "the other one's lead")
+    says(job, places[other], role="leader", leader=places[other])
     job.leave("a")
 
 

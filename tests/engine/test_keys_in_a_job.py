@@ -134,11 +134,13 @@ def test_another_scheduler_leads_and_members_find_it_with_tls(job: Job, keys: Pa
         job.endpoint = ",".join(places.values())
         job.harness.wait_for("elected")
         before = train(job, keys, "a", "b", host_scheduler=False)
-        found = fetch_status(job.endpoint, of(keys, "ann"), timeout_s=10.0)["endpoint"]
+        found = job.harness.wait_for("scheduler_started")["endpoint"]
         first = next(name for name, place in places.items() if place == found)
         other = next(place for place in places.values() if place != found)
         # Who waits to lead names the one that does, and whoever asks goes there with its certificate.
-        assert fetch_status(other, of(keys, "ann"))["endpoint"] == found
+        job.harness.wait_until(
+            lambda: fetch_status(other, of(keys, "ann"))["endpoint"] == found, "a standby that knows who leads"
+        )
         job.harness.kill(first)
         second = job.harness.wait_for("scheduler_started", lambda r: r["term"] == 2, after=before)
         for name in "ab":

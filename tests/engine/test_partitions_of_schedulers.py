@@ -10,25 +10,29 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
-from engine_job import Job
+from engine_job import Job, who_leads
 from schedulers_apart import Apart
 from test_failover import SETTINGS, SPEC, equal, etcd, train
 from test_graph_in_two import one_chain
 
 from chaos_lightning.observe.events import Record
-from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.commands import status
 from chaos_lightning.runtime.etcd_servers import EtcdServers
 
 __all__ = ["etcd"]
 
+Way = Callable[..., None]
+"""How a candidate is cut off from members."""
+LOUDLY = pytest.param(Apart.cut_from_members, id="cut")
+SILENTLY = pytest.param(Apart.stall_from_members, marks=pytest.mark.slow, id="stall")
+
 
 @pytest.fixture
 def apart(job: Job, etcd: EtcdServers) -> Iterator[Apart]:
-    made = Apart(job, etcd, 2)
+    made = Apart(job, etcd, 2, hang_timeout_s=120.0, last_holder_timeout_s=240.0)
     yield made
     made.close()
 
@@ -72,22 +76,23 @@ def next_term(job: Job, term: int, after: Record) -> Record:
 # ------------------------------------------------------------------------------------------------ the leader is cut off
 
 
-def test_a_leader_that_no_member_reaches_hands_over_to_one_that_they_reach(apart: Apart) -> None:
+@pytest.mark.parametrize("how", [LOUDLY, SILENTLY])
+def test_a_leader_that_no_member_reaches_hands_over_to_one_that_they_reach(apart: Apart, how: Way) -> None:
     job = apart.job
     train(job, *"ab")
     first = apart.leading()
     (second,) = apart.others(first)
     before = here(job)
-    apart.cut_from_members(first, *"ab")
+    how(apart, first, *"ab")
     gave_up = job.harness.wait_for("deposed", lambda r: "reach" in str(r["reason"]), after=before)
     assert "a, b reach " in gave_up["reason"]
     assert "and not this scheduler, which nobody reaches" in gave_up["reason"]
     led = next_term(job, 2, before)
     assert apart.named(led["endpoint"]) == second
     connected(job, "ab", led)
-    facts = apart.says(first, "role", "standby")
-    assert facts["leader"] == apart.paths[second].address
-    assert facts["waits_for"] == f"the end of the lease of {apart.paths[second].address}, which leads"
+    place = apart.paths[second].address
+    waits_for = f"the end of the lease of {place}, which leads"
+    facts = apart.says(first, role="standby", leader=place, waits_for=waits_for)
     assert "had ended, or was given back" in facts["led_because"]
     a_newcomer_joins(job, "c", "ab", led)
     nobody_is_put_out(job)
@@ -102,20 +107,18 @@ def test_a_leader_that_etcd_does_not_reach_decides_nothing_and_another_one_goes_
     (second,) = apart.others(first)
     before = here(job)
     apart.cut_from_etcd(first)
-    facts = apart.says(first, "waits_for", "etcd, to prolong its lease")
-    assert facts["role"] == "leader"
+    facts = apart.says(first, role="leader", waits_for="etcd, to prolong its lease")
     assert "it decides nothing meanwhile" in facts["waits_for"]
     led = next_term(job, 2, before)
     assert apart.named(led["endpoint"]) == second
     ended = job.harness.wait_for("deposed", lambda r: "could not prolong its lease" in str(r["reason"]), after=before)
     connected(job, "ab", ended)
-    facts = apart.facts(second)
-    assert (facts["role"], facts["waits_for"], facts["leader"]) == ("leader", "", apart.paths[second].address)
+    facts = apart.says(second, role="leader", waits_for="", leader=apart.paths[second].address)
     assert abs(facts["led_since"] - led.t) < 1.0
     a_newcomer_joins(job, "c", "ab", ended)
-    assert "without it nobody can be elected" in apart.says(first, "waits_for", "etcd;")["waits_for"]
+    apart.says(first, waits_for="etcd; without it nobody can be elected")
     apart.mend_to_etcd(first)
-    apart.says(first, "waits_for", f"the end of the lease of {apart.paths[second].address}")
+    apart.says(first, waits_for=f"the end of the lease of {apart.paths[second].address}")
     nobody_is_put_out(job)
     job.leave(*"abc")
 
@@ -139,17 +142,22 @@ def test_a_leader_that_etcd_does_not_reach_does_not_end_a_members_death_but_the_
 
 
 @pytest.mark.slow
-def test_one_member_that_does_not_reach_the_leader_trains_on_and_is_not_put_out(apart: Apart) -> None:
+@pytest.mark.parametrize("how", [LOUDLY, SILENTLY])
+def test_one_member_that_does_not_reach_the_leader_trains_on_and_is_not_put_out(apart: Apart, how: Way) -> None:
     job = apart.job
     train(job, *"abc")
     first = apart.leading()
     before = here(job)
-    apart.cut_from_members(first, "c")
+    how(apart, first, "c")
     lost = job.harness.wait_for("scheduler", lambda r: "lost" in str(r["state"]), node="c", after=before)
     trains_on(job, "abc", lost, steps=300)
     assert apart.leading() == first, "one of three is no reason to hand over"
-    mine = {p["id"].partition("~")[0]: p["connected"] for p in apart.facts(first)["machine"]["members"]}
-    assert mine == {"a": True, "b": True, "c": False}
+
+    def hears() -> dict[str, bool]:
+        members = apart.facts(first)["machine"]["members"]
+        return {p["id"].partition("~")[0]: p["connected"] and p["silent_s"] < 2.0 for p in members}
+
+    job.harness.wait_until(lambda: hears() == {"a": True, "b": True, "c": False}, "a leader that misses c only")
     nobody_is_put_out(job)
     a_newcomer_joins(job, "d", "abc", lost)
     nobody_is_put_out(job)
@@ -159,12 +167,13 @@ def test_one_member_that_does_not_reach_the_leader_trains_on_and_is_not_put_out(
 
 
 @pytest.mark.slow
-def test_most_members_reach_another_candidate_and_that_one_leads(apart: Apart) -> None:
+@pytest.mark.parametrize("how", [LOUDLY, SILENTLY])
+def test_most_members_reach_another_candidate_and_that_one_leads(apart: Apart, how: Way) -> None:
     job = apart.job
     train(job, *"abc")
     first = apart.leading()
     before = here(job)
-    apart.cut_from_members(first, *"bc")
+    how(apart, first, *"bc")
     gave_up = job.harness.wait_for("deposed", lambda r: "which a reaches" in str(r["reason"]), after=before)
     led = next_term(job, 2, gave_up)
     connected(job, "abc", led)
@@ -226,11 +235,10 @@ def test_without_a_majority_of_etcd_nobody_leads_and_training_goes_on(apart: Apa
     dead = [etcd.leader(), next(s for s in etcd.servers if s is not etcd.leader())]
     for server in dead:
         etcd.kill(server)
-    apart.says(first, "waits_for", "etcd, to prolong its lease")
+    apart.says(first, waits_for="etcd, to prolong its lease")
     ended = job.harness.wait_for("deposed", after=before)
     for name in apart.paths:
-        facts = apart.says(name, "waits_for", "without it nobody can be elected")
-        assert "store_error" in facts
+        apart.says(name, waits_for="without it nobody can be elected", store_error="etcd")
     trains_on(job, "abc", ended, steps=100)
     job.harness.kill("c")
     said = job.harness.wait_for("notice", lambda r: bool(r.get("waiting")), node="a", after=ended)
@@ -274,11 +282,11 @@ def test_leases_end_during_a_long_pause_of_all_schedulers_and_etcd(apart: Apart,
         job.harness.cont(name)
     woken = here(job)
 
-    def led() -> bool:
-        facts = fetch_status(job.endpoint, timeout_s=10.0)
-        return facts["role"] == "leader" and not facts["waits_for"] and len(facts["streams"]) == 2
+    def served() -> bool:
+        facts = who_leads(job)
+        return not facts["waits_for"] and len(facts["streams"]) == 2
 
-    job.harness.wait_until(led, "a leader that both members are connected to")
+    job.harness.wait_until(served, "a leader that both members are connected to")
     a_newcomer_joins(job, "c", "ab", woken)
     started = [r["term"] for r in job.harness.records if r.name == "scheduler_started"]
     assert started == sorted(set(started)), "every lead has a term of its own"
@@ -317,7 +325,7 @@ def test_status_tells_people_who_leads_since_when_and_why(apart: Apart, capsys: 
     first = apart.leading()
     (second,) = apart.others(first)
     places = {name: path.address for name, path in apart.paths.items()}
-    apart.says(second, "leader", places[first])
+    apart.says(second, leader=places[first])
     text = shown(second, here=True)
     assert f"job default at {places[second]}: stands by" in text
     assert f"waits for: the end of the lease of {places[first]}, which leads" in text
@@ -328,7 +336,7 @@ def test_status_tells_people_who_leads_since_when_and_why(apart: Apart, capsys: 
     before = here(job)
     job.harness.kill(first)
     next_term(job, 2, before)
-    because = apart.says(second, "role", "leader")["led_because"]
+    because = apart.says(second, role="leader")["led_because"]
     assert because == f"the lease of {places[first]} had ended, or was given back"
     text = shown(second)
     assert f"because {because} stand by: nobody" in text

@@ -100,7 +100,8 @@ def test_everything_that_can_be_given_arrives(tmp_path: Path) -> None:
         "reconnect_grace_s": "16",
         "node": "edge.1",
         "nproc": "2",
-        "store": "chain",
+        "store": "etcd://a+b",
+        "advertise": "gate",
         "idle_timeout_s": "17",
     }
     assert set(given) == {*module.MEMBER_OPTIONS, *module.SETTING_OPTIONS, *module.OWN_OPTIONS}
@@ -120,8 +121,8 @@ def test_everything_that_can_be_given_arrives(tmp_path: Path) -> None:
     assert (settings.confirm_timeout_s, settings.report_timeout_s, settings.join_timeout_s) == (12.0, 13.0, 14.0)
     assert (settings.linger_timeout_s, settings.reconnect_grace_s) == (15.0, 16.0)
     assert settings.last_holder_timeout_s == 18.0
-    assert (options.store, options.idle_timeout_s) == (os.path.abspath("chain"), 17.0)
-    assert read({"store": MEMORY}).store == MEMORY
+    assert (options.store, options.advertise, options.idle_timeout_s) == ("etcd://a+b", "gate:29400", 17.0)
+    assert (read({"store": "chain"}).store, read({"store": MEMORY}).store) == (os.path.abspath("chain"), MEMORY)
 
 
 def test_a_worker_would_revive_the_very_same_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +164,12 @@ def test_settings_from_the_environment_are_kept() -> None:
         ({"hang_timeout_s": "soon"}, "hang_timeout_s='soon': expected a number"),
         ({"node": "a b"}, "node='a b'"),
         ({"timeout": "x"}, "timeout=x"),
+        ({"advertise": "a:1"}, "advertise=a:1: only candidates with their chain in etcd are named"),
+        ({"advertise": "a:b", "store": "etcd://a"}, "advertise=a:b: expected HOST:PORT"),
+        ({"advertise": "0.0.0.0:1", "store": "etcd://a"}, "advertise=0.0.0.0:1: nobody can call that"),
+        ({"advertise": "a:1+b:1", "store": "etcd://a"}, r"advertise=a:1\+b:1: expected HOST:PORT"),
+        ({"advertise": "a+b", "store": "etcd://a"}, r"advertise=a\+b: nobody can call that"),
+        ({"advertise": "a:0", "store": "etcd://a"}, "advertise=a:0: nobody can call that"),
     ],
 )
 def test_mistakes_are_named(conf: dict[str, str], words: str) -> None:
@@ -214,6 +221,23 @@ def test_reading_options_needs_no_torch() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "False\n"
+
+
+def test_an_agents_candidate_is_told_where_others_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By way of the environment, as its workers may start it again."""
+    options = read({"store": "etcd://127.0.0.1+127.0.0.2", "advertise": "gate.example:4000"})
+    assert options.advertise == "gate.example:4000"
+    monkeypatch.delenv("CHAOS_ADVERTISE", raising=False)
+    assert options_for_engine(options.config).advertise == ""
+    for name, value in options.environment().items():
+        monkeypatch.setenv(name, value)
+    found = options_for_engine(options.config)
+    assert (found.advertise, found.store) == ("gate.example:4000", "etcd://127.0.0.1+127.0.0.2")
+    assert found.listen == options.config.endpoints[0] != found.advertise
+    assert read({"store": "etcd://a"}, environ={"CHAOS_ADVERTISE": "g:1"}).advertise == "g:1"
+    monkeypatch.setenv("CHAOS_STORE", "")
+    with pytest.raises(ConfigurationError, match=r"CHAOS_ADVERTISE=gate\.example:4000: only candidates"):
+        options_for_engine(options.config)
 
 
 def test_agents_that_listen_everywhere_are_candidates_where_they_can_be_called() -> None:

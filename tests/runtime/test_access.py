@@ -41,7 +41,9 @@ def test_endpoints(text: str, expected: tuple[str, int]) -> None:
     assert access.split_endpoint(access.join_endpoint(*expected)) == expected
 
 
-@pytest.mark.parametrize("text", ["", ":1", "host:", "host:x", "host:65536", "::1:7", "host:-1"])
+@pytest.mark.parametrize(
+    "text", ["", ":1", "host:", "host:x", "host:65536", "::1:7", "host:-1", "host:²", "host:" + "9" * 5000]
+)
 def test_odd_endpoints_are_named(text: str) -> None:
     with pytest.raises(ConfigurationError, match="endpoint"):
         access.split_endpoint(text)

@@ -23,6 +23,7 @@ from test_store import decide, reserve
 
 from chaos_lightning.errors import StoreError
 from chaos_lightning.membership.types import NO_VIEW, ViewId
+from chaos_lightning.runtime import process_table
 from chaos_lightning.runtime.election import Candidate, Election
 from chaos_lightning.runtime.etcd_client import EtcdClient
 from chaos_lightning.runtime.etcd_servers import EtcdServers
@@ -243,6 +244,72 @@ def test_a_dead_or_frozen_leader_is_followed_by_the_next_and_learns_it_when_it_w
         if number == signal.SIGSTOP:
             os.kill(process.pid, signal.SIGCONT)
             assert says(process) == ["lost", "its lease has ended"]
+
+
+def test_a_leader_of_this_machine_that_is_hidden_from_a_candidate_goes_on(
+    etcd: EtcdServers, job: str, running: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is watched as one on another machine is."""
+    a = start(running, etcd, job, "a")
+    a.hears("elected")
+    monkeypatch.setattr(process_table, "_stat", lambda pid: None)
+    b = start(running, etcd, job, "b")
+    until(lambda: b.election._line is not None, "a line to the leader")
+    until_s = b.election._until
+    until(lambda: b.election._until > until_s, "many looks at it")
+    assert (a.said.empty(), b.said.empty(), a.election.leads) == (True, True, True)
+
+
+@pytest.mark.parametrize("how", ["the write fails", "the read fails", "the read shows nothing"])
+def test_a_candidate_that_did_not_hear_that_it_was_elected_leads(
+    etcd: EtcdServers, job: str, running: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Its own key, on the lease of before, must not keep it waiting for the end of that lease."""
+    once, get, left = EtcdClient.transact, EtcdClient.get, [1]
+
+    def is_there(client: EtcdClient, key: str) -> bool:
+        return key.endswith("/leader") and get(client, key) is not None
+
+    def transact(self: EtcdClient, compare: Any, writes: Any) -> tuple[bool, int]:
+        done = once(self, compare, writes)
+        if how == "the write fails" and left and any(w.request_put.key.endswith(b"/leader") for w in writes):
+            left.pop()
+            raise StoreError("planted: the answer got lost")
+        return done
+
+    def look(self: EtcdClient, key: str) -> Any:
+        if how != "the write fails" and left and is_there(self, key):
+            left.pop()
+            if how == "the read fails":
+                raise StoreError("planted: no answer")
+            return None
+        return get(self, key)
+
+    monkeypatch.setattr(EtcdClient, "transact", transact)
+    monkeypatch.setattr(EtcdClient, "get", look)
+    a = start(running, etcd, job, "a")
+    guard = a.hears("elected")
+    assert not left, "it was planted"
+    assert not a.election.followed, "it takes its own key for nobody else's"
+    with EtcdStore(etcd.client(), job, guard=guard) as chain:
+        chain.take_term()
+        assert chain.append(decide(ViewId(1, 1))).ok
+
+
+def test_who_leads_no_more_or_has_not_looked_yet_names_nobody(
+    etcd: EtcdServers, job: str, running: contextlib.ExitStack
+) -> None:
+    client = running.enter_context(contextlib.closing(etcd.client()))
+    waiting = Election(client, job, Candidate.here("c:1"), on_elected=lambda _: None, on_lost=lambda _: None)
+    assert waiting.waits_for() == "etcd's first word on who leads"
+    a = start(running, etcd, job, "a")
+    a.hears("elected")
+    assert a.election.leader is not None
+    assert (a.election.waits_for(), a.election.leader.endpoint) == ("", "a:1")
+    a.client.revoke(a.election.me.lease)
+    assert a.hears("lost") == "its lease has ended"
+    assert not a.election.stands_by
+    assert (a.election.waits_for(), a.election.leader) == ("etcd's first word on who leads", None)
 
 
 @pytest.mark.parametrize("value", [b"", b"[]", b"\xff", b'{"id": 1}', json.dumps({"id": "x"}).encode()])

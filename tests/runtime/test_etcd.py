@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from etcd_for_tests import servers
@@ -61,6 +62,7 @@ def test_addresses() -> None:
         ("etcd://", "expected etcd://"),
         ("etcd://a:b", "'a:b' is no HOST:PORT"),
         ("etcd://a:0", "'a:0' is no HOST:PORT"),
+        ("etcd://a:²", "is no HOST:PORT"),
         ("etcd://ann:secret@a", "put it into a file"),
         ("etcd://ann@a", "needs a password"),
         ("etcd://a?cert=x", "cert and key go together"),
@@ -221,6 +223,54 @@ def test_servers_killed_again_and_again_in_mid_write_lose_nothing_that_was_ackno
         with store(one, job) as other:
             assert [v.id.number for v in other.load().views] == list(range(1, count + 1))
             assert count > 30
+
+
+def finished(chain: EtcdStore) -> None:
+    chain.take_term()
+    last = grow(chain, 2)
+    assert chain.append(Persist(7, "finish", last)).ok
+    assert chain.tip().finished
+
+
+def test_a_job_begins_again_though_the_answer_got_lost(
+    etcd: EtcdServers, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client asks anew, and is told that somebody has written: it was itself."""
+    with store(etcd, job) as chain:
+        finished(chain)
+        once = chain._client.transact
+
+        def twice(compare: Any, writes: Any) -> tuple[bool, int]:
+            once(compare, writes)
+            return once(compare, writes)
+
+        monkeypatch.setattr(chain._client, "transact", twice)
+        chain.begin_again()
+        monkeypatch.undo()
+        assert (chain.tip().finished, chain.load().views) == (False, ())
+        chain.take_term()
+        assert chain.term == 3
+        grow(chain, 1)
+
+
+def test_a_job_that_another_one_has_begun_again_is_left_to_it(
+    etcd: EtcdServers, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store(etcd, job) as chain, store(etcd, job) as other:
+        finished(chain)
+        once = chain._client.transact
+
+        def late(compare: Any, writes: Any) -> tuple[bool, int]:
+            other.begin_again()
+            other.take_term()
+            grow(other, 1)
+            return once(compare, writes)
+
+        monkeypatch.setattr(chain._client, "transact", late)
+        with pytest.raises(StoreError, match="another scheduler has begun this job again"):
+            chain.begin_again()
+        monkeypatch.undo()
+        assert len(chain.load().views) == 1
 
 
 def append_patiently(chain: EtcdStore, effect: Persist) -> Appended:

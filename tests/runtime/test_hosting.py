@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -22,12 +23,14 @@ from chaos_lightning.membership.types import NO_VIEW, OpenLinks, Ready, Settings
 from chaos_lightning.runtime import hosting
 from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.config import EngineConfig
+from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
 from chaos_lightning.runtime.hosting import HostedScheduler, ensure_scheduler, look
 from chaos_lightning.runtime.options import MEMORY, SchedulerOptions
 from chaos_lightning.runtime.scheduler_main import main, open_store
 from chaos_lightning.runtime.sqlite_store import SqliteStore
 
 sys.path.insert(0, str(Path(__file__).parent))
+from links_support import until
 from served import PATIENCE_S, Client, attending, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,6 +70,31 @@ def kill(scheduler: HostedScheduler) -> None:
         import select
 
         assert select.select([handle], [], [], PATIENCE_S)[0]
+
+
+def test_two_candidates_of_one_machine_have_logs_of_their_own_and_are_named_as_they_are_told(
+    etcd: EtcdServers, started: list[HostedScheduler], tmp_path: Path
+) -> None:
+    job, found = f"job-{os.urandom(4).hex()}", []
+    with socket.socket() as gate:  # a relay: it only needs an address
+        gate.bind(("127.0.0.1", 0))
+        gate.listen()
+        place = f"127.0.0.1:{gate.getsockname()[1]}"
+        for port, advertise in zip(free_ports(2), (place, ""), strict=True):
+            own = replace(
+                options(f"127.0.0.1:{port}", job=job), store=etcd.address, log_dir=str(tmp_path), advertise=advertise
+            )
+            found.append(keep(started, ensure_scheduler(own)))
+            until(lambda: fetch_status(found[0].endpoint)["role"] == "leader", "the first one's lead")
+        first, second = found
+        until(lambda: fetch_status(second.endpoint, follow=False).get("leader") == place, "a standby that names it")
+        assert fetch_status(first.endpoint)["endpoint"] == place
+    names = {f"scheduler-127.0.0.1_{s.endpoint.rpartition(':')[2]}.log" for s in found}
+    assert {s.log.name for s in found} == names
+    for one in found:
+        assert one.log.parent == tmp_path
+        assert one.log.read_text().count(f"(pid {one.pid},") == 1
+        assert one.log.read_text().startswith("scheduler of job")
 
 
 def founder(endpoint: str, name: str = "a", job: str = "job") -> Client:

@@ -16,9 +16,16 @@ import pytest
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.types import NO_VIEW, FromMember, Member, Probe, Verdict, View, ViewId, Welcome
 from chaos_lightning.observe.events import EventLog
+from chaos_lightning.runtime import process_table
 from chaos_lightning.runtime.mailbox import Mailbox
 from chaos_lightning.runtime.memory_store import MemoryStore
-from chaos_lightning.runtime.process_table import Sight, host_identity, same_machine_verdict, start_time
+from chaos_lightning.runtime.process_table import (
+    Sight,
+    host_identity,
+    process_state,
+    same_machine_verdict,
+    start_time,
+)
 from chaos_lightning.runtime.server import real_machine
 from chaos_lightning.runtime.shell import Shell
 
@@ -79,6 +86,26 @@ def test_newcomer_that_knows_no_view_can_be_asked() -> None:
     assert alive.alive
     assert gone == Verdict("a~1", False, "its process is gone", certain=True)
     assert unknown == Verdict("a~1", False, "no link", certain=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [(None, ""), (PermissionError, ""), (ProcessLookupError, "gone")],
+    ids=["ours", "theirs", "gone"],
+)
+def test_a_process_that_is_hidden_is_not_gone(
+    monkeypatch: pytest.MonkeyPatch, error: type[OSError] | None, state: str
+) -> None:
+    """As where /proc is mounted with hidepid; signals tell the two apart."""
+
+    def signal_it(pid: int, number: int) -> None:
+        assert (pid, number) == (4711, 0)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(process_table, "_stat", lambda pid: None)
+    monkeypatch.setattr(process_table.os, "kill", signal_it)
+    assert process_state(4711, 5) == state
 
 
 @pytest.mark.parametrize("where", ["gone", "here", "elsewhere"])

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from links_support import until
 from served import PATIENCE_S, Facts, ScriptedMachine, serving
 from test_store import decide
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.types import Settings, ViewId
+from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.connection import Connection, present
 from chaos_lightning.runtime.etcd_client import read_address
 from chaos_lightning.runtime.etcd_servers import EtcdServers
@@ -32,6 +34,7 @@ class PlainSeat:
         self.present: Callable[[], Any] = set
         self.closed = Facts[str]()
         self.was_led = False
+        self.told: dict[str, Any] = {}
 
     def contest(self, endpoint: str, on_elected: Any, on_lost: Any, note: Any, present: Any) -> None:
         self.elect, self.present = on_elected, present
@@ -58,7 +61,7 @@ class PlainSeat:
         return ""
 
     def facts(self) -> dict[str, Any]:
-        return {}
+        return dict(self.told)
 
     def close(self) -> None:
         self.closed.add("closed")
@@ -160,6 +163,36 @@ def test_a_leader_that_fails_with_any_error_ends() -> None:
     with serving(seat=seat, open_store=fail) as served:
         seat.elect()
         assert served.wait_ended() == (f"{CANNOT_LEAD}: ZeroDivisionError: planted", True)
+
+
+@pytest.mark.parametrize("named", ["", "127.0.0.1:1"], ids=["nobody yet", "one that is gone"])
+def test_a_standby_that_does_not_know_who_leads_is_no_reason_not_to_ask_the_others(named: str) -> None:
+    new, leads = PlainSeat(), PlainSeat()
+    new.told = {"leader": named}
+    with serving(seat=new) as first, serving(seat=leads) as second:
+        leads.elect()
+        places = f"{first.endpoint},{second.endpoint}"
+        until(lambda: fetch_status(places)["role"] == "leader", "the one that leads")
+        assert fetch_status(places)["endpoint"] == second.endpoint
+        assert fetch_status(first.endpoint)["endpoint"] == first.endpoint, "nobody else to ask"
+        assert fetch_status(places, follow=False)["endpoint"] == first.endpoint
+
+
+def test_one_that_was_elected_says_that_it_still_takes_the_chain() -> None:
+    seat, go_on = PlainSeat(), threading.Event()
+    seat.told = {"leader": "a:1", "waits_for": ""}
+
+    def slow() -> Store:
+        assert go_on.wait(PATIENCE_S)
+        return MemoryStore()
+
+    with serving(seat=seat, open_store=slow) as served:
+        seat.elect()
+        facts = fetch_status(served.endpoint, follow=False)
+        go_on.set()
+        assert (facts["role"], facts["waits_for"]) == ("standby", "its store: it was elected, and takes the chain")
+        until(lambda: fetch_status(served.endpoint)["role"] == "leader", "its lead")
+        assert fetch_status(served.endpoint)["waits_for"] == ""
 
 
 def test_a_member_that_is_not_heard_is_not_present() -> None:
