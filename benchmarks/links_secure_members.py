@@ -22,9 +22,30 @@ SOCKETS = ("socket", "ssl")
 """Blocking sockets as they are, and under Python's ssl."""
 WINDOW_NBYTES = 16 << 20
 """So much is on its way, or queued, at most."""
+WARM_UP_NBYTES = 16 << 20
+"""So much passes each connection before it is measured: libraries are loaded, buffers touched, TCP's windows open."""
 TIMEOUT_S = 120.0
 Case = tuple[str, int, int]
 """Mode, bytes per frame, frames."""
+
+
+class _Meter:
+    """Seconds, and CPU seconds of this process, from one moment to another."""
+
+    def __init__(self) -> None:
+        self._since = (0.0, 0.0)
+        self.measured = (0.0, 0.0)
+
+    def start(self) -> None:
+        self._since = time.perf_counter(), time.process_time()
+
+    def stop(self) -> None:
+        self.measured = time.perf_counter() - self._since[0], time.process_time() - self._since[1]
+
+
+def _warm_up(nbytes: int, every: int) -> int:
+    """Frames that are not measured; a multiple of `every`."""
+    return -(-WARM_UP_NBYTES // (nbytes * every)) * every
 
 
 class _Owner:
@@ -59,7 +80,7 @@ def _window(nbytes: int, frames: int) -> tuple[int, int]:
     return min(window, frames), max(1, min(window, frames) // 4)
 
 
-def _over_link(sock: socket.socket, case: Case, *, sends: bool) -> None:
+def _over_link(sock: socket.socket, case: Case, *, sends: bool) -> tuple[float, float]:
     from chaos_lightning.membership.types import ViewId
     from chaos_lightning.transport.frames import FrameType
     from chaos_lightning.transport.handshake import tune
@@ -76,6 +97,8 @@ def _over_link(sock: socket.socket, case: Case, *, sends: bool) -> None:
     loop = IoLoop("benchmark", lambda error: owner.broken("", None, repr(error)))
     loop.start()
     window, every = _window(nbytes, frames)
+    warm_up, meter = _warm_up(nbytes, every), _Meter()
+    frames = frames // every * every + warm_up
     view, payload = ViewId(1, 1), memoryview(bytearray(nbytes))
     word = memoryview(b"here")
     sent = 0
@@ -96,15 +119,21 @@ def _over_link(sock: socket.socket, case: Case, *, sends: bool) -> None:
             sent += 1
 
     def more() -> None:
+        if owner.count == warm_up // every:
+            meter.start()
         if owner.count == frames // every:
+            meter.stop()
             owner.over.set()
         for _ in range(every):
             push()
 
     def taken() -> None:
+        if owner.count == warm_up:
+            meter.start()
         if owner.count % every == 0:
             link.send(FrameType.MESSAGE, payload=(word,))
         if owner.count == frames:
+            meter.stop()
             owner.over.set()
 
     link: Any = None
@@ -117,9 +146,10 @@ def _over_link(sock: socket.socket, case: Case, *, sends: bool) -> None:
         owner.closed.wait(TIMEOUT_S)
     loop.call_and_wait(link.close, 5)
     loop.stop()
+    return meter.measured
 
 
-def _over_socket(sock: socket.socket, case: Case, certificate: str, *, sends: bool) -> None:
+def _over_socket(sock: socket.socket, case: Case, certificate: str, *, sends: bool) -> tuple[float, float]:
     from chaos_lightning.transport.handshake import tune
 
     mode, nbytes, frames = case
@@ -133,22 +163,30 @@ def _over_socket(sock: socket.socket, case: Case, certificate: str, *, sends: bo
             context.load_cert_chain(certificate)
             sock = context.wrap_socket(sock, server_side=True)
     data = memoryview(bytearray(nbytes))
+    warm_up, meter = _warm_up(nbytes, 1), _Meter()
     with sock:
         if sends:
-            for _ in range(frames):
+            for number in range(warm_up + frames):
+                if number == warm_up:
+                    meter.start()
                 sock.sendall(data)
             sock.recv_into(data, 1)
-            return
-        for _ in range(frames):
+            meter.stop()
+            return meter.measured
+        for number in range(warm_up + frames):
+            if number == warm_up:
+                meter.start()
             got = 0
             while got < nbytes:
                 count = sock.recv_into(data[got:])
                 if not count:
                     raise RuntimeError(f"{case}: the stream ended")
                 got += count
+        meter.stop()
         sock.sendall(b"\n")
         with contextlib.suppress(OSError):
             sock.recv(1)
+    return meter.measured
 
 
 def carry(pipe: Connection, port: int, cases: list[Case], certificate: str) -> None:
@@ -167,12 +205,10 @@ def carry(pipe: Connection, port: int, cases: list[Case], certificate: str) -> N
                 else:
                     sock = socket.create_connection(("127.0.0.1", port), TIMEOUT_S)
                 sock.settimeout(None)
-                began, cpu = time.perf_counter(), time.process_time()
                 if case[0] in LINKS:
-                    _over_link(sock, case, sends=listener is None)
+                    results.append(_over_link(sock, case, sends=listener is None))
                 else:
-                    _over_socket(sock, case, certificate, sends=listener is None)
-                results.append((time.perf_counter() - began, time.process_time() - cpu))
+                    results.append(_over_socket(sock, case, certificate, sends=listener is None))
         pipe.send(results)
     except BaseException as error:
         pipe.send(RuntimeError(f"{'sender' if port else 'receiver'}: {error!r}"))

@@ -41,7 +41,7 @@ from chaos_lightning.transport.reference import (
     pieces_of,
     refer,
 )
-from chaos_lightning.transport.sealing import SEGMENT_NBYTES, session_of
+from chaos_lightning.transport.sealing import session_of
 
 _READ = select.EPOLLIN | select.EPOLLRDHUP
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
@@ -358,10 +358,10 @@ class Link:
         """The same, record by record."""
         opener = self._opener
         assert opener is not None
-        count = self._sock.recvmsg_into(opener.room())[0]
+        came = count = self._sock.recvmsg_into(opener.room())[0]
         if count == 0:
             self._ended()
-        elif opener.took(count):
+        while self.open and opener.took(came):
             if self._frame is None:
                 self._begin(unpack(self._head_view))
             else:
@@ -370,6 +370,7 @@ class Link:
                     self._finish()
             if self.open:
                 self._expect()
+            came = 0  # the next header may have come along
         return count
 
     def _expect(self) -> None:
@@ -378,9 +379,8 @@ class Link:
         if self._frame is None:
             self._opener.expect(self._head_view, HEADER_NBYTES)
             return
-        nbytes, into = min(self._left, SEGMENT_NBYTES), self._into
-        at = into.nbytes - self._left if into is not None else 0
-        self._opener.expect(None if into is None else into[at : at + nbytes], nbytes)
+        into = self._into[self._into.nbytes - self._left :] if self._into is not None else None
+        self._opener.expect(into, self._left, ahead_nbytes=HEADER_NBYTES)
 
     def _ended(self) -> None:
         if self._frame is not None:

@@ -2,7 +2,7 @@
 
 Theory of operation. After the handshake (transport/handshake.py) both ends hold two traffic keys, one per direction,
 derived from the link's key and both ends' nonces, so that no connection ever shares a key with another one. Each
-direction is a sequence of *records* of up to `SEGMENT_NBYTES`, sealed by AES-256-GCM (NIST SP 800-38D): with encryption
+direction is a sequence of *records* of bounded length, sealed by AES-256-GCM (NIST SP 800-38D): with encryption
 the payload becomes ciphertext, else it is sent as it is, straight from where it lies, and only authenticated (GMAC).
 The nonce of a record is its length and its number in that direction. So what is altered, replayed, reordered, left out
 or cut short does not open, and nothing that has not opened is believed, the lengths in headers included.
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 SEGMENT_NBYTES = 256 << 10
-"""Fits into a core's cache: what was just sealed is warm when the kernel copies it."""
+"""Of a record at most: its plaintext and its ciphertext fit into a core's cache when the kernel copies the latter."""
+CLEAR_SEGMENT_NBYTES = 1 << 20
+"""The same for frames that are only authenticated, which need no second buffer: each record costs two system calls and
+about 10 microseconds of Python, much beside the 43 that the tag of 1 MiB takes (docs/links.md)."""
 TAG_NBYTES = 16
 KEY_NBYTES = 32
 MAX_RECORDS = 1 << 40
@@ -54,6 +57,11 @@ class Level(enum.StrEnum):
 
 RULES = ("auto", *(str(level) for level in Level))
 """What the setting `links` may be."""
+
+
+def segment_nbytes(level: Level) -> int:
+    """Of a frame's payload, so much goes into one record."""
+    return CLEAR_SEGMENT_NBYTES if level is Level.AUTHENTICATED else SEGMENT_NBYTES
 
 
 def require_library() -> None:
@@ -89,6 +97,7 @@ class Sealer:
     def __init__(self, level: Level, key: bytes) -> None:
         self._aead = _aead(key)
         self._clear = level is Level.AUTHENTICATED
+        self._segment_nbytes = segment_nbytes(level)
         self._count = 0
         self._out = memoryview(bytearray(0))
         self._joined = memoryview(bytearray(0))
@@ -105,14 +114,14 @@ class Sealer:
         sealed: list[memoryview] = []
         used = self._seal(parts.pop(0), sealed, 0) if begins else 0
         if parts:
-            self._seal(self._segment(parts), sealed, used)
+            self._seal(self._segment(parts, self._segment_nbytes), sealed, used)
         return sealed
 
     def record(self, parts: list[memoryview]) -> tuple[int, list[memoryview]]:
         """The next record of a stream, taken off `parts`: its length in the clear, and what is to be sent."""
         self._make_room()
         sealed: list[memoryview] = []
-        segment = self._segment(parts)
+        segment = self._segment(parts, SEGMENT_NBYTES)
         self._seal(segment, sealed, 0)
         return segment.nbytes, sealed
 
@@ -124,21 +133,21 @@ class Sealer:
         if not self._clear and not self._out:
             self._out = memoryview(bytearray(_HEADS_NBYTES + SEGMENT_NBYTES + 2 * TAG_NBYTES))
 
-    def _segment(self, parts: list[memoryview]) -> memoryview:
-        """Up to SEGMENT_NBYTES off the front; copied only where they lie in pieces."""
+    def _segment(self, parts: list[memoryview], most: int) -> memoryview:
+        """Up to `most` bytes off the front; copied only where they lie in pieces."""
         first = parts[0]
-        if first.nbytes >= SEGMENT_NBYTES or len(parts) == 1:
-            taken = first[:SEGMENT_NBYTES]
-            if first.nbytes > SEGMENT_NBYTES:
-                parts[0] = first[SEGMENT_NBYTES:]
+        if first.nbytes >= most or len(parts) == 1:
+            taken = first[:most]
+            if first.nbytes > most:
+                parts[0] = first[most:]
             else:
                 parts.pop(0)
             return taken
         if not self._joined:
-            self._joined = memoryview(bytearray(SEGMENT_NBYTES))
+            self._joined = memoryview(bytearray(self._segment_nbytes))
         at = 0
-        while parts and at < SEGMENT_NBYTES:
-            taken = parts[0][: SEGMENT_NBYTES - at]
+        while parts and at < most:
+            taken = parts[0][: most - at]
             self._joined[at : at + taken.nbytes] = taken
             at += taken.nbytes
             if taken.nbytes < parts[0].nbytes:
@@ -165,31 +174,56 @@ class Opener:
 
     What is only authenticated is received at its place, so it lies there before it is believed.
 
+    Args:
+        level: AUTHENTICATED or ENCRYPTED.
+        key: This direction's traffic key.
+
     Attributes:
         nbytes: Of the record that is expected, or was opened last.
     """
 
     def __init__(self, level: Level, key: bytes) -> None:
+        from cryptography.exceptions import InvalidTag
+
         self._aead = _aead(key)
+        self._not_genuine = InvalidTag
         self._clear = level is Level.AUTHENTICATED
+        self._segment_nbytes = segment_nbytes(level)
         self._count = 0
         self.nbytes = self._got = 0
         self._into: memoryview | None = None
         self._body = memoryview(bytearray(0))
         self._tag = memoryview(bytearray(TAG_NBYTES))
+        self._ahead = memoryview(bytearray(_HEADS_NBYTES))
+        self._ahead_nbytes = self._ahead_got = 0
         self._sealed = memoryview(bytearray(0))
         self._spare = memoryview(bytearray(0))
 
-    def expect(self, into: memoryview | None, nbytes: int) -> None:
-        """The next record has so many bytes (at most SEGMENT_NBYTES), to be put there; None throws them away."""
-        self.nbytes, self._got = nbytes, 0
-        self._into = into
+    def expect(self, into: memoryview | None, nbytes: int, *, ahead_nbytes: int = 0) -> None:
+        """Says what the next record is, once the one before has opened.
+
+        Args:
+            into: Where its bytes go; None throws them away.
+            nbytes: Left of the frame: the record has so many, or as many as one holds (`self.nbytes`).
+            ahead_nbytes: The record after the last one of the frame, its successor's header, has so many: what has come
+                of it is received by the same call.
+        """
+        ends = nbytes <= self._segment_nbytes
+        self.nbytes = nbytes = min(nbytes, self._segment_nbytes)
+        self._into, self._got = None if into is None else into[:nbytes], 0
         if self._clear:
-            self._body = self._bin()[:nbytes] if into is None else into
+            self._body = self._bin()[:nbytes] if self._into is None else self._into
         else:
             if not self._sealed:
                 self._sealed = memoryview(bytearray(SEGMENT_NBYTES + TAG_NBYTES))
             self._body = self._sealed[: nbytes + TAG_NBYTES]
+        came, self._ahead_got = self._ahead_got, 0
+        if came:  # with the record before; never more than this one has
+            body = min(came, self._body.nbytes)
+            self._body[:body] = self._ahead[:body]
+            self._tag[: came - body] = self._ahead[body:came]
+            self._got = came
+        self._ahead_nbytes = ahead_nbytes + TAG_NBYTES if ahead_nbytes and ends else 0
 
     def divert(self) -> None:
         """The record's place is needed for something else: what came and what comes goes to the bin."""
@@ -203,32 +237,37 @@ class Opener:
         self._into = None
 
     def room(self) -> list[memoryview]:
-        """Where the rest of the record is to be received."""
+        """Where the rest of the record is to be received, and what comes behind it if that is known."""
+        got = self._got
         if not self._clear:
-            return [self._body[self._got :]]
-        if self._got < self.nbytes:
-            return [self._body[self._got :], self._tag]
-        return [self._tag[self._got - self.nbytes :]]
+            rooms = [self._body[got:]]
+        elif got < self.nbytes:
+            rooms = [self._body[got:], self._tag]
+        else:
+            rooms = [self._tag[got - self.nbytes :]]
+        if self._ahead_nbytes:
+            rooms.append(self._ahead[: self._ahead_nbytes])
+        return rooms
 
     def took(self, count: int) -> bool:
-        """So many bytes were received into `room`. True once the record is whole, genuine and at its place.
+        """So many bytes were received into `room`; 0: whatever came ahead. True once the record is whole and genuine.
 
         Raises:
             WireError: It does not open.
         """
         self._got += count
-        if self._got < self.nbytes + TAG_NBYTES:
+        self._ahead_got = self._got - self.nbytes - TAG_NBYTES
+        if self._ahead_got < 0:
+            self._ahead_got = 0
             return False
-        from cryptography.exceptions import InvalidTag
-
         nonce = _nonce(self.nbytes, self._count)
         try:
             if self._clear:
-                self._aead.decrypt(nonce, bytes(self._tag), self._body)
+                self._aead.decrypt(nonce, self._tag, self._body)
             else:
                 into = self._bin()[: self.nbytes] if self._into is None else self._into
                 self._aead.decrypt_into(nonce, self._body, None, into)
-        except InvalidTag:
+        except self._not_genuine:
             raise WireError(
                 f"record {self._count} of {self.nbytes} bytes is not what the peer sent in this place: bytes were "
                 "altered, replayed, reordered or left out on the way"
@@ -238,7 +277,7 @@ class Opener:
 
     def _bin(self) -> memoryview:
         if not self._spare:
-            self._spare = memoryview(bytearray(SEGMENT_NBYTES))
+            self._spare = memoryview(bytearray(self._segment_nbytes))
         return self._spare
 
 

@@ -18,7 +18,14 @@ from chaos_lightning.replication.forward import Forwarder, send_route
 from chaos_lightning.transport.frames import HEADER_NBYTES, Frame, FrameType
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop
-from chaos_lightning.transport.sealing import SEGMENT_NBYTES, TAG_NBYTES, Level, ProtectedSocket, Session
+from chaos_lightning.transport.sealing import (
+    CLEAR_SEGMENT_NBYTES,
+    TAG_NBYTES,
+    Level,
+    ProtectedSocket,
+    Session,
+    segment_nbytes,
+)
 
 DEADLINE_S = 20.0
 VIEW = ViewId(1, 1)
@@ -39,7 +46,7 @@ class End:
     """Keeps what arrives; chunks go into `memory`, the rest into buffers of their own."""
 
     def __init__(self, loop: IoLoop, sock: socket.socket) -> None:
-        self.memory = memoryview(bytearray(4 * SEGMENT_NBYTES))
+        self.memory = memoryview(bytearray(4 * CLEAR_SEGMENT_NBYTES))
         self.frames: list[tuple[FrameType, int, bytes]] = []
         self.evidence: list[str] = []
         self.happened = threading.Condition()
@@ -79,7 +86,8 @@ def test_frames_of_every_size_and_in_pieces_arrive(level: str) -> None:
     loop.call_and_wait(lambda: ends.extend((End(loop, one), End(loop, other))), DEADLINE_S)
     here, there = ends
     draw = random.Random(1)
-    sizes = [1, 43, 44, 60, SEGMENT_NBYTES - 1, SEGMENT_NBYTES, SEGMENT_NBYTES + 1, 3 * SEGMENT_NBYTES]
+    segment = segment_nbytes(Level(level))
+    sizes = [1, 43, 44, 60, segment - 1, segment, segment + 1, 3 * segment]
     payloads = []
     for nbytes in sizes:
         data, cuts = draw.randbytes(nbytes), sorted({draw.randrange(nbytes + 1) for _ in range(6)})
@@ -114,7 +122,7 @@ def test_a_chunk_that_is_half_on_the_wire_may_be_overwritten_once_it_is_purged(l
     loop.start()
     one, other = sockets(level)
     ends: list[End] = []
-    memory = bytearray(random.Random(4).randbytes(4 * SEGMENT_NBYTES))
+    memory = bytearray(random.Random(4).randbytes(4 * segment_nbytes(Level(level))))
 
     queued: list[int] = []
 
@@ -145,10 +153,10 @@ def test_a_chunk_that_is_half_on_the_wire_may_be_overwritten_once_it_is_purged(l
     assert not crashes
 
 
-def altered(stream: bytes, how: str) -> bytes:
+def altered(stream: bytes, how: str, segment: int) -> bytes:
     """The bytes of a header, a payload of two segments and another header with its payload, after some harm."""
     header = HEADER_NBYTES + TAG_NBYTES
-    middle = header + SEGMENT_NBYTES + TAG_NBYTES
+    middle = header + segment + TAG_NBYTES
     if how == "header":
         return bytes([stream[0] ^ 1]) + stream[1:]
     if how == "length":
@@ -160,7 +168,7 @@ def altered(stream: bytes, how: str) -> bytes:
     if how == "replay":
         return stream[:header] * 2 + stream[header:]
     if how == "segments":
-        return stream[:header] + stream[middle : middle + SEGMENT_NBYTES + TAG_NBYTES] + stream[header:middle]
+        return stream[:header] + stream[middle : middle + segment + TAG_NBYTES] + stream[header:middle]
     assert how == "left out"
     return stream[:header] + stream[middle:]
 
@@ -169,6 +177,7 @@ def altered(stream: bytes, how: str) -> bytes:
 @pytest.mark.parametrize("how", ["header", "length", "payload", "tag", "replay", "segments", "left out"])
 def test_harm_is_found_before_anything_is_believed(level: str, how: str) -> None:
     """The link is cut with words, nothing of the frame arrives, and no length that was altered is allocated."""
+    segment = segment_nbytes(Level(level))
     crashes: list[BaseException] = []
     loop = IoLoop("pair", crashes.append)
     loop.start()
@@ -179,11 +188,11 @@ def test_harm_is_found_before_anything_is_believed(level: str, how: str) -> None
     def attach() -> None:
         ends.append(End(loop, protect(one, level, dialled=True)))
         ends.append(End(loop, protect(there_sock, level, dialled=False)))
-        ends[0].link.send(FrameType.UP, VIEW, 1, 0, (memoryview(bytes(range(256)) * 2048),))
+        ends[0].link.send(FrameType.UP, VIEW, 1, 0, (memoryview(bytes(range(256)) * (segment // 128)),))
         ends[0].link.send(FrameType.MESSAGE, payload=(memoryview(b"the next one"),))
 
     loop.call_and_wait(attach, DEADLINE_S)
-    wanted = 2 * (HEADER_NBYTES + TAG_NBYTES) + 2 * (SEGMENT_NBYTES + TAG_NBYTES) + 12 + TAG_NBYTES
+    wanted = 2 * (HEADER_NBYTES + TAG_NBYTES) + 2 * (segment + TAG_NBYTES) + 12 + TAG_NBYTES
     wire.settimeout(DEADLINE_S)
     stream = b""
     while len(stream) < wanted:
@@ -192,7 +201,7 @@ def test_harm_is_found_before_anything_is_believed(level: str, how: str) -> None
 
     def pass_on() -> None:
         with contextlib.suppress(OSError):  # the link is cut before all of it is sent
-            far.sendall(altered(stream, how) + bytes(SEGMENT_NBYTES))
+            far.sendall(altered(stream, how, segment) + bytes(segment))
 
     passing = threading.Thread(target=pass_on)
     passing.start()
@@ -201,7 +210,7 @@ def test_harm_is_found_before_anything_is_believed(level: str, how: str) -> None
         assert there.evidence[0].startswith("damaged (record ")
         assert "altered, replayed, reordered or left out" in there.evidence[0]
         assert there.frames == []
-        assert set(there.targets) <= {2 * SEGMENT_NBYTES}
+        assert set(there.targets) <= {2 * segment}
     finally:
         for end in ends:
             loop.call(end.link.close)

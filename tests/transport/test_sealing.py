@@ -20,6 +20,7 @@ from chaos_lightning.transport.sealing import (
     Sealer,
     Session,
     mixed,
+    segment_nbytes,
     session_of,
 )
 
@@ -67,13 +68,14 @@ def open_one(opener: Opener, record: bytes, nbytes: int) -> bytes:
 def test_what_was_sealed_opens(level: Level, pieces: list[bytes], big: int) -> None:
     """Payloads in any pieces, up to several segments long."""
     one, other = ends(level)
-    payload = [*pieces, b"\xa5" * (big * SEGMENT_NBYTES)]
+    segment = segment_nbytes(level)
+    payload = [*pieces, b"\xa5" * (big * segment)]
     header = b"h" * 44
     records = b"".join(wire(one.sealer, [header, *(piece for piece in payload if piece)]))
     assert open_one(other.opener, records[:60], 44) == header
     records, whole, opened = records[60:], b"".join(payload), b""
     while records:
-        nbytes = min(SEGMENT_NBYTES, len(records) - TAG_NBYTES)
+        nbytes = min(segment, len(records) - TAG_NBYTES)
         opened += open_one(other.opener, records[: nbytes + TAG_NBYTES], nbytes)
         records = records[nbytes + TAG_NBYTES :]
     assert opened == whole
@@ -146,6 +148,116 @@ def test_a_key_is_not_used_for_ever(level: Level, monkeypatch: pytest.MonkeyPatc
     assert len(wire(one.sealer, [b"one"], header=False) + wire(one.sealer, [b"two"], header=False)) == 2
     with pytest.raises(WireError, match="made anew"):
         wire(one.sealer, [b"three"], header=False)
+
+
+class Reader:
+    """Reads frames as a link does: headers of 44 bytes that begin with the payload's length, then the payload.
+
+    Attributes:
+        frames: Payloads that are whole; None where they were diverted.
+        calls: How often it received.
+    """
+
+    def __init__(self, opener: Opener) -> None:
+        self.opener = opener
+        self.head = memoryview(bytearray(44))
+        self.into: memoryview | None = None
+        self.payload = False
+        self.left = 0
+        self.frames: list[bytes | None] = []
+        self.calls = 0
+        self.expect()
+
+    def expect(self) -> None:
+        if not self.payload:
+            self.opener.expect(self.head, 44)
+            return
+        at = 0 if self.into is None else self.into.nbytes - self.left
+        self.opener.expect(None if self.into is None else self.into[at:], self.left, ahead_nbytes=44)
+
+    def receive(self, data: bytes) -> bytes:
+        """Takes what fits into one call; returns the rest."""
+        self.calls += 1
+        at = 0
+        for room in self.opener.room():
+            taken = min(room.nbytes, len(data) - at)
+            room[:taken] = data[at : at + taken]
+            at += taken
+        came = at
+        while self.opener.took(came):
+            if self.payload:
+                self.left -= self.opener.nbytes
+            else:
+                self.left = int.from_bytes(self.head[:4], "little")
+                self.into = memoryview(bytearray(self.left))
+                self.payload = True
+            if not self.left:
+                self.frames.append(None if self.into is None else bytes(self.into))
+                self.payload = False
+            self.expect()
+            came = 0
+        return data[at:]
+
+    def divert(self) -> None:
+        if self.payload:
+            self.opener.divert()
+            self.into = None
+
+
+def frame_of(sealer: Sealer, payload: bytes) -> bytes:
+    return b"".join(wire(sealer, [len(payload).to_bytes(4, "little") + bytes(40), *([payload] if payload else [])]))
+
+
+@levels
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(st.sampled_from([0, 1, 43, 44, 60, 200, 1000]), min_size=1, max_size=6),
+    st.lists(st.integers(1, 150), min_size=1, max_size=8),
+    st.sets(st.integers(0, 30), max_size=4),
+)
+def test_frames_open_however_the_network_cuts_them(
+    level: Level, sizes: list[int], cuts: list[int], diverted: set[int]
+) -> None:
+    """Also where a header comes along with the payload before it, whole or in part, and where a payload is diverted."""
+    one, other = ends(level)
+    payloads = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
+    stream = b"".join(frame_of(one.sealer, payload) for payload in payloads)
+    reader, turn = Reader(other.opener), 0
+    while stream:
+        cut = cuts[turn % len(cuts)]
+        stream = reader.receive(stream[:cut]) + stream[cut:]
+        if turn in diverted:
+            reader.divert()
+        turn += 1
+    assert len(reader.frames) == len(payloads)
+    assert all(got in (None, sent) for got, sent in zip(reader.frames, payloads, strict=True))
+    assert None not in reader.frames or diverted
+
+
+@levels
+def test_a_payload_and_the_next_header_take_one_call(level: Level) -> None:
+    one, other = ends(level)
+    reader = Reader(other.opener)
+    stream = b"".join(frame_of(one.sealer, bytes([n]) * 5000) for n in range(10))
+    while stream:
+        stream = reader.receive(stream)
+    assert reader.frames == [bytes([n]) * 5000 for n in range(10)]
+    assert reader.calls == 11
+
+
+@levels
+def test_a_header_that_came_along_has_to_open_as_any_other(level: Level) -> None:
+    """The payload before it is good; nothing of the frame after it is believed."""
+    for flipped in (5000 + 16, 5000 + 16 + 43, 5000 + 16 + 44, 5000 + 16 + 59):
+        one, other = ends(level)
+        reader = Reader(other.opener)
+        stream = bytearray(frame_of(one.sealer, b"a" * 5000) + frame_of(one.sealer, b"b" * 5000))
+        stream[60 + flipped] ^= 1
+        rest = reader.receive(bytes(stream))
+        with pytest.raises(WireError, match="record 2 of 44 bytes"):
+            reader.receive(rest)
+        assert reader.frames == [b"a" * 5000]
+        assert not reader.payload
 
 
 @levels
