@@ -139,11 +139,20 @@ class Linking(SchedulerState, ABC):
 
     def _ready(self) -> list[Peer]:
         """Newcomers that can be let in now: a link to a member stands, or they hold together where nobody is in."""
-        ready = super()._ready()
+        here = super()._ready()
         anchors = self._living()
+        ready = [p for p in here if not self._speaks_alone(p, [*anchors, *here])]
         if not anchors:
             return self._together(ready) if len(ready) > 1 else ready
         return [p for p in ready if any(self._usable(p, m) for m in anchors)]
+
+    def _speaks_alone(self, peer: Peer, others: Iterable[Peer]) -> bool:
+        """Whether it says that a link stands of which its other end, which would say so, has not said a word yet.
+
+        That one may be about to accept it: in a view before that, what it sent meanwhile would have gone nowhere.
+        """
+        facts = [self.topology.facts.get(pair(peer.id, p.id)) for p in others if p is not peer and p.conn is not None]
+        return any(fact is not None and fact.words == {peer.id: ""} for fact in facts)
 
     def _drop(self, peer: Peer) -> None:
         super()._drop(peer)
