@@ -382,8 +382,7 @@ class MemberMachine(Observing):
 
     def _load(self, header: Header, view: View) -> None:
         self.phase = Phase.LOADING
-        # Slot 1 is dealt by the founding view, whatever recovery comes before its header.
-        founded = self.dealing if self.header.hash == header.hash else None
+        founded = self.dealing if self.header.hash == header.hash else None  # slot 1 is dealt by no recovery's view
         self.view, self.header, self.dealing = view, header, header.view_change or founded or view
         self._former = None
         self.promised = max(self.promised, view.id)
