@@ -151,8 +151,15 @@ class Linking(SchedulerState, ABC):
 
         That one may be about to accept it: in a view before that, what it sent meanwhile would have gone nowhere.
         """
-        facts = [self.topology.facts.get(pair(peer.id, p.id)) for p in others if p is not peer and p.conn is not None]
-        return any(fact is not None and fact.words == {peer.id: ""} for fact in facts)
+        known = self.topology.facts
+        return any(
+            (fact := known.get(pair(peer.id, other.id))) is not None
+            and fact.words == {peer.id: ""}
+            and other.conn is not None
+            and self.topology.wants(peer, other)
+            for other in others
+            if other is not peer
+        )
 
     def _drop(self, peer: Peer) -> None:
         super()._drop(peer)
