@@ -139,11 +139,27 @@ class Linking(SchedulerState, ABC):
 
     def _ready(self) -> list[Peer]:
         """Newcomers that can be let in now: a link to a member stands, or they hold together where nobody is in."""
-        ready = super()._ready()
+        here = super()._ready()
         anchors = self._living()
+        ready = [p for p in here if not self._speaks_alone(p, [*anchors, *here])]
         if not anchors:
             return self._together(ready) if len(ready) > 1 else ready
         return [p for p in ready if any(self._usable(p, m) for m in anchors)]
+
+    def _speaks_alone(self, peer: Peer, others: Iterable[Peer]) -> bool:
+        """Whether it says that a link stands of which its other end, which would say so, has not said a word yet.
+
+        That one may be about to accept it: in a view before that, what it sent meanwhile would have gone nowhere.
+        """
+        known = self.topology.facts
+        return any(
+            (fact := known.get(pair(peer.id, other.id))) is not None
+            and fact.words == {peer.id: ""}
+            and other.conn is not None
+            and self.topology.wants(peer, other)
+            for other in others
+            if other is not peer
+        )
 
     def _drop(self, peer: Peer) -> None:
         super()._drop(peer)

@@ -382,7 +382,8 @@ class MemberMachine(Observing):
 
     def _load(self, header: Header, view: View) -> None:
         self.phase = Phase.LOADING
-        self.view, self.header, self.dealing = view, header, header.view_change or view
+        founded = self.dealing if self.header.hash == header.hash else None  # slot 1 is dealt by no recovery's view
+        self.view, self.header, self.dealing = view, header, header.view_change or founded or view
         self._former = None
         self.promised = max(self.promised, view.id)
         self.waiting_view = None

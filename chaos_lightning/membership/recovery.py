@@ -178,11 +178,9 @@ def _ruling(
         if member in unusable:
             rejoin.append((member, unusable[member]))
         elif not report.loaded:
-            # Before slot 1 the deal is the founding view's function, which a joiner of a later view would not know.
-            at_base = (
-                base is not None
-                and base.seq > 0
-                and (report.head == base.hash if report.entered != NO_VIEW else member in admitted)
+            # Before slot 1 the deal is the founding view's function: who has heard of that one goes on loading.
+            at_base = base is not None and (
+                report.head == base.hash if report.entered != NO_VIEW else member in admitted
             )
             if at_base:
                 members.append(member)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from membership_script import header_after, member
+from membership_script import MemberScript, header_after, member
 
 from chaos_lightning.membership.recovery import needs_bytes, rule, scope_of, union, with_scope
 from chaos_lightning.membership.types import GENESIS, NO_VIEW, Header, Report, Source, Span, View, ViewId
@@ -135,12 +135,36 @@ def test_nobody_holds_the_state() -> None:
     assert [m for m, _ in ruling.rejoin] == ["b~2"]
 
 
-def test_before_the_first_slot_joiners_join_again() -> None:
-    """Their deal is the founding view's function, which a joiner of a later view would not know (10)."""
-    founding = replace(V1, joiners=("b~2", "c~3", "d~4"))
-    reports = {"a~1": report(GENESIS), "b~2": report(GENESIS, loaded=False, raw=False), "c~3": report(GENESIS)}
-    ruling = rule([founding], reports)
-    assert ruling.members == ("a~1", "c~3")
+def test_founders_that_load_when_a_recovery_comes_load_on() -> None:
+    """Also before slot 1. Who never heard of the founding view cannot tell how that slot is dealt, and waits."""
+    founded = view(1, 0, "a~1", "b~2", "c~3", "d~4", joiners=("b~2", "c~3", "d~4"))
+    loading = report(GENESIS, founded, loaded=False, raw=False)
+    ruling = rule(
+        [founded], {"a~1": report(GENESIS, founded), "b~2": loading, "c~3": replace(loading, entered=NO_VIEW)}
+    )
+    assert (ruling.base, ruling.hand_on, ruling.rejoin) == (GENESIS, False, ())
+    assert (ruling.members, ruling.joiners, ruling.waiting) == (("a~1", "b~2"), ("b~2",), ("c~3",))
+
+
+def test_founder_that_loads_on_deals_the_first_slot_by_the_founding_view() -> None:
+    """As those do that had the state (PROTOCOL.md 10)."""
+    founder = MemberScript()
+    lines = """
+        view v1 1.1 0.0 a~1 b~2* c~3*
+        view v2 1.2 1.1 a~1 c~3*
+        welcome c~3 founder
+        open links a~1 b~2
+        link a~1 up
+        link b~2 up
+        decide v1 after genesis
+        prepare 1.2
+        decide v2 after genesis
+        loaded genesis
+    """
+    effects = [words for line in lines.split("\n") if line.strip() for words in founder.line(line.split())]
+    assert effects[-2:] == ["tells the scheduler: entered 1.2 at 0 on genesis", "opens slot 1 in view 1.2"]
+    assert not [words for words in effects if words.startswith("is out")]
+    assert founder.machine.dealing == founder.names.views["v1"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda p: (min(p), max(p)))))

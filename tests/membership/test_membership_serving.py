@@ -21,6 +21,7 @@ a ready
 a entered 1.1 on=genesis
 b hello
 b link a up
+a link b up
 b ready
 view v1 1.1 0.0 a~1
 view v2 1.2 1.1 a~1 b~2*
@@ -44,8 +45,13 @@ def say(to: SchedulerScript | MemberScript, text: str) -> list[str]:
     return [words for line in text.splitlines() if line for words in to.line(line.split())]
 
 
+def linked(name: str) -> str:
+    """With a and b, as both ends say."""
+    return "".join(f"{name} link {m} up\n{m} link {name} up\n" for m in "ab")
+
+
 def newcomers(*names: str) -> str:
-    return "\n".join(f"{n} hello replays\n{n} link a up\n{n} link b up\n{n} ready" for n in names)
+    return "\n".join(f"{n} hello replays\n{linked(n)}{n} ready" for n in names)
 
 
 def observing(to: SchedulerScript) -> set[str]:
@@ -57,7 +63,7 @@ def observing(to: SchedulerScript) -> set[str]:
 
 
 def test_one_that_did_not_offer_to_replay_is_no_observer() -> None:
-    scheduler = script(JOB + "c hello\nc link a up\nc ready")
+    scheduler = script(JOB + "c hello\nc link a up\na link c up\nc ready")
     assert observing(scheduler) == set()
     assert scheduler.machine is not None
     assert scheduler.machine.peers["c~3"].way == "pause"
@@ -75,7 +81,7 @@ def test_one_generation_at_a_time() -> None:
 
 def test_newcomers_of_one_moment_are_one_generation() -> None:
     names = [f"x{i}" for i in range(10)]
-    scheduler = script(JOB + "store waits\nc hello\nc link a up\nc link b up\nc ready\n" + newcomers(*names))
+    scheduler = script(JOB + "store waits\nc hello\n" + linked("c") + "c ready\n" + newcomers(*names))
     assert observing(scheduler) == set(), "a view is being decided"
     told = say(scheduler, "view v3 1.3 1.2 a~1 b~2 c~3*\nheader h3 h2 v2 boundary v3\nstored\na entered 1.3 on=h3")
     told += say(scheduler, "b entered 1.3 on=h3\nc entered 1.3 on=h3")
