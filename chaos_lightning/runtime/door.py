@@ -40,11 +40,15 @@ class Door:
     Args:
         keys: Whom to believe, and what to show.
         refused: Told (peer, why) about everybody who is not let in.
+        handshake_timeout_s: Whoever has not said who it is by then is not waited for; HANDSHAKE_TIMEOUT_S if None.
     """
 
-    def __init__(self, keys: KeyFolder, refused: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, keys: KeyFolder, refused: Callable[[str, str], None], *, handshake_timeout_s: float | None = None
+    ) -> None:
         self._keys = keys
         self._refused = refused
+        self._handshake_timeout_s = handshake_timeout_s
         self._callers: dict[str, Caller] = {}
         self._listening: list[asyncio.Task[None]] = []
         self._visits: set[asyncio.Task[None]] = set()
@@ -67,6 +71,11 @@ class Door:
             raise
         self._listening = [asyncio.create_task(self._accept(listener, inner)) for listener in listeners]
         return port
+
+    @property
+    def visits(self) -> int:
+        """Connections that stand, or are being made."""
+        return len(self._visits)
 
     def caller(self, peer: str) -> Caller | None:
         """Who is behind a connection that gRPC sees as `peer`; None if it did not come through the door."""
@@ -118,11 +127,12 @@ class Door:
 
     async def _visit(self, outside: _Outside, inner: int) -> None:
         self._greeting += 1
+        limit_s = HANDSHAKE_TIMEOUT_S if self._handshake_timeout_s is None else self._handshake_timeout_s
         try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            async with asyncio.timeout(limit_s):
                 who = await outside.greet()
         except TimeoutError:
-            self._refused(outside.peer, f"no TLS handshake within {HANDSHAKE_TIMEOUT_S:g} s")
+            self._refused(outside.peer, f"no TLS handshake within {limit_s:g} s")
             return
         except (ssl.SSLError, WireError, ValueError) as error:
             self._refused(outside.peer, outside.why(error))
