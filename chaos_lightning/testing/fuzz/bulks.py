@@ -91,7 +91,10 @@ class _Donor:
         with near:
             channel = BulkSocket(near, stall_timeout_s=_PATIENCE_S)
             channel.send(Frame(Type.GET_STATE, HEAD, SEQ, 0, 64))
-            answer = channel.receive_header()
+            try:
+                answer = channel.receive_header()
+            except OSError as error:
+                raise FindingError(f"a donor does not answer an honest joiner any more: {error}") from error
             if answer is None or answer.type is not Type.DATA:
                 raise FindingError(f"a donor does not answer an honest joiner any more, but says {answer}")
             channel.receive_into([memoryview(bytearray(answer.length))])
@@ -109,16 +112,20 @@ def _donor() -> _Donor:
 def _hostile(said: bytes, *, sealed: bool) -> Iterator[Callable[[], socket.socket]]:
     """Makes connections at whose other end somebody says this, says no more, and reads."""
     speakers: list[threading.Thread] = []
+    kept_open: list[BaseException] = []
 
     def speak(sock: socket.socket) -> None:
-        with sock, contextlib.suppress(OSError):
+        with sock, contextlib.suppress(ConnectionError):
             sock.settimeout(_PATIENCE_S)
             stream = a_session(Level.ENCRYPTED, dialled=True).stream
-            for parts in stream.records([memoryview(said)]) if sealed else [[memoryview(said)]]:
-                sock.sendall(b"".join(parts))
-            sock.shutdown(socket.SHUT_WR)
-            while sock.recv(1 << 16):
-                pass
+            try:
+                for parts in stream.records([memoryview(said)]) if sealed else [[memoryview(said)]]:
+                    sock.sendall(b"".join(parts))
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(1 << 16):
+                    pass
+            except TimeoutError as error:
+                kept_open.append(error)
 
     def connect() -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -128,8 +135,8 @@ def _hostile(said: bytes, *, sealed: bool) -> Iterator[Callable[[], socket.socke
 
     yield connect
     for speaker in speakers:
-        speaker.join(_PATIENCE_S)
-        if speaker.is_alive():
+        speaker.join(2 * _PATIENCE_S)
+        if kept_open or speaker.is_alive():
             raise FindingError("a bulk connection whose other end says no more is still open")
 
 
