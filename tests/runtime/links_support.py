@@ -137,6 +137,10 @@ class Node:
     def rule(self, view: View) -> None:
         self.do(lambda: self.links.rule(view))
 
+    def expect(self, *ids: str) -> None:
+        """These may dial: younger members, so that this one does not dial them, whatever it wants besides."""
+        self.do(lambda: self.links.also(tuple(Member(i, i[0], "host", "127.0.0.1", 1) for i in ids)))
+
     def close(self) -> None:
         self.loop.call(self.links.close)
         self.loop.stop()

@@ -30,6 +30,13 @@ def test_records_that_arrive_well_are_believed_and_others_are_not(level: Level) 
         assert read_stream(level, damaged) == believed == (b"onetwo" if fate is Fate.TWICE else b"one")
 
 
+def test_records_that_two_changes_leave_in_their_place_are_genuine() -> None:
+    """The second one overtakes the third, which is left out."""
+    fates = [(Fate.WELL, b"one"), (Fate.SWAPPED, b"two"), (Fate.LEFT_OUT, b"three"), (Fate.WELL, b"four")]
+    arrives, believed = travelled(Level.ENCRYPTED, [(int(fate), word) for fate, word in fates], stream=True)
+    assert read_stream(Level.ENCRYPTED, arrives) == believed == b"onetwo"
+
+
 def test_a_reader_that_believes_what_does_not_open_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def took(opener: Any, count: int) -> bool:
         opener._got += count

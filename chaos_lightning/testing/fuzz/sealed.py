@@ -86,11 +86,10 @@ def _records(level: Level, sealed: list[tuple[int, bytes]], *, stream: bool) -> 
 
 def travelled(level: Level, sealed: list[tuple[int, bytes]], *, stream: bool) -> tuple[bytes, bytes]:
     """(what arrives, what of it may be believed)."""
+    records = _records(level, sealed, stream=stream)
     arrives: list[bytes] = []
-    held: bytes | None = None
-    believed, genuine = b"", True
-    for fate, place, whole, clear in _records(level, sealed, stream=stream):
-        record = whole
+    held = b""
+    for fate, place, record, clear in records:
         match fate:
             case Fate.FLIPPED:
                 at = (place * 7) % len(record)
@@ -99,8 +98,8 @@ def travelled(level: Level, sealed: list[tuple[int, bytes]], *, stream: bool) ->
                 record = record * 2
             case Fate.LEFT_OUT:
                 record = b""
-            case Fate.SWAPPED if held is None:
-                held, genuine = record, False
+            case Fate.SWAPPED if not held:
+                held = record
                 continue
             case Fate.CUT_SHORT:
                 record = record[: len(record) - 1 - place % len(record)]
@@ -113,11 +112,14 @@ def travelled(level: Level, sealed: list[tuple[int, bytes]], *, stream: bool) ->
                 record = struct.pack("<I", length) + record[_LENGTH_NBYTES:]
             case Fate.PLAIN:
                 record = clear
-        believed += clear if genuine and record.startswith(whole) else b""
-        genuine = genuine and record == whole
-        arrives += [record, *([held] if held is not None else [])]
-        held = None
-    return b"".join(arrives), believed
+        arrives += [record, held]
+        held = b""
+    whole, believed, at = b"".join(arrives), b"", 0
+    for _, _, record, clear in records:
+        if whole[at : at + len(record)] != record:
+            break
+        believed, at = believed + clear, at + len(record)
+    return whole, believed
 
 
 def read_stream(level: Level, arrives: bytes) -> bytes:
