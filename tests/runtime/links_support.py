@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -24,13 +23,6 @@ def pacing_of(sock: socket.socket) -> float:
     """What the kernel lets this connection send, in bits per second (struct tcp_info)."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 120)
     return 8.0 * struct.unpack_from("=Q", info, 112)[0]
-
-
-def until(done: Callable[[], object], what: str) -> None:
-    """Looks again and again, for what nobody tells."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not done():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
 
 
 class Node:

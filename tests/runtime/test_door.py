@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 from keys_support import CHAIN, KEY, TRUSTED, Keys, Refusals, Shown, call, write_keys
-from links_support import until
 from served import PATIENCE_S, Facts, Served, attending, serving
+from until_support import until
 
 from chaos_lightning.errors import ConfigurationError, RefusedError
 from chaos_lightning.membership import effects as fx

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
-from links_support import DEADLINE_S, Node, connect, pacing_of, until
+from links_support import DEADLINE_S, Node, connect, pacing_of
+from until_support import until
 
 from chaos_lightning.membership.types import ViewId
 from chaos_lightning.runtime.measuring import RENEW_S

@@ -7,7 +7,8 @@ import threading
 import time
 
 import pytest
-from links_support import DEADLINE_S, Node, until
+from links_support import DEADLINE_S, Node
+from until_support import until
 
 from chaos_lightning.errors import RefusedError
 from chaos_lightning.membership.types import NO_VIEW, LinkSpec, Member, View, ViewId
