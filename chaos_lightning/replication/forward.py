@@ -39,6 +39,7 @@ def decode_route(data: bytes) -> tuple[str, ...]:
     """WireError for anything that is no short list of distinct names."""
     try:
         hops = json.loads(data)
+        json.dumps(hops, ensure_ascii=False).encode()  # a lone surrogate is valid JSON, and no text
     except (ValueError, RecursionError) as error:
         raise WireError(f"malformed route: {error!r}") from error
     if type(hops) is not list or not 1 <= len(hops) <= MAX_HOPS:

@@ -246,7 +246,7 @@ class _StatePull:
         try:
             text = asked.result(min(EARLY_S, max(0.0, self.session.deadline - time.monotonic())))
             tensors = self.state.tensors()
-            manifest = decode_manifest(text, dict(tensors))
+            manifest = _manifest(text, dict(tensors))
         except (ChaosError, OSError, TimeoutError):  # what is wrong shows again when it matters
             return None
         self.state.prepare(manifest, build_table(tensors, hashes=[()] * len(tensors)))
@@ -285,7 +285,7 @@ class _StatePull:
     def _prepare(self, table: StateTable, text: bytes) -> None:
         """Make the tensors; those of the table that are not there yet have a shape but no memory in the manifest."""
         shapes = {e.name: placeholder(e) for e in table.entries}
-        self.state.prepare(decode_manifest(text, {**shapes, **dict(self.state.tensors())}), table)
+        self.state.prepare(_manifest(text, {**shapes, **dict(self.state.tensors())}), table)
 
     def _round(self, lead: str, table: StateTable, text: bytes) -> Board | None:
         """Deliver and adopt; the board if donors ran out before everything arrived."""
@@ -305,7 +305,7 @@ class _StatePull:
             return board
         for item in regions:
             item.finish()
-        self.state.adopt(decode_manifest(text, {**dict(tensors), **attached}))
+        self.state.adopt(_manifest(text, {**dict(tensors), **attached}))
         self._prove(table)
         return None
 
@@ -363,6 +363,13 @@ def _control(donor: Donor) -> tuple[StateTable, bytes]:
     """In the donor's thread: table and manifest."""
     text = donor.ask(Type.GET_MANIFEST, Type.MANIFEST)
     return decode_table(donor.ask(Type.GET_TABLE, Type.TABLE)), text
+
+
+def _manifest(text: bytes, tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
+    found = decode_manifest(text, tensors)
+    if not isinstance(found, Mapping):
+        raise WireError(f"malformed manifest: a {type(found).__name__} instead of values by name")
+    return found
 
 
 def _missing(table: StateTable, hashes: Sequence[Hashes]) -> list[Piece]:

@@ -166,6 +166,11 @@ def signed_by(certificate: str, authority: str) -> bool:
     return True
 
 
+def each_of(bundle: bytes) -> tuple[str, ...]:
+    """The certificates (PEM) of a file, each written alike; what is none is a ValueError."""
+    return tuple(_text(certificate) for certificate in x509.load_pem_x509_certificates(bundle))
+
+
 def first_of(chain: bytes) -> str:
     """The first certificate (PEM) of a file; what is none is a ValueError."""
     return _text(x509.load_pem_x509_certificates(chain)[0])

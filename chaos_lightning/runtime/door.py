@@ -8,6 +8,11 @@ forgets it before it lets the port go. Who comes to the inner port directly is i
 
 A handshake has a deadline, few are under way at a time, and each side is read no faster than the other one takes it.
 When either connection ends, the other one does.
+
+Who was let in is looked at again. A connection ends with the certificate that it was made with; and when an authority
+has left the folder of keys, those end whose certificate none of the others has signed, one after the other. Members
+come in again by themselves, with the keys that lie in their folders by then; they train on meanwhile, and one that
+comes back before the next one goes leaves no room for taking it for dead.
 """
 
 from __future__ import annotations
@@ -16,22 +21,49 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 from chaos_lightning.errors import WireError
 from chaos_lightning.runtime.access import addresses
+from chaos_lightning.runtime.certificates import each_of, signed_by, when
 from chaos_lightning.runtime.credentials import KeyFolder
 from chaos_lightning.runtime.roles import Caller, read_uris
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_HANDSHAKES = 64
+LOOK_S = 1.0
+"""Between two looks at the certificates of those who are in."""
+TURN_S = 0.2
+"""Between the ends of two connections, when an authority is believed no longer."""
 _PIECE_NBYTES = 1 << 16
 _BACKLOG = 128
 _FULL_PAUSE_S = 0.2
 """Before the next attempt where this process has too many files open."""
 _INSIDE = "127.0.0.1"
+
+
+@dataclass(eq=False, slots=True)
+class _Guest:
+    """Who was let in.
+
+    Attributes:
+        who: By its certificate.
+        certificate: PEM.
+        until: When it ends (seconds since 1970).
+        trusted: Authorities (PEM) that were believed when it was looked at last.
+        over: Set: the connection is to end.
+    """
+
+    who: Caller
+    certificate: str
+    until: float
+    trusted: bytes
+    over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Door:
@@ -40,14 +72,19 @@ class Door:
     Args:
         keys: Whom to believe, and what to show.
         refused: Told (peer, why) about everybody who is not let in.
+        handshake_timeout_s: Whoever has not said who it is by then is not waited for; HANDSHAKE_TIMEOUT_S if None.
     """
 
-    def __init__(self, keys: KeyFolder, refused: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, keys: KeyFolder, refused: Callable[[str, str], None], *, handshake_timeout_s: float | None = None
+    ) -> None:
         self._keys = keys
         self._refused = refused
+        self._handshake_timeout_s = handshake_timeout_s
         self._callers: dict[str, Caller] = {}
         self._listening: list[asyncio.Task[None]] = []
         self._visits: set[asyncio.Task[None]] = set()
+        self._guests: set[_Guest] = set()
         self._greeting = 0
 
     async def open(self, host: str, port: int, inner: int) -> int:
@@ -66,7 +103,13 @@ class Door:
                 listener.close()
             raise
         self._listening = [asyncio.create_task(self._accept(listener, inner)) for listener in listeners]
+        self._listening.append(asyncio.create_task(self._look_again()))
         return port
+
+    @property
+    def visits(self) -> int:
+        """Connections that stand, or are being made."""
+        return len(self._visits)
 
     def caller(self, peer: str) -> Caller | None:
         """Who is behind a connection that gRPC sees as `peer`; None if it did not come through the door."""
@@ -101,6 +144,30 @@ class Door:
         self._visits.discard(visit)
         sock.close()
 
+    # ------------------------------------------------------------------ who is in
+
+    async def _look_again(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for guest in [g for g in self._guests if g.until < time.time()]:
+                ended = when(datetime.fromtimestamp(guest.until, UTC))
+                self._put_out(
+                    guest, f"its certificate has expired on {ended}; the connection that it was shown for ends"
+                )
+            trusted = self._keys.current().trusted
+            for guest in [g for g in self._guests if g.trusted != trusted]:
+                if guest in self._guests and not _still_believed(guest, trusted):
+                    self._put_out(
+                        guest, "its certificate's authority is believed no longer; it comes in again with new keys"
+                    )
+                    await asyncio.sleep(TURN_S)
+                guest.trusted = trusted
+
+    def _put_out(self, guest: _Guest, why: str) -> None:
+        self._guests.discard(guest)
+        self._refused(str(guest.who), why)
+        guest.over.set()
+
     # ------------------------------------------------------------------ one visitor
 
     async def _visited(self, sock: socket.socket, inner: int) -> None:
@@ -118,11 +185,12 @@ class Door:
 
     async def _visit(self, outside: _Outside, inner: int) -> None:
         self._greeting += 1
+        limit_s = HANDSHAKE_TIMEOUT_S if self._handshake_timeout_s is None else self._handshake_timeout_s
         try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                who = await outside.greet()
+            async with asyncio.timeout(limit_s):
+                guest = await outside.greet()
         except TimeoutError:
-            self._refused(outside.peer, f"no TLS handshake within {HANDSHAKE_TIMEOUT_S:g} s")
+            self._refused(outside.peer, f"no TLS handshake within {limit_s:g} s")
             return
         except (ssl.SSLError, WireError, ValueError) as error:
             self._refused(outside.peer, outside.why(error))
@@ -131,23 +199,26 @@ class Door:
             return  # gone before it said who it is
         finally:
             self._greeting -= 1
-        if who is not None:
-            await self._pass_on(outside, who, inner)
+        if guest is not None:
+            await self._pass_on(outside, guest, inner)
 
-    async def _pass_on(self, outside: _Outside, who: Caller, inner: int) -> None:
+    async def _pass_on(self, outside: _Outside, guest: _Guest, inner: int) -> None:
         try:
             reader, writer = await asyncio.open_connection(_INSIDE, inner, limit=_PIECE_NBYTES)
         except OSError:
             return  # the scheduler is ending
         name = f"ipv4:{_INSIDE}:{writer.get_extra_info('sockname')[1]}"
-        self._callers[name] = who
-        ways = [asyncio.create_task(outside.send_all(reader)), asyncio.create_task(outside.receive_all(writer))]
+        self._callers[name] = guest.who
+        self._guests.add(guest)
+        works = (outside.send_all(reader), outside.receive_all(writer), guest.over.wait())
+        ways: list[asyncio.Task[Any]] = [asyncio.create_task(work) for work in works]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
+            self._guests.discard(guest)
             del self._callers[name]
             writer.close()
             with contextlib.suppress(OSError, asyncio.CancelledError):
@@ -161,10 +232,12 @@ class _Outside:
         self._reader = reader
         self._writer = writer
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = keys.current().server.wrap_bio(self._in, self._out, server_side=True)
+        now = keys.current()
+        self._trusted = now.trusted
+        self._tls = now.server.wrap_bio(self._in, self._out, server_side=True)
         self.peer = _peer(writer)
 
-    async def greet(self) -> Caller | None:
+    async def greet(self) -> _Guest | None:
         """The handshake; who it is, or None if nobody said a word (whoever looks whether somebody listens here)."""
         heard = False
         while True:
@@ -193,7 +266,9 @@ class _Outside:
         found: dict[str, Any] = self._tls.getpeercert() or {}
         uris = [str(value) for kind, value in found.get("subjectAltName", ()) if kind == "URI"]
         role, name = read_uris(uris)
-        return Caller(name, role, self.peer)
+        certificate = ssl.DER_cert_to_PEM_cert(self._tls.getpeercert(True) or b"")
+        until = ssl.cert_time_to_seconds(found["notAfter"])
+        return _Guest(Caller(name, role, self.peer), certificate, until, self._trusted)
 
     def why(self, error: Exception) -> str:
         """Why it was refused. Whose certificate was refused cannot be told: ssl keeps those to itself."""
@@ -246,6 +321,12 @@ class _Outside:
         if self._out.pending:
             self._writer.write(self._out.read())
             await self._writer.drain()
+
+
+def _still_believed(guest: _Guest, trusted: bytes) -> bool:
+    """By these authorities (PEM). Where none has left, nobody is out: one may have vouched for another."""
+    believed = each_of(trusted)
+    return set(each_of(guest.trusted)) <= set(believed) or any(signed_by(guest.certificate, one) for one in believed)
 
 
 def _peer(writer: asyncio.StreamWriter) -> str:

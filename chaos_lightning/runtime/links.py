@@ -3,7 +3,9 @@
 Theory of operation. The member with the younger id dials (newcomers dial the others), the other accepts; handshakes
 run in short-lived threads so that a slow stranger never holds up the loop. A link that breaks is reported with its
 evidence and dialled again while its peer is wanted, with growing pauses. A link that is not wanted any more is
-finished, not cut: the slot that made the change may still have bytes in it. Both ends ping, so a link on which nothing
+finished, not cut: the slot that made the change may still have bytes in it. Who dials without being expected - no view
+and nothing that the scheduler said links it with this member - is waited for a moment, since its end may have been told
+first, and then refused, whatever keys it knows. Both ends ping, so a link on which nothing
 arrives for `SILENCE_S` is given up and dialled anew: a path that swallows bytes closes no socket.
 
 Messages go over the direct link if there is one; else, where the view names its links, as letters from neighbour to
@@ -39,6 +41,8 @@ from chaos_lightning.transport.sealing import ProtectedSocket
 PING_INTERVAL_S = 0.1
 SILENCE_S = 3.0
 """A link on which nothing was heard for so long carries nothing any more, though it was not closed."""
+EXPECT_S = 2.0
+"""Who dials may have been told of this link so much earlier."""
 FINISH_S = 30.0
 """A link that is not wanted any more has so long to deliver what was queued."""
 _MAX_HANDSHAKES = 64
@@ -101,6 +105,9 @@ class Links:
         self._few = FewLines()
         self._links: dict[str, Link] = {}
         self._wanted: dict[str, Member] = {}
+        self._told = threading.Condition()
+        self._expected: frozenset[str] = frozenset()
+        """Who may dial this member; read by the threads that greet."""
         self._dialling: set[str] = set()
         self._failures: dict[str, int] = {}
         self._finishing: dict[Link, tuple[str, float, int]] = {}
@@ -127,6 +134,7 @@ class Links:
     def want(self, peers: tuple[Member, ...]) -> None:
         """Keeps links to exactly these members."""
         self._wanted = {m.id: m for m in peers if m.id != self.me}
+        self._expect()
         for peer in [p for p in self._links if p not in self._wanted]:
             self._finish(peer, self._links.pop(peer))
         self._post_again()
@@ -139,12 +147,19 @@ class Links:
     def rule(self, view: View | None) -> None:
         """This view rules from now on, so messages go by its links; None: this member is in none."""
         self._router.rule(self.me, view)
+        self._expect()
         self._post_again()
 
     def foresee(self, view: View) -> None:
         """This view is coming: its links say how its newcomers are reached."""
         self._router.foresee(self.me, view)
+        self._expect()
         self._post_again()
+
+    def _expect(self) -> None:
+        with self._told:
+            self._expected = self._router.neighbours.union(self._wanted)
+            self._told.notify_all()
 
     def opened(self, seq: int) -> None:
         """Slot `seq` is open: results of the slot before the last are overwritten from now on (PROTOCOL.md 3)."""
@@ -167,6 +182,7 @@ class Links:
         self._letters.clear()
         self._router = Router()
         self._wanted = {}
+        self._expect()
 
     def _finish(self, peer: str, link: Link) -> None:
         self._measuring.lost(peer, link)
@@ -231,7 +247,14 @@ class Links:
 
     def _greet(self, sock: socket.socket) -> None:
         try:
-            greeting = accept(sock, job=self._job, me=self.me, token=self._secret.tokens(), keys=self.keys)
+            greeting = accept(
+                sock,
+                job=self._job,
+                me=self.me,
+                token=self._secret.tokens(),
+                keys=self.keys,
+                objection=self._objection,
+            )
             sock = ProtectedSocket.around(sock, greeting.session)
         except (ChaosError, OSError) as error:
             self._refused(str(error))
@@ -252,6 +275,14 @@ class Links:
         else:
             self._loop.call(lambda: self._accepted(greeting, sock))
 
+    def _objection(self, greeting: Greeting) -> str:
+        peer = greeting.me
+        if greeting.purpose == "link":
+            with self._told:
+                if not self._told.wait_for(lambda: peer in self._expected or self._closed, EXPECT_S):
+                    return f"no view has a link of it with {self.me}, and the scheduler has not told of one"
+        return ""
+
     def _refused(self, line: str) -> None:
         unlogged = self._few.take()
         if unlogged is not None:
@@ -260,6 +291,10 @@ class Links:
     def _accepted(self, greeting: Greeting, sock: socket.socket) -> None:
         if self._closed or greeting.peer != self.me:  # it greeted whom this member was before it began anew
             sock.close()
+            return
+        if greeting.me not in self._expected:
+            sock.close()
+            self._refused(f"closed a connection of {greeting.me!r}: it was expected a moment ago, and is no more")
             return
         self._add(greeting.me, sock)
 
@@ -440,6 +475,7 @@ class Links:
     def close(self, *, bye: bool = True) -> None:
         self._closed = True
         self._wanted = {}
+        self._expect()
         for link in list(self._links.values()):
             link.close(bye=bye)
         for link in self._finishing:

@@ -122,6 +122,12 @@ class Router:
             self._coming = [*self._coming, (view, _ways(me, view))][-4:]
 
     @property
+    def neighbours(self) -> frozenset[str]:
+        """Whom the ruling view, or one that is coming, links with this member."""
+        ways = (self._ruling[1], *(ways for _, ways in self._coming))
+        return frozenset(member for known in ways for member, hop in known.items() if member == hop)
+
+    @property
     def hops(self) -> int:
         """Over so many links a letter may go: no way in a known view is longer."""
         known = [view for view, _ in self._coming] + [view for view in self._ruling[:1] if view is not None]

@@ -330,13 +330,17 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             return
         if isinstance(message, Welcome):
             connection.name = message.member.name
-        if connection.outbox.qsize() >= _MAX_OUTBOX:
-            self._events.emit("error", text=f"{connection.name or connection.peer} does not read; its stream is cut")
-            connection.cut.set()
-            return
         assert self._keys is not None, "who does not lead says nothing"
         for to, what in self._keys.with_keys(number, message, self._connections):
-            self._connections[to].outbox.put_nowait(what)
+            self._put(self._connections[to], what)
+
+    def _put(self, connection: Connection, message: ToMember) -> None:
+        """Whoever's message it comes with: keys go to both ends of a link, and one of them may not read."""
+        if connection.outbox.qsize() < _MAX_OUTBOX:
+            connection.outbox.put_nowait(message)
+        elif not connection.cut.is_set():
+            self._events.emit("error", text=f"{connection.name or connection.peer} does not read; its stream is cut")
+            connection.cut.set()
 
     def _done(self, reason: str) -> None:
         if not self._done_reason:

@@ -28,7 +28,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -242,8 +242,19 @@ def accept(
     token: bytes | Sequence[bytes] = b"",
     deadline_s: float = 5.0,
     keys: Keys | None = None,
+    objection: Callable[[Greeting], str] = lambda greeting: "",
 ) -> Greeting:
     """The listening side's half. On refusal the reason is sent, the socket closed and RefusedError raised.
+
+    Args:
+        sock: Connected; tuned here.
+        job: This member's.
+        me: This member's id.
+        token: The cluster's, or those that count while it is rotated.
+        deadline_s: For the whole handshake.
+        keys: What this member knows of keys.
+        objection: Why this member does not want somebody who has proved all that it must; "" if it does. It may wait
+            for a moment.
 
     Returns:
         Who dialled; its `session`, if there is one, is to be put around the socket (sealing.ProtectedSocket).
@@ -270,7 +281,7 @@ def accept(
             elif secret is None:
                 reason = "wrong or missing key" if name else "wrong or missing cluster token"
             else:
-                reason = _mismatch(claim, sock, job, me, keys)
+                reason = _mismatch(claim, sock, job, me, keys) or objection(claim.greeting)
         if claim is None or secret is None or reason:
             _send(sock, {"ok": False, "reason": reason})
             who = f"{_cut(claim.greeting.me)} " if claim is not None else ""

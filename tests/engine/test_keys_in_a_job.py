@@ -102,7 +102,11 @@ def test_keys_are_rotated_while_two_members_train(job: Job, keys: Path) -> None:
     assert fetch_status(job.endpoint, thief)["machine"]["members"]  # not yet
     train(job, keys, "c", host_scheduler=False)
     job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="a", after=first)
+    done = job.harness.records[-1]
     keyfiles.finish(keys)
+    for name in "ab":  # their connections were made with the old keys
+        again = job.harness.wait_for("scheduler", lambda r: r["state"] == "connected", node=name, after=done)
+        job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node=name, after=again)
     with pytest.raises(RefusedError, match="certificate"):
         fetch_status(job.endpoint, thief)
     job.harness.declare("thief")

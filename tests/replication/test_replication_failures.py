@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from typing import Any, cast
 
 import pytest
 import torch
@@ -327,3 +328,16 @@ def test_corrupted_reduced_bytes_are_pulled_again() -> None:
         proxy.close()
     assert report.corrupted == 1
     assert torch.equal(result, mine)
+
+
+# --- nonsense --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("manifest", [None, [1], "text", 3])
+def test_a_donor_whose_manifest_is_no_values_by_name_is_out(manifest: object) -> None:
+    """Such as somebody hostile sends; the joiner ended with a TypeError."""
+    with donors("a") as (donor,):
+        state = numbered(2, 1000)
+        donor.server.publish(HEAD, SEQ, state.tensors(), cast(Any, manifest))
+        with pytest.raises(StateError, match=rf"a {type(manifest).__name__} instead of values by name"):
+            pull_state([donor.endpoint], dial, head=HEAD, seq=SEQ, state=numbered(2, 1000, seed=1), config=QUICK)

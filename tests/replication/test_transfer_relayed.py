@@ -198,6 +198,7 @@ def test_a_route_comes_back(route: list[str]) -> None:
         json.dumps(["x" * 300]).encode(),
         b"[" * 4000,
         b"\xff",
+        b'["\\ud800"]',
     ],
 )
 def test_a_route_that_is_none_is_refused(data: bytes) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -24,13 +23,6 @@ def pacing_of(sock: socket.socket) -> float:
     """What the kernel lets this connection send, in bits per second (struct tcp_info)."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 120)
     return 8.0 * struct.unpack_from("=Q", info, 112)[0]
-
-
-def until(done: Callable[[], object], what: str) -> None:
-    """Looks again and again, for what nobody tells."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not done():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
 
 
 class Node:
@@ -136,6 +128,10 @@ class Node:
 
     def rule(self, view: View) -> None:
         self.do(lambda: self.links.rule(view))
+
+    def expect(self, *ids: str) -> None:
+        """These may dial: younger members, so that this one does not dial them, whatever it wants besides."""
+        self.do(lambda: self.links.also(tuple(Member(i, i[0], "host", "127.0.0.1", 1) for i in ids)))
 
     def close(self) -> None:
         self.loop.call(self.links.close)

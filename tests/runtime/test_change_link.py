@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
 from served import PATIENCE_S, Client, Served, serving
 from typer.testing import CliRunner, Result
+from until_support import until
 
 from chaos_lightning.cli import app
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError
@@ -55,13 +55,6 @@ class Reaching(Client):
         super()._on_message(message)
 
 
-def until(test: Callable[[], object]) -> None:
-    """Asks again and again, for no longer than PATIENCE_S."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not test():
-        assert time.monotonic() < deadline, "it never came about"
-
-
 @contextmanager
 def attending_reaching(endpoint: str, name: str) -> Iterator[Client]:
     client = Reaching(endpoint, name)
@@ -81,7 +74,7 @@ def job() -> Iterator[tuple[Served, dict[str, Client]]]:
             clients[name] = stack.enter_context(attending_reaching(served.endpoint, name))
         for client in clients.values():
             client.messages.wait_for(Decide)
-        until(lambda: fetch_status(served.endpoint)["machine"]["settled"])
+        until(lambda: fetch_status(served.endpoint)["machine"]["settled"], "a view in which both stand")
         yield served, clients
 
 
@@ -117,7 +110,7 @@ def test_status_shows_links_and_the_plan(monkeypatch: pytest.MonkeyPatch) -> Non
     with job() as (served, clients):
         peer = next(m["id"] for m in fetch_status(served.endpoint)["machine"]["members"] if m["id"].startswith("b~"))
         clients["a"].agent.send(LinkReport(peer, 0.004, 3e8, "probe"))
-        until(lambda: "300" in run("status", "--endpoint", served.endpoint).output)
+        until(lambda: "300" in run("status", "--endpoint", served.endpoint).output, "what was measured")
         text = run("status", "--endpoint", served.endpoint).output
         assert "plan: rotating; as configured" in text
         assert "in use" in text

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 from etcd_for_tests import servers
-from links_support import until
 from test_store import decide, reserve
+from until_support import until
 
 from chaos_lightning.errors import StoreError
 from chaos_lightning.membership.types import NO_VIEW, ViewId

@@ -18,7 +18,15 @@ from test_store import decide, reserve, view
 from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.membership.types import NO_VIEW, ViewId
-from chaos_lightning.runtime.etcd_client import CompactedError, EtcdAddress, EtcdClient, put, read_address
+from chaos_lightning.runtime.etcd_client import (
+    CLIENTS,
+    CompactedError,
+    EtcdAddress,
+    EtcdClient,
+    open_client,
+    put,
+    read_address,
+)
 from chaos_lightning.runtime.etcd_servers import EtcdServers
 from chaos_lightning.runtime.etcd_store import EtcdStore, job_root
 from chaos_lightning.runtime.store import Appended
@@ -81,6 +89,18 @@ def test_nobody_there_is_told_within_the_deadline() -> None:
     with contextlib.closing(client), pytest.raises(StoreError, match="is a majority of its servers up"):
         client.get("key")
     assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_the_deadline_that_is_named_is_the_calls_own(client: str) -> None:
+    """And not what the client was made with, which most calls go by."""
+    address = EtcdAddress(servers=("127.0.0.1:1",), client=client)
+    with contextlib.closing(open_client(address, deadline_s=30.0)) as made:
+        for call in (lambda: made.get_all("key", deadline_s=0.2), lambda: made.keep_alive(7, 0.2)):
+            started = time.monotonic()
+            with pytest.raises(StoreError, match=r"did not answer within 0\.2 s \(127\.0\.0\.1:1: nobody listens"):
+                call()
+            assert time.monotonic() - started < 5
 
 
 # ------------------------------------------------------------------------------------------------ what lies there

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from links_support import until
+from until_support import until
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.types import Settings

@@ -164,6 +164,7 @@ class Stuck:
 
     def __init__(self, node: Node, name: str) -> None:
         self.id = f"{name}~9"
+        node.expect(self.id)
         greeting = Greeting("job", self.id, node.id, "link")
         self.sock = dial("127.0.0.1", node.links.port, greeting, token=b"token", deadline_s=DEADLINE_S)
         node.wait_up(self.id)

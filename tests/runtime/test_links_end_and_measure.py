@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
-from links_support import DEADLINE_S, Node, connect, pacing_of, until
+from links_support import DEADLINE_S, Node, connect, pacing_of
+from until_support import until
 
 from chaos_lightning.membership.types import ViewId
 from chaos_lightning.runtime.measuring import RENEW_S
@@ -88,6 +89,7 @@ def test_a_link_that_was_let_go_ends_when_its_bytes_are_overwritten(build: Build
     """Who leaves does not hold up the others: the buffer is used again two slots later (PROTOCOL.md 3)."""
     nodes = build("a")
     a = nodes["a"]
+    a.expect("x~9")
     greeting = Greeting("job", "x~9", a.id, "link")
     with dial("127.0.0.1", a.links.port, greeting, token=b"token", deadline_s=DEADLINE_S) as stuck:
         a.wait_up("x~9")
@@ -108,6 +110,7 @@ def test_a_link_that_was_let_go_does_not_outlive_its_deadline(build: Build, monk
     monkeypatch.setattr("chaos_lightning.runtime.links.FINISH_S", -1.0)
     nodes = build("a")
     a = nodes["a"]
+    a.expect("x~9")
     greeting = Greeting("job", "x~9", a.id, "link")
     with dial("127.0.0.1", a.links.port, greeting, token=b"token", deadline_s=DEADLINE_S):
         a.wait_up("x~9")
@@ -121,6 +124,7 @@ def test_a_link_that_was_let_go_does_not_outlive_its_deadline(build: Build, monk
 def test_chunks_of_an_old_view_are_taken_out_of_links_that_were_let_go(build: Build) -> None:
     nodes = build("a")
     a = nodes["a"]
+    a.expect("x~9")
     greeting = Greeting("job", "x~9", a.id, "link")
     with dial("127.0.0.1", a.links.port, greeting, token=b"token", deadline_s=DEADLINE_S):
         a.wait_up("x~9")

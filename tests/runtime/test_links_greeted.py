@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 
 import pytest
-from links_support import DEADLINE_S, Node, until
+from links_support import DEADLINE_S, Node
+from until_support import until
 
 from chaos_lightning.errors import RefusedError
+from chaos_lightning.membership.types import NO_VIEW, LinkSpec, Member, View, ViewId
+from chaos_lightning.runtime import links
 from chaos_lightning.runtime.few_lines import FewLines
 from chaos_lightning.transport.handshake import Greeting, dial
 
@@ -24,13 +28,99 @@ def test_who_greeted_the_member_that_this_one_was_before_gets_no_link() -> None:
         node.links.me = "b~7"
 
     try:
+        node.expect("c~3")
         node.loop.call(begin_anew)
-        greeting = Greeting("job", "a~1", "b~2", "link")
+        greeting = Greeting("job", "c~3", "b~2", "link")
         with dial("127.0.0.1", node.links.port, greeting, token=b"token") as sock:
             go.set()
             sock.settimeout(DEADLINE_S)
             assert sock.recv(1) == b""
         node.do(lambda: None)
+        assert node.changes == []
+    finally:
+        go.set()
+        node.close()
+
+
+def greet(node: Node, me: str) -> socket.socket:
+    """As somebody who knows the token; what it says on its link is a ping."""
+    greeting = Greeting("job", me, node.id, "link")
+    return dial("127.0.0.1", node.links.port, greeting, token=b"token", deadline_s=DEADLINE_S)
+
+
+def test_who_is_not_expected_gets_no_link_though_it_knows_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a member that was put out, or one that no scheduler ever let in."""
+    monkeypatch.setattr(links, "EXPECT_S", 0.05)
+    node, others = Node("b~2"), [Member(f"{n}~{i}", n, "host", "127.0.0.1", 1) for n, i in (("a", 1), ("d", 7))]
+    try:
+        node.rule(View(ViewId(1, 1), NO_VIEW, (node.member, *others)))
+        with pytest.raises(RefusedError, match=r"no view has a link of it with b~2, and the scheduler has not told"):
+            greet(node, "c~9")
+        node.wait(lambda: node.refused)
+        assert node.refused[0].startswith("refused a connection of 'c~9' from 127.0.0.1:")
+        assert "no view has a link of it with b~2" in node.refused[0]
+        with greet(node, "d~7"):  # in the view that rules
+            node.wait_up("d~7")
+        node.rule(View(ViewId(1, 2), ViewId(1, 1), (node.member, others[0])))
+        with pytest.raises(RefusedError, match="no view has a link of it"):
+            greet(node, "d~7")  # it was put out
+        assert {peer for peer, up, _ in node.changes if up} == {"d~7"}
+    finally:
+        node.close()
+
+
+@pytest.mark.parametrize("told", ["by a view that is coming", "by the scheduler"])
+def test_a_link_that_comes_before_the_telling_is_waited_for(told: str) -> None:
+    node = Node("b~2")
+    newcomer = Member("c~9", "c", "host", "127.0.0.1", 1)
+    try:
+        done: list[socket.socket] = []
+        other = threading.Thread(target=lambda: done.append(greet(node, newcomer.id)))
+        other.start()
+        until(lambda: node.links._slots._value < links._MAX_HANDSHAKES, "the greeting")
+        assert node.do(lambda: node.links.up(newcomer.id)) is False
+        if told == "by the scheduler":
+            node.do(lambda: node.links.want((newcomer,)))
+        else:
+            node.do(lambda: node.links.foresee(View(ViewId(1, 2), ViewId(1, 1), (node.member, newcomer))))
+        node.wait_up(newcomer.id)
+        other.join(DEADLINE_S)
+        assert node.refused == []
+        done[0].close()
+    finally:
+        node.close()
+
+
+def test_a_neighbour_of_others_is_none_of_this_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The view has both, and no link between them."""
+    monkeypatch.setattr(links, "EXPECT_S", 0.05)
+    node, a, c = Node("b~2"), *(Member(i, i[0], "host", "127.0.0.1", 1) for i in ("a~1", "c~9"))
+    try:
+        ways = (LinkSpec("a~1", "b~2"), LinkSpec("a~1", "c~9"))
+        node.rule(View(ViewId(1, 1), NO_VIEW, (a, node.member, c), links=ways))
+        with pytest.raises(RefusedError, match="no view has a link of it with b~2"):
+            greet(node, "c~9")
+    finally:
+        node.close()
+
+
+def test_who_is_expected_no_more_when_its_handshake_ends_gets_no_link() -> None:
+    node = Node("b~2")
+    go = threading.Event()
+
+    def put_out() -> None:
+        assert go.wait(DEADLINE_S)
+        node.links.want(())
+
+    try:
+        node.expect("c~9")
+        node.loop.call(put_out)
+        with greet(node, "c~9") as sock:
+            go.set()
+            sock.settimeout(DEADLINE_S)
+            assert sock.recv(1) == b""
+        node.wait(lambda: node.refused)
+        assert node.refused == ["closed a connection of 'c~9': it was expected a moment ago, and is no more"]
         assert node.changes == []
     finally:
         go.set()

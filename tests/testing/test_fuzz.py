@@ -32,7 +32,7 @@ from chaos_lightning.testing.fuzz.readers import hello, wrapped
 from chaos_lightning.testing.fuzz.target import FindingError, Target, guarded
 from chaos_lightning.transport.handshake import VERSION, Greeting, accept, dial
 
-EXAMPLES = {"agent": 15, "server": 60, "state": 60, "scheduler": 60}
+EXAMPLES = {"agent": 15, "door": 40, "server": 60, "state": 60, "scheduler": 60}
 MINUTES = 5.0
 
 

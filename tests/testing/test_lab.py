@@ -7,13 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+from until_support import until
 
 from chaos_lightning import cli
 from chaos_lightning.errors import ConfigurationError
@@ -45,13 +44,6 @@ def network(tmp_path: Path) -> Path:
 
 def lab(*arguments: object) -> Any:
     return CliRunner().invoke(cli.app, ["lab", *map(str, arguments)])
-
-
-def until(ready: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not ready():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
-        time.sleep(0.02)
 
 
 def drain(running: Lab) -> list[tuple[str, str]]:

@@ -32,8 +32,11 @@ from chaos_lightning.runtime.routing import Letter, unpacked
 from chaos_lightning.runtime.server import SchedulerServer
 from chaos_lightning.runtime.server_config import ServerConfig
 from chaos_lightning.testing.fuzz import mutate
+from chaos_lightning.testing.fuzz.bulks import bulk_seeds, feed_bulk, mutate_bulk
+from chaos_lightning.testing.fuzz.doors import door_seeds, feed_door, mutate_door
 from chaos_lightning.testing.fuzz.handshakes import feed_handshake, handshake_seeds, mutate_handshake
 from chaos_lightning.testing.fuzz.readers import hello, message, mutated_message, wrapped
+from chaos_lightning.testing.fuzz.sealed import feeding, mutating, seeds_of
 from chaos_lightning.testing.fuzz.target import FindingError, Target
 from chaos_lightning.transport.frames import HEADER_NBYTES, Frame, FrameType, pack, payload_checksum, unpack
 from chaos_lightning.transport.link import Link
@@ -50,6 +53,8 @@ class _End:
     def __init__(self, loop: IoLoop, sock: socket.socket, peer: str) -> None:
         self.over = threading.Event()
         self.got = threading.Event()
+        self.delivered: list[bytes] = []
+        """Payloads that came by value."""
         self.link = Link(loop, sock, peer, self)
 
     def target(self, peer: str, frame: Frame) -> memoryview | None:
@@ -58,6 +63,8 @@ class _End:
         return memoryview(bytearray(frame.length))
 
     def arrived(self, peer: str, frame: Frame, payload: Any) -> None:
+        if isinstance(payload, memoryview) and not frame.pieces:
+            self.delivered.append(bytes(payload))
         if isinstance(payload, memoryview) and frame.type == FrameType.MESSAGE:
             codec.decode_peer(payload)
         elif isinstance(payload, memoryview) and frame.type == FrameType.ROUTED:
@@ -86,6 +93,7 @@ class _Links:
 
     def check(self) -> None:
         self.too.got.clear()
+        self.too.delivered.clear()
         letter = memoryview(Letter("a~1", "b~2", 1, b"x").packed())
         self.do(lambda: self.well.link.send(FrameType.ROUTED, payload=(letter,)))
         if not self.too.got.wait(_PATIENCE_S):
@@ -97,19 +105,24 @@ def _links() -> _Links:
     return _Links()
 
 
-def _feed_link(data: bytes) -> None:
+def _read_link(ours: socket.socket, theirs: socket.socket, said: bytes) -> list[bytes]:
+    """What a link of ours delivers of this, said at the other end; both ends are closed afterwards."""
     links = _links()
-    ours, theirs = socket.socketpair()
     made: list[_End] = []
     with theirs:
         links.do(lambda: made.append(_End(links.loop, ours, "x")))
         theirs.settimeout(_PATIENCE_S)
         with contextlib.suppress(OSError):
-            theirs.sendall(data)
+            theirs.sendall(said)
             theirs.shutdown(socket.SHUT_WR)
         if not made[0].over.wait(_PATIENCE_S):
             raise FindingError("a link whose other end has closed is still open")
     links.check()
+    return made[0].delivered
+
+
+def _feed_link(data: bytes) -> None:
+    _read_link(*socket.socketpair(), data)
 
 
 def _frames(data: bytes) -> list[tuple[Frame, bytes]]:
@@ -389,6 +402,16 @@ _LARGE = 140 << 20
 LIVE = (
     Target("frames", "frames, by a live link", _link_seeds, _feed_link, _mutate_frames, _LARGE),
     Target("handshake", "the handshake of a link, by either end", handshake_seeds, feed_handshake, mutate_handshake),
+    Target(
+        "sealed",
+        "sealed records, by a live link and as a bulk connection reads them",
+        lambda: seeds_of(_link_seeds()),
+        feeding(_read_link),
+        mutating(_mutate_frames),
+        _LARGE,
+    ),
+    Target("bulk", "bulk frames, by a donor and by a joiner", bulk_seeds, feed_bulk, mutate_bulk, _LARGE),
     Target("server", "members' streams, by a live scheduler", _server_seeds, _feed_server, _mutate_said(0)),
+    Target("door", "whatever comes to the door with TLS before a scheduler", door_seeds, feed_door, mutate_door),
     Target("agent", "a scheduler's stream, by a live member's agent", _agent_seeds, _feed_agent, _mutate_said(1)),
 )

@@ -1,0 +1,17 @@
+"""Waiting for what nobody tells: processes, files, answers of a server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+DEADLINE_S = 30.0
+_TURN_S = 0.002
+
+
+def until(done: Callable[[], object], what: str) -> None:
+    """Looks again and again; lets go of the processor in between, which what is waited for may need."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not done():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
+        time.sleep(_TURN_S)
