@@ -24,7 +24,8 @@ import json
 import math
 import pathlib
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -358,3 +359,31 @@ class _Decoder:
         data = base64.b64decode(_text(value), validate=True)
         array = np.frombuffer(data, dtype).reshape(shape).copy()
         return array[()] if kind == "scalar" else array
+
+
+def decode_values(text: bytes, tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
+    """A manifest as states make it: values by name.
+
+    Raises:
+        WireError: It cannot be decoded, or is something else.
+    """
+    found = decode_manifest(text, tensors)
+    if not isinstance(found, Mapping):
+        raise WireError(f"malformed manifest: a {type(found).__name__} instead of values by name")
+    return found
+
+
+@contextmanager
+def fitting() -> Iterator[None]:
+    """Around the use of a manifest: one that opens can still be another program's, and lack a key or a type anywhere.
+
+    Raises:
+        StateError: Something was looked for in vain.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        raise StateError(
+            f"the donor's manifest does not fit what is trained here ({type(error).__name__}: {error}); all members "
+            "must run the same program with the same release"
+        ) from error

@@ -37,7 +37,7 @@ from chaos_lightning.replication.board import Board
 from chaos_lightning.replication.bulk import Frame, Type
 from chaos_lightning.replication.client import Dial, Digest, Donor, Endpoint, PullConfig
 from chaos_lightning.replication.hashing import Hashes, Own, hash_regions
-from chaos_lightning.replication.manifest import decode_manifest
+from chaos_lightning.replication.manifest import decode_values, fitting
 from chaos_lightning.replication.memory import Region, region
 from chaos_lightning.replication.policies import make_policy
 from chaos_lightning.replication.policy import Job, SharedQueue, TransferPolicy, cut_jobs
@@ -246,11 +246,12 @@ class _StatePull:
         try:
             text = asked.result(min(EARLY_S, max(0.0, self.session.deadline - time.monotonic())))
             tensors = self.state.tensors()
-            manifest = _manifest(text, dict(tensors))
+            manifest = decode_values(text, dict(tensors))
         except (ChaosError, OSError, TimeoutError):  # what is wrong shows again when it matters
             return None
-        self.state.prepare(manifest, build_table(tensors, hashes=[()] * len(tensors)))
-        self.state.adopt(manifest)
+        with fitting():
+            self.state.prepare(manifest, build_table(tensors, hashes=[()] * len(tensors)))
+            self.state.adopt(manifest)
         tensors = self.state.tensors()
         self._own = Own(tensors)
         regions = [region(name, tensor) for name, tensor in tensors]
@@ -285,7 +286,9 @@ class _StatePull:
     def _prepare(self, table: StateTable, text: bytes) -> None:
         """Make the tensors; those of the table that are not there yet have a shape but no memory in the manifest."""
         shapes = {e.name: placeholder(e) for e in table.entries}
-        self.state.prepare(_manifest(text, {**shapes, **dict(self.state.tensors())}), table)
+        manifest = decode_values(text, {**shapes, **dict(self.state.tensors())})
+        with fitting():
+            self.state.prepare(manifest, table)
 
     def _round(self, lead: str, table: StateTable, text: bytes) -> Board | None:
         """Deliver and adopt; the board if donors ran out before everything arrived."""
@@ -305,7 +308,9 @@ class _StatePull:
             return board
         for item in regions:
             item.finish()
-        self.state.adopt(_manifest(text, {**dict(tensors), **attached}))
+        manifest = decode_values(text, {**dict(tensors), **attached})
+        with fitting():
+            self.state.adopt(manifest)
         self._prove(table)
         return None
 
@@ -363,13 +368,6 @@ def _control(donor: Donor) -> tuple[StateTable, bytes]:
     """In the donor's thread: table and manifest."""
     text = donor.ask(Type.GET_MANIFEST, Type.MANIFEST)
     return decode_table(donor.ask(Type.GET_TABLE, Type.TABLE)), text
-
-
-def _manifest(text: bytes, tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
-    found = decode_manifest(text, tensors)
-    if not isinstance(found, Mapping):
-        raise WireError(f"malformed manifest: a {type(found).__name__} instead of values by name")
-    return found
 
 
 def _missing(table: StateTable, hashes: Sequence[Hashes]) -> list[Piece]:

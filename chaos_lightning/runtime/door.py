@@ -72,14 +72,21 @@ class Door:
     Args:
         keys: Whom to believe, and what to show.
         refused: Told (peer, why) about everybody who is not let in.
+        ended: Told (peer, why) about everybody who was in and is put out; never more lines than had been let in.
         handshake_timeout_s: Whoever has not said who it is by then is not waited for; HANDSHAKE_TIMEOUT_S if None.
     """
 
     def __init__(
-        self, keys: KeyFolder, refused: Callable[[str, str], None], *, handshake_timeout_s: float | None = None
+        self,
+        keys: KeyFolder,
+        refused: Callable[[str, str], None],
+        ended: Callable[[str, str], None],
+        *,
+        handshake_timeout_s: float | None = None,
     ) -> None:
         self._keys = keys
         self._refused = refused
+        self._ended = ended
         self._handshake_timeout_s = handshake_timeout_s
         self._callers: dict[str, Caller] = {}
         self._listening: list[asyncio.Task[None]] = []
@@ -165,7 +172,7 @@ class Door:
 
     def _put_out(self, guest: _Guest, why: str) -> None:
         self._guests.discard(guest)
-        self._refused(str(guest.who), why)
+        self._ended(str(guest.who), why)
         guest.over.set()
 
     # ------------------------------------------------------------------ one visitor

@@ -63,7 +63,7 @@ class Strangers:
         try:
             if keys is None:
                 return int(server.add_insecure_port(endpoint))
-            self._door = Door(keys, self.note)
+            self._door = Door(keys, self.note, self.note_end)
             self.inner_port = int(server.add_insecure_port("127.0.0.1:0"))
             return await self._door.open(host, port, self.inner_port)
         except (RuntimeError, OSError) as error:
@@ -125,3 +125,7 @@ class Strangers:
         unlogged = self._few.take()
         if unlogged is not None:
             self._note("refused", peer=peer, reason=reason, unlogged=unlogged)
+
+    def note_end(self, peer: str, reason: str) -> None:
+        """A line for every connection that the door ends: whoever was in cannot fill the disk by knocking."""
+        self._note("refused", peer=peer, reason=reason, unlogged=0)

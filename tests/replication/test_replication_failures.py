@@ -34,6 +34,7 @@ from replication_support import (
 from chaos_lightning.errors import DeadlineError, RefusedError, StateError
 from chaos_lightning.replication import (
     Endpoint,
+    ModuleState,
     PullConfig,
     ServerConfig,
     build_table,
@@ -341,3 +342,13 @@ def test_a_donor_whose_manifest_is_no_values_by_name_is_out(manifest: object) ->
         donor.server.publish(HEAD, SEQ, state.tensors(), cast(Any, manifest))
         with pytest.raises(StateError, match=rf"a {type(manifest).__name__} instead of values by name"):
             pull_state([donor.endpoint], dial, head=HEAD, seq=SEQ, state=numbered(2, 1000, seed=1), config=QUICK)
+
+
+@pytest.mark.parametrize("manifest", [{}, {"optimizers": 3}, {"optimizers": [], "extra": [1], "modules": {}}])
+def test_a_manifest_that_does_not_fit_the_state_is_an_error_in_words(manifest: dict[str, object]) -> None:
+    """A joiner ended with a KeyError out of its own state."""
+    module = torch.nn.Linear(2, 2)
+    with donors("a") as (donor,):
+        donor.server.publish(HEAD, SEQ, ModuleState(module).tensors(), manifest)
+        with pytest.raises(StateError, match="does not fit what is trained here"):
+            pull_state([donor.endpoint], dial, head=HEAD, seq=SEQ, state=ModuleState(module), config=QUICK)

@@ -410,9 +410,8 @@ def test_an_authority_that_is_believed_no_longer_takes_its_connections_with_it(
             assert late.states.seen == ["connected"]
         assert b.states.seen.count("connected") == 2
         assert thief.states.seen.count("connected") == 1
-    whys = [why for _, why in refusals.take()]
-    # Not always both: the log takes five lines a second, and who has only old keys knocks again and again.
-    assert any("authority is believed no longer" in why for why in whys), whys
+    ended = [peer.split()[0] for peer, why in refusals.take() if "authority is believed no longer" in why]
+    assert len(ended) == 2, "one line each, though who has only old keys knocks more often than the log takes lines"
     with pytest.raises(RefusedError, match="certificate"):
         fetch_status(scheduler.endpoint, Credentials(keys=KeyFolder(stolen)))
 

@@ -90,7 +90,8 @@ class _Door:
 
         async def start() -> tuple[Any, int]:
             inner = await server.start()
-            door = Door(KeyFolder(folder / "keys" / "nodes" / "a"), self._count, handshake_timeout_s=_HANDSHAKE_S)
+            own = KeyFolder(folder / "keys" / "nodes" / "a")
+            door = Door(own, self._count, self._count, handshake_timeout_s=_HANDSHAKE_S)
             return door, await door.open("127.0.0.1", 0, inner)
 
         self.door, self.port = asyncio.run_coroutine_threadsafe(start(), self._loop).result(_PATIENCE_S)
