@@ -162,7 +162,10 @@ class MemberMachine(Observing):
     def _on_welcome(self, message: Welcome) -> None:
         self.role, self._term = message.role, max(self._term, message.term)
         if self.member_id != message.member.id:
-            assert self.view is None, f"{self.member_id} is in {self.view} and is welcomed as {message.member.id}"
+            if self.view is not None:
+                words = f"the scheduler takes {self.member_id} in view {self.view.id} for another process"
+                self._eject(f"{words}: it welcomes {message.member.id}", rejoin=True)
+                return
             self.member_id = message.member.id
             self.phase, self._ready_sent = Phase.WAITING, False
             self._observe_anew()
@@ -272,11 +275,8 @@ class MemberMachine(Observing):
         if self.phase is not Phase.ACTIVE or header.view != self._entered_id or header.seq <= self.seq:
             return
         if header.prev_hash != self.header.hash:
-            self._eject(
-                f"header of slot {header.seq} stands on {header.prev_hash}, this member on {self.header.hash} "
-                f"(slot {self.seq}): its state is not the job's",
-                rejoin=True,
-            )
+            words = f"header of slot {header.seq} stands on {header.prev_hash}, this member on {self.header.hash}"
+            self._eject(f"{words} (slot {self.seq}): its state is not the job's", rejoin=True)
             return
         self.pending = header
         self._try_commit()

@@ -150,3 +150,15 @@ def test_same_events_give_the_same_effects(script: list[fx.MemberEvent | Kind]) 
     assert [e for _, e in one.machine.stimulus_log] == [e for _, e in other.machine.stimulus_log]
     assert one.machine.header == other.machine.header
     assert one.machine.promised == other.machine.promised
+
+
+def test_one_that_stands_in_a_view_and_is_taken_for_another_process_begins_anew() -> None:
+    """A scheduler never says that; whoever did ended the member with an assertion."""
+    machine = MemberMachine()
+    machine.on(0.0, fx.ControlIn(Welcome(member(ME), 1, "founder", "hello", 0.1, 0.35)))
+    machine.on(0.0, fx.ControlIn(Decide(V1, GENESIS)))
+    effects = machine.on(0.0, fx.ControlIn(Welcome(member("z~9"), 1, "founder", "hello", 0.1, 0.35)))
+    (ejected,) = [effect for effect in effects if isinstance(effect, fx.Ejected)]
+    assert ejected.rejoin
+    assert ejected.reason == "the scheduler takes b~2 in view 1.1 for another process: it welcomes z~9"
+    assert machine.phase is Phase.GONE
