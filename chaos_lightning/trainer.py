@@ -70,7 +70,7 @@ class _ExitSignals:
 
     @contextlib.contextmanager
     def end_the_wait(self, engine: Engine) -> Iterator[None]:
-        """Joining inside ends with DepartedError at the first signal, also at one that came before."""
+        """Waiting inside ends at the first signal, also at one that came before, once nobody needs this member."""
         self._waits = engine
         try:
             if self.seen:
@@ -249,13 +249,14 @@ class Trainer:
             raise ConfigurationError("call prepare() first")
         share = self._share()
         try:
-            header = self.engine.step(
-                weight=share,
-                coefficient=share,
-                spent=self._loader.spent(),
-                hyper=hyper_words([self._optimizer]),
-                state_hash=self._hash,
-            )
+            with _signals.end_the_wait(self.engine):  # the others may be too few, and the step may never come
+                header = self.engine.step(
+                    weight=share,
+                    coefficient=share,
+                    spent=self._loader.spent(),
+                    hyper=hyper_words([self._optimizer]),
+                    state_hash=self._hash,
+                )
             if self.engine.member_id in header.drifted:
                 raise FencedError(f"the state of {self.engine.member_id} differs from the others' at {header.step}")
         except FencedError:
@@ -273,7 +274,8 @@ class Trainer:
             self.engine.serve(self._state)
         if self._state is not None and self.engine.header.boundary and not self.engine.out and not self._fenced:
             try:
-                self.engine.boundary(self._state)
+                with _signals.end_the_wait(self.engine):
+                    self.engine.boundary(self._state)
             except FencedError:
                 self._rejoin(self._state)
             except DepartedError:

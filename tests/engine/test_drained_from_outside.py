@@ -51,6 +51,19 @@ def test_only_member_is_drained_between_two_batches_or_after_the_last_one(job: J
     assert (a["step"], a["out"]) == (step, step == 5)
 
 
+def test_sigterm_ends_a_member_that_waits_for_a_step_because_too_few_are_left(job: Job) -> None:
+    """The step never comes, so the loop's own look at the signal does not either."""
+    for name in "ab":
+        job.start(name, epochs=1000, settings={"min_nodes": 2})
+    job.harness.wait_step(5)
+    job.harness.kill("a")
+    job.harness.wait_for("notice", lambda r: "1 of min_nodes=2" in str(r["text"]), node="b")
+    job.harness.terminate("b")
+    job.harness.wait_for("left", node="b")
+    (b,) = job.finish("b")
+    assert b["out"]
+
+
 def test_released_at_the_rest_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def departed(*_: object) -> None:
         raise DepartedError("let go")

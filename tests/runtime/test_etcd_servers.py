@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from etcd_for_tests import servers
-from links_support import until
+from until_support import until
 
 from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.runtime.etcd_servers import MOST_QUICK, EtcdServer, EtcdServers, find_etcd

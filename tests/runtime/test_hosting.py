@@ -30,8 +30,8 @@ from chaos_lightning.runtime.scheduler_main import main, open_store
 from chaos_lightning.runtime.sqlite_store import SqliteStore
 
 sys.path.insert(0, str(Path(__file__).parent))
-from links_support import until
 from served import PATIENCE_S, Client, attending, serving
+from until_support import until
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from links_support import until
 from served import PATIENCE_S, Facts, ScriptedMachine, serving
 from test_store import decide
+from until_support import until
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership import effects as fx
