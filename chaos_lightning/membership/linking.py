@@ -149,17 +149,23 @@ class Linking(SchedulerState, ABC):
     def _speaks_alone(self, peer: Peer, others: Iterable[Peer]) -> bool:
         """Whether it says that a link stands of which its other end, which would say so, has not said a word yet.
 
-        That one may be about to accept it: in a view before that, what it sent meanwhile would have gone nowhere.
+        That one may be about to accept it: in a view before that, what it sent meanwhile would have gone nowhere. One
+        that says nothing for NEIGHBOUR_PATIENCE_S hangs, and is no reason to keep others out.
         """
-        known = self.topology.facts
-        return any(
-            (fact := known.get(pair(peer.id, other.id))) is not None
-            and fact.words == {peer.id: ""}
-            and other.conn is not None
-            and self.topology.wants(peer, other)
-            for other in others
-            if other is not peer
-        )
+        alone = False
+        for other in others:
+            fact = self.topology.facts.get(pair(peer.id, other.id)) if other is not peer else None
+            since = f"{other.id} is silent on their link"
+            if (
+                fact is not None
+                and fact.words == {peer.id: ""}
+                and other.conn is not None
+                and self.topology.wants(peer, other)
+            ):
+                alone = alone or self.now - peer.asked.setdefault(since, self.now) <= NEIGHBOUR_PATIENCE_S
+            else:
+                peer.asked.pop(since, None)
+        return alone
 
     def _drop(self, peer: Peer) -> None:
         super()._drop(peer)

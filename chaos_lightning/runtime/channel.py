@@ -138,7 +138,7 @@ def fetch_status(endpoint: str, token: Secret = b"", timeout_s: float = 5.0, *, 
         if (place := waiting.pop(0)) in asked:
             continue
         asked.add(place)
-        with contextlib.suppress(SchedulerUnreachableError):  # it has just died; what the standby knows is told
+        with contextlib.suppress(ChaosError):  # it has just died, or is none of ours; what the standby knows is told
             found = _status(place, token, left / (len(waiting) + 1))
             if found.get("role") != "standby":
                 return found

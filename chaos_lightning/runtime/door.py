@@ -154,21 +154,28 @@ class Door:
     # ------------------------------------------------------------------ who is in
 
     async def _look_again(self) -> None:
+        told = ""
         while True:
             await asyncio.sleep(LOOK_S)
-            for guest in [g for g in self._guests if g.until < time.time()]:
-                ended = when(datetime.fromtimestamp(guest.until, UTC))
+            try:
+                await self._look()
+            except (ValueError, OSError) as error:  # an odd file of keys is no reason to look no more
+                if str(error) != told:
+                    told = str(error)
+                    self._refused("?", f"certificates of those who are in cannot be compared with the keys: {error}")
+
+    async def _look(self) -> None:
+        for guest in [g for g in self._guests if g.until < time.time()]:
+            ended = when(datetime.fromtimestamp(guest.until, UTC))
+            self._put_out(guest, f"its certificate has expired on {ended}; the connection that it was shown for ends")
+        trusted = self._keys.current().trusted
+        for guest in [g for g in self._guests if g.trusted != trusted]:
+            if guest in self._guests and not _still_believed(guest, trusted):
                 self._put_out(
-                    guest, f"its certificate has expired on {ended}; the connection that it was shown for ends"
+                    guest, "its certificate's authority is believed no longer; it comes in again with new keys"
                 )
-            trusted = self._keys.current().trusted
-            for guest in [g for g in self._guests if g.trusted != trusted]:
-                if guest in self._guests and not _still_believed(guest, trusted):
-                    self._put_out(
-                        guest, "its certificate's authority is believed no longer; it comes in again with new keys"
-                    )
-                    await asyncio.sleep(TURN_S)
-                guest.trusted = trusted
+                await asyncio.sleep(TURN_S)
+            guest.trusted = trusted
 
     def _put_out(self, guest: _Guest, why: str) -> None:
         self._guests.discard(guest)

@@ -41,7 +41,7 @@ from chaos_lightning.transport.sealing import ProtectedSocket
 PING_INTERVAL_S = 0.1
 SILENCE_S = 3.0
 """A link on which nothing was heard for so long carries nothing any more, though it was not closed."""
-EXPECT_S = 2.0
+EXPECT_S = 1.0
 """Who dials may have been told of this link so much earlier."""
 FINISH_S = 30.0
 """A link that is not wanted any more has so long to deliver what was queued."""

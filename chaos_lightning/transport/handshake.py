@@ -36,7 +36,7 @@ from chaos_lightning.errors import RefusedError, WireError
 from chaos_lightning.transport.link import on_this_machine
 from chaos_lightning.transport.sealing import Level, ProtectedSocket, Session, mixed
 
-VERSION = 2
+VERSION = 3
 RELAY = "CHAOS_LINK_RELAY"
 _LIMIT = 4096
 _MAX_NAME = 100

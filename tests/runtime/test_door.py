@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import socket
 import ssl
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from keys_support import CHAIN, KEY, TRUSTED, Keys, Refusals, Shown, call, write_keys
@@ -426,6 +428,26 @@ def test_new_keys_of_the_same_authority_disturb_nobody(keys: Keys, scheduler: Se
         until(lambda: {g.trusted for g in the_door(scheduler)._guests} == {trusted}, "a look at who is in")
         assert client.states.seen == ["connected"]
     assert refusals.take() == []
+
+
+def test_a_look_that_fails_is_told_once_and_is_not_the_last_one(
+    keys: Keys, scheduler: Served, refusals: Refusals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    believed, tries = door._still_believed, itertools.count()
+
+    def fails_twice(guest: Any, trusted: bytes) -> bool:
+        if next(tries) < 2:
+            raise ValueError("no certificate")
+        return believed(guest, trusted)
+
+    monkeypatch.setattr(door, "_still_believed", fails_twice)
+    with attending(scheduler.endpoint, token=keys.of("b")) as client:
+        client.messages.wait_for(Welcome)
+        keyfiles.rotate(keys.folder)
+        trusted = keys.of("a").keys.current().trusted  # type: ignore[union-attr]
+        until(lambda: {g.trusted for g in the_door(scheduler)._guests} == {trusted}, "a look at who is in")
+    (why,) = [why for _, why in refusals.take()]
+    assert why == "certificates of those who are in cannot be compared with the keys: no certificate"
 
 
 def the_door(served: Served) -> door.Door:

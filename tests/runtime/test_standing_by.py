@@ -178,6 +178,13 @@ def test_a_standby_that_does_not_know_who_leads_is_no_reason_not_to_ask_the_othe
         assert fetch_status(places, follow=False)["endpoint"] == first.endpoint
 
 
+def test_one_among_the_endpoints_that_refuses_does_not_hide_what_a_standby_says() -> None:
+    new = PlainSeat()
+    new.told = {"leader": ""}
+    with serving(seat=new) as first, serving(token=b"another cluster's") as other:
+        assert fetch_status(f"{first.endpoint},{other.endpoint}")["endpoint"] == first.endpoint
+
+
 def test_one_that_was_elected_says_that_it_still_takes_the_chain() -> None:
     seat, go_on = PlainSeat(), threading.Event()
     seat.told = {"leader": "a:1", "waits_for": ""}
