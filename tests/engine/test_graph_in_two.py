@@ -90,9 +90,9 @@ def all_train_again(job: Job, waited: str, side: str, healed: Record) -> None:
     job.leave(*ALL)
 
 
-def shown(job: Job, name: str, text: str) -> bool:
-    """Whether this member's terminal shows it."""
-    return text in job.harness.children[name].log.read_text()
+def shown(job: Job, name: str, text: str) -> None:
+    """Waits until this member's terminal shows it; the event comes a moment earlier."""
+    job.harness.wait_until(lambda: text in job.harness.children[name].log.read_text(), f"{text!r} on {name}'s terminal")
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def test_the_side_that_the_scheduler_reaches_goes_on_and_the_other_waits_and_say
         assert text.startswith("waits for the commit of slot "), text
         assert "cannot be reached (no scheduler answered at " in text
         assert f", and no link to {side[0]}~" in text or f"{side[1]}~" in text.partition(", and no link to ")[2], text
-        assert shown(job, name, text)
+        shown(job, name, text)
     committed_nothing_meanwhile(job, other, side, decided)
     healed = job.harness.records[-1]
     restore(job)
     job.mend_stream(*other)
     all_train_again(job, other, side, healed)
     for name in other:
-        assert shown(job, name, "waiting is over, this member is rank ")
+        shown(job, name, "waiting is over, this member is rank ")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_where_the_scheduler_reaches_both_sides_the_one_with_the_oldest_member_g
         def waits(record: Record) -> bool:
             return bool(record["waiting"]) and "in when" in str(record["text"])
 
-        assert shown(job, name, str(job.harness.wait_for("notice", waits, node=name, after=decided)["text"]))
+        shown(job, name, str(job.harness.wait_for("notice", waits, node=name, after=decided)["text"]))
     committed_nothing_meanwhile(job, YOUNG, OLD, decided)
     healed = job.harness.records[-1]
     restore(job)
