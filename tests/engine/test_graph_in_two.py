@@ -24,12 +24,12 @@ SETTINGS: dict[str, Any] = {"min_nodes": 2, "state_hash_every": 10}
 
 
 def training(job: Job, named: dict[str, str]) -> Record:
-    """Four members in one view; each one's stream to the scheduler can be cut."""
+    """Four members in one view, in this order; each one's stream to the scheduler can be cut."""
     job.serve(min_nodes=2)
     job.own_stream(*ALL)
     for name in ALL:
         job.start(name, settings={**SETTINGS, "neighbours": named.get(name, "")}, **SPEC)
-        job.harness.wait_for("welcomed", node=name)
+        job.harness.wait_for("joined" if name in YOUNG else "welcomed", node=name)
     return job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 4, node="a")
 
 
