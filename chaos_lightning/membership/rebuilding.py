@@ -235,8 +235,8 @@ class Rebuilding(Rewiring):
         owing = self._owing()
         if owing:
             self._waits = (
-                f"to rebuild the chain, {', '.join(p.id for p in owing)} must tell what they know: they were asked, and "
-                f"are waited for, for {self.settings.report_timeout_s:g} s"
+                f"to rebuild the chain, {', '.join(p.id for p in owing)} must tell what they know: they were asked, "
+                f"and are waited for, for {self.settings.report_timeout_s:g} s"
             )
             return False
         reporters = self._reporters()
