@@ -4,7 +4,7 @@ Theory of operation. A member that stands in a view which this scheduler's store
 not the one by which the job was led. Such a member is neither taken in nor put out: it is told so and trains on, no job
 is founded while it knocks, and `status` says what can be done: bring the chain back, or rebuild it. So it is with a
 newcomer that another scheduler has welcomed, since a header that is under way may carry the view that lets it in: it is
-put out, and begins anew, only where no member knocks.
+welcomed anew, under another id, only where no member knocks.
 
 A scheduler that was told to rebuild (`Chain.rebuild`, on an empty store) takes such *reporters* in, founds nothing, and
 asks them what they know (`Recall`), again when they come again or have moved. The last view that any of them stands in,
@@ -22,7 +22,7 @@ from dataclasses import replace
 from chaos_lightning.membership.effects import Chain, Close, Send, TakeTerm
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.rewiring import Rewiring
-from chaos_lightning.membership.roster import Peer, Reference, Standing, difference, first_incarnation
+from chaos_lightning.membership.roster import Peer, Reference, Standing, difference, first_incarnation, same_process
 from chaos_lightning.membership.scheduler_state import Phase
 from chaos_lightning.membership.types import (
     NO_VIEW,
@@ -53,6 +53,8 @@ class Rebuilding(Rewiring):
         """When (s) members of views that nobody here knows were heard of last, and these views."""
         self._greeted: set[tuple[str, int, int]] = set()
         """Processes that this very scheduler has welcomed: host, pid and start."""
+        self._own: dict[str, Member] = {}
+        """Newcomers that this very scheduler has welcomed: no view of a lost chain names them."""
         self._patient_until = float("-inf")
         """A newcomer knows a scheduler that the store does not: members may knock until then (s)."""
         self._recalled: dict[str, Recollection] = {}
@@ -77,7 +79,9 @@ class Rebuilding(Rewiring):
     def _is_foreign(self, hello: Hello) -> bool:
         """Whether it stands in a view of another chain than this, or may be named by one that a header will carry."""
         if hello.view == NO_VIEW:
-            return self._rebuilds or (not self.chain and bool(self._why_not_found()))
+            lost = self._rebuilds or (not self.chain and bool(self._why_not_found()))
+            own = self._own.get(hello.resume)
+            return lost and not (own is not None and same_process(own, hello))
         if any(v.id == hello.view for v in self.chain):
             return False
         rebuilt = bool(self.chain) and self.chain[0].reason.startswith(REBUILT)
@@ -121,6 +125,11 @@ class Rebuilding(Rewiring):
             self._on_foreign(conn, hello)
         else:
             super()._on_hello(conn, hello)
+
+    def _welcome(self, conn: int, hello: Hello) -> None:
+        super()._welcome(conn, hello)
+        if welcomed := self._conns.get(conn):
+            self._own[welcomed] = self.peers[welcomed].member
 
     def _why_not_found(self) -> str:
         """Why no job may be founded now; "" if one may."""

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 from membership_script import header_after
-from rebuilding_talk import ABC, ABCD, GRACE_S, HEAD, Talk, hello, view
+from rebuilding_talk import ABC, ABCD, GRACE_S, HEAD, NAMES, Talk, hello, view
 
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.rebuilding import KNOCKS_S
 from chaos_lightning.membership.scheduler import Phase
 from chaos_lightning.membership.types import (
@@ -26,6 +27,7 @@ from chaos_lightning.membership.types import (
     Recollection,
     Refused,
     Released,
+    Settings,
     ViewId,
     Welcome,
 )
@@ -339,7 +341,7 @@ def test_a_newcomer_of_a_lost_chain_is_not_put_out_while_members_knock() -> None
     assert not talk.stored
 
 
-def test_newcomers_of_a_chain_that_nobody_stands_in_begin_anew_after_a_moment() -> None:
+def test_newcomers_of_a_chain_that_nobody_stands_in_are_welcomed_anew_after_a_moment() -> None:
     """The scheduler was started again on an empty store before the job was founded."""
     talk = Talk(rebuild=False)
     talk.comes(hello("d"))
@@ -347,9 +349,8 @@ def test_newcomers_of_a_chain_that_nobody_stands_in_begin_anew_after_a_moment() 
     talk.conns.clear()
     talk.passes(KNOCKS_S + 0.1)
     talk.comes(hello("d"))
-    (fence,) = talk.heard("d", Fence)
-    assert fence.rejoin  # type: ignore[attr-defined]
-    talk.comes(replace(hello("d", new=True), term=0))
+    (welcome,) = talk.heard("d", Welcome)
+    assert welcome.member.id == "d~1"  # type: ignore[attr-defined]
     talk.says("d", Ready())
     (first,) = talk.views()
     assert first.reason.startswith("founded")
@@ -366,3 +367,27 @@ def test_after_a_restart_on_the_rebuilt_chain_older_members_join_again_and_later
     if not known:
         (refused,) = talk.heard("d", Refused)
         assert "holds another chain" in refused.reason  # type: ignore[attr-defined]
+
+
+def test_a_newcomer_of_this_very_scheduler_whose_stream_breaks_is_no_reporter() -> None:
+    """No view of the lost chain names it, and it may be needed for min_nodes."""
+    talk = Talk()
+    talk.comes(hello("d", new=True))
+    (welcome,) = talk.heard("d", Welcome)
+    talk.feed(fx.Closed(talk.conns["d"], True))
+    talk.comes(replace(hello("d"), resume=welcome.member.id))  # type: ignore[attr-defined]
+    assert talk.heard("d", Welcome)
+    assert not talk.heard("d", Recall)
+
+
+def test_a_hello_tells_the_id_of_who_waits_for_its_first_view() -> None:
+    """A view that a header will carry may name it."""
+    machine = MemberMachine()
+    assert machine.knowledge() == {"resume": "", "view": NO_VIEW, "term": 0}
+    rules = Settings()
+    welcome = Welcome(
+        NAMES["d"], 3, "joiner", "the job is running", rules.heartbeat_interval_s, rules.heartbeat_timeout_s,
+        rules.min_nodes, rules.max_nodes, rules.plan,
+    )  # fmt: skip
+    machine.on(1.0, fx.ControlIn(welcome))
+    assert machine.knowledge() == {"resume": "d~4", "view": NO_VIEW, "term": 3}
