@@ -102,6 +102,7 @@ def test_a_minority_is_refused_by_name_and_the_rest_lets_it_go_on(job: Job) -> N
     job.leave(*"abc")
 
 
+@pytest.mark.slow  # three schedulers, one after the other
 def test_a_newcomer_that_waits_for_a_place_when_the_chain_is_lost_is_put_off_and_comes_in_later(job: Job) -> None:
     """A header may carry a view that names it, for all that a scheduler on an empty store knows."""
     job.serve(**RULES, max_nodes=2)
@@ -115,9 +116,9 @@ def test_a_newcomer_that_waits_for_a_place_when_the_chain_is_lost_is_put_off_and
     begin(job, "rebuilder", "--rebuild")
     rebuilt = job.harness.wait_for("decide", lambda r: str(r["reason"]).startswith("rebuilt"), after=put_off)
     assert {m[0] for m in rebuilt["members"]} == {"a", "b"}
-    fenced = job.harness.wait_for("fenced", node="d", after=put_off)
-    assert fenced["rejoin"]
-    joined = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="d", after=fenced)
+    anew = job.harness.wait_for("rejoin", node="d", after=put_off)
+    assert anew["old_id"] == "d~3"
+    joined = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="d", after=anew)
     equal(job, "abd", joined)
     job.leave(*"abd")
 
