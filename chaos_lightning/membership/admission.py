@@ -149,9 +149,9 @@ class Admission(Linking):
         if reason:
             # Who stands in a view is of another job, and trains on whatever was begun at its scheduler's place.
             self._refuse(conn, hello, reason, retry=hello.view != NO_VIEW)
-        elif hello.resume:
+        elif hello.resume and (hello.view != NO_VIEW or hello.resume in self.peers):
             self._resume(conn, hello)
-        else:
+        else:  # also a newcomer that another scheduler has welcomed, or whose place went with its stream
             self._welcome(conn, hello)
 
     def _refuse(self, conn: int, hello: Hello, reason: str, retry: bool = False) -> None:

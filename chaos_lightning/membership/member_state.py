@@ -138,8 +138,11 @@ class MemberState:
         return max(self._term, self.promised.term)
 
     def knowledge(self) -> dict[str, Any]:
-        """What a Hello tells beside who says it: the view that this member stands in, and the highest term."""
-        return {"view": self._entered_id, "term": self.term}
+        """What a Hello tells beside who says it: id and view, as far as there are any, and the highest term.
+
+        Also who stands in no view yet tells its id: a view that a header will carry may name it.
+        """
+        return {"resume": self.member_id, "view": self._entered_id, "term": self.term}
 
     def _recollect(self) -> None:
         """A scheduler that is to rebuild a lost chain asks."""

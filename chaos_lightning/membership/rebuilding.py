@@ -4,7 +4,7 @@ Theory of operation. A member that stands in a view which this scheduler's store
 not the one by which the job was led. Such a member is neither taken in nor put out: it is told so and trains on, no job
 is founded while it knocks, and `status` says what can be done: bring the chain back, or rebuild it. So it is with a
 newcomer that another scheduler has welcomed, since a header that is under way may carry the view that lets it in: it is
-put out, and begins anew, only where no member knocks.
+welcomed anew, under another id, only where no member knocks.
 
 A scheduler that was told to rebuild (`Chain.rebuild`, on an empty store) takes such *reporters* in, founds nothing, and
 asks them what they know (`Recall`), again when they come again or have moved. The last view that any of them stands in,
@@ -22,11 +22,12 @@ from dataclasses import replace
 from chaos_lightning.membership.effects import Chain, Close, Send, TakeTerm
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.rewiring import Rewiring
-from chaos_lightning.membership.roster import Peer, Reference, Standing, difference, first_incarnation
+from chaos_lightning.membership.roster import Peer, Reference, Standing, difference, first_incarnation, same_process
 from chaos_lightning.membership.scheduler_state import Phase
 from chaos_lightning.membership.types import (
     NO_VIEW,
     Hello,
+    Member,
     Recall,
     Recollection,
     Refused,
@@ -52,9 +53,13 @@ class Rebuilding(Rewiring):
         """When (s) members of views that nobody here knows were heard of last, and these views."""
         self._greeted: set[tuple[str, int, int]] = set()
         """Processes that this very scheduler has welcomed: host, pid and start."""
+        self._own: dict[str, Member] = {}
+        """Newcomers that this very scheduler has welcomed: no view of a lost chain names them."""
         self._patient_until = float("-inf")
         """A newcomer knows a scheduler that the store does not: members may knock until then (s)."""
         self._recalled: dict[str, Recollection] = {}
+        self._recalled_at: dict[str, float] = {}
+        """Since when (s) these owe an answer to `Recall`, on whichever stream."""
         self._terms = 0
         """The highest term that a reporter has heard of."""
         self._asked_term = 0
@@ -74,7 +79,9 @@ class Rebuilding(Rewiring):
     def _is_foreign(self, hello: Hello) -> bool:
         """Whether it stands in a view of another chain than this, or may be named by one that a header will carry."""
         if hello.view == NO_VIEW:
-            return self._rebuilds or (not self.chain and bool(self._why_not_found()))
+            lost = self._rebuilds or (not self.chain and bool(self._why_not_found()))
+            own = self._own.get(hello.resume)
+            return lost and not (own is not None and same_process(own, hello))
         if any(v.id == hello.view for v in self.chain):
             return False
         rebuilt = bool(self.chain) and self.chain[0].reason.startswith(REBUILT)
@@ -119,6 +126,11 @@ class Rebuilding(Rewiring):
         else:
             super()._on_hello(conn, hello)
 
+    def _welcome(self, conn: int, hello: Hello) -> None:
+        super()._welcome(conn, hello)
+        if welcomed := self._conns.get(conn):
+            self._own[welcomed] = self.peers[welcomed].member
+
     def _why_not_found(self) -> str:
         """Why no job may be founded now; "" if one may."""
         lost = self._lost_words()
@@ -140,7 +152,7 @@ class Rebuilding(Rewiring):
         if old is not None and old.conn is not None:
             self._conns.pop(old.conn, None)
         peer = Peer(self._member_of(hello, hello.resume), Standing.REPORTER, conn=conn, heard=self.now)
-        peer.neighbours, peer.no_replay = hello.neighbours, hello.replay
+        peer.neighbours, peer.no_replay, peer.entered = hello.neighbours, hello.replay, hello.view
         peer.said = Reference.of(hello) if newcomer else None
         self.peers[peer.id], self._conns[conn] = peer, peer.id
         self._terms, self._relinked = max(self._terms, hello.term), True
@@ -162,6 +174,7 @@ class Rebuilding(Rewiring):
 
     def _ask(self, peer: Peer) -> None:
         self._recalled.pop(peer.id, None)
+        self._recalled_at.setdefault(peer.id, self.now)
         self._send(peer, Recall())
 
     def _on_moved(self, peer: Peer) -> None:
@@ -171,17 +184,42 @@ class Rebuilding(Rewiring):
             self._ask(peer)
 
     def _on_recollection(self, peer: Peer, message: Recollection) -> None:
+        if not self._rebuilds:
+            return  # the chain is begun: what was before counts no more
         self._recalled[peer.id] = message
+        self._recalled_at.pop(peer.id, None)
         if self._first_at is None and (message.view is not None or message.waiting is not None):
             self._first_at = self.now
 
-    def _owes(self, peer: Peer) -> bool:
-        """It was asked what it knows, and is about to tell."""
-        silent = self.now - peer.heard > self.settings.heartbeat_timeout_s
-        return peer.conn is not None and peer.id not in self._recalled and not silent
+    def _owing(self) -> list[Peer]:
+        """Who was asked what it knows, and is about to tell: nothing is decided meanwhile.
+
+        Heartbeats come from another thread than the answer. Who lets `report_timeout_s` pass counts as silent until it
+        answers, also on its next streams.
+        """
+        settings = self.settings
+        return [
+            p
+            for p in self.peers.values()
+            if p.standing in (Standing.REPORTER, Standing.MEMBER)
+            and p.conn is not None
+            and p.alive
+            and p.id not in self._recalled
+            and self.now - p.heard <= settings.heartbeat_timeout_s
+            and self.now - self._recalled_at.get(p.id, float("-inf")) <= settings.report_timeout_s
+        ]
+
+    def _shift_rebuilding(self, gap: float) -> None:
+        """This process was frozen for so long (s): that was nobody's silence."""
+        self._recalled_at = {m: at + gap for m, at in self._recalled_at.items()}
+        if self._first_at is not None:
+            self._first_at += gap
 
     def _reporters(self) -> list[Peer]:
-        return [p for p in self.peers.values() if p.standing is Standing.REPORTER and p.id in self._recalled]
+        """Who has told what it knows, and can still be counted on."""
+        return [
+            p for p in self.peers.values() if p.standing is Standing.REPORTER and p.alive and p.id in self._recalled
+        ]
 
     def _last_known(self) -> View | None:
         """The last view that anybody here stands in or was told of.
@@ -203,6 +241,13 @@ class Rebuilding(Rewiring):
         return 2 * here > len(view.members)
 
     def _turn_rebuilding(self) -> bool:
+        owing = self._owing()
+        if owing:
+            self._waits = (
+                f"to rebuild the chain, {', '.join(p.id for p in owing)} must tell what they know: they were asked, "
+                f"and are waited for, for {self.settings.report_timeout_s:g} s"
+            )
+            return False
         reporters = self._reporters()
         latest = self._last_known()
         if latest is None:
@@ -212,10 +257,8 @@ class Rebuilding(Rewiring):
         missing = [m for m in latest.members if m.id not in {p.id for p in here}]
         assert self._first_at is not None
         waiting = self.now - self._first_at < self.settings.reconnect_grace_s
-        if any(self._owes(p) for p in self.peers.values() if p.standing is Standing.REPORTER):
-            return False
         if not self._enough(len(here), latest) or (missing and waiting):
-            self._say_missing(latest, here, [f"{m.id} at {m.address}" for m in missing])
+            self._say_missing(latest, here, [self._absence(m) for m in missing])
             return False
         if self._terms >= self.term:
             if self._asked_term <= self._terms:
@@ -225,6 +268,11 @@ class Rebuilding(Rewiring):
         self._adopt(latest, here)
         names = ", ".join(p.id for p in here)
         return self._recover(f"{REBUILT} from the reports of {names}: the chain was lost after view {latest.id}")
+
+    def _absence(self, member: Member) -> str:
+        peer = self.peers.get(member.id)
+        mute = peer is not None and peer.conn is not None
+        return f"{member.id} at {member.address}{' (it is connected, but does not answer)' if mute else ''}"
 
     def _say_missing(self, view: View, here: list[Peer], missing: list[str]) -> None:
         enough = self._enough(len(here), view)
@@ -270,13 +318,13 @@ class Rebuilding(Rewiring):
         if before is None:
             return False
         last, living = self._last_known(), self._living()
-        known = (last is None or last.id <= before.id) and not any(self._owes(p) for p in living)
+        known = (last is None or last.id <= before.id) and not self._owing()
         if known and self._enough(len(living), before):
             return False
         for peer in list(self.peers.values()):
             if peer.standing is Standing.MEMBER:
                 peer.standing = Standing.REPORTER
-                if peer.conn is None:
+                if peer.conn is None or peer.condemned:  # the latter was told that it is out
                     self._drop(peer)
         self.chain, self._before, self.phase, self._again = [], None, Phase.REBUILDING, ""
         return True
@@ -303,6 +351,9 @@ class Rebuilding(Rewiring):
         self._waits = ""
         del self.chain[:-1]
         self._before, self._first_at = None, None
-        for peer in self._reporters():
-            self._fence(peer, f"the chain was rebuilt from a later view than its own, in view {self.chain[-1].id}")
+        first = self.chain[-1].id
+        for peer in [p for p in self.peers.values() if p.standing is Standing.REPORTER]:
+            late = "before it told what it knows" if peer.id not in self._recalled else "from a later view than its own"
+            self._fence(peer, f"the chain was rebuilt {late}, in view {first}")
         self._recalled.clear()
+        self._recalled_at.clear()

@@ -127,6 +127,7 @@ class SchedulerMachine(Rebuilding):
             self._note("notice", text=f"this scheduler was frozen for {gap:.2f} s; nobody is judged by that time")
             self.detector.shift(gap)
             self._shift_links(gap)
+            self._shift_rebuilding(gap)
             self._prepared_at += gap
             if self._admitted_at is not None:
                 self._admitted_at += gap
@@ -335,6 +336,8 @@ class SchedulerMachine(Rebuilding):
         return rule(self.chain, reports)
 
     def _turn_decide(self, ruling: Ruling, base: Header) -> bool:
+        if self._before is not None and not self._enough(len(ruling.members), self._before):
+            return self._turn_short(ruling)
         able = sum(1 for m in ruling.members if not self.peers[m].leaving)
         able += len(self._ready()) + len(ruling.waiting)
         if able < self.settings.min_nodes and base.kind is not Kind.CLOSING:
@@ -355,8 +358,6 @@ class SchedulerMachine(Rebuilding):
         latest = self.latest
         assert latest is not None
         why = "; ".join([self._why, *(f"{m} is put out: {words}, who go on" for m, words in self._cut.items())])
-        if self._before is not None and not self._enough(len(ruling.members), self._before):
-            return self._turn_short(ruling)
         view = recovered_view(latest, self._number, ruling, self.settings.plan, why, self._net(ruling.members))
         view = self._begin_chain(view)
         self._persist(

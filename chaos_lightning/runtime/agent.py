@@ -131,8 +131,8 @@ class Agent(threading.Thread):
     Args:
         endpoints: HOST:PORT of the scheduler, or of all that stand by for each other.
         token: Cluster token (b"" for none), or credentials.
-        hello_factory: Makes the Hello of each connection. Sets `resume` to the member's id once it stands in a view;
-            before that there is nothing to resume, and a scheduler restarted on its chain would not know the id.
+        hello_factory: Makes the Hello of each connection (`MemberMachine.knowledge`). Sets `resume` to the member's id
+            as soon as it has one; a scheduler that does not know it welcomes who stands in no view anew.
         on_message: Takes each message of the scheduler, in this thread.
         on_state: Takes each change of state (see the module), in this thread.
         heartbeat: Makes a Heartbeat, in this thread.

@@ -243,9 +243,7 @@ class Engine:
 
     def _make_hello(self) -> Hello:
         assert self._hello is not None
-        # Who is in no view yet has nothing to resume: after a scheduler's restart it simply knocks again.
-        machine = self._shell.machine
-        return replace(self._hello, resume=self.member_id if machine.view else "", **machine.knowledge())
+        return replace(self._hello, **self._shell.machine.knowledge())
 
     def _admission(self, state: StateAccess, deadline: float) -> Header:
         """Waits until this member stands in a view; a joiner gets the state on the way."""

@@ -175,7 +175,6 @@ class Connected(Process):
             package="1",
             fingerprint=(("script", "same"),),
             neighbours=spec.neighbours,
-            resume=self.machine.member_id,
             **self.machine.knowledge(),
             replay="" if spec.replay else "it was told to join by pause",
         )

@@ -102,6 +102,27 @@ def test_a_minority_is_refused_by_name_and_the_rest_lets_it_go_on(job: Job) -> N
     job.leave(*"abc")
 
 
+@pytest.mark.slow  # three schedulers, one after the other
+def test_a_newcomer_that_waits_for_a_place_when_the_chain_is_lost_is_put_off_and_comes_in_later(job: Job) -> None:
+    """A header may carry a view that names it, for all that a scheduler on an empty store knows."""
+    job.serve(**RULES, max_nodes=2)
+    train(job, *"ab")
+    job.start("d", settings={"state_hash_every": 10, "host_scheduler": False}, epochs=1000, step_s=0.01)
+    waits = job.harness.wait_for("notice", lambda r: "on standby" in r["text"], node="d")
+    lose_the_chain(job)
+    begin(job, "empty")
+    put_off = job.harness.wait_for("refused", lambda r: "no job is founded" in r["reason"], node="d", after=waits)
+    job.harness.kill("empty")
+    begin(job, "rebuilder", "--rebuild")
+    rebuilt = job.harness.wait_for("decide", lambda r: str(r["reason"]).startswith("rebuilt"), after=put_off)
+    assert {m[0] for m in rebuilt["members"]} == {"a", "b"}
+    anew = job.harness.wait_for("rejoin", node="d", after=put_off)
+    assert anew["old_id"] == "d~3"
+    joined = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="d", after=anew)
+    equal(job, "abd", joined)
+    job.leave(*"abd")
+
+
 def test_a_newcomer_with_another_model_that_is_first_at_the_empty_store_ends_nobody_but_itself(job: Job) -> None:
     job.serve(**RULES)
     train(job, *"ab")

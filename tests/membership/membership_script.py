@@ -408,6 +408,7 @@ class SchedulerScript:
                     package="1.0",
                     fingerprint=(("script", keys.get("script", "train.py")),),
                     resume=keys.get("resume", ""),
+                    view=number(keys["view"]) if "view" in keys else NO_VIEW,
                     replay="" if "replays" in plain else NOT_OFFERED,
                     neighbours=tuple(filter(None, keys.get("neighbours", "").split(","))),
                 )

@@ -113,7 +113,7 @@ class Node:
         self.agent.start()
 
     def _hello(self) -> Hello:
-        return hello(self.name, resume=self.id if self.machine.view is not None else "")
+        return replace(hello(self.name), **self.machine.knowledge())
 
     def _control(self, message: ToMember) -> None:
         if isinstance(message, Probe):
