@@ -9,9 +9,9 @@ DEADLINE_S = 30.0
 _TURN_S = 0.002
 
 
-def until(done: Callable[[], object], what: str) -> None:
+def until(done: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
     """Looks again and again; lets go of the processor in between, which what is waited for may need."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + deadline_s
     while not done():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
+        assert time.monotonic() < deadline, f"waited {deadline_s:g} s for {what}"
         time.sleep(_TURN_S)

@@ -8,12 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from until_support import until
 
 from chaos_lightning.demo.failover import prove
 from chaos_lightning.errors import ConfigurationError
@@ -162,9 +162,7 @@ def test_ctrl_c_ends_everything_and_says_where_the_logs_are(tmp_path: Path) -> N
         for line in demo.stdout:
             if "3 machines start" in line:
                 break
-        until = time.monotonic() + 60.0
-        while not list(folder.glob("events/member-*.jsonl")) and time.monotonic() < until:
-            time.sleep(0.1)
+        until(lambda: list(folder.glob("events/member-*.jsonl")), "the first member's log", 60.0)
         demo.send_signal(signal.SIGINT)
         said = demo.stdout.read()
         assert demo.wait(60.0) == 130

@@ -130,3 +130,13 @@ class Talk:
     @property
     def reason(self) -> str:
         return str(self.machine.snapshot()["reason"])
+
+
+def half_promised() -> Talk:
+    """Of a, b and c the first two report, c is no longer waited for, and a has promised."""
+    talk = Talk()
+    for name in "ab":
+        talk.reports(name, ABC)
+    talk.passes(1.1 * GRACE_S)
+    talk.promises("a", ABC)
+    return talk

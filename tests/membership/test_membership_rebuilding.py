@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from membership_script import header_after
-from rebuilding_talk import ABC, ABCD, GRACE_S, HEAD, NAMES, Talk, hello, view
+from rebuilding_talk import ABC, ABCD, GRACE_S, HEAD, NAMES, Talk, half_promised, hello, view
 
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
@@ -216,11 +216,7 @@ def test_who_came_and_did_not_tell_what_it_knows_is_absent_until_it_comes_again(
 
 
 def test_too_few_are_left_while_they_promise() -> None:
-    talk = Talk()
-    for name in "ab":
-        talk.reports(name, ABC)
-    talk.passes(1.1 * GRACE_S)
-    talk.promises("a", ABC)
+    talk = half_promised()
     talk.feed(fx.Closed(talk.conns.pop("b"), False))
     assert talk.machine.phase is Phase.REBUILDING
     assert not talk.views()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rebuilding_talk import ABC, GRACE_S, HEAD, NAMES, Talk, hello, view
+from rebuilding_talk import ABC, GRACE_S, HEAD, NAMES, Talk, half_promised, hello, view
 
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.scheduler import Phase
@@ -58,11 +58,7 @@ def test_who_was_put_out_while_newcomers_are_waited_for_is_no_reporter_any_more(
 
 
 def test_one_that_falls_silent_on_a_stream_that_stands_counts_again_when_it_speaks() -> None:
-    talk = Talk()
-    for name in "ab":
-        talk.reports(name, ABC)
-    talk.passes(1.1 * GRACE_S)
-    talk.promises("a", ABC)
+    talk = half_promised()
     frozen = talk.conns.pop("b")
     talk.passes(talk.machine.settings.hang_timeout_s + 2.0)
     assert talk.machine.phase is Phase.REBUILDING
@@ -76,11 +72,7 @@ def test_one_that_falls_silent_on_a_stream_that_stands_counts_again_when_it_spea
 
 
 def test_one_of_an_older_view_that_comes_with_the_last_promise_is_heard_and_sent_to_join_again() -> None:
-    talk = Talk()
-    for name in "ab":
-        talk.reports(name, ABC)
-    talk.passes(1.1 * GRACE_S)
-    talk.promises("a", ABC)
+    talk = half_promised()
     older = view(2, 1, "abd")
     talk.comes(hello("d", older))
     talk.promises("b", ABC)
@@ -110,11 +102,7 @@ def test_one_that_freezes_before_it_answers_is_sent_to_join_again_when_the_chain
 
 def test_one_that_beats_and_does_not_answer_is_waited_for_a_while_and_named() -> None:
     """Heartbeats come from another thread than the answer, which may hang."""
-    talk = Talk()
-    for name in "ab":
-        talk.reports(name, ABC)
-    talk.passes(1.1 * GRACE_S)
-    talk.promises("a", ABC)
+    talk = half_promised()
     talk.comes(hello("d", view(2, 1, "abd")))
     talk.promises("b", ABC)
     limit = talk.machine.settings.report_timeout_s

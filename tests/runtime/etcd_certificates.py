@@ -97,7 +97,7 @@ def etcd_with_tls(folder: Path, certificate: Path, *options: str) -> Iterator[st
     made.run(server)
     try:
         deadline = time.monotonic() + 30
-        while "ready to serve client requests" not in (server.folder / "etcd.log").read_text(errors="replace"):
+        while "ready to serve client requests" not in server.log.read_text(errors="replace"):
             assert server.running(), server.last_words()
             assert time.monotonic() < deadline, server.last_words()
             time.sleep(0.01)
