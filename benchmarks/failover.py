@@ -5,13 +5,14 @@ Three members train in real processes; three candidates stand by for each other 
 over pipes and the event logs of all. A run ends when another scheduler leads, all members are connected to it, and ten
 more steps are committed; then whoever was struck comes back. Where nobody but a scheduler or an etcd server is struck,
 training must notice nothing: no step is lost, and the longest step between the strike and the end of the run exceeds
-the median by no more than 20 ms. Where a member dies at the same instant, the survivors' next step is what is measured.
+the median by no more than 20 ms; as long a time in which nobody is struck follows each such run, as its control. Where
+a member dies at the same instant, the survivors' next step is what is measured.
 
 In *apart*, every process counts as on a machine of its own. SIGKILL is a process that dies on a machine that lives, and
 refuses connections from then on; SIGSTOP stands for a machine that falls silent, too: nothing but the end of its lease
 tells of it. In *shared*, all are on one machine, where a standby sees it. In *embedded* there is no etcd: members start
 the scheduler again on its file. Steps have a pause that stands for heavier computing and leaves the processors to what
-else runs on this machine; how long the longest step is when nobody is struck at all stands beside, for a comparison.
+else runs on this machine.
 
 Peers in the same run (benchmarks/peers_failover.py): torchrun with its c10d store, torchft with its lighthouse.
 """
@@ -45,6 +46,7 @@ BOUND_DEATH_S = {"apart": 3.0, "shared": 1.0}
 TAIL_STEPS = 10
 ETCD_WINDOW_S = 3.0
 """An election among etcd's servers, and a whole lease of the scheduler, fit into this."""
+REST_S = 1.0
 
 
 @dataclass
@@ -53,6 +55,8 @@ class Case:
 
     beyond: list[float] = field(default_factory=list)
     """Longest step of any survivor beyond the median step."""
+    control: list[float] = field(default_factory=list)
+    """The same in as long a time in which nobody was struck."""
     usual: list[float] = field(default_factory=list)
     led: list[float] = field(default_factory=list)
     """Another scheduler leads."""
@@ -113,7 +117,8 @@ class Scene:
 
 def quiet(scene: Scene, seconds: float) -> float:
     """The longest step beyond the median while nobody is struck, s."""
-    scene.world.settle(MEMBERS)
+    rested = time.monotonic_ns() + int(REST_S * 1e9)
+    scene.until(lambda: time.monotonic_ns() > rested, "rest for who has just come back")
     since = time.monotonic_ns()
     scene.until(lambda: time.monotonic_ns() - since > seconds * 1e9, "quiet")
     return max(scene.longest(name, since) for name in scene.world.members) - scene.usual()
@@ -173,11 +178,14 @@ def one_run(
     scene.until(lambda: all(len(world.members[n].steps) >= c for n, c in counts.items()), f"{TAIL_STEPS} more steps")
     case.usual.append(usual)
     case.beyond.append(max(scene.longest(name, since) for name in survivors) - usual)
+    took_s = (time.monotonic_ns() - since) / 1e9
     come_back(scene, leader if scheduler else "", server, victim, newcomer)
     for name, (count, fenced) in before.items():
         seen = world.members[name]
         case.lost += sum(b.step != a.step + 1 for a, b in itertools.pairwise(seen.steps[count - 1 :]))
         case.fenced += len(seen.fenced) - fenced
+    if not victim and not newcomer:
+        case.control.append(quiet(scene, took_s))
 
 
 def wait_for_the_next(scene: Scene, case: Case, survivors: list[str], since: int, term: int) -> None:
@@ -287,8 +295,6 @@ def measure(result: Result, name: str, folder: Path, args: Any) -> None:
     runs = args.runs or (3 if args.quick else 20)
     print(f" {name}: {', '.join(CASES[name])}", flush=True)
     with scene(name, folder, random.Random(args.seed)) as stage:
-        still = quiet(stage, 5.0 if args.quick else 30.0)
-        result.add(f"{name}, nobody is struck: longest step beyond the median", still, "s")
         unequal = 0
         for title, what in CASES[name].items():
             case = Case()
@@ -314,8 +320,16 @@ def report(result: Result, scene_name: str, title: str, what: dict[str, Any], ca
     result.add(f"{key}: living members fenced", case.fenced, "count", 0)
     if alone:
         bound = BOUND_BEYOND_S if scene_name != "embedded" else None
-        result.add(f"{key}: longest step beyond the median, worst of {n}", max(case.beyond), "s", bound)
-        result.add(f"{key}: longest step beyond the median, median of {n}", median(case.beyond), "s")
+        for which, longest in (("", case.beyond), (", control", case.control)):
+            result.add(f"{key}{which}: longest step beyond the median, median of {n}", median(longest), "s")
+            result.add(
+                f"{key}{which}: longest step beyond the median, worst of {n}",
+                max(longest),
+                "s",
+                None if which else bound,
+            )
+        more = median(case.beyond) - median(case.control)
+        result.add(f"{key}: that median beyond the control's", more, "s", bound)
     if case.recovered:
         bound = BOUND_DEATH_S.get(scene_name)
         result.add(f"{key}: to the survivors' next step, slowest of {n}", max(case.recovered), "s", bound)

@@ -36,7 +36,7 @@ from benchmarks.soak_crew import FOUNDERS, MOST, Crew, Driver
 from benchmarks.soak_link_checks import Line, LinkVerdict, check_links, read_lines
 from benchmarks.soak_links import KINDS, PARTING, Hurt, Links
 from benchmarks.soak_member import HELD_OUT, QUOTA, digits, make, training_length
-from benchmarks.soak_schedulers import control, etcd_is_here
+from benchmarks.soak_schedulers import SETTLED_S, control, etcd_is_here
 from benchmarks.victims import fingerprint
 from benchmarks.workers import scheduler, scratch
 from chaos_lightning.runtime.etcd_servers import ADVICE
@@ -83,13 +83,18 @@ def evaluate(path: Path) -> tuple[dict[str, float], str]:
     }, fingerprint(model, optimizer)
 
 
-def gather(crew: Crew, length: int, hurts: Sequence[Hurt] = ()) -> Run:
+def parting(hurt: Hurt, struck: Sequence[tuple[int, str, str]]) -> Parting:
+    """What this fault declares, if these schedulers were struck (ns, kind, who)."""
+    stop = hurt.stop or time.monotonic_ns()
+    since = hurt.start - int(SETTLED_S * 1e9)
+    replaced = any(kind.startswith("scheduler") and since < ns < stop for ns, kind, _ in struck)
+    cut_short = hurt.stop - hurt.start < hurt.seconds * 0.95e9
+    return Parting(hurt.kind, hurt.part, hurt.start, stop, cut_short, hurt.kind == "island" and replaced)
+
+
+def gather(crew: Crew, length: int, hurts: Sequence[Hurt] = (), struck: Sequence[tuple[int, str, str]] = ()) -> Run:
     """Judges a run and evaluates its checkpoints."""
-    partings = [
-        Parting(h.kind, h.part, h.start, h.stop or time.monotonic_ns(), h.stop - h.start < h.seconds * 0.95e9)
-        for h in hurts
-        if h.kind in PARTING
-    ]
+    partings = [parting(h, struck) for h in hurts if h.kind in PARTING]
     verdict = check(read(crew.folder / "journals"), length, crew.freezes, crew.killed, partings)
     curve: dict[float, float] = {}
     finals: dict[str, dict[str, float]] = {}
@@ -372,7 +377,7 @@ def main() -> int:
         )
         print(f" {epochs} epochs of {length} samples, events every {rates}, seed {args.seed}", flush=True)
         crew, driver, seconds = disturbed(root / "soak", args, epochs)
-        main_run = gather(crew, length, driver.links.hurts)
+        main_run = gather(crew, length, driver.links.hurts, driver.schedulers.done)
         report(result, crew, driver, main_run, seconds, length)
         others: dict[str, Run] = {}
         cases = [(2, 1), (3, 2), (5, 3)] if args.quick else [(2, 1), (3, 1), (5, 1), (2, 2), (3, 2), (5, 2)]

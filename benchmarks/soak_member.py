@@ -195,6 +195,9 @@ def _train(
         since = time.monotonic_ns()
         kept = trainer.update()
         optimizer.zero_grad(set_to_none=True)
+        if not kept and engine.out:  # it was leaving, and a recovery let it go in mid-step
+            journal.write("left")
+            break
         if not kept:
             journal.write("fenced", since=since)
             note("entered")

@@ -2,9 +2,9 @@
 
 For a chain in memory, in an SQLite file, and in etcd (one server; by the own client and by the package etcd3): the
 time of an append, the time to read a chain back, and the time from an append by one scheduler until another one that
-waits for it is told. Then for each client of etcd: three servers, of which the one in use gets SIGKILL; how long until
-a write works again; and whether a watch that was under way sees what is written after its server was killed and started
-again.
+waits for it is told. Then for each client of etcd: three servers, of which the one in use gets SIGKILL, a follower or
+the leader, after whose death the others first elect; how long until a write works again; and whether a watch that was
+under way sees what is written after its server was killed and started again.
 
 Bounds are on the default client alone, in ratio to the other one: it must be no slower, and its watch must survive.
 """
@@ -25,7 +25,7 @@ from chaos_lightning.membership.effects import Persist
 from chaos_lightning.membership.types import NO_VIEW, Member, View, ViewId
 from chaos_lightning.runtime.etcd3_client import load_etcd3
 from chaos_lightning.runtime.etcd_client import EtcdClient, put
-from chaos_lightning.runtime.etcd_servers import EtcdServers
+from chaos_lightning.runtime.etcd_servers import EtcdServer, EtcdServers
 from chaos_lightning.runtime.etcd_store import EtcdStore
 from chaos_lightning.runtime.memory_store import MemoryStore, Shelf
 from chaos_lightning.runtime.sqlite_store import SqliteStore
@@ -92,17 +92,21 @@ def told_after(writer: Store, reader: Store, effect: Persist, after: int) -> flo
     return max(0.0, woken[0] - appended)
 
 
-def in_use(servers: EtcdServers, client: EtcdClient) -> int:
-    """Which server answers this client's calls now."""
-    name = client._servers[client._now % len(client._servers)].name
-    return next(i for i, server in enumerate(servers.servers) if server.endpoint == name)
-
-
-def written_again(servers: EtcdServers, kind: str) -> float:
-    """Seconds from the SIGKILL of the server in use until a write has worked."""
-    with contextlib.closing(servers.client(kind)) as client:
+def client_at(servers: EtcdServers, kind: str, leads: bool) -> tuple[EtcdClient, EtcdServer]:
+    """A client that asks etcd's leader first, or another server; and that server."""
+    leader = servers.leader()
+    while True:
+        client = servers.client(kind)
         client.transact([], [put("stores/before", b"")])
-        victim = servers.servers[in_use(servers, client)]
+        if (client.server == leader.endpoint) is leads:
+            return client, next(s for s in servers.servers if s.endpoint == client.server)
+        client.close()
+
+
+def written_again(servers: EtcdServers, kind: str, leads: bool) -> float:
+    """Seconds from the SIGKILL of the server in use until a write has worked."""
+    client, victim = client_at(servers, kind, leads)
+    with contextlib.closing(client):
         servers.kill(victim)
         began = time.perf_counter()
         while True:
@@ -175,10 +179,12 @@ def measure(result: Result, folder: Path, quick: bool, kinds: list[str]) -> None
             result.add(f"watches lost with a server's restart, etcd by {kind}", lost, "of 1", bound)
     with EtcdServers(folder / "three", 3) as three:
         for kind in kinds:
-            took = [written_again(three, kind) for _ in range(rounds)]
-            result.add(f"write after the server in use was killed, median, etcd by {kind}", median(took), "s")
-            result.add(f"write after the server in use was killed, longest, etcd by {kind}", max(took), "s")
-            result.details[f"killed, {kind}"] = took
+            for leads, which in ((False, "a follower"), (True, "etcd's leader")):
+                took = [written_again(three, kind, leads) for _ in range(rounds)]
+                title = f"write after the server in use, {which}, was killed"
+                result.add(f"{title}, median, etcd by {kind}", median(took), "s")
+                result.add(f"{title}, longest, etcd by {kind}", max(took), "s")
+                result.details[f"killed {which}, {kind}"] = took
     if len(kinds) == 2:
         own, other = (median(figures[f"etcd by {kind}"].appends) for kind in kinds)
         result.add("append, own client / etcd3", own / other, "ratio", NO_SLOWER)

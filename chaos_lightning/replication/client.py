@@ -29,7 +29,7 @@ from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
 from chaos_lightning.replication.forward import send_route
 from chaos_lightning.replication.policy import Deliver, Job
 from chaos_lightning.replication.table import Piece
-from chaos_lightning.transport.link import on_this_machine
+from chaos_lightning.transport.locality import on_this_machine
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
 from chaos_lightning.replication.by_reference import Buffers, ask
 from chaos_lightning.replication.client import Dial, Endpoint, reason_of
 from chaos_lightning.replication.log import unpacked
-from chaos_lightning.transport.link import on_this_machine
+from chaos_lightning.transport.locality import on_this_machine
 
 REQUEST_NBYTES = 4 << 20
 INLINE_NBYTES = 64 << 10

@@ -27,7 +27,7 @@ from chaos_lightning.replication.manifest import decode_manifest
 from chaos_lightning.replication.memory import Region, region
 from chaos_lightning.replication.session import PullReport, SourceReport
 from chaos_lightning.replication.table import check_layout, make_attached, placeholder
-from chaos_lightning.transport.link import on_this_machine
+from chaos_lightning.transport.locality import on_this_machine
 
 BLOCK_NBYTES = 16 << 20
 """So much is read between two looks at the stamp and words to the donors."""

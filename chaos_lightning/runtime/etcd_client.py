@@ -204,6 +204,15 @@ class EtcdClient:
         self._now = 0
         self._closed = False
 
+    @property
+    def server(self) -> str:
+        """HOST:PORT of the one that is asked first."""
+        return self._first.name
+
+    @property
+    def _first(self) -> _Server:
+        return self._servers[self._now % len(self._servers)]
+
     def _tls(self) -> grpc.ChannelCredentials | None:
         a = self.address
         if not a.ca_file and not a.cert_file:
@@ -254,7 +263,7 @@ class EtcdClient:
         while True:
             if self._closed:
                 raise StoreError(f"the connection to {self.address} is closed")
-            server = self._servers[self._now % len(self._servers)]
+            server = self._first
             limit_s = max(0.05, min(until - time.monotonic(), attempt_s))
             try:
                 return ask(server, limit_s)
@@ -289,7 +298,7 @@ class EtcdClient:
 
     def _next(self, server: _Server) -> None:
         with self._lock:
-            if self._servers[self._now % len(self._servers)] is server:
+            if self._first is server:
                 self._now += 1
 
     def _metadata(self, server: _Server, timeout_s: float) -> tuple[tuple[str, str], ...]:
@@ -386,7 +395,7 @@ class EtcdClient:
             CompactedError: Changes since `revision` are forgotten.
         """
         while not stop.is_set() and not self._closed:
-            server = self._servers[self._now % len(self._servers)]
+            server = self._first
             replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
             begun, confirmed = time.monotonic(), False
             try:
@@ -398,7 +407,7 @@ class EtcdClient:
                             yield []
                             if not confirmed and time.monotonic() - begun > _ATTEMPT_S:
                                 break  # it accepts, and does not answer
-                            if self._servers[self._now % len(self._servers)] is not server:
+                            if self._first is not server:
                                 break  # a call has found that it does not answer
                             continue
                         if reply is None:

@@ -30,6 +30,7 @@ from chaos_lightning.runtime.options import ETCD
 HEARTBEAT_MS, ELECTION_MS = 50, 500
 _POLITE_S = 1.0
 """The leader of servers that all end looks for a successor for some seconds; what it answered is on the disk."""
+_LOOK_S = 0.05
 QUICK_S, MOST_QUICK = 10.0, 3
 """A server that ends within this time, so many times in a row, is not started again."""
 _FATAL = re.compile(r"^[-0-9: .]+ C \| (?:\S+: )?(?P<plain>.+)$|^panic: (?P<panic>.+)$")
@@ -177,22 +178,24 @@ class EtcdServers:
             )
 
     def wait_ready(self, timeout_s: float) -> None:
-        """All that were started answer.
+        """Each of them answers what a majority holds; a server that is just back may be needed for that very majority.
 
         Raises:
             StoreError: One ended, or they did not answer in time; quotes the log.
         """
         deadline = time.monotonic() + timeout_s
-        with contextlib.closing(self.client()) as client:
-            while True:
-                for server in self.servers:
-                    if not server.running():
-                        raise StoreError(f"{server.name} ended at once: {server.last_words()} ({server.log})")
-                with contextlib.suppress(StoreError):
-                    if client.get("ready") is None and client.status().leader:
-                        return
-                if time.monotonic() > deadline:
-                    raise StoreError(f"etcd did not answer within {timeout_s:g} s: {self.servers[0].last_words()}")
+        waited_for = list(self.servers)
+        while True:
+            for server in self.servers:
+                if not server.running():
+                    raise StoreError(f"{server.name} ended at once: {server.last_words()} ({server.log})")
+            waited_for = [server for server in waited_for if not _answers(server)]
+            if not waited_for:
+                return
+            if time.monotonic() > deadline:
+                silent = ", ".join(server.name for server in waited_for)
+                raise StoreError(f"{silent} did not answer within {timeout_s:g} s: {waited_for[0].last_words()}")
+            time.sleep(_LOOK_S)
 
     def tend(self, quick_s: float = QUICK_S) -> list[str]:
         """Starts those again that have ended; returns a line on each. To be called every second or so.
@@ -259,6 +262,15 @@ class EtcdServers:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _answers(server: EtcdServer) -> bool:
+    """Whether this very server reads what a majority holds."""
+    client = EtcdClient(EtcdAddress(servers=(server.endpoint,)), deadline_s=1.0)
+    with contextlib.closing(client), contextlib.suppress(StoreError):
+        client.get("ready")
+        return True
+    return False
 
 
 def _fatal_words(line: str) -> str:

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from chaos_lightning.errors import RefusedError, WireError
-from chaos_lightning.transport.link import on_this_machine
+from chaos_lightning.transport.locality import on_this_machine
 from chaos_lightning.transport.sealing import Level, ProtectedSocket, Session, mixed
 
 VERSION = 3

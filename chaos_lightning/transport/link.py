@@ -28,6 +28,7 @@ from chaos_lightning.errors import WireError
 from chaos_lightning.membership.types import NO_VIEW, ViewId
 from chaos_lightning.transport.frames import HEADER_NBYTES, Frame, FrameType, pack, payload_checksum, unpack
 from chaos_lightning.transport.holding import AT_FIRST_NBYTES, Holding
+from chaos_lightning.transport.locality import on_this_machine
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.pacing import pace
 from chaos_lightning.transport.reference import (
@@ -49,16 +50,6 @@ _UNSENT = 0x894B  # SIOCOUTQNSD
 _LITTLE_NBYTES = 128 << 10
 _BUDGET_NBYTES = 4 << 20
 """Read at most this much from one link before others get their turn."""
-
-
-def on_this_machine(sock: socket.socket) -> bool:
-    """Whether both ends are this machine: then bytes cross no medium, and chunks go without a checksum.
-
-    Summing every chunk twice costs 15 to 35 % of an all-reduce over loopback (docs/LOG.md); messages are always summed.
-    """
-    if sock.family == socket.AF_UNIX:
-        return True
-    return bool(sock.getsockname()[0] == sock.getpeername()[0])
 
 
 class Owner(Protocol):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from benchmarks import soak
 from benchmarks.soak_checks import Freeze, Line, Parting, check, read
+from benchmarks.soak_links import Hurt
 
 LENGTH = 12
 
@@ -207,6 +210,23 @@ def test_a_member_that_is_cut_off_may_be_put_out_if_it_comes_back(journals):
 def test_point_5_nobody_goes_on_without_a_member_that_is_cut_off(journals):
     assert violated(journals, partings=[parting(journals, "c")]) == {5}
     assert not violated(journals, partings=[parting(journals, "c", cut_short=True)])
+    assert not violated(journals, partings=[replace(parting(journals, "c"), vouched_for=True)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "struck", "vouched_for"),
+    [
+        ("island", [(5_000_000_000, "scheduler_sigstop", "s1")], True),
+        ("island", [(9_000_000_000, "scheduler_sigkill", "s1")], True),
+        ("island", [(1_000_000_000, "scheduler_sigkill", "s1")], False),
+        ("island", [(21_000_000_000, "scheduler_sigkill", "s1")], False),
+        ("island", [(9_000_000_000, "etcd_sigkill", "etcd-1")], False),
+        ("split", [(9_000_000_000, "scheduler_sigkill", "s1")], False),
+    ],
+)
+def test_only_a_scheduler_that_never_heard_an_island_may_wait_for_it(kind, struck, vouched_for):
+    hurt = Hurt(kind, set(), ("c",), 14.0, 6_000_000_000, 20_000_000_000)
+    assert soak.parting(hurt, struck) == Parting(kind, ("c",), hurt.start, hurt.stop, False, vouched_for)
 
 
 def test_graphs_cut_in_two_are_counted(journals):

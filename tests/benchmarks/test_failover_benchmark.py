@@ -39,12 +39,22 @@ def missed(result: Result) -> list[str]:
 
 
 def test_a_step_that_waited_a_lost_step_and_a_late_recovery_miss_their_bounds(capsys: Any) -> None:
-    alone = {"beyond": [0.004, 0.019], "usual": [0.03, 0.03], "led": [2.0, 2.1], "found": [2.2, 2.3]}
+    alone = {
+        "beyond": [0.004, 0.019],
+        "control": [0.003, 0.1],
+        "usual": [0.03, 0.03],
+        "led": [2.0, 2.1],
+        "found": [2.2, 2.3],
+    }
     result = Result("failover")
     report(result, "apart", "scheduler SIGKILL", CASES["apart"]["scheduler SIGKILL"], Case(**alone))
     assert missed(result) == []
     report(result, "apart", "scheduler SIGKILL", {}, Case(**{**alone, "beyond": [0.001, 0.021]}))
     assert missed(result) == ["apart, scheduler SIGKILL: longest step beyond the median, worst of 2"]
+    result = Result("failover")
+    noisy = {**alone, "beyond": [0.05, 0.06], "control": [0.01, 0.04]}
+    report(result, "apart", "scheduler SIGKILL", {}, Case(**noisy))
+    assert missed(result)[-1] == "apart, scheduler SIGKILL: that median beyond the control's"
     death = CASES["shared"]["scheduler and a member SIGKILL"]
     for scene, slowest, late in (("apart", 2.9, False), ("apart", 3.1, True), ("shared", 1.1, True)):
         result = Result("failover")

@@ -79,6 +79,23 @@ def test_one_that_ran_well_is_started_again_however_often_it_is_killed(tmp_path:
         one.wait_ready(PATIENCE_S)
 
 
+def test_ready_means_every_one_of_them(tmp_path: Path) -> None:
+    """One that is still on its way back may be what a majority lacks when the next one is killed."""
+    with servers(tmp_path / "etcd", 3) as three:
+        frozen = three.servers[1]
+        os.kill(frozen.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(StoreError, match=r"etcd-2 did not answer within 2 s: "):
+                three.wait_ready(2.0)
+        finally:
+            os.kill(frozen.pid, signal.SIGCONT)
+        three.wait_ready(PATIENCE_S)
+        for server in three.servers:
+            three.kill(server)
+            three.run(server)
+            three.wait_ready(PATIENCE_S)
+
+
 def test_a_port_that_is_taken_from_the_start_is_told_in_etcds_own_words(tmp_path: Path) -> None:
     with servers(tmp_path / "etcd", 1) as one:
         port = one.servers[0].client_port
