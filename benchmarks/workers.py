@@ -83,6 +83,9 @@ def context(*preload: str) -> Any:
     """A forkserver that has torch loaded and runs each worker with one thread, as torchrun does."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["MKL_NUM_THREADS"] = "1"
+    # khugepaged looks through what numpy recommends to it, with the lowest priority and the process's memory locked:
+    # where all processors are busy, a process that asks for memory then stands still for seconds (docs/LOG.md).
+    os.environ["NUMPY_MADVISE_HUGEPAGE"] = "0"
     ctx = mp.get_context("forkserver")
     ctx.set_forkserver_preload(["torch", "torch.distributed", "chaos_lightning.runtime.engine", *preload])
     return ctx

@@ -3,7 +3,8 @@
 Theory of operation. One silent channel proves nothing: heartbeats are late on a busy machine, streams break while both
 ends live. So a member is taken for dead only on two independent signs:
 
-- its control stream and its link to a living process are both closed (a killed process: milliseconds), or
+- its control stream and its link to a living process are both closed (a killed process: milliseconds), unless nearly
+  all others have closed theirs, too, because the scheduler itself was silent, or
 - it is suspected (silent too long, a closed stream or link, an overdue report) and a neighbour that is asked denies its
   life while none affirms it, or
 - it has been silent for `hang_timeout_s`, whoever says that its process exists.
@@ -50,6 +51,8 @@ class Suspicion:
     """It would be dead by now if it were not the last holder."""
     last: bool = False
     """It is one, as far as the last look told."""
+    unheard: bool = False
+    """Most others had no stream either: that its own is closed says nothing about it, and a neighbour must confirm."""
     strangers: set[str] = field(default_factory=set)
     """Those of the asked that never had a link to it: what they deny is enough to hold a last holder, and no death."""
 
@@ -171,7 +174,9 @@ class Detector:
                 continue
             last = suspicion.last = self._is_last_holder(member, watched, holders)
             proof = self._proof(now, peer, suspicion, everybody)
-            evidence = proof or self._fact(peer, watched) or self._confirmed(now, peer, suspicion, everybody)
+            suspicion.unheard = suspicion.unheard or self._is_unheard(member, watched)
+            fact = "" if suspicion.unheard else self._fact(peer, watched)
+            evidence = proof or fact or self._confirmed(now, peer, suspicion, everybody)
             if evidence and (proof or not last):
                 deaths.append(Death(member, evidence, bool(proof)))
                 continue
@@ -197,6 +202,12 @@ class Detector:
         """
         others = [watched[m] for m in holders if m != member and m in watched and m not in self.suspicions]
         return member in holders and not any(p.known and p.loaded and p.conn is not None for p in others)
+
+    @staticmethod
+    def _is_unheard(member: str, watched: Mapping[str, Peer]) -> bool:
+        """Whether most of the others have no stream: a scheduler that nearly all have left was silent itself."""
+        others = [p.conn for m, p in watched.items() if m != member]
+        return 2 * others.count(None) > len(others)
 
     @staticmethod
     def _closed_link(member: str, everybody: Mapping[str, Peer], ends: tuple[str, ...] = ("",)) -> str:

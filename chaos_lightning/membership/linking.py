@@ -39,6 +39,7 @@ from chaos_lightning.membership.topology import (
     ranked,
 )
 from chaos_lightning.membership.types import (
+    MADE_ANEW,
     NO_VIEW,
     LinkReport,
     LinkRequest,
@@ -193,8 +194,11 @@ class Linking(SchedulerState, ABC):
         fact = self.topology.fact(peer.id, other) if other in self.peers else Fact()
         self._relinked = True
         if up:
+            anew = evidence == MADE_ANEW
+            if anew:
+                fact.say(self.now, peer.id, "closed")
             fact.say(self.now, peer.id, "")
-            self._on_link_up(peer, other, fact)
+            self._on_link_up(peer, other, fact, anew)
             return
         fact.say(self.now, peer.id, evidence or "down")
         peer.up.discard(other)
@@ -210,9 +214,9 @@ class Linking(SchedulerState, ABC):
         if subject is not None and subject.alive and subject.standing in (Standing.MEMBER, Standing.LEAVER):
             self.detector.suspect(self.now, other, f"{peer.id} says that its link is {evidence}")
 
-    def _on_link_up(self, peer: Peer, other: str, fact: Fact) -> None:
+    def _on_link_up(self, peer: Peer, other: str, fact: Fact, anew: bool) -> None:
         silent, before = peer.silent.pop(other, None), peer.down.pop(other, None)
-        before = before or silent
+        before = before or silent or ("closed" if anew else None)
         subject = self.peers.get(other)
         together = subject is not None and peer.entered == subject.entered
         if before is None and together and other not in peer.up and peer.known and peer.entered.number:

@@ -57,6 +57,7 @@ from chaos_lightning.membership.observing import Observing
 from chaos_lightning.membership.recovery import needs_bytes
 from chaos_lightning.membership.slots import close_slot, kind_of
 from chaos_lightning.membership.types import (
+    MADE_ANEW,
     NO_VIEW,
     Contribution,
     Decide,
@@ -173,9 +174,8 @@ class MemberMachine(Observing):
         # The control stream was replaced: whatever was under way on the old one is said again. Links go first: a link
         # that comes up after this member stood in its view would mean that bytes were lost on it.
         for peer, up in self.links.items():
-            if up and peer in self._remade:
-                self._emit(ToScheduler(LinkEvent(peer, False, "closed")))
-            self._emit(ToScheduler(LinkEvent(peer, up, "connected" if up else self._parted.get(peer) or "closed")))
+            words = (MADE_ANEW if peer in self._remade else "connected") if up else self._parted.get(peer) or "closed"
+            self._emit(ToScheduler(LinkEvent(peer, up, words)))
         self._emit(ToScheduler(self._position()))
         if self._ready_sent and self.phase is Phase.WAITING:
             self._emit(ToScheduler(Ready()))

@@ -64,7 +64,12 @@ class LinkEvent:
     peer: str
     up: bool
     evidence: str
-    """"connected", "closed" (EOF or reset: a fact), "silent", "refused", "timeout"."""
+    """"connected", MADE_ANEW, "closed" (EOF or reset: a fact), "silent", "refused", "timeout"."""
+
+
+MADE_ANEW = "closed, and connected anew"
+"""Of a link that stands, but has not stood all the time since its member entered its view. One word for both: said in
+turn, the first would be taken for evidence against a neighbour whose own stream is being replaced just then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from functools import cached_property
 
 from chaos_lightning.membership.keys import LinkKey as LinkKey
 from chaos_lightning.membership.keys import LinkKeys as LinkKeys
+from chaos_lightning.membership.reports import MADE_ANEW as MADE_ANEW
 from chaos_lightning.membership.reports import CatchUp as CatchUp
 from chaos_lightning.membership.reports import Finished as Finished
 from chaos_lightning.membership.reports import Leave as Leave

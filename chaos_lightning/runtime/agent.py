@@ -49,12 +49,13 @@ import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _ANSWER_TIMEOUT_S = 10.0
-"""How long the scheduler may take to answer a Hello; one of several a fifth of it, since another may lead."""
+"""How long the scheduler may take to answer a Hello; one of several a fifth of it or less, since another may lead."""
 _GOODBYE_TIMEOUT_S = 1.0
 PULSE_TIMEOUT_S = 0.7
 """A scheduler that says every `channel.PULSE_S` that it lives, and then does not for so long, is frozen or cut off."""
-_SHUN_S = 2.0
-"""One of several that was silent is not asked again for so long; until its lease ends, the others name it."""
+_FIRST_SHUN_S, _LONGEST_SHUN_S = 0.3, 2.0
+"""One of several that was silent is not asked again for so long, twice as long each time until it answers: until its
+lease ends, the others name it. It may merely have been busy for a moment, so the first time is short."""
 _REVIVE_AFTER = 3
 """Failed attempts in a row after which `revive` is called."""
 _MAX_OUTBOX = 65536
@@ -159,6 +160,8 @@ class Agent(threading.Thread):
         """Where a standby said that the leader listens."""
         self._shunned: dict[str, float] = {}
         """Schedulers that were silent, and until when they are not asked."""
+        self._silences: dict[str, int] = {}
+        """How often in a row each of them was silent; with others to ask it gets less time to answer, then more."""
         self._secret = Credentials.of(token)
         self._hello_factory = hello_factory
         self._on_message = on_message
@@ -239,11 +242,23 @@ class Agent(threading.Thread):
     def _endpoint(self) -> str:
         return self._leader or self._endpoints[self._at % len(self._endpoints)]
 
+    def _answer_timeout_s(self) -> float:
+        """How long the scheduler that is asked now may take to answer."""
+        if len(self._endpoints) == 1:
+            return _ANSWER_TIMEOUT_S
+        silences = self._silences.get(self._endpoint, 0)
+        most = _ANSWER_TIMEOUT_S / 5  # another may lead
+        return min(most, PULSE_TIMEOUT_S * 2 ** (silences - 1)) if silences else most
+
     def _turn(self, reason: ChaosError) -> bool:
         """Chooses whom to ask next; True if a standby has named the leader, who can be asked at once."""
         now = time.monotonic()
+        if self._answered or isinstance(reason, StandbyError):
+            self._silences.pop(self._endpoint, None)
         if isinstance(reason, SilentError):
-            self._shunned[self._endpoint] = now + _SHUN_S
+            before = self._silences.get(self._endpoint, 0)
+            self._silences[self._endpoint] = before + 1
+            self._shunned[self._endpoint] = now + min(_LONGEST_SHUN_S, _FIRST_SHUN_S * 2**before)
         self._shunned = {place: until for place, until in self._shunned.items() if until > now}
         named = reason.leader if isinstance(reason, StandbyError) else ""
         if named and named != self._endpoint and named not in self._shunned:
@@ -317,7 +332,7 @@ class Agent(threading.Thread):
 
     def _attend(self, talk: _Talk) -> ChaosError:
         talk.say(wrap_from_member(self._hello_factory()))
-        interval = patience_s = _ANSWER_TIMEOUT_S if len(self._endpoints) == 1 else _ANSWER_TIMEOUT_S / 5
+        interval = patience_s = self._answer_timeout_s()
         due = heard = time.monotonic() + interval
         while True:
             patience = heard + PULSE_TIMEOUT_S if talk.pulses else due

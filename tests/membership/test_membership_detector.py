@@ -106,6 +106,26 @@ def test_last_holder_outlives_denials_and_the_hang_timeout(other: str) -> None:
     assert "last_holder_timeout_s=50" in death.evidence
 
 
+@pytest.mark.parametrize(("left", "dies"), [("d", True), ("cde", True), ("bcde", False)])
+def test_a_closed_stream_and_link_are_no_death_while_nearly_all_have_left_a_silent_scheduler(
+    left: str, dies: bool
+) -> None:
+    """Members leave a scheduler that is silent, and come back one by one; a link may be closed meanwhile."""
+    look = Look("abcde")
+    for name in left:
+        look.close(name)
+    look.peers["a"].down["d~4"] = END
+    assert [d.member for d in look.run(0.1)] == (["d~4"] if dies else [])
+    look.say("a", "d", alive=True)
+    assert look.run(0.3, 0.6) == []
+    for name in left.replace("d", ""):
+        look.peers[name].conn = 9
+    assert look.run(0.7) == [], "nearly all are back: it left together with them, and is on its way as well"
+    look.say("b", "d")
+    look.say("a", "d")
+    assert [d.member for d in look.run(0.75)] == ([] if dies else ["d~4"])
+
+
 def test_joiner_without_the_state_is_no_last_holder() -> None:
     look = Look("ab", empty="b")
     look.fall_silent("b")

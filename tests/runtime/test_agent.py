@@ -28,8 +28,10 @@ from chaos_lightning.membership.types import (
     Released,
     ViewId,
 )
+from chaos_lightning.runtime import agent as agents
 from chaos_lightning.runtime import forks
 from chaos_lightning.runtime.agent import Agent
+from chaos_lightning.runtime.channel import SilentError, StandbyError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import PATIENCE_S, Client, Facts, attending, hello, serving, welcome
@@ -154,6 +156,38 @@ def test_a_scheduler_that_accepts_but_never_answers_is_given_up(monkeypatch: pyt
     with serving(rule) as served, attending(served.endpoint, connect_timeout_s=0.5) as client:
         state = client.states.wait(lambda s: s.startswith("failed"))
         assert "did not answer within 0.2 s" in state
+
+
+def test_one_of_several_that_is_silent_is_asked_again_soon_and_then_ever_more_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may have been busy for a moment; and until the lease of a frozen one ends, the others name it."""
+    clock = [100.0]
+    monkeypatch.setattr(agents.time, "monotonic", lambda: clock[0])
+    one = Agent(
+        endpoints=["x:1", "y:2"],
+        token=b"",
+        hello_factory=lambda: hello("a"),
+        on_message=lambda message: None,
+        on_state=lambda state: None,
+        heartbeat=lambda: Heartbeat(NO_VIEW, 0, 0),
+    )
+    patient_s, times = one._answer_timeout_s(), []
+    for _ in range(6):
+        assert one._endpoint == "x:1"
+        assert not one._turn(SilentError("x:1 was silent"))
+        assert one._endpoint == "y:2"
+        since = clock[0]
+        while not one._turn(StandbyError("y:2 stands by", "x:1")):
+            one._at = 1  # it is the only other one, and is asked again
+            clock[0] += 0.01
+        times.append((round(clock[0] - since, 1), one._answer_timeout_s()))
+    assert [away for away, _ in times] == [0.3, 0.6, 1.2, 2.0, 2.0, 2.0]
+    assert [patience for _, patience in times] == [0.7, 1.4, patient_s, patient_s, patient_s, patient_s]
+    one._answered = True
+    one._turn(SchedulerUnreachableError("its stream ended"))
+    one._answered, one._leader = False, "x:1"
+    assert one._answer_timeout_s() == patient_s, "it has answered since"
 
 
 def test_refused_for_now_tries_again() -> None:
