@@ -44,6 +44,8 @@ from chaos_lightning.runtime.etcd_servers import ADVICE
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 T_99 = {1: 63.657, 2: 9.925, 3: 5.841, 4: 4.604, 5: 4.032, 6: 3.707, 7: 3.499, 8: 3.355, 9: 3.250}
 """Two-sided quantiles of Student's t by degrees of freedom."""
+HEARD_S = 1.0
+"""A scheduler that has heard a member finds it gone within this time."""
 ACTIONS = ("join", "leave", "sigkill", "sigstop")
 
 
@@ -86,8 +88,8 @@ def evaluate(path: Path) -> tuple[dict[str, float], str]:
 def parting(hurt: Hurt, struck: Sequence[tuple[int, str, str]]) -> Parting:
     """What this fault declares, if these schedulers were struck (ns, kind, who)."""
     stop = hurt.stop or time.monotonic_ns()
-    since = hurt.start - int(SETTLED_S * 1e9)
-    replaced = any(kind.startswith("scheduler") and since < ns < stop for ns, kind, _ in struck)
+    taking_over = (hurt.start - int(SETTLED_S * 1e9), hurt.start + int(HEARD_S * 1e9))
+    replaced = any(kind.startswith("scheduler") and taking_over[0] < ns < taking_over[1] for ns, kind, _ in struck)
     cut_short = hurt.stop - hurt.start < hurt.seconds * 0.95e9
     return Parting(hurt.kind, hurt.part, hurt.start, stop, cut_short, hurt.kind == "island" and replaced)
 

@@ -228,14 +228,16 @@ def _fences(
 def _partings(verdict: Verdict, partings: Sequence[Parting]) -> None:
     """Point 5: where members are cut off, the others go on, and without them."""
     steps = [h for head in verdict.chain if (h := verdict.headers[head])["kind"] == "step"]
-    went_on = 0
+    went_on = excused = 0
     for one in (p for p in partings if not p.cut_short):
         during = [h for h in steps if one.start < h["ns"] <= one.stop]
         without = [h for h in during if not {who.rpartition("~")[0] for who, _ in h["who"]} & set(one.names)]
         went_on += bool(without)
+        excused += not without and one.vouched_for
         words = f"{', '.join(one.names)} ({one.kind}, {(one.stop - one.start) / 1e9:.1f} s)"
         if without and during[-1] not in without:
             verdict.problems[5].append(f"a step with {words} was committed though it was cut off")
         elif not without and not one.vouched_for:
             verdict.problems[5].append(f"no step was committed without {words} while it was cut off")
     verdict.looked_at["graphs cut in two of which one side went on"] = went_on
+    verdict.looked_at["members cut off from all that a new scheduler waited for"] = excused

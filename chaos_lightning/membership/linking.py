@@ -384,23 +384,16 @@ class Linking(SchedulerState, ABC):
         return self._unused
 
     def _within_reach(self, peer: Peer, others: list[Peer]) -> list[Peer]:
-        """Without neighbours that a newcomer cannot reach though they live, if it has reached another one.
+        """Without neighbours that a newcomer does not reach, if it has reached another one.
 
-        Where nobody is in yet, it may found the job without them.
+        They may not reach the scheduler, which so cannot tell them of the newcomer, and train on. Where nobody is in
+        yet, it may found the job without them.
         """
         if peer.standing is not Standing.LINKING or peer.conn is None:
             return others
         for other in others:
             peer.asked.setdefault(other.id, self.now)
-        awake = self.now - self.settings.heartbeat_timeout_s
-        late = [
-            p
-            for p in others
-            if p.id not in peer.up
-            and p.heard >= awake
-            and p.conn is not None
-            and self.now - peer.asked[p.id] > NEIGHBOUR_PATIENCE_S
-        ]
+        late = [p for p in others if p.id not in peer.up and self.now - peer.asked[p.id] > NEIGHBOUR_PATIENCE_S]
         if not late:
             return others
         words = ", ".join(f"{p.id} ({self.topology.down(peer.id, p.id) or 'no answer'})" for p in late)

@@ -53,9 +53,9 @@ _ANSWER_TIMEOUT_S = 10.0
 _GOODBYE_TIMEOUT_S = 1.0
 PULSE_TIMEOUT_S = 0.7
 """A scheduler that says every `channel.PULSE_S` that it lives, and then does not for so long, is frozen or cut off."""
-_FIRST_SHUN_S, _LONGEST_SHUN_S = 0.3, 2.0
-"""One of several that was silent is not asked again for so long, twice as long each time until it answers: until its
-lease ends, the others name it. It may merely have been busy for a moment, so the first time is short."""
+_FIRST_SHUN_S, _SHUN_S = 0.3, 2.0
+"""One of several that was silent is not asked again for so long; until its lease ends, the others name it. It may have
+been busy for a moment, so the first time is short; and who waits for a frozen one does not hear of the next one."""
 _REVIVE_AFTER = 3
 """Failed attempts in a row after which `revive` is called."""
 _MAX_OUTBOX = 65536
@@ -161,7 +161,7 @@ class Agent(threading.Thread):
         self._shunned: dict[str, float] = {}
         """Schedulers that were silent, and until when they are not asked."""
         self._silences: dict[str, int] = {}
-        """How often in a row each of them was silent; with others to ask it gets less time to answer, then more."""
+        """How often in a row each of them was silent; the second time it gets less time to answer."""
         self._secret = Credentials.of(token)
         self._hello_factory = hello_factory
         self._on_message = on_message
@@ -246,9 +246,7 @@ class Agent(threading.Thread):
         """How long the scheduler that is asked now may take to answer."""
         if len(self._endpoints) == 1:
             return _ANSWER_TIMEOUT_S
-        silences = self._silences.get(self._endpoint, 0)
-        most = _ANSWER_TIMEOUT_S / 5  # another may lead
-        return min(most, PULSE_TIMEOUT_S * 2 ** (silences - 1)) if silences else most
+        return PULSE_TIMEOUT_S if self._silences.get(self._endpoint) == 1 else _ANSWER_TIMEOUT_S / 5
 
     def _turn(self, reason: ChaosError) -> bool:
         """Chooses whom to ask next; True if a standby has named the leader, who can be asked at once."""
@@ -258,7 +256,7 @@ class Agent(threading.Thread):
         if isinstance(reason, SilentError):
             before = self._silences.get(self._endpoint, 0)
             self._silences[self._endpoint] = before + 1
-            self._shunned[self._endpoint] = now + min(_LONGEST_SHUN_S, _FIRST_SHUN_S * 2**before)
+            self._shunned[self._endpoint] = now + (_SHUN_S if before else _FIRST_SHUN_S)
         self._shunned = {place: until for place, until in self._shunned.items() if until > now}
         named = reason.leader if isinstance(reason, StandbyError) else ""
         if named and named != self._endpoint and named not in self._shunned:

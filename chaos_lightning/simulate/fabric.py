@@ -195,7 +195,7 @@ class Fabric:
 
         def told() -> None:
             if other is not None:
-                other.deliver(lambda: other.link_changed(me, False, "bye"))
+                other.deliver(lambda: other.link_left(me))
 
         link.pipes[me].end(told)
 

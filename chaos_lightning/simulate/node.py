@@ -107,6 +107,11 @@ class Node(Connected):
         self.link_changed(peer, False, "closed (end of stream)")
         self.timer(0.03, lambda: self._redial(peer))
 
+    def link_left(self, peer: str) -> None:
+        """The other end closed the link in good order; as runtime/links.py, which dials anew if it is still wanted."""
+        self.link_changed(peer, False, "bye")
+        self.timer(0.5, lambda: self._redial(peer))
+
     def _redial(self, peer: str) -> None:
         if peer in self.wanted and not self.outcome:
             self.world.fabric.wants(self.machine.member_id, self.wanted, self.wanted)

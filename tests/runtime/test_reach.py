@@ -64,7 +64,7 @@ def test_members_that_come_after_a_while_end_the_count() -> None:
 
 
 def test_a_leader_is_patient_until_members_that_shunned_it_ask_it_again() -> None:
-    assert LASTING_S >= agent._LONGEST_SHUN_S + 1.0
+    assert LASTING_S >= agent._SHUN_S + 1.0
 
 
 def test_who_asked_is_forgotten_after_a_while_and_no_flood_of_names_is_kept() -> None:
