@@ -30,6 +30,7 @@ from chaos_lightning.membership.roster import Peer
 from chaos_lightning.membership.types import Settings, Verdict
 
 NEIGHBOURS_ASKED = 2
+UNHEARD_S = 1.0
 ENDS = ("end of stream", "middle of a frame", "reset", "pipe")
 """Evidence of a closed link that only the kernel at its other end gives; a network that fell silent times out."""
 
@@ -52,7 +53,8 @@ class Suspicion:
     last: bool = False
     """It is one, as far as the last look told."""
     unheard: bool = False
-    """Most others had no stream either: that its own is closed says nothing about it, and a neighbour must confirm."""
+    """The scheduler itself was silent, so that others have left it as well: that this one's stream is closed says
+    nothing about it, and a neighbour must confirm."""
     strangers: set[str] = field(default_factory=set)
     """Those of the asked that never had a link to it: what they deny is enough to hold a last holder, and no death."""
 
@@ -100,10 +102,13 @@ class Detector:
         self.suspicions: dict[str, Suspicion] = {}
         self.grace_until = 0.0
         """After a scheduler's restart: until then an absent member is expected back, not suspected."""
+        self.unheard_until = 0.0
+        """After the scheduler was frozen: until then it learns, one by one, who has left it for that."""
 
-    def shift(self, gap: float) -> None:
-        """The scheduler itself was frozen for `gap` seconds: nobody is to blame for them."""
+    def shift(self, now: float, gap: float) -> None:
+        """The scheduler itself was frozen for `gap` seconds until now: nobody is to blame for them."""
         self.grace_until += gap
+        self.unheard_until = now + UNHEARD_S
         for suspicion in self.suspicions.values():
             suspicion.since += gap
             suspicion.asked_at += gap
@@ -174,7 +179,7 @@ class Detector:
                 continue
             last = suspicion.last = self._is_last_holder(member, watched, holders)
             proof = self._proof(now, peer, suspicion, everybody)
-            suspicion.unheard = suspicion.unheard or self._is_unheard(member, watched)
+            suspicion.unheard = suspicion.unheard or now < self.unheard_until or self._is_unheard(member, watched)
             fact = "" if suspicion.unheard else self._fact(peer, watched)
             evidence = proof or fact or self._confirmed(now, peer, suspicion, everybody)
             if evidence and (proof or not last):

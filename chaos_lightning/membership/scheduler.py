@@ -125,7 +125,7 @@ class SchedulerMachine(Rebuilding):
                 self._out.append(Look(peer.member))
         elif gap > 3 * self.settings.heartbeat_interval_s:
             self._note("notice", text=f"this scheduler was frozen for {gap:.2f} s; nobody is judged by that time")
-            self.detector.shift(gap)
+            self.detector.shift(now, gap)
             self._shift_links(gap)
             self._shift_rebuilding(gap)
             self._prepared_at += gap

@@ -17,8 +17,8 @@ ASKED_S = 1.5
 """A member that is turned away asks again several times within this time."""
 LOOK_S = 0.5
 LASTING_S = 3.0
-"""So long the others must have been asked by more: longer than it takes members to find a new leader, which they do not
-ask for two seconds if it was silent (runtime/agent.py), and a second more."""
+"""So long the others must have been asked by more: longer than it takes members to find a new leader, which they may
+not ask for two seconds if it was silent (runtime/agent.py), and a second more."""
 _MOST = 256
 """Names that one candidate writes down; a number of this size decides as well as a larger one."""
 

@@ -126,6 +126,24 @@ def test_a_closed_stream_and_link_are_no_death_while_nearly_all_have_left_a_sile
     assert [d.member for d in look.run(0.75)] == ([] if dies else ["d~4"])
 
 
+def test_a_scheduler_that_wakes_up_learns_one_by_one_who_has_left_it() -> None:
+    look = Look("abcd")
+    look.run(0.1)
+    look.detector.shift(2.0, 1.9)
+    look.peers["a"].down["d~4"] = END
+    look.close("d")
+    assert look.run(2.0) == [], "the others' streams are closed as well, and it does not know that yet"
+    for name in "bc":
+        look.close(name)
+    look.say("a", "d", alive=True)
+    assert look.run(2.1, 2.5, 3.5) == [], "it was suspected in that time"
+    for name in "bcd":
+        look.peers[name].conn = 9
+    assert look.run(4.0) == []
+    look.close("d")
+    assert [d.member for d in look.run(4.1)] == ["d~4"]
+
+
 def test_joiner_without_the_state_is_no_last_holder() -> None:
     look = Look("ab", empty="b")
     look.fall_silent("b")
@@ -225,7 +243,7 @@ def test_scheduler_that_slept_forgives_the_last_holder_too() -> None:
     look.close("a")
     look.peers["n"].down["a~1"] = END
     look.run(0.0, 1.0)
-    look.detector.shift(100.0)
+    look.detector.shift(look.now, 100.0)
     look.peers["a"].closed_at += 100.0
     assert look.run(101.5) == []
     assert look.run(102.5) != []
