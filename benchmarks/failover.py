@@ -47,6 +47,7 @@ TAIL_STEPS = 10
 ETCD_WINDOW_S = 3.0
 """An election among etcd's servers, and a whole lease of the scheduler, fit into this."""
 REST_S = 1.0
+"""Between the return of who was struck and the control: its start takes processor time."""
 
 
 @dataclass

@@ -94,13 +94,15 @@ def told_after(writer: Store, reader: Store, effect: Persist, after: int) -> flo
 
 def client_at(servers: EtcdServers, kind: str, leads: bool) -> tuple[EtcdClient, EtcdServer]:
     """A client that asks etcd's leader first, or another server; and that server."""
-    leader = servers.leader()
-    while True:
+    end = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end:
+        leader = servers.leader()
         client = servers.client(kind)
         client.transact([], [put("stores/before", b"")])
         if (client.server == leader.endpoint) is leads:
             return client, next(s for s in servers.servers if s.endpoint == client.server)
         client.close()
+    raise TimeoutError(f"no client asked {leader.name} first, or another server, within {DEADLINE_S:g} s")
 
 
 def written_again(servers: EtcdServers, kind: str, leads: bool) -> float:

@@ -31,6 +31,7 @@ from chaos_lightning.membership.types import Settings, Verdict
 
 NEIGHBOURS_ASKED = 2
 UNHEARD_S = 1.0
+"""A scheduler that was frozen has heard after this time of all streams that were closed meanwhile."""
 ENDS = ("end of stream", "middle of a frame", "reset", "pipe")
 """Evidence of a closed link that only the kernel at its other end gives; a network that fell silent times out."""
 

@@ -31,6 +31,7 @@ HEARTBEAT_MS, ELECTION_MS = 50, 500
 _POLITE_S = 1.0
 """The leader of servers that all end looks for a successor for some seconds; what it answered is on the disk."""
 _LOOK_S = 0.05
+"""Between two rounds of asking servers whether they are ready."""
 QUICK_S, MOST_QUICK = 10.0, 3
 """A server that ends within this time, so many times in a row, is not started again."""
 _FATAL = re.compile(r"^[-0-9: .]+ C \| (?:\S+: )?(?P<plain>.+)$|^panic: (?P<panic>.+)$")
