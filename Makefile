@@ -9,6 +9,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 # Processes that share the tests; 0 runs them in one, as a debugger wants it
 JOBS ?= 2
+# A checkout of Lightning, or the folder with its tests_pytorch/
+LIGHTNING ?=
 # Further arguments of pytest, the demo or the benchmarks: make test ARGS="-k join -x"
 ARGS ?=
 
@@ -18,7 +20,7 @@ STAMP := $(VENV)/.installed
 CONTENT := AddSerializedFile|_start=|_end=|'/chaos|SerializeToString|FromString
 BENCHES ?= $(patsubst benchmarks/%.py,%,$(shell grep -l '^if __name__ == "__main__"' benchmarks/*.py))
 
-.PHONY: help env debian demo demo-edge demo-failover test test-slow fuzz check bench proto clean
+.PHONY: help env debian demo demo-edge demo-failover test test-slow compat fuzz check bench proto clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -49,14 +51,18 @@ demo: $(STAMP) ## train on this machine while members die and join: see it survi
 demo-edge: $(STAMP) ## train on six emulated machines whose links change, fail and return
 	@$(BIN)/chaos-lightning demo-edge $(ARGS)
 
-demo-failover: $(STAMP) ## kill schedulers and etcd servers while four nodes train
+demo-failover: debian $(STAMP) ## kill schedulers and etcd servers while four nodes train
 	@$(BIN)/chaos-lightning demo-failover $(ARGS)
 
-test: $(STAMP) ## the tests without the slow ones
+test: debian $(STAMP) ## the tests without the slow ones
 	@$(PY) -m pytest -m "not slow" -n $(JOBS) --dist loadfile $(ARGS)
 
-test-slow: $(STAMP) ## the slow tests
+test-slow: debian $(STAMP) ## the slow tests
 	@$(PY) -m pytest -m slow --timeout=1800 $(ARGS)
+
+compat: $(STAMP) ## Lightning's own tests with chaos: make compat LIGHTNING=FOLDER (a checkout, or its tests)
+	@[[ -n "$(LIGHTNING)" ]] || { echo "say where Lightning's tests are: make compat LIGHTNING=FOLDER"; exit 1; }
+	$(PY) tests/compat/compat_run.py "$(LIGHTNING)" --jobs $(JOBS) $(ARGS)
 
 fuzz: $(STAMP) ## an hour of hostile bytes
 	@$(PY) -m chaos_lightning.testing.fuzz --minutes 60 --jobs $(JOBS) $(ARGS)

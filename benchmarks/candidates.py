@@ -21,6 +21,7 @@ from benchmarks.workers import Worker, free_port
 from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.observe.events import Record, Tail
 from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.runtime.options import ETCD
 
 COUNT = 3
 PATIENCE_S = 30.0
@@ -128,14 +129,20 @@ class Candidates:
         return ",".join(self.places.values())
 
     def start(self, name: str) -> None:
+        self.workers[name] = self._on(name, self._servers.address)
+
+    def impostor(self, name: str, store: str) -> Worker:
+        """A scheduler in this one's place, on a store that is not the job's."""
+        return self._on(name, store)
+
+    def _on(self, name: str, store: str) -> Worker:
         options = {
             "listen": self.places[name],
-            "advertise": self.advertised.get(name, ""),
-            "store": self._servers.address,
+            "advertise": self.advertised.get(name, "") if store.startswith(ETCD) else "",
+            "store": store,
             "log_dir": self._logs,
         }
-        args = (options, self._job, self._plan, name if self._apart else "")
-        self.workers[name] = Worker(self._context, candidate, *args)
+        return Worker(self._context, candidate, options, self._job, self._plan, name if self._apart else "")
 
     def by_pid(self, pid: int) -> str:
         """Name of this process."""

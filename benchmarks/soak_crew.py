@@ -176,7 +176,7 @@ class Driver:
     def turn(self) -> None:
         steady = [p.name for p in self.crew.steady(self.links.parted())]
         present = [p.name for p in self.crew.alive.values() if not p.may_die and not p.word]
-        self.links.turn(steady, present)
+        self.links.turn(steady, present, strike=not self.schedulers.stale)
         if not self._due:
             self._draw()
         while self._due and self._due[0].step <= self.crew.step:

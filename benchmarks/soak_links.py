@@ -142,18 +142,23 @@ class Links:
 
     # ------------------------------------------------------------------ time
 
-    def turn(self, steady: Collection[str], present: Collection[str]) -> None:
+    def calm_now(self) -> bool:
+        """Whether no link is hurt but for slow ones, nor was just now."""
+        return not self._recent()
+
+    def turn(self, steady: Collection[str], present: Collection[str], *, strike: bool = True) -> None:
         """Mends what is due, and hurts something if it is time.
 
         Args:
             steady: Members that train.
             present: These and all others that may not be put out.
+            strike: Whether anything more may be hurt.
         """
         now = time.monotonic()
         for entry in [x for x in self._due if x[0] <= now]:
             self._due.remove(entry)
             self._mend(entry[1])
-        if not self._every_s or now < self._next_at:
+        if not strike or not self._every_s or now < self._next_at:
             return
         self._next_at = now + _AGAIN_S
         if not self._deck:

@@ -5,6 +5,13 @@ the leading scheduler gets SIGKILL, or SIGSTOP for some seconds; an etcd server 
 does, gets SIGKILL. Each comes back after a while, and only then is the next card drawn: etcd keeps its majority, and
 somebody can lead. Members must notice nothing of it but that joins and recoveries wait for moments.
 
+Three more cards put a store in the chain's place that does not know what the job has come to (PROTOCOL.md 14a), and
+take it away again. *old_snapshot*: all of etcd's data are replaced by a copy that was made some views earlier.
+*old_store*: one scheduler, on a copy of the chain as it was some views earlier, in place of the candidates.
+*empty_scheduler*: one scheduler, on an empty file. None of them may decide anything: members train on, and who comes or
+dies meanwhile waits. Links are left alone as long, since only a scheduler can have the others go on without a member
+that is cut off.
+
 Members that are to lose all schedulers (`island` in soak_links.py) reach these by doors that can be shut for each of
 them; the schedulers advertise their doors.
 """
@@ -14,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import time
 from collections import Counter
@@ -24,18 +32,27 @@ from typing import Any
 
 from benchmarks.candidates import Candidates
 from benchmarks.soak_door import Door, SharedDoor, Ways
-from benchmarks.workers import context, scheduler
+from benchmarks.workers import Worker, context, scheduler
 from chaos_lightning.errors import ChaosError, ConfigurationError
+from chaos_lightning.runtime import etcd_pb2 as pb
+from chaos_lightning.runtime.etcd_client import after_prefix
 from chaos_lightning.runtime.etcd_servers import EtcdServer, EtcdServers
 
-SCHEDULER_KINDS = ("scheduler_sigkill", "scheduler_sigstop", "etcd_sigkill", "etcd_leader_sigkill")
+STALE_KINDS = ("old_snapshot", "old_store", "empty_scheduler")
+SCHEDULER_KINDS = ("scheduler_sigkill", "scheduler_sigstop", "etcd_sigkill", "etcd_leader_sigkill", *STALE_KINDS)
 AWAY_S = {
     "scheduler_sigkill": (0.5, 4.0),
     "scheduler_sigstop": (1.0, 6.0),
     "etcd_sigkill": (1.0, 4.0),
     "etcd_leader_sigkill": (1.0, 4.0),
+    "old_snapshot": (4.0, 7.0),
+    "old_store": (4.0, 7.0),
+    "empty_scheduler": (4.0, 7.0),
 }
-"""How long each is gone."""
+"""How long each is gone, or in the chain's place."""
+JOB, OLD_PREFIX = "default", "older-copy"
+AGE_S = (4.0, 9.0)
+"""How old a copy of the chain is when it takes its place."""
 SETTLED_S = 2.0
 """Whoever came back takes so long to be as good as before."""
 
@@ -48,6 +65,7 @@ class Away:
     until: float
     name: str = ""
     server: EtcdServer | None = None
+    impostor: Worker | None = None
 
 
 class Control:
@@ -71,8 +89,17 @@ class Control:
     def know(self, pids: Mapping[int, str]) -> None:
         """These are the members' processes."""
 
-    def turn(self) -> None:
-        """Brings back who is due, strikes the next one."""
+    @property
+    def stale(self) -> bool:
+        """A store that lacks the chain is in its place, or about to be: links are to be left alone."""
+        return False
+
+    def turn(self, *, calm: bool) -> None:
+        """Brings back who is due, strikes the next one.
+
+        Args:
+            calm: No link is hurt.
+        """
 
     def calm(self) -> None:
         """Nobody is struck any more, and all come back."""
@@ -95,6 +122,10 @@ class Several(Control):
         self._deck: list[str] = []
         self._next_at = time.monotonic() + every_s
         self._away: Away | None = None
+        self._copied_at: float | None = None
+        self._age_s = 0.0
+        self._waits_for_calm = False
+        self._empties = 0
 
     def way(self, name: str) -> Door | Ways:
         return Ways(self.doors, name)
@@ -103,7 +134,11 @@ class Several(Control):
         self.pids.clear()
         self.pids.update(pids)
 
-    def turn(self) -> None:
+    @property
+    def stale(self) -> bool:
+        return (self._away is not None and self._away.kind in STALE_KINDS) or self._waits_for_calm
+
+    def turn(self, *, calm: bool) -> None:
         now = time.monotonic()
         if self._away is not None:
             if now >= self._away.until:
@@ -114,13 +149,24 @@ class Several(Control):
         if not self._deck:
             self._deck = list(SCHEDULER_KINDS)
             self._rng.shuffle(self._deck)
+        kind = self._deck[-1]
+        if kind in STALE_KINDS and not self._ripe(kind, calm):
+            return
         try:
-            self._strike(self._deck[-1])
+            self._strike(kind)
         except ChaosError as error:  # an election is under way
             self._log.emit("notice", text=f"nobody was struck: {error}")
             self._next_at = now + 1.0
             return
         self._deck.pop()
+
+    def _ripe(self, kind: str, calm: bool) -> bool:
+        """Whether there is a copy that is old enough, if one is needed, and nobody is cut off."""
+        if kind != "empty_scheduler" and self._copied_at is None:
+            self._copy(kind)
+            self._copied_at, self._age_s = time.monotonic(), self._rng.uniform(*AGE_S)
+        self._waits_for_calm = self._copied_at is None or time.monotonic() - self._copied_at >= self._age_s
+        return self._waits_for_calm and calm
 
     def calm(self) -> None:
         self._every_s = 0.0
@@ -129,7 +175,9 @@ class Several(Control):
 
     def _strike(self, kind: str) -> None:
         away = Away(kind, time.monotonic() + self._rng.uniform(*AWAY_S[kind]))
-        if kind.startswith("etcd"):
+        if kind in STALE_KINDS:
+            who = self._replace_chain(away)
+        elif kind.startswith("etcd"):
             leader = self._servers.leader()
             others = [server for server in self._servers.servers if server is not leader]
             away.server = leader if kind == "etcd_leader_sigkill" else self._rng.choice(others)
@@ -150,13 +198,82 @@ class Several(Control):
         self._away = away
 
     def _bring_back(self, away: Away) -> None:
-        if away.server is not None:
+        if away.kind == "old_snapshot":
+            self._swap_data("newer")
+        elif away.impostor is not None:
+            away.impostor.kill()
+            for name in self._candidates.places:
+                self._candidates.start(name)
+        elif away.server is not None:
             self._servers.run(away.server)
         else:
             self._candidates.wake(away.name)
         self._log.emit("fault_injected", kind="comes_back", node=away.server.name if away.server else away.name)
         self._away = None
         self._next_at = time.monotonic() + SETTLED_S + self._every_s * self._rng.uniform(0.5, 1.5)
+
+    # ------------------------------------------------------------------ stores that lack the chain
+
+    def _copy(self, kind: str) -> None:
+        """Keeps the chain as it is now: etcd's data while all servers are down, or the job's keys elsewhere in etcd."""
+        if kind == "old_snapshot":
+            self._swap_data("", keep="older")
+            return
+        with contextlib.closing(self._servers.client()) as client:
+            copy_chain(client, JOB)
+
+    def _replace_chain(self, away: Away) -> str:
+        self._copied_at, self._waits_for_calm = None, False
+        self._log.emit("fault_injected", kind=away.kind, node="etcd" if away.kind == "old_snapshot" else "s0")
+        if away.kind == "old_snapshot":
+            self._swap_data("older", keep="newer")
+            return "etcd"
+        stores = {"old_store": f"{self._servers.address}/{OLD_PREFIX}", "empty_scheduler": str(self._empty())}
+        for worker in self._candidates.workers.values():
+            worker.kill()
+        away.name, away.impostor = "s0", self._candidates.impostor("s0", stores[away.kind])
+        return away.name
+
+    def _empty(self) -> Path:
+        """A chain file that is not there yet."""
+        self._empties += 1
+        return self._servers.folder / f"empty-{self._empties}.sqlite"
+
+    def _swap_data(self, name: str, keep: str = "") -> None:
+        """Stops all etcd servers, and starts them again on the data kept as `name` ("": on their own).
+
+        Args:
+            name: Of a former call's `keep`.
+            keep: Keeps their present data under this name.
+        """
+        for server in self._servers.servers:
+            self._servers.kill(server)
+        for server in self._servers.servers:
+            data = server.folder / "data"
+            if keep:
+                shutil.rmtree(server.folder / keep, ignore_errors=True)
+                shutil.copytree(data, server.folder / keep)
+            if name:
+                shutil.rmtree(data)
+                shutil.copytree(server.folder / name, data)
+        for server in self._servers.servers:
+            self._servers.run(server)
+
+
+def copy_chain(client: Any, job: str) -> None:
+    """Keeps a job's chain under `OLD_PREFIX`, instead of an older copy; not who leads or stands by."""
+    from chaos_lightning.runtime.etcd_store import job_root
+
+    here, there = job_root(client.address.prefix, job), job_root(OLD_PREFIX, job)
+    found = {kv.key.decode().removeprefix(here): kv.value for kv in client.get_all(here)[0]}
+    writes = [
+        pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=there.encode(), range_end=after_prefix(there)))
+    ]
+    client.transact([], writes)
+    for name, value in found.items():
+        if name in ("tip", "rules") or name.startswith("entry/"):
+            put = pb.PutRequest(key=f"{there}{name}".encode(), value=value)
+            client.transact([], [pb.RequestOp(request_put=put)])
 
 
 @contextlib.contextmanager

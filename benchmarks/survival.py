@@ -50,6 +50,10 @@ class Seen:
     hashes: dict[int, tuple[str, str]] = field(default_factory=dict)
     trapped: tuple[int, int, int, str] | None = None
     """(ns, seq, step, header hash) of its end in a trap."""
+    held: list[int] = field(default_factory=list)
+    """When it began to hold the interpreter's lock, ns."""
+    memory: tuple[int, int] | None = None
+    """Bytes before and after what it was told to gather."""
     bye: bool = False
 
 
@@ -141,6 +145,10 @@ class World:
             seen.hashes[values[0]] = (values[1], values[2])
         elif word == "trap":
             seen.trapped = tuple(values)
+        elif word == "held":
+            seen.held.append(values[0])
+        elif word == "memory":
+            seen.memory = (values[0], values[1])
         elif word == "bye":
             seen.bye = True
 

@@ -2,11 +2,14 @@
 
 A member trains a plain loop on the engine, reports every committed step over its pipe with CLOCK_MONOTONIC, and obeys
 orders between steps: ("hash", step) sends a SHA-256 of parameters and optimizer state at that step, ("trap", way,
-chosen) sets a `Trap`, ("end", step) finishes the job there.
+chosen) sets a `Trap`, ("hold", seconds) holds the interpreter's lock for so long, ("gather", step, count, nbytes)
+gathers so often at that step and tells what memory the process took before and after, ("end", step) finishes the job
+there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import select
@@ -14,12 +17,15 @@ import signal
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import compute_alone, state_model
 
 READ_BY_THEN_S = 0.15
 BATCH = 32
+GATHERS_BEFORE = 8
+"""Until buffers of all sizes have been made."""
 WAYS = ("header", "bytes", "split")
 """What a trapped commit root has sent when it dies; see benchmarks/kill.py."""
 
@@ -37,6 +43,19 @@ def fingerprint(model: Any, optimizer: Any) -> str:
             flat = torch.as_tensor(value).contiguous().flatten().view(torch.uint8)
             digest.update(f"{index}.{key}".encode() + memoryview(flat.numpy()))
     return digest.hexdigest()
+
+
+def hold_the_lock(seconds: float) -> None:
+    """One long call into C in which no other thread of this process runs Python."""
+    ctypes.PyDLL(None).poll(None, 0, int(seconds * 1000))
+
+
+def own_memory_nbytes() -> int:
+    """Memory that is this process's alone."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise OSError("/proc/self/status has no RssAnon")
 
 
 class Trap:
@@ -139,7 +158,8 @@ def member(
     engine.join(fingerprint={}, quota=BATCH, accumulate=1, state=state)
     pipe.send(("in", time.monotonic_ns(), engine.member_id))
     wanted: set[int] = set()
-    last = backwards = 0
+    last = backwards = gathers = gather_nbytes = before_nbytes = 0
+    gather_at = -1
     while not last or engine.header.step < last:
         while pipe.poll():
             order, *values = pipe.recv()
@@ -147,8 +167,20 @@ def member(
                 wanted.add(values[0])
             elif order == "trap":
                 Trap(engine, pipe, values[0], values[1], engine.header.seq + 2)
+            elif order == "hold":
+                pipe.send(("held", time.monotonic_ns()))
+                hold_the_lock(values[0])
+            elif order == "gather":
+                gather_at, gathers, gather_nbytes = values
             elif order == "end":
                 last = values[0]
+        if engine.header.step == gather_at:
+            gather_at = -1
+            for index in range(GATHERS_BEFORE + gathers):
+                if index == GATHERS_BEFORE:
+                    before_nbytes = own_memory_nbytes()
+                engine.gather("benchmark", bytes([index % 256]) * gather_nbytes)
+            pipe.send(("memory", before_nbytes, own_memory_nbytes()))
         try:
             optimizer.zero_grad(set_to_none=True)
             engine.arm(coefficient=1.0)

@@ -41,13 +41,37 @@ def refuse_other_host(**_: Any) -> Any:
     )
 
 
-_FACTORIES: dict[str, Callable[..., Any]] = {HOST: make_strategy, OTHER_HOST: refuse_other_host}
+def refuse_fabric(**_: Any) -> Any:
+    """What `Fabric(strategy="chaos")` calls."""
+    from chaos_lightning.errors import UnsupportedError
+
+    raise UnsupportedError(
+        'Fabric(strategy="chaos") is not supported: members come and go between two steps, where Fabric has no hook '
+        "that could hand over the training state, and it cannot know which samples a step has used. Use "
+        'Trainer(strategy="chaos") of lightning.pytorch, or keep your loop and write it with chaos_lightning.trainer.'
+        "Trainer, which has prepare() and update() where Fabric has setup() and backward()"
+    )
+
+
+_FACTORIES: dict[str, Callable[..., Any]] = {
+    HOST: make_strategy,
+    OTHER_HOST: refuse_other_host,
+    "lightning.fabric.strategies": refuse_fabric,
+    "lightning_fabric.strategies": refuse_fabric,
+}
+_REGISTRIES = ("StrategyRegistry", "STRATEGY_REGISTRY")
+"""What the Trainer's package and Fabric's call theirs."""
+
+
+def registry_of(module: ModuleType) -> Any:
+    """A strategy package's registry; None while the package is being imported."""
+    return next((found for name in _REGISTRIES if (found := getattr(module, name, None)) is not None), None)
 
 
 def register(module: ModuleType) -> None:
     """Registers with an imported strategy package."""
     factory = _FACTORIES[module.__name__]
-    module.StrategyRegistry.register(NAME, factory, description=DESCRIPTION, override=True)
+    registry_of(module).register(NAME, factory, description=DESCRIPTION, override=True)
 
 
 class _Loader(Loader):
@@ -93,7 +117,7 @@ def install() -> None:
     """Registers now where possible, later where Lightning is yet to be imported. Idempotent."""
     for name in _FACTORIES:
         module = sys.modules.get(name)
-        if module is not None and hasattr(module, "StrategyRegistry"):
+        if module is not None and registry_of(module) is not None:
             register(module)
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -24,12 +24,20 @@ class Command:
 
     place: str
     help: str
+    whole: bool = False
+    """The function takes all arguments as they are: it has a parser of its own."""
 
 
 COMMANDS: dict[str, Command] = {
+    "run": Command(
+        "chaos_lightning.rendezvous.run:run",
+        "Start this node's workers, as torchrun does; one's death is its own.",
+        whole=True,
+    ),
     "scheduler": Command("chaos_lightning.runtime.commands:scheduler", "Run a job's scheduler in the foreground."),
     "status": Command("chaos_lightning.runtime.commands:status", "Show who is in a job, and what it waits for."),
     "drain": Command("chaos_lightning.runtime.commands:drain", "Ask a node to leave politely."),
+    "reset": Command("chaos_lightning.runtime.commands:reset", "End a dead job, so that the next one can begin."),
     "link": Command("chaos_lightning.runtime.commands:link", "Add or remove a link between two members."),
     "keys": Command(
         "chaos_lightning.runtime.cli_keys:keys", "Make and renew the keys of a cluster on an open network."
@@ -56,8 +64,22 @@ $ torchrun --rdzv-backend=chaos --rdzv-endpoint=HOST:29400 --rdzv-conf keys_dir=
 
 $ chaos-lightning status --endpoint HOST:29400 --keys-dir keys/nodes/operator
 
+For a node with several workers write `chaos-lightning run` instead of torchrun: one that dies takes no other one along.
+
 The first torchrun on HOST starts the scheduler; `chaos-lightning scheduler` is for running it apart from training.
 """
+
+
+class _Whole(TyperCommand):
+    """Hands everything that follows its name to the function."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return []
+
+    def invoke(self, ctx: Any) -> Any:
+        assert self.callback is not None
+        return self.callback(ctx.args)
 
 
 class LazyGroup(TyperGroup):
@@ -80,6 +102,8 @@ def load(name: str) -> Any:
     entry = COMMANDS[name]
     module, _, function = entry.place.partition(":")
     callback = getattr(importlib.import_module(module), function)
+    if entry.whole:
+        return _Whole(name, callback=callback, help=entry.help)
     single = typer.Typer(add_completion=False)
     single.command(name, help=None if callback.__doc__ else entry.help)(callback)
     return typer.main.get_command(single)

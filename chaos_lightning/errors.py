@@ -48,6 +48,10 @@ class StateError(ChaosError):
     """Training state that cannot travel or does not fit; names the piece."""
 
 
+class NoDonorError(StateError):
+    """Nobody who could send the training state can be reached any more; says what became of each."""
+
+
 class PlanError(ConfigurationError):
     """A plan that does not span all members, has a cycle or does not cover every byte exactly once."""
 

@@ -31,18 +31,18 @@ def default_words(optimizers: Iterable[Optimizer]) -> dict[str, str]:
         f"optimizer {number} {key}": words
         for number, optimizer in enumerate(optimizers)
         for key, value in optimizer.defaults.items()
-        if key not in _IMPLEMENTATION and (words := _words(value))
+        if key not in _IMPLEMENTATION and (words := hyper_word(value))
     }
 
 
-def _words(value: object) -> str:
+def hyper_word(value: object) -> str:
     """A flag, number, text or tuple of these, equal numbers in equal words; "" for anything else."""
     if isinstance(value, bool | str):
         return str(value)
     if isinstance(value, int | float):
         return f"{float(value)!r}".removesuffix(".0")
     if isinstance(value, tuple):
-        words = [_words(one) for one in value]
+        words = [hyper_word(one) for one in value]
         return f"({', '.join(words)})" if all(words) else ""
     return ""
 

@@ -19,6 +19,7 @@ for me": its gradient weighs nothing.
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,16 +31,18 @@ from torch.optim import Optimizer
 
 from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.loader import ElasticLoader
-from chaos_lightning.errors import ConfigurationError, DepartedError, FencedError
+from chaos_lightning.errors import ConfigurationError, DepartedError, FencedError, UnsupportedError
 from chaos_lightning.hyper import default_words, hyper_words
 from chaos_lightning.membership.types import Kind
 from chaos_lightning.observe.events import Event
 from chaos_lightning.planning.ledger import epoch_of
 from chaos_lightning.replication.access import ModuleState, Stateful, module_extra
-from chaos_lightning.replication.replay import ModuleReplay
+from chaos_lightning.replication.replay import NEVER, ModuleReplay
 from chaos_lightning.replication.table import state_hash
 from chaos_lightning.runtime.config import EngineConfig
 from chaos_lightning.runtime.engine import Engine
+
+_log = logging.getLogger("chaos_lightning")
 
 
 class _ExitSignals:
@@ -161,6 +164,7 @@ class Trainer:
         """
         if self._state is not None:
             raise ConfigurationError("prepare() was called before; one Trainer trains one model")
+        refuse(model, optimizer)
         names = {id(p): n for n, p in model.named_parameters()}
         params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         unknown = [i for i, p in enumerate(params) if id(p) not in names]
@@ -263,7 +267,7 @@ class Trainer:
             self._rejoin(self._state)
             return False
         except DepartedError:
-            self.engine.out = True
+            self._depart()
             return False
         self._optimizer.step()
         return True
@@ -279,9 +283,16 @@ class Trainer:
             except FencedError:
                 self._rejoin(self._state)
             except DepartedError:
-                self.engine.out = True
+                self._depart()
+
+    def _depart(self) -> None:
+        """Let go by no header; the state stands on the last one."""
+        if self._state is not None:
+            self.engine.keep(self._state)
+        self.engine.out = True
 
     def _rejoin(self, state: ModuleState) -> None:
+        _log.warning("%s was put out of the job; this process joins again by itself", self.engine.member_id)
         try:
             with _signals.end_the_wait(self.engine):
                 self.engine.rejoin(state)
@@ -303,6 +314,8 @@ class Trainer:
         follows, current = replay is not None and not replay.replayable(), True
         try:
             while not engine.out and engine.header.kind is not Kind.CLOSING:
+                if engine.world_size == 1 and engine.may_go():
+                    break
                 if state is not None and current:
                     engine.serve(state)
                 header = engine.step(weight=0.0, coefficient=0.0, yields=True)
@@ -312,8 +325,14 @@ class Trainer:
                         replay.replay(header)
                 elif header.kind is Kind.BOUNDARY and state is not None and current:
                     engine.admit(header, state)
-        except (DepartedError, FencedError):
-            engine.out = True  # let go at once: nobody is left who would need another step
+        except FencedError:
+            engine.out = True
+        except DepartedError:
+            pass  # let go at once: nobody is left who would need another step
+        if state is not None and current:
+            engine.keep(state)
+        if engine.leaving and engine.header.kind is not Kind.CLOSING:
+            engine.out = True
         if not engine.out:
             engine.finish()  # the others closed the job
             engine.out = self._awaited = True
@@ -352,8 +371,25 @@ class Trainer:
                 self.engine.finish()
                 return
             except DepartedError:  # all were asked to leave after the last step
-                self.engine.out = True
+                self._depart()
         self._await_release()
+
+
+def refuse(model: nn.Module, optimizer: Optimizer) -> None:
+    """UnsupportedError, before anything starts, for what no step of a job can serve."""
+    found = [f"{type(optimizer).__name__}: {why}" for kind, why in NEVER.items() if isinstance(optimizer, kind)]
+    if hasattr(optimizer, "consolidate_state_dict"):
+        found.append(f"{type(optimizer).__name__}: its state is sharded, and any member may die; use the plain one")
+    for name, module in model.named_modules():
+        words = f"{name or 'the model'} ({type(module).__name__})"
+        if isinstance(module, nn.SyncBatchNorm):
+            found.append(f"{words}: it needs all members within a forward pass; use BatchNorm")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            found.append(f"{words}: its gradients are sparse, and reduced ones are dense; use sparse=False")
+        if any(nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+            found.append(f"{words}: newcomers need the parameters' shapes; run one batch through it first")
+    if found:
+        raise UnsupportedError("prepare() does not support:\n" + "\n".join(f"- {line}" for line in found))
 
 
 def norm_buffers(model: nn.Module) -> set[str]:

@@ -40,6 +40,7 @@ class OptionsConfig:
     transfer_folder: str | None = None
     neighbours: str | None = None
     links: str | None = None
+    on_last_exit: str | None = None
     seed: int | None = None
     leave_on_signals: bool = True
 

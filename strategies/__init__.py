@@ -7,6 +7,7 @@ if __name__ != "chaos_lightning.strategies":
     )
 
 from chaos_lightning.strategies.options import ChaosOptions
+from chaos_lightning.strategies.schedules import BySamples
 from chaos_lightning.strategies.strategy import ChaosStrategy
 
-__all__ = ["ChaosOptions", "ChaosStrategy"]
+__all__ = ["BySamples", "ChaosOptions", "ChaosStrategy"]

@@ -9,6 +9,9 @@ Inside `training_step` things differ: a member without samples in a micro-batch 
 so a collective there would find some members and miss others. What `self.log(..., on_step=True, sync_dist=True)`
 reduces is therefore put aside and exchanged once, when every member is past its `training_step`; the tensors that
 `log` holds are filled in place. Other collectives inside `training_step` are refused by name.
+
+A member without samples cannot know whether the others log anything there for the first time. What it contributes next
+therefore yields (`owes`): if the others exchange logged values first, it goes along, and contributes again.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ Gather = Callable[[str, bytes], list[tuple[str, bytes]] | None]
 
 _OWN = os.path.dirname(os.path.abspath(__file__))
 _SKIPPED = ("strategy.py", "collectives.py", "parallel.py", "strategy.py", "apply_func.py", "contextlib.py")
-_MEANS = ("mean", "avg", "AVG")
+_LOGGED = {hook: f"values logged in {hook} with sync_dist=True" for hook in ("training_step", "validation_step")}
 
 
 def call_site() -> str:
@@ -82,6 +85,7 @@ class Collectives:
         self.syncs: set[str] = set()
         """Of "training_step" and "validation_step", those in which somebody has asked for a reduce; then each batch has
         one exchange."""
+        self._owed: tuple[str, _ResultCollection] | None = None
 
     # ------------------------------------------------------------------ plain collectives
 
@@ -96,7 +100,13 @@ class Collectives:
         answers = self._gather(name, encode_payload(value))
         if answers is None:
             return None
-        return [decode_payload(data, self._device()) for _, data in answers]
+        if any(not data for _, data in answers) and name not in _LOGGED.values():
+            silent = ", ".join(member for member, data in answers if not data)
+            raise DisagreementError(
+                f"{name}: {silent} had no samples in this micro-batch and makes other collectives; members must make "
+                "the same ones in the same order, except in training_step"
+            )
+        return [decode_payload(data, self._device()) if data else None for _, data in answers]
 
     def barrier(self, name: str | None) -> None:
         """All members are here."""
@@ -149,27 +159,38 @@ class Collectives:
     def enter_step(self, hook: str = "training_step") -> None:
         self._in_step, self._hook, self._waiting = True, hook, []
 
-    def leave_step(self, collection: _ResultCollection, *, always: bool = False) -> None:
+    def leave_step(self, collection: _ResultCollection, *, always: bool = False, stood_in: bool = False) -> None:
         """Every member is past its step: exchange what was put aside.
 
         Args:
             collection: What `self.log` keeps; a member that had no samples gets the others' values there.
             always: Exchange even if there is nothing to: then all learn whether there is.
+            stood_in: This member had no samples and did not run the hook: only the others know what was logged.
         """
         waiting, self._waiting, self._in_step = self._waiting, [], False
         if not waiting and not always and self._hook not in self.syncs:
+            self._owed = (self._hook, collection) if stood_in else None
             return
         mine = [[op, tensor, results.key_of(collection, tensor)] for op, tensor in waiting]
-        answers = self.exchange(f"values logged in {self._hook} with sync_dist=True", mine)
-        if answers is None:
-            return
+        answers = self.exchange(_LOGGED[self._hook], mine)
+        if answers is not None:
+            self._take(self._hook, collection, waiting, answers)
+
+    def _take(
+        self,
+        hook: str,
+        collection: _ResultCollection,
+        waiting: Sequence[tuple[str, Tensor]],
+        answers: Sequence[list[Any] | None],
+    ) -> None:
+        """Puts what the exchange gave where it was logged."""
         logged = [answer for answer in answers if answer]
         if logged:
-            self.syncs.add(self._hook)
+            self.syncs.add(hook)
         counts = {len(answer) for answer in logged}
         if len(counts) > 1:
             raise DisagreementError(
-                f"members logged {sorted(counts)} values with sync_dist=True in one {self._hook}; "
+                f"members logged {sorted(counts)} values with sync_dist=True in one {hook}; "
                 "every member that has samples must log the same ones"
             )
         for place, (op, _, key) in enumerate(logged[0] if logged else ()):
@@ -179,6 +200,24 @@ class Collectives:
             else:
                 results.fill(collection, key, value)
 
+    @property
+    def owes(self) -> bool:
+        """The others may exchange logged values before they do what this member does next."""
+        return self._owed is not None
+
+    def went_along(self, name: str, payloads: Sequence[bytes]) -> None:
+        """The others closed another slot than this member was about to: what they logged, or else it is an error."""
+        if self._owed is None or name != _LOGGED[self._owed[0]]:
+            raise DisagreementError(
+                f"the others are at {name!r}, where this member, which had no samples in this micro-batch, is not; all "
+                "members must make the same collectives in the same order, except in training_step"
+            )
+        self._take(*self._owed, (), [decode_payload(data, self._device()) for data in payloads if data])
+
+    def settled(self) -> None:
+        """What this member contributed was what the others closed: they are past their step."""
+        self._owed = None
+
     def abandon_step(self) -> None:
         """training_step raised: forget what it put aside."""
-        self._in_step, self._waiting = False, []
+        self._in_step, self._waiting, self._owed = False, [], None

@@ -5,14 +5,27 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from chaos_lightning.observe.events import Event
 from chaos_lightning.strategies import results
 from chaos_lightning.strategies.evaluation import refit_limits
+from chaos_lightning.strategies.loops import unfinish_epoch
+from chaos_lightning.strategies.stepping import IDLE_KEY
 
 if TYPE_CHECKING:
     from chaos_lightning.strategies.strategy import ChaosStrategy
+
+
+def no_rows(value: Any) -> Any:
+    """The same kind of value for no samples: tensors without rows, empty containers; a single number stays."""
+    if isinstance(value, Tensor):
+        return value.new_empty((0, *value.shape[1:])) if value.dim() else value.detach()
+    if isinstance(value, dict):
+        return {key: no_rows(item) for key, item in value.items()}
+    return type(value)() if type(value) in (list, tuple) else value
 
 
 class Companion(Callback):
@@ -20,17 +33,35 @@ class Companion(Callback):
 
     def __init__(self, strategy: ChaosStrategy) -> None:
         self._strategy = strategy
+        self._like: dict[str, Any] = {"loss": torch.zeros(())}
+        """What an idle member's `outputs` are: those of its last batch, without the samples."""
         self._began = 0.0
 
     @property
     def state_key(self) -> str:
         return "chaos_lightning.Companion"
 
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """What comes first changes `outputs` for all hooks that follow: where no training_step has run, or where it
+        returned None, there is no loss."""
+        if not isinstance(outputs, dict):
+            return
+        idle = outputs.pop(IDLE_KEY, None)
+        if idle is None:
+            self._like = {name: no_rows(value) for name, value in outputs.items()}
+            return
+        outputs.clear()
+        if idle:
+            outputs.update(self._like, **{IDLE_KEY: True})
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before any value of the epoch is computed: one that left ends fit here; the others agree on keys."""
         session = self._strategy.session
         if session is not None and session.departed:
             # fit's loop ends at a StopIteration, without the epoch-end hooks that would judge half an epoch.
+            unfinish_epoch(trainer)
             raise StopIteration
         results.agree(
             trainer,
@@ -58,7 +89,8 @@ class Companion(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Other callbacks may write a checkpoint now; that must not call for the others."""
-        self._strategy.on_exception(exception)
+        if self._strategy.session is not None:
+            self._strategy.session.abandon()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Companion:
         return Companion(self._strategy)

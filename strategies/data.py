@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from chaos_lightning.strategies.session import Session
 
 
+def themselves(loader: Any) -> Any:
+    """What the copy of a wrapped loader is made by: the user's own, without the wrapping."""
+    return loader
+
+
 class EngineSource:
     """The job as the elastic loader sees it (`data.source.DealSource`), also before there is an engine."""
 
@@ -74,6 +79,11 @@ class TrainLoader:
         self._session.rest()
         return next(self.begin())
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a pass has begun here that Lightning goes on with."""
+        return self._batches is not None
+
     def begin(self) -> Iterator[Any]:
         """Begins a pass over the epoch that Lightning is in, unless one is under way."""
         if self._batches is None:
@@ -97,6 +107,10 @@ class TrainLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.elastic.load_state_dict(state)
         self._batches = None
+
+    def __reduce__(self) -> Any:
+        """A copy is the user's loader: it has no part in the job."""
+        return themselves, (self.elastic.loader,)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "elastic":

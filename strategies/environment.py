@@ -1,10 +1,10 @@
 """The cluster as Lightning sees it: rank and world size come live from the view, not from RANK and WORLD_SIZE.
 
 Theory of operation. Three phases. *Outside a job* (validate, test, predict, or before fit) this process is rank 0 of
-1 and works alone. *Setting up* for fit, nobody knows yet whether this member founds the job or joins it in epoch 3,
-so it must not look like the writer: it is rank 1 of 2 until the first rest point, and collectives do nothing. *In the
-job* rank and world size are those of the view at the last committed slot; the training thread sets them, so they
-never change under its feet.
+1 and works alone. *Setting up* for fit, it is what it expects to be at its first batch (place.py), and collectives do
+nothing. Once it has left the job, or was put out, it must not look like the writer: it is rank 1 of 2. *In the
+job* rank and world size are those of the view at the last committed slot; the training thread sets them, so they never
+change under its feet.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 ALONE = (0, 1)
-SETTING_UP = (1, 2)
+ASIDE = (1, 2)
 
 
 def local_rank() -> int:

@@ -9,7 +9,8 @@ computed, members agree on the keys that were logged, and each number logged per
 ways on different members.
 
 What cannot be dealt this way (iterables, shuffled loaders, subclasses of DataLoader, fewer batches than members) is
-evaluated in full by every member, as is everything with `Trainer(use_distributed_sampler=False)`.
+evaluated in full by every member, as is everything with `Trainer(use_distributed_sampler=False)`. A loader
+with a DistributedSampler of the user's own asks to be dealt out; all of its data are then, with either setting.
 
 Lightning asks for a length to know the last batch. Here the last batch is followed by the meeting, which must not come
 before that batch has been evaluated; so the length that Lightning's fetcher gets is one more, and ours ends the pass.
@@ -24,10 +25,12 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from chaos_lightning.strategies import results
+from chaos_lightning.strategies.data import themselves
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -35,6 +38,14 @@ if TYPE_CHECKING:
     from chaos_lightning.strategies.session import Session
 
 _log = logging.getLogger("chaos_lightning")
+
+
+def whole(loader: Any) -> Any:
+    """A loader over all samples in place of one whose DistributedSampler takes a part of them: that part was drawn by a
+    rank and a world size that change, and dealing out is what such a sampler is for."""
+    if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
+        return _update_dataloader(loader, SequentialSampler(loader.dataset), mode=RunningStage.VALIDATING)
+    return loader
 
 
 def can_be_dealt(loader: Any, trainer: Trainer) -> bool:
@@ -66,6 +77,8 @@ class EvalLoader:
         self._share: dict[str, list[int]] = {}
         self._left = 0
         self._rounds = 0
+        self._uneven = 0
+        """How many of the last batches some members do not have."""
         self.steps = 0
         """Batches of this pass so far."""
         self._batches: Iterator[Any] = iter(())
@@ -104,6 +117,7 @@ class EvalLoader:
         self._session.evaluating = self
         self._members, self._share = self._session.members, self._deal()
         self._rounds = max(len(share) for share in self._share.values())
+        self._uneven = self._rounds - min(len(share) for share in self._share.values())
         self._draw(self._share[self._session.member_id])
         return self
 
@@ -117,6 +131,12 @@ class EvalLoader:
             if self._left:
                 return next(self)
         raise StopIteration
+
+    @property
+    def may_differ(self) -> bool:
+        """In this batch members cannot tell from their own log calls whether the others log anything: it is the first
+        one, or some members have none."""
+        return self.steps == 1 or self._rounds < self._uneven
 
     def _draw(self, wanted: Sequence[int]) -> None:
         """Fetches these batches, in order."""
@@ -149,7 +169,7 @@ class EvalLoader:
             # Others have one batch more, and may reduce what they log in it.
             self._rounds -= 1
             session.collectives.enter_step("validation_step")
-            session.collectives.leave_step(collection)
+            session.collectives.leave_step(collection, always=True)
         answers = session.gather(f"end of validation ({len(self._members)} members)", b"")
         if answers is None:
             return False
@@ -174,6 +194,7 @@ class EvalLoader:
         for member in lost:
             del self._share[member]
         self._rounds = max(len(share) for share in again.values())
+        self._uneven = self._rounds - min(len(share) for share in again.values())
         mine = again[self._session.member_id]
         self._draw(mine)
         val_loop = self._trainer.fit_loop.epoch_loop.val_loop
@@ -182,6 +203,10 @@ class EvalLoader:
             place = next(i for i, loader in enumerate(combined.flattened) if loader is self)
             combined._iterator.limits[place] += len(mine)
             fetcher.length += len(mine)
+
+    def __reduce__(self) -> Any:
+        """A copy is the user's loader: it has no part in the job."""
+        return themselves, (self._loader,)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.callbacks.timer import Interval
+from torch.utils.data import Subset, TensorDataset
 
 from chaos_lightning.data.loader import ElasticLoader
-from chaos_lightning.hyper import default_words
+from chaos_lightning.hyper import default_words, hyper_word
+from chaos_lightning.planning.ledger import SHARED
 from chaos_lightning.replication.access import module_tensors
 from chaos_lightning.replication.table import layout_hash
+from chaos_lightning.runtime.config import EngineConfig
 from chaos_lightning.strategies.evaluation import EvalLoader
 from chaos_lightning.strategies.options import ChaosOptions
+from chaos_lightning.strategies.schedules import name_of
 
 if TYPE_CHECKING:
     from chaos_lightning.strategies.strategy import ChaosStrategy
@@ -36,6 +42,8 @@ def fingerprint_of(trainer: Trainer, loader: ElasticLoader) -> dict[str, str]:
         loader: The training loader.
     """
     module = trainer.lightning_module
+    by_time = trainer._val_check_time_interval
+    interval = trainer.val_check_interval if by_time is None else f"{by_time:g} s"
     deciding = [c for c in trainer.callbacks if isinstance(c, Checkpoint | EarlyStopping | Timer)]
     return {
         "lightning": ".".join(version("lightning").split(".")[:2]),
@@ -43,13 +51,13 @@ def fingerprint_of(trainer: Trainer, loader: ElasticLoader) -> dict[str, str]:
         "model": layout_hash(module_tensors(module)),
         "optimizers": ", ".join(type(o).__name__ for o in trainer.optimizers),
         "schedulers": ", ".join(
-            f"{type(c.scheduler).__name__} each {c.frequency} {c.interval}" for c in trainer.lr_scheduler_configs
+            f"{name_of(c.scheduler)} each {c.frequency} {c.interval}" for c in trainer.lr_scheduler_configs
         ),
         "optimization": "automatic" if module.automatic_optimization else "manual",
         "precision": str(trainer.precision),
         "limits": f"epochs {trainer.min_epochs}-{trainer.max_epochs}, steps {trainer.min_steps}-{trainer.max_steps}, "
         f"train batches {trainer.limit_train_batches}, val batches {trainer.limit_val_batches}",
-        "validation": f"every {trainer.check_val_every_n_epoch} epochs at {trainer.val_check_interval}",
+        "validation": f"every {trainer.check_val_every_n_epoch} epochs at {interval}",
         "clipping": f"{trainer.gradient_clip_algorithm} {trainer.gradient_clip_val}",
         "checkpoint and stopping callbacks": ", ".join(type(c).__name__ for c in deciding),
         **{
@@ -58,9 +66,47 @@ def fingerprint_of(trainer: Trainer, loader: ElasticLoader) -> dict[str, str]:
             for name, value in _cadence(c).items()
         },
         **_validation(trainer),
+        **({"training data": _part_of(getattr(loader.loader, "dataset", None))} if loader.stream == SHARED else {}),
         **default_words(trainer.optimizers),
+        **_hyperparameters(module),
         **loader.order_fingerprint,
     }
+
+
+_MACHINES = re.compile(
+    r"(batch_size|num_workers|workers|pin_memory|prefetch_factor|devices?|accelerator|name|rank|.*_?(dir|path|root|file|folder))"
+)
+"""Names of hyperparameters that are each machine's own affair."""
+
+
+def _hyperparameters(module: LightningModule) -> dict[str, str]:
+    """What tells two runs apart that share script, port and job name, as in a sweep: what `save_hyperparameters` kept,
+    and settings of torch's own layers that have no parameters, such as a dropout's rate.
+
+    Left out are values that have no short words, or are a machine's own by their name, by being the path of something,
+    or because the module says so in `chaos_own_hparams`.
+    """
+    own = set(getattr(module, "chaos_own_hparams", ()))
+    found = {}
+    for name, value in module.hparams.items():
+        text = hyper_word(value)
+        if text and name not in own and not _MACHINES.fullmatch(name) and os.sep not in text:
+            found[f"hyperparameter {name}"] = text
+    for name, child in module.named_modules():
+        bare = not any(True for _ in child.parameters(recurse=False))
+        if bare and type(child).__module__.startswith("torch.nn.") and (settings := child.extra_repr()):
+            found[f"layer {name}"] = f"{type(child).__name__}({settings})"
+    return found
+
+
+def advice(refusal: str, config: EngineConfig) -> str:
+    """What else to do where a hyperparameter differs: it may be another run that met this job by accident."""
+    if not re.search(r"\b(hyperparameter|layer|optimizer \d+) \S+ (of \S+ )?is ", refusal):
+        return ""
+    return (
+        f". If this is another run, as of a sweep, it met job {config.job!r} at {config.endpoint} by accident: give it "
+        "a job name and an endpoint of its own (job and endpoint of the strategy, or CHAOS_JOB and CHAOS_ENDPOINT)"
+    )
 
 
 def _cadence(callback: Callback) -> dict[str, str]:
@@ -105,10 +151,27 @@ def _validation(trainer: Trainer) -> dict[str, str]:
         if not dealt and strategy.data == "local":
             continue  # each member evaluates data of its own
         words[f"validation loader {number} samples"] = _length(getattr(loader, "dataset", None))
+        words[f"validation loader {number} data"] = _part_of(getattr(loader, "dataset", None))
         words[f"validation loader {number} batches"] = _length(loader)
         if dealt:
             words[f"validation loader {number} batch size"] = str(loader.batch_sampler.batch_size)
     return words
+
+
+def _part_of(dataset: Any) -> str:
+    """Which part of which data this is, as far as it can be told cheaply: members that were given different parts (cut
+    by rank, say) would each lose what the others have. Only for data sets whose samples are what they keep."""
+    if isinstance(dataset, Subset):
+        inner = _part_of(dataset.dataset)
+        return f"samples {_hash(repr(list(dataset.indices)).encode())} of {inner}" if len(dataset) else "nothing"
+    if isinstance(dataset, TensorDataset) and len(dataset):
+        ends = [tensor[[0, -1]].detach().cpu().reshape(-1).tolist() for tensor in dataset.tensors]
+        return f"tensors {_hash(repr(ends).encode())}"
+    return type(dataset).__name__
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _length(data: Any) -> str:

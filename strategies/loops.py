@@ -9,13 +9,17 @@ branches. Everything private that is touched here is listed in `tests/strategies
 
 from __future__ import annotations
 
+import copy
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, Timer, TQDMProgressBar
 from lightning.pytorch.loops import _Loop
+from lightning.pytorch.trainer.states import RunningStage
 
 ENDLESS = 1 << 62
 """Length that the fetcher is told while nobody knows it. Not None: then it would fetch a batch ahead."""
@@ -35,14 +39,17 @@ def epoch_of(trainer: Trainer) -> int:
 
 def limited(trainer: Trainer, total: float) -> float:
     """`limit_train_batches` applied: an int counts micro-batches of each member, a fraction is of the present
-    length."""
+    length, rounded down as Lightning does. What was its last batch stays the last, although a step that ends in the
+    middle of a window leaves more windows behind."""
     limit = trainer.limit_train_batches
     if isinstance(limit, int):
         return min(total, limit)
     if limit == 1.0 or math.isinf(total):
         return total
-    step = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
-    return min(total, max(1, round(total * limit / step)) * step)
+    begun = batches_begun(trainer)
+    if begun and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        return begun
+    return min(total, max(1, int(total * limit)))
 
 
 def refit(trainer: Trainer, total: float) -> bool:
@@ -87,6 +94,52 @@ def _refit_bars(trainer: Trainer, total: float) -> None:
         bar.progress.update(bar.train_progress_bar_id, total=shown)
 
 
+def unfinish_epoch(trainer: Trainer) -> None:
+    """The epoch ended in its midst, by a StopIteration: Lightning has counted it, and a checkpoint must not."""
+    if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+        progress = trainer.fit_loop.epoch_progress
+        progress.current.processed -= 1
+        progress.total.processed -= 1
+
+
+# --- clocks ----------------------------------------------------------------------------------------------------------
+
+
+def start_clocks(trainer: Trainer, *, fresh: bool) -> None:
+    """This member comes in: what it has waited for the others until now is no training, and does not count as such.
+
+    Args:
+        trainer: In fit.
+        fresh: The job starts. Else durations are the donors', and go on from here.
+    """
+    now = time.monotonic()
+    if fresh:
+        trainer._last_val_time = now
+    for callback in trainer.callbacks:
+        if isinstance(callback, Timer):
+            callback._start_time[RunningStage.TRAINING] = now
+        elif isinstance(callback, ModelCheckpoint) and fresh:
+            callback._last_time_checked = now
+
+
+def agree_on_validation(trainer: Trainer, broadcast: Callable[[bool], bool]) -> None:
+    """With a time as `val_check_interval` each process asks its own clock after each batch: the writer's decides."""
+    if getattr(trainer, "_val_check_time_interval", None) is None:
+        return
+    epoch_loop = trainer.fit_loop.epoch_loop
+    asked = type(epoch_loop)._should_check_val_fx
+
+    def is_validation_due(fetcher: Any) -> bool:
+        return broadcast(asked(epoch_loop, fetcher))
+
+    epoch_loop._should_check_val_fx = is_validation_due
+
+
+def forget_agreement(trainer: Trainer) -> None:
+    """The loop is Lightning's own again."""
+    vars(trainer.fit_loop.epoch_loop).pop("_should_check_val_fx", None)
+
+
 # --- the counters that travel ----------------------------------------------------------------------------------------
 
 
@@ -103,10 +156,28 @@ def loops_manifest(trainer: Trainer) -> dict[str, Any]:
         "val_reload_epoch": _finite(epoch_loop.val_loop._last_val_dl_reload_epoch),
         "seen_val_batches": dict(epoch_loop.val_loop._seen_batches_per_dataloader),
         "should_stop": bool(trainer.should_stop),
+        "since_validation_s": (now := time.monotonic()) - getattr(trainer, "_last_val_time", now),
         "first_loop_iter": connector._first_loop_iter,
         "current_fx": connector._current_fx,
         "metrics": {name: _plain(getattr(connector, name)) for name in _CONNECTOR_DICTS},
     }
+
+
+def rolled_back(manifest: dict[str, Any], batches: int) -> dict[str, Any]:
+    """Counters as they stood before the last `batches` micro-batches, which no step has used.
+
+    Args:
+        manifest: From `loops_manifest`, at a rest point or within a batch whose step did not take place.
+        batches: Of these, 0 at a rest point.
+    """
+    loops = {key: copy.deepcopy(value) for key, value in manifest["loops"].items()}
+    for counts in (loops["epoch_loop.batch_progress"][scope] for scope in ("total", "current")):
+        begun = counts["ready"] - batches
+        counts.update(dict.fromkeys(counts, begun))
+    optimizer = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    for counts in (optimizer[what][scope] for what in ("step", "zero_grad") for scope in ("total", "current")):
+        counts.update(dict.fromkeys(counts, counts["completed"]))
+    return {**manifest, "loops": loops, "skip_next_val": False}
 
 
 def _finite(value: float) -> float | None:
@@ -141,6 +212,7 @@ def adopt_loops(trainer: Trainer, manifest: dict[str, Any]) -> None:
     epoch_loop.val_loop._seen_batches_per_dataloader.clear()
     epoch_loop.val_loop._seen_batches_per_dataloader.update(manifest["seen_val_batches"])
     trainer.should_stop = manifest["should_stop"]
+    trainer._last_val_time = time.monotonic() - manifest["since_validation_s"]
     connector = trainer._logger_connector
     connector._first_loop_iter = manifest["first_loop_iter"]
     connector._current_fx = manifest["current_fx"]

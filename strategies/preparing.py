@@ -51,7 +51,7 @@ class DataTurn:
             return
         self.end()
         path = lock_path(job)
-        file = _open(path)
+        file = open_lock(path)
         try:
             self._lock(file, path, job)
         except BaseException:
@@ -97,13 +97,13 @@ def lock_path(job: str) -> Path:
     return Path(tempfile.gettempdir()) / f"chaos-lightning-{os.getuid()}-{name}.lock"
 
 
-def _open(path: Path) -> int:
+def open_lock(path: Path) -> int:
     """The lock file, made if need be; one that somebody else has put there is refused."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigurationError(
-            f"the lock file {path}, under which processes of this machine prepare data in turn, cannot be opened "
+            f"the lock file {path}, by which processes of this machine set up in turn, cannot be opened "
             f"({error.strerror}); a link or another user's file there is not used: remove it, or set TMPDIR"
         ) from error
     status = os.fstat(file)
@@ -111,6 +111,6 @@ def _open(path: Path) -> int:
         return file
     os.close(file)
     raise ConfigurationError(
-        f"the lock file {path}, under which processes of this machine prepare data in turn, is not a file of this user "
+        f"the lock file {path}, by which processes of this machine set up in turn, is not a file of this user "
         f"(owner {status.st_uid}, expected {os.getuid()}): remove it, or set TMPDIR"
     )

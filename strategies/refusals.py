@@ -70,8 +70,9 @@ def _local_data_fraction(trainer: Trainer) -> str:
     if getattr(trainer.strategy, "data", "shared") != "local":
         return ""
     found = []
-    if isinstance(trainer.val_check_interval, float) and trainer.val_check_interval != 1.0:
-        found.append(f"val_check_interval={trainer.val_check_interval}")
+    interval = getattr(trainer, "val_check_interval", 1.0)  # absent where it is a time
+    if isinstance(interval, float) and interval != 1.0:
+        found.append(f"val_check_interval={interval}")
     if isinstance(trainer.limit_train_batches, float) and trainer.limit_train_batches != 1.0:
         found.append(f"limit_train_batches={trainer.limit_train_batches}")
     return ", ".join(found)

@@ -43,11 +43,19 @@ def metrics_of(trainer: Trainer) -> list[tuple[str, Metric]]:
     return [(n, m) for n, m in found if not isinstance(m, _ResultMetric)]
 
 
-def route_metrics(trainer: Trainer, exchange: Exchange, in_job: Callable[[], bool]) -> None:
-    """Makes every metric sync through the job."""
+def route_metrics(trainer: Trainer, exchange: Exchange, in_job: Callable[[], bool]) -> Callable[[], None]:
+    """Makes every metric sync through the job, until the function that is returned is called."""
+    before = [(metric, metric.distributed_available_fn) for _, metric in metrics_of(trainer)]
     for name, metric in metrics_of(trainer):
         metric.distributed_available_fn = in_job
         metric._sync_dist = _syncer(name, metric, exchange)
+
+    def undo() -> None:
+        for metric, available in before:
+            metric.distributed_available_fn = available
+            vars(metric).pop("_sync_dist", None)
+
+    return undo
 
 
 def _syncer(name: str, metric: Metric, exchange: Exchange) -> Callable[..., None]:
@@ -208,16 +216,22 @@ def adopt_collections(trainer: Trainer, manifest: Mapping[str, Any], reduce: Cal
 
 
 class Untouched:
-    """Metrics and log calls inside have no effect: an idle member runs a training step on a stand-in batch."""
+    """Metrics and log calls inside have no effect: an idle member runs a training step on a stand-in batch.
+
+    Attributes:
+        synced: A value was logged per step with sync_dist=True: the others exchange such values now.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self.synced = False
         self._kept: list[tuple[Metric, dict[str, Any], int, Any]] = []
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Untouched:
         for _, metric in metrics_of(self._trainer):
             self._kept.append((metric, metric._copy_state_dict(), metric._update_count, metric._computed))
-        self._trainer.lightning_module.log = _ignore
+        self._trainer.lightning_module.log = self._log
+        return self
 
     def __exit__(self, *_: object) -> None:
         del self._trainer.lightning_module.log
@@ -226,6 +240,8 @@ class Untouched:
                 setattr(metric, name, value)
             metric._update_count, metric._computed = count, computed
 
-
-def _ignore(*_: Any, **__: Any) -> None:
-    return None
+    def _log(self, name: str, value: Any, *_: Any, **options: Any) -> None:
+        # Within training_step values are logged per step unless the user says otherwise; a metric syncs by itself.
+        per_step = options.get("on_step") in (None, True) and not options.get("rank_zero_only", False)
+        if options.get("sync_dist", False) and per_step and not isinstance(value, Metric):
+            self.synced = True

@@ -4,20 +4,91 @@ A checkpoint says of which committed step it is: the number and the hash of the 
 ledger is in it by the training loader's state. A local file is written beside its place under a name with that hash
 and then moved, so that a reader never sees half a file and two writers (one of them fenced, without knowing it yet)
 never write into the same one.
+
+What cannot be written is everybody's error. If the writer alone failed, the next member would become the writer and
+fail at the next checkpoint, and so on to the last one. Going on without the file is no way out either: ModelCheckpoint
+deletes older files once `save_checkpoint` has returned. So members tell each other how it went, and all of them raise.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import shutil
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+
+from chaos_lightning.errors import ChaosError, StateError
 
 if TYPE_CHECKING:
     from chaos_lightning.strategies.strategy import ChaosStrategy
 
 KEY = "chaos_lightning"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class _Counter:
+    """A file that counts what is written to it."""
+
+    nbytes = 0
+
+    def write(self, data: Any) -> int:
+        self.nbytes += memoryview(data).nbytes
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        pass
+
+
+def explained(error: Exception, checkpoint: dict[str, Any], path: str) -> Exception:
+    """The error itself, or one that says more where there is no room for the file."""
+    if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
+        return error
+    counter = _Counter()
+    torch.save(checkpoint, counter)  # type: ignore[arg-type]
+    folder = os.path.dirname(os.path.abspath(path))
+    free = "unknown"
+    with contextlib.suppress(OSError):
+        free = f"{shutil.disk_usage(folder).free} bytes"
+    more = OSError(
+        error.errno,
+        f"{os.strerror(error.errno)}: the checkpoint {path} needs {counter.nbytes} bytes, free in {folder}: {free}; "
+        "make room (or raise the quota or the limit of a file's size) and resume from the last checkpoint",
+    )
+    more.__cause__ = error
+    return more
+
+
+def agree(strategy: ChaosStrategy, path: str, error: Exception | None) -> None:
+    """All members learn how the writer fared, and raise if it failed.
+
+    Args:
+        strategy: In the job or out of it.
+        path: Of the checkpoint.
+        error: What kept this member from writing it.
+
+    Raises:
+        StateError: Another member was to write the file, and could not.
+    """
+    name = strategy.session.config.name if strategy.session is not None else ""
+    mine = "" if error is None else f"{name} could not write the checkpoint {path}: {type(error).__name__}: {error}"
+    answers = strategy.collectives.exchange("outcome of saving", mine)
+    said = next((words for words in answers or () if words), "")
+    if said:
+        # Who holds this header knows that all hold the one before: nobody is left who would go on and try it again.
+        with contextlib.suppress(ChaosError):
+            strategy.collectives.barrier("after a checkpoint that failed")
+    session = strategy.session
+    if error is not None and session is not None and (session.void or session.gone):
+        session.say_unsaved(path)
+    elif error is not None:
+        raise error
+    elif said:
+        raise StateError(f"{said}. Training ends on all members")
 
 
 def save(strategy: ChaosStrategy, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:

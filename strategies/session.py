@@ -1,12 +1,12 @@
 """One fit's part in a job: coming in, rest points, going, and everything in between.
 
-Theory of operation. Setting up, every process is alone and no writer (environment.py): nobody knows yet whether it
-founds the job or joins one in epoch 3, and a newcomer's set-up runs many barriers that the running members never
-repeat. When the training loop asks for its first batch, all counters are at rest, and there the member enters: a
-founder begins, a newcomer takes over state and counters from the others. From then on each optimizer step is a slot
-of the job, each collective too, and each fetch of a batch is a *rest point*, the only place where newcomers are let
-in, where a member that was fenced joins again, and where one that left stops. After each commit the epoch's length is
-refitted (loops.py), before Lightning asks whether the batch was the last one.
+Theory of operation. Setting up, every process is alone: nobody knows for sure yet whether it founds the job or joins
+one in epoch 3 (place.py says what it counts as), and a newcomer's set-up runs many barriers that the running
+members never repeat. When the training loop asks for its first batch, all counters are at rest, and there the member
+enters: a founder begins, a newcomer takes over state and counters from the others. From then on each optimizer step is
+a slot of the job, each collective too, and each fetch of a batch is a *rest point*, the only place where newcomers are
+let in, where a member that was fenced joins again, and where one that left stops. After each commit the epoch's length
+is refitted (loops.py), before Lightning asks whether the batch was the last one.
 
 A member is in one of four conditions: not yet in, in the job, *void* (fenced: it runs on without collectives until its
 next rest point, and joins again there), *departed* (it left: fit ends at the next rest point, without the hooks of an
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -26,29 +27,35 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, MultiplicativeLR, SequentialLR
 
 from chaos_lightning.data.loader import ElasticLoader
-from chaos_lightning.errors import DepartedError, FencedError, UnsupportedError
+from chaos_lightning.errors import DepartedError, FencedError, RefusedError, UnsupportedError
+from chaos_lightning.membership.types import Header, Kind
 from chaos_lightning.observe.events import Event
 from chaos_lightning.runtime.config import EngineConfig
 from chaos_lightning.runtime.engine import Engine
 from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.data import EngineSource, TrainLoader
-from chaos_lightning.strategies.environment import SETTING_UP, ChaosEnvironment
+from chaos_lightning.strategies.environment import ASIDE, ChaosEnvironment
 from chaos_lightning.strategies.evaluation import EvalLoader
-from chaos_lightning.strategies.fingerprint import fingerprint_of, seed_of
+from chaos_lightning.strategies.fingerprint import advice, fingerprint_of, seed_of
 from chaos_lightning.strategies.loops import (
     ENDLESS,
     Suspension,
     batches_begun,
     epoch_of,
+    forget_agreement,
     refit,
     skip_validation,
+    start_clocks,
 )
 from chaos_lightning.strategies.options import ChaosOptions
+from chaos_lightning.strategies.place import Place
 from chaos_lightning.strategies.replay import LightningReplay
+from chaos_lightning.strategies.schedules import BySamples, SampleCount
 from chaos_lightning.strategies.signals import Signals
-from chaos_lightning.strategies.state import LightningState
+from chaos_lightning.strategies.state import KeptState, LightningState
 from chaos_lightning.strategies.stepping import Stepper
 from chaos_lightning.strategies.writer import StableLog, demote, open_loggers, promote, save_logs
 
@@ -66,6 +73,7 @@ class Session:
     Args:
         trainer: Whose fit this is.
         config: For the engine.
+        place: Who this process is until it enters the job.
         options: The strategy's.
         data: "shared" or "local".
         environment: Told who this process is.
@@ -74,6 +82,7 @@ class Session:
     Attributes:
         in_job: Collectives reach the others.
         departed: This member left.
+        gone: It did, and others go on without it.
         evaluating: The validation loader that is being dealt out at the moment.
         stepped: Number and header hash of the last committed optimizer step.
     """
@@ -82,6 +91,7 @@ class Session:
         self,
         trainer: Trainer,
         config: EngineConfig,
+        place: Place,
         options: ChaosOptions,
         data: DataMode,
         environment: ChaosEnvironment,
@@ -89,8 +99,9 @@ class Session:
     ) -> None:
         self.trainer = trainer
         self.config = config
+        self._place = place
         self.in_job = False
-        self.departed = False
+        self.departed = self.gone = False
         self.stepped = (0, "")
         self.evaluating: EvalLoader | None = None
         self._options = options
@@ -103,10 +114,15 @@ class Session:
         self._loader: TrainLoader | None = None
         self._state: LightningState | None = None
         self._stepper: Stepper | None = None
+        self._samples = SampleCount(())
+        self._estimating = False
+        self._estimated = 0
+        """Micro-batches of an epoch as foreseen, if optimizers or schedulers were made by that number."""
         self._signals: Signals | None = None
         self._void: Suspension | None = None
         self._boundary_asked = False
         self._promotion_due = False
+        self._keep_due = False
 
     # ------------------------------------------------------------------ parts
 
@@ -155,9 +171,50 @@ class Session:
         if self._loader is not None:
             self.elastic.close()
         self._loader = TrainLoader(elastic, self.trainer, self)
+        if self._estimating and not math.isinf(total := self._total()):
+            self._estimated = int(total)
         if self._state is not None:
             self._state.loader = elastic
         return self._loader
+
+    @contextmanager
+    def estimating(self) -> Iterator[None]:
+        """Optimizers and schedulers are made inside. Who asks for a training loader there wants its length: it is
+        `trainer.estimated_stepping_batches`."""
+        self._estimating = True
+        try:
+            yield
+        finally:
+            self._estimating = False
+
+    @property
+    def _foreseen(self) -> int:
+        """Members to be reckoned with before this one is in the job: what all of them know of the world is min_nodes,
+        of nodes with so many workers each as this one."""
+        return self.config.min_nodes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    def _estimate_words(self) -> dict[str, str]:
+        """For the fingerprint: a schedule by a function of the user's is the same on all members only if they have
+        counted the same. What else torch has takes its numbers over from the others, with its state."""
+        kept = (LambdaLR, MultiplicativeLR, SequentialLR, ChainedScheduler)
+        schedulers = [c.scheduler for c in self.trainer.lr_scheduler_configs]
+        own = [s for s in schedulers if isinstance(s, kept) or not type(s).__module__.startswith("torch.optim.")]
+        if not self._estimated or not [s for s in own if not isinstance(s, BySamples)]:
+            return {}
+        return {"estimated_stepping_batches": f"counted for {self._foreseen} members"}
+
+    def _check_estimate(self) -> None:
+        """Says once that the world is another than the one that schedules were made for."""
+        members, foreseen = self.engine.world_size, self._foreseen
+        if not self._estimated or members == foreseen:
+            return
+        counted, self._estimated = self._estimated, 0
+        _log.warning(
+            "trainer.estimated_stepping_batches was read before this member was in the job, and counted with %d "
+            "members (min_nodes=%d), that is %d batches an epoch; the job has %d members now. A schedule made of that "
+            "number walks %s of its way while they are so many. BySamples goes by samples instead (docs/schedules.md)",
+            foreseen, self.config.min_nodes, counted, members, f"{foreseen / members:.0%}",
+        )  # fmt: skip
 
     def begin_pass(self, epoch: int) -> None:
         """The loader begins an epoch: the log says how long it is, so that an audit sees whether all of it was used."""
@@ -177,22 +234,26 @@ class Session:
         trainer = self.trainer
         engine = Engine(self.config)
         self._engine = self._source.engine = engine
-        extra = {"syncs": lambda: sorted(self.collectives.syncs)}
+        extra = {"syncs": lambda: sorted(self.collectives.syncs), "gradients": lambda: self.stepper.gradients()}
         self._state = LightningState(trainer, self.elastic, trainer.strategy.reduce, extra, self._adopt_extra)
         self._stepper = Stepper(
             engine, trainer, self._state, lambda: self.elastic.current, lambda: self.elastic.spent()
         )
+        self._samples = SampleCount(trainer.lr_scheduler_configs)
         engine.prepare(sections=self._stepper.sections, buffers=self._stepper.buffers)
         epoch = epoch_of(trainer)
         if self._options.leave_on_signals:
             self._signals = Signals(engine.leave)
-        engine.join(
-            fingerprint=fingerprint_of(trainer, self.elastic),
-            quota=self.elastic.quota,
-            accumulate=trainer.accumulate_grad_batches,
-            state=self._state,
-            replay=LightningReplay(trainer),
-        )
+        try:
+            engine.join(
+                fingerprint={**fingerprint_of(trainer, self.elastic), **self._estimate_words()},
+                quota=self.elastic.quota,
+                accumulate=trainer.accumulate_grad_batches,
+                state=self._state,
+                replay=LightningReplay(trainer),
+            )
+        except RefusedError as error:
+            raise RefusedError(f"{error}{advice(str(error), self.config)}") from error
         self._logs.hold(trainer.loggers)
         self._entered(epoch)
 
@@ -223,9 +284,12 @@ class Session:
         trainer, engine = self.trainer, self.engine
         assert self._loader is not None
         self._boundary_asked = False
+        self._place.leave()
         self._loader.restart()
         self.in_job = True
-        fresh = engine.role == "founder"
+        fresh = engine.role == "founder" and not engine.resumed
+        start_clocks(trainer, fresh=engine.role == "founder")
+        self._samples.begin(engine.header.ledger)
         self._observe(fresh=fresh)
         if not fresh and epoch_of(trainer) != epoch_before:
             # Every process has seen this hook for the epoch that it is in.
@@ -244,12 +308,15 @@ class Session:
 
     def _adopt_extra(self, extra: Mapping[str, Any]) -> None:
         self.collectives.syncs = set(extra["syncs"])
+        self.stepper.adopt_gradients(extra["gradients"])
 
     # ------------------------------------------------------------------ the rest point
 
     def rest(self) -> None:
         """Between two batches, with all counters at rest. StopIteration once this member has left."""
         if self.departed:
+            if self._keep_due:
+                self._keep()
             raise StopIteration
         if not self.entered or self.void:
             self._come_in()
@@ -257,7 +324,7 @@ class Session:
             raise StopIteration
         if not self.in_job:
             return
-        if not self.elastic.at_rest:
+        if not self.elastic.at_rest and not self._give_up_window():
             self._check_stepped()
             return
         try:
@@ -280,6 +347,16 @@ class Session:
         self._loader.begin()
         self._refit()
 
+    def _give_up_window(self) -> bool:
+        """Whether a new pass begins although a window is open: `on_train_batch_start` returned -1 and so ended the
+        epoch. What the window used is in no step, and not used."""
+        assert self._loader is not None
+        if self._loader.under_way or not self.stepper.automatic:
+            return False
+        self.elastic.give_up()
+        self.stepper.forget_window()
+        return True
+
     def _check_stepped(self) -> None:
         """In the middle of a window, or past its end: then a step was left out."""
         current = self.elastic.current
@@ -301,10 +378,17 @@ class Session:
         """
         with self.stepper.stepping():
             result = closure()
+        number = self.stepper.number(optimizer)
+        if not self.stepper.holds_average(number):
+            self._average(number)
+        self.stepper.stepped(number)
+        return result
+
+    def _average(self, number: int) -> None:
         if not self.in_job:
             raise NoStep
         try:
-            header = self.stepper.average(optimizer)
+            header = self._committed(number)
         except FencedError as error:
             self.fenced(error)
             raise NoStep from error
@@ -318,10 +402,20 @@ class Session:
                 FencedError(f"the state of {self.engine.member_id} differs from the others' at step {header.step}")
             )
             raise NoStep
-        self._check_departure()
+        self._check_departure(stepped=True)
         if not self.departed:
             self._refit()
-        return result
+
+    def _committed(self, number: int) -> Header:
+        while (header := self.stepper.average(number, yields=self.collectives.owes)).kind is not Kind.STEP:
+            self._went_along(header)
+        self.collectives.settled()
+        return header
+
+    def _went_along(self, header: Header) -> None:
+        """The others made a collective that this member, without samples, could not foresee."""
+        self._observe()
+        self.collectives.went_along(header.name or str(header.kind), header.answers)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
         """One backward pass, or none if this member has been fenced."""
@@ -334,13 +428,27 @@ class Session:
             self._depart()
         return loss
 
+    def manual_backward(self, run: Callable[[], None]) -> None:
+        """One backward pass of manual optimization and its average, or none if this member is out of the job."""
+        if self.in_job:
+            with contextlib.suppress(NoStep):
+                self.stepper.manual_backward(run, self._average)
+
+    def applies(self, optimizer: Optimizer) -> bool:
+        """Whether a step may be taken although this member is out of the job: the others take it, too."""
+        return self.departed and not self.void and self.stepper.holds_average(self.stepper.number(optimizer))
+
     def gather(self, name: str, payload: bytes) -> list[tuple[str, bytes]] | None:
         """Everybody's payload; None if this member is not in the job."""
         if not self.in_job:
             return None
         before = self.members
         try:
-            answers = self.engine.gather(name, payload)
+            answers = self.engine.gather(name, payload, yields=self.collectives.owes)
+            while self.engine.header.name != name:
+                self._went_along(self.engine.header)
+                answers = self.engine.gather(name, payload, yields=True)
+            self.collectives.settled()
         except FencedError as error:
             self.fenced(error)
             return None
@@ -357,9 +465,11 @@ class Session:
         """A slot committed, or this member came in: who is it now?"""
         engine = self.engine
         self._logs.stable()
+        self._samples.committed(engine.header.ledger)
         self._boundary_asked |= engine.header.boundary
         if engine.rank < 0 or engine.out:
             return
+        self._check_estimate()
         wrote = self._environment.global_rank() == 0
         if self._environment.place(engine.rank, engine.world_size):
             self._promotion_due = True
@@ -397,6 +507,9 @@ class Session:
             current = self.entered and self.elastic.epoch == epoch_of(self.trainer)
             over = current and self.elastic.epoch_spent()
             return batches_begun(self.trainer) if over else math.inf
+        if not self.entered:
+            # All members that will ever be must find the same number here.
+            return math.ceil(len(self.elastic) / self._foreseen)
         return len(self.elastic)
 
     def _refit(self) -> None:
@@ -413,24 +526,49 @@ class Session:
         self._logs.drop()
         self._void = Suspension.begin(self.trainer)
 
-    def _check_departure(self) -> None:
-        """After a commit: may this member go? The last one need not ask."""
+    def _check_departure(self, *, stepped: bool = False) -> None:
+        """After a commit: may this member go? `stepped`: the optimizer has yet to apply it."""
         engine = self.engine
-        if engine.out or (engine.leaving and engine.world_size == 1):
-            self._depart()
+        if engine.out or (engine.leaving and engine.world_size == 1 and engine.may_go()):
+            self._depart(stepped=stepped)
 
-    def _depart(self) -> None:
-        """The others go on without this member; it may not even have seen the header that let it go."""
+    def _depart(self, *, stepped: bool = False) -> None:
+        """The others go on without this member, or nobody does; it may not even have seen the header that let it go.
+        If there are no others, it stays the writer: nobody else has the state."""
         if not self.departed:
             self.departed = True
-            self._step_aside()
+            if stepped:
+                self._keep_due = True
+            else:
+                self._keep()
+            engine = self.engine
+            self.gone = not (engine.role and engine.view is not None and engine.view.ids() == (engine.member_id,))
+            if self.gone:
+                self._step_aside()
+            else:
+                self.in_job = False
+                save_logs(self.trainer)
             skip_validation(self.trainer)
+
+    def _keep(self) -> None:
+        """If this was the last member, the state outlives it."""
+        self._keep_due = False
+        with self.alone():
+            self.engine.keep(KeptState(self.state, self.elastic.uncommitted))
+
+    def say_unsaved(self, path: str) -> None:
+        """A checkpoint was asked for that this member does not write."""
+        why = "was put out of the job, so its state is void" if self.void else "has left the job"
+        _log.warning(
+            "%s %s after step %d, so %s is not written here: the others go on, and their writer saves",
+            self.config.name, why, self.stepped[0], path,
+        )  # fmt: skip
 
     def _step_aside(self) -> None:
         self.in_job = False
         if self._environment.global_rank() == 0:
             save_logs(self.trainer)
-        self._environment.place(*SETTING_UP)
+        self._environment.place(*ASIDE)
         demote(self.trainer)
 
     def finish(self) -> None:
@@ -453,6 +591,7 @@ class Session:
     def abandon(self) -> None:
         """An exception ends fit: what callbacks do now must not call for the others, who go on without this member."""
         self.in_job = False
+        self._place.leave()
         if self._engine is not None:
             try:
                 self._engine.close()
@@ -462,6 +601,9 @@ class Session:
     def close(self) -> None:
         """Idempotent."""
         self.abandon()
+        forget_agreement(self.trainer)
+        if self._stepper is not None:
+            self._stepper.close()
         self._logs.release()
         if self._signals is not None:
             self._signals.restore()

@@ -13,11 +13,12 @@ overriding `state_dict`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
-from lightning.pytorch.trainer.call import _call_lightning_module_hook
+from lightning.pytorch.trainer.call import _call_callbacks_state_dict, _call_lightning_module_hook
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
@@ -34,7 +35,7 @@ from chaos_lightning.replication.access import (
 )
 from chaos_lightning.replication.table import StateTable
 from chaos_lightning.strategies import results
-from chaos_lightning.strategies.loops import adopt_loops, loops_manifest
+from chaos_lightning.strategies.loops import adopt_loops, loops_manifest, rolled_back
 
 PRIVATE: dict[type[Callback], tuple[str, ...]] = {
     ModelCheckpoint: (
@@ -47,8 +48,6 @@ PRIVATE: dict[type[Callback], tuple[str, ...]] = {
     WeightAveraging: ("_latest_update_epoch",),
 }
 """What Lightning's own callbacks keep beside `state_dict()` and decide by."""
-
-_STANDARD_KEYS = ("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks")
 
 
 class LightningState:
@@ -117,22 +116,30 @@ class LightningState:
         }
 
     def _checkpoint_stub(self) -> dict[str, Any]:
+        """What a checkpoint of this moment has in it, of which the module's hooks may read anything."""
         trainer = self._trainer
-        return {
+        stub: dict[str, Any] = {
             "epoch": trainer.current_epoch,
             "global_step": trainer.global_step,
+            "pytorch-lightning_version": version("lightning"),
             "state_dict": trainer.lightning_module.state_dict(),
-            "loops": {},
-            "callbacks": {},
+            "loops": trainer._checkpoint_connector._get_loops_state_dict(),
+            "callbacks": _call_callbacks_state_dict(trainer),
+            "optimizer_states": [trainer.strategy.optimizer_state(o) for o in trainer.optimizers],
+            "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
         }
+        if scaling := trainer.precision_plugin.state_dict():
+            stub[trainer.precision_plugin.__class__.__qualname__] = scaling
+        return stub
 
     def _module_keys(self) -> dict[str, Any]:
         """What `LightningModule.on_save_checkpoint` adds of its own."""
         if not is_overridden("on_save_checkpoint", self._trainer.lightning_module):
             return {}
         stub = self._checkpoint_stub()
+        standard = set(stub)
         _call_lightning_module_hook(self._trainer, "on_save_checkpoint", stub)
-        return _cloned({k: v for k, v in stub.items() if k not in _STANDARD_KEYS})
+        return _cloned({k: v for k, v in stub.items() if k not in standard})
 
     # ------------------------------------------------------------------ the newcomer
 
@@ -176,6 +183,24 @@ class LightningState:
         results.adopt_collections(trainer, manifest["results"], self._reduce)
         self.loader.load_state_dict(manifest["loader"])
         self._adopt_extra(manifest["extra"])
+
+
+class KeptState:
+    """What the last member keeps: the state before the micro-batches that no step has used.
+
+    Args:
+        state: Of this member.
+        batches: How many these are.
+    """
+
+    def __init__(self, state: LightningState, batches: int) -> None:
+        self._state = state
+        self._batches = batches
+        self.tensors, self.prepare, self.adopt = state.tensors, state.prepare, state.adopt
+
+    def manifest(self) -> dict[str, object]:
+        manifest = self._state.manifest()
+        return {**manifest, "loops": rolled_back(manifest["loops"], self._batches)}  # type: ignore[arg-type]
 
 
 def _check_count(what: str, theirs: Any, mine: Any) -> None:

@@ -15,13 +15,19 @@ clipping, `on_before_optimizer_step`), so these see the same averaged gradients 
 
 An idle micro-batch under automatic optimization does not run the user's `training_step`: it gives a loss without graph,
 and backward does nothing. Under manual optimization only the user's code knows which optimizers step, so it runs on a
-stand-in batch, with weight 0 and without effect on metrics and logs.
+stand-in batch, with weight 0 and without effect on gradients, metrics and logs.
+
+Under manual optimization nobody knows after which backward pass the user looks at `.grad`, clips it or steps. So each
+pass ends with the average, as with DDP: one slot for each optimizer whose parameters it reached, weighted by the
+micro-batch that it is of. What had been accumulated before is an average already, the same on all members, and stays
+what it is. The optimizer then steps without a slot. Only gradients that came about in another way (a plain
+`loss.backward()`, or assigned by hand) are averaged when their optimizer steps.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +40,7 @@ from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.source import MicroBatch
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.hyper import hyper_words
-from chaos_lightning.membership.types import Header, Spent
+from chaos_lightning.membership.types import Header, Kind, Spent
 from chaos_lightning.observe.events import Event
 from chaos_lightning.replication.table import state_hash
 from chaos_lightning.runtime.engine import Engine
@@ -93,9 +99,19 @@ class Stepper:
         self._watch_params = 2
         self._window: list[float] = []
         self._unit = 0.0
-        self._open = [0.0 for _ in self.sections]
+        self._present = 0.0
+        """Manual optimization: what the present micro-batch weighs."""
+        self._reached: set[int] = set()
+        """Manual optimization: optimizers whose gradients have changed since they were averaged."""
+        self._averaged: set[int] = set()
+        """Manual optimization: optimizers whose gradients have been averaged since they stepped."""
+        self._hooks = [] if self.automatic else self._watch_gradients()
         self._skip_backward = False
         self._stepping = False
+        self.stood_in = False
+        """This member was idle and did not run the last training step."""
+        self.would_sync = False
+        """It was idle and ran the last training step on a stand-in batch, which logged with sync_dist=True."""
         self._hash = ""
         hooks = [self._module, *trainer.callbacks]
         self._late = any(is_overridden("on_after_backward", hook) for hook in hooks)
@@ -111,21 +127,27 @@ class Stepper:
         """The user's training step, or what an idle member does instead."""
         part = self._current()
         idle = part is None or part.idle
-        if idle and not self.automatic:
-            with Untouched(self._trainer):
-                output = run()
-            self._note(0.0)
-            return output
+        self.stood_in = idle and self.automatic
+        self.would_sync = False
+        if not self.automatic:
+            self._present = 0.0 if idle else self._weight(part, batch, batch_idx)
+            return self._run_idle(run) if idle else run()
         output = None
         if not idle:
             with self._watch():
                 output = run()
-        if output is None and self.automatic:
+        if output is None:
             self._skip_backward = True
-            self._note(0.0)
+            self._window.append(0.0)
             return {"loss": torch.zeros((), device=self._module.device), IDLE_KEY: idle}
         self._skip_backward = False
-        self._note(self._weight(part, batch, batch_idx))
+        self._window.append(self._weight(part, batch, batch_idx))
+        return output
+
+    def _run_idle(self, run: Callable[[], Any]) -> Any:
+        with Untouched(self._trainer) as untouched:
+            output = run()
+        self.would_sync = untouched.synced
         return output
 
     def _weight(self, part: MicroBatch | None, batch: Any, batch_idx: int) -> float:
@@ -138,15 +160,11 @@ class Stepper:
             raise ConfigurationError(f"chaos_weight returned {weight}; expected a finite number that is not negative")
         return weight
 
-    def _note(self, weight: float) -> None:
-        self._window.append(weight)
-        self._open = [kept + weight for kept in self._open]
-
     @contextlib.contextmanager
     def _watch(self) -> Iterator[None]:
         """What forward passes change must be averaged, or members drift apart."""
         watched = list(self._watched)
-        if self._watch_params > 0 and self.automatic:
+        if self._watch_params > 0:
             self._watch_params -= 1
             watched += list(self._module.named_parameters())
         before = [t._version for _, t in watched]
@@ -165,8 +183,6 @@ class Stepper:
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
         """Scales the loss by what its samples count, tells the engine before the window's last pass, and runs it."""
-        if not self.automatic:
-            return run(loss)
         weight = self._window[-1]
         self._unit = self._unit or weight
         factor = weight / self._unit if self._unit else 1.0
@@ -208,11 +224,16 @@ class Stepper:
         finally:
             self._stepping = False
 
-    def average(self, optimizer: Optimizer) -> Header:
-        """Contributes this window and waits for its commit; `.grad` holds the average afterwards."""
-        number = self._number(optimizer)
-        self._check_layout(optimizer)
-        weight = sum(self._window) if self.automatic else self._open[number]
+    def average(self, number: int, *, yields: bool = False) -> Header:
+        """Contributes this window, or backward pass, and waits for its commit; `.grad` holds the average afterwards. If
+        it yields, the header may be of what the others do first; then it is to be called again.
+
+        Args:
+            number: The optimizer's.
+            yields: See `Engine.step`.
+        """
+        self._check_layout(self._trainer.optimizers[number])
+        weight = sum(self._window) if self.automatic else self._present
         header = self._engine.step(
             weight=weight,
             coefficient=weight,
@@ -220,11 +241,87 @@ class Stepper:
             section=number,
             hyper=hyper_words(self._trainer.optimizers),
             state_hash=self._hash,
+            yields=yields,
         )
+        if header.kind is not Kind.STEP:
+            return header
         self._hash = ""
-        self._open[number] = 0.0
+        self._reached.discard(number)
+        self._averaged.add(number)
         self.forget_window()
         return header
+
+    # ------------------------------------------------------------------ manual optimization
+
+    def _watch_gradients(self) -> list[Any]:
+        """Hooks that tell which optimizers a backward pass reached."""
+
+        def reached(number: int) -> Callable[[Tensor], None]:
+            return lambda _: self._reached.add(number)
+
+        return [
+            param.register_post_accumulate_grad_hook(reached(number))  # type: ignore[no-untyped-call]
+            for number, section in enumerate(self.sections)
+            for _, param in section.params
+        ]
+
+    def manual_backward(self, run: Callable[[], None], average: Callable[[int], None]) -> None:
+        """One backward pass of the user's, and the average of what it reached.
+
+        Args:
+            run: The pass.
+            average: Takes the slot of one optimizer; may raise, and then nothing means anything any more.
+        """
+        kept = None
+        if self._present == 0.0:
+            # What a stand-in batch gives must not add to what is there; nor is anything else there if nobody has more.
+            kept = [(p, p.grad) for s in self.sections for _, p in s.params]
+            for param, _ in kept:
+                param.grad = None
+        run()
+        for number in sorted(self._reached):
+            average(number)
+        if kept is not None:
+            unweighed = self._engine.header.total_weight <= 0
+            for param, grad in kept:
+                if unweighed or param.grad is None:
+                    param.grad = grad
+
+    def holds_average(self, number: int) -> bool:
+        """Whether this optimizer's gradients are an average that it has not stepped with."""
+        return number in self._averaged and number not in self._reached and not self.automatic
+
+    def stepped(self, number: int) -> None:
+        """This optimizer steps: gradients that are assigned to it from here on are this member's own."""
+        self._averaged.discard(number)
+
+    def gradients(self) -> dict[str, Any]:
+        """At rest: gradients that are kept beyond the batch. All members have the same ones, so newcomers get them."""
+        if self.automatic:
+            return {}
+        kept = {
+            name: param.grad.detach().clone()
+            for number, section in enumerate(self.sections)
+            for name, param in section.params
+            if param.grad is not None and number not in self._reached
+        }
+        return {"grads": kept, "averaged": sorted(self._averaged)}
+
+    def adopt_gradients(self, given: Mapping[str, Any]) -> None:
+        """Takes over what `gradients` gave at the donor."""
+        if not given:
+            return
+        for section in self.sections:
+            for name, param in section.params:
+                grad = given["grads"].get(name)
+                param.grad = grad.to(param.device) if grad is not None else None
+        self._averaged, self._reached = set(given["averaged"]), set()
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def nothing(self) -> Tensor | None:
         """What a closure returns that came to nothing."""
@@ -237,9 +334,10 @@ class Stepper:
     def reset(self) -> None:
         """The member joined again: nothing is open."""
         self.forget_window()
-        self._open = [0.0 for _ in self.sections]
+        self._reached.clear()
+        self._averaged.clear()
 
-    def _number(self, optimizer: Optimizer) -> int:
+    def number(self, optimizer: Optimizer) -> int:
         for number, mine in enumerate(self._trainer.optimizers):
             if mine is optimizer:
                 return number

@@ -24,13 +24,16 @@ from chaos_lightning.runtime.config import EngineConfig
 from chaos_lightning.strategies import results
 from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.companion import Companion
-from chaos_lightning.strategies.environment import SETTING_UP, ChaosEnvironment, local_rank
-from chaos_lightning.strategies.evaluation import EvalLoader, can_be_dealt
-from chaos_lightning.strategies.loops import batches_begun
+from chaos_lightning.strategies.environment import ChaosEnvironment, local_rank
+from chaos_lightning.strategies.evaluation import EvalLoader, can_be_dealt, whole
+from chaos_lightning.strategies.launching import Launcher
+from chaos_lightning.strategies.loops import agree_on_validation, batches_begun
 from chaos_lightning.strategies.options import ChaosOptions
+from chaos_lightning.strategies.place import Place
 from chaos_lightning.strategies.preparing import DataTurn
 from chaos_lightning.strategies.refusals import check_host_version, refuse, refuse_loaders, warn_ignored
-from chaos_lightning.strategies.saving import save
+from chaos_lightning.strategies.saving import agree, explained, save
+from chaos_lightning.strategies.schedules import go_by_step
 from chaos_lightning.strategies.session import DataMode, NoStep, Session
 
 
@@ -41,7 +44,7 @@ class ChaosStrategy(ParallelStrategy):
         endpoint: Scheduler as HOST:PORT. If it is this machine's and free, the first process hosts it.
         job: Name of the job; members of different jobs never meet.
         name: This node's name, unique in the job.
-        min_nodes: Training starts with, and pauses below, so many members.
+        min_nodes: Training starts with, and pauses below, so many nodes.
         max_nodes: Further ones wait.
         data: "shared": all members have the same data set and each sample is used once per epoch. "local": each
             member has data of its own.
@@ -81,9 +84,14 @@ class ChaosStrategy(ParallelStrategy):
             "log_dir": log_dir,
         }
         self.session: Session | None = None
-        self.collectives = Collectives(self._gather, lambda: self.root_device)
+        self.collectives = Collectives(self._gather, self._device)
         self._turn = DataTurn(self.environment)
         self._deal_validation: bool | None = None
+        self._unroute: Callable[[], None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a Trainer has no part in the job."""
+        return {**vars(self), "session": None, "_unroute": None}
 
     # ------------------------------------------------------------------ where this process runs
 
@@ -97,10 +105,14 @@ class ChaosStrategy(ParallelStrategy):
         devices = self.parallel_devices or [torch.device("cpu")]
         return devices[min(local_rank(), len(devices) - 1)]
 
+    def _device(self) -> torch.device:
+        return self.root_device
+
     @property
     def is_distributed(self) -> bool:
-        """Lightning honours `sync_dist=True` only then. Its DistributedSampler is kept away in `connect`."""
-        return True
+        """Lightning honours `sync_dist=True` only then. Its DistributedSampler is kept away from fit in `connect`;
+        outside of fit one process works alone, and the user's sampler stays."""
+        return self.session is not None
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -116,6 +128,9 @@ class ChaosStrategy(ParallelStrategy):
         """`Trainer(use_distributed_sampler=...)` as the user gave it; within fit, Lightning is told False."""
         return bool(self._deal_validation)
 
+    def _configure_launcher(self) -> None:
+        self._launcher = Launcher(self)
+
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)
@@ -124,9 +139,10 @@ class ChaosStrategy(ParallelStrategy):
 
     def connect(self, model: Any) -> None:
         super().connect(model)
-        trainer: Trainer = model.trainer
+        # Without one, as after `strategy.connect(model)` by hand, there is nothing but a model to save.
+        trainer: Trainer | None = model._trainer
         self.session = None
-        if trainer.state.fn != TrainerFn.FITTING:
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         check_host_version()
         # Samples are dealt here; a DistributedSampler would shard a second time.
@@ -135,9 +151,10 @@ class ChaosStrategy(ParallelStrategy):
             self._deal_validation = connector.use_distributed_sampler
         connector.use_distributed_sampler = False
         trainer.callbacks[:] = [Companion(self), *(c for c in trainer.callbacks if not isinstance(c, Companion))]
-        self.environment.place(*SETTING_UP)
         config = EngineConfig.build({**self._given, **self.options.for_engine()})
-        self.session = Session(trainer, config, self.options, self.data, self.environment, self.collectives)
+        place = Place(config)
+        self.environment.place(place.rank, place.world_size)
+        self.session = Session(trainer, config, place, self.options, self.data, self.environment, self.collectives)
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -147,10 +164,15 @@ class ChaosStrategy(ParallelStrategy):
             self._turn.begin(self.session.config.job)
 
     def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
+        if self.session is None:
+            super().setup(trainer)
+            return
+        with self.session.estimating():
+            super().setup(trainer)
+        go_by_step(trainer.lr_scheduler_configs)
         if self.session is not None:
             refuse(trainer, early=False)
-            results.route_metrics(trainer, self.collectives.exchange, lambda: self.in_job)
+            self._unroute = results.route_metrics(trainer, self.collectives.exchange, lambda: self.in_job)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Loaders of fit are dealt out among members; those of validate, test and predict run on this process alone."""
@@ -158,9 +180,11 @@ class ChaosStrategy(ParallelStrategy):
             return dataloader
         if self.session.trainer.training:
             return self.session.wrap(dataloader)
-        if self.deals_validation and can_be_dealt(dataloader, self.session.trainer):
-            return EvalLoader(dataloader, self.session.trainer, self.session)
-        return dataloader
+        everything = whole(dataloader)
+        wanted = self.deals_validation or everything is not dataloader
+        if wanted and can_be_dealt(everything, self.session.trainer):
+            return EvalLoader(everything, self.session.trainer, self.session)
+        return everything
 
     def on_train_start(self) -> None:
         """The last hook before batches are fetched. Loaders of validation are made now, alone: a member that came later
@@ -169,11 +193,15 @@ class ChaosStrategy(ParallelStrategy):
             return
         trainer = self.session.trainer
         refuse_loaders(trainer)
+        agree_on_validation(trainer, self.broadcast)
         val_loop = trainer.fit_loop.epoch_loop.val_loop
         if trainer.enable_validation and val_loop._combined_loader is None:
             trainer.validating = True
             val_loop.setup_data()
             trainer.training = True
+            if trainer.reload_dataloaders_every_n_epochs:
+                # They are made anew when Lightning would make them for the first time, and counted from there on.
+                val_loop._last_val_dl_reload_epoch = float("-inf")
 
     # ------------------------------------------------------------------ training
 
@@ -188,7 +216,10 @@ class ChaosStrategy(ParallelStrategy):
         except BaseException:
             self.collectives.abandon_step()
             raise
-        self.collectives.leave_step(session.trainer.fit_loop.epoch_loop._results)
+        stepper = session.stepper
+        self.collectives.leave_step(
+            session.trainer.fit_loop.epoch_loop._results, always=stepper.would_sync, stood_in=stepper.stood_in
+        )
         return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -202,28 +233,42 @@ class ChaosStrategy(ParallelStrategy):
             self.collectives.abandon_step()
             raise
         collection = session.trainer.fit_loop.epoch_loop.val_loop._results
-        self.collectives.leave_step(collection, always=session.evaluating.steps == 1)
+        self.collectives.leave_step(collection, always=session.evaluating.may_differ)
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         session, parent = self.session, super().backward
         if session is None or not session.entered:
             return parent(closure_loss, optimizer, *args, **kwargs)
+        if not session.stepper.automatic:
+            return self._manual_backward(session, closure_loss, optimizer, *args, **kwargs)
         return session.backward(closure_loss, lambda loss: parent(loss, optimizer, *args, **kwargs))
+
+    def _manual_backward(
+        self, session: Session, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """As the parent's, with the average where DDP has it: before `on_after_backward` and whatever comes then."""
+        module, precision = session.trainer.lightning_module, self.precision_plugin
+        scaled = precision.pre_backward(loss, module)
+        session.manual_backward(lambda: precision.backward(scaled, module, optimizer, *args, **kwargs))
+        return precision.post_backward(scaled, module)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Gradients of accumulating micro-batches stay here."""
+        """Gradients of accumulating micro-batches stay here. In manual optimization they are averaged nevertheless, so
+        that micro-batches of different sizes weigh what they should."""
         with self.session.engine.hold() if self.in_job and self.session is not None else nullcontext():
             yield
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Averages between the closure and all that the precision plugin does with gradients."""
         session = self.session
-        if session is not None and session.entered and not session.in_job:
-            return closure()
-        if session is None or not session.in_job:
+        if session is None or not session.entered:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if not session.in_job and not session.applies(optimizer):
+            # What a void member steps is thrown away, so torch need not warn that its schedule steps first.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            return closure()
         calls = 0
 
         def averaged() -> Any:
@@ -278,14 +323,21 @@ class ChaosStrategy(ParallelStrategy):
     # ------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Written by the writer alone, and only of a stable step: the barrier makes the last one stable."""
+        """Written by the writer alone, and only of a stable step: the barrier makes the last one stable. If it cannot
+        be written, all members raise."""
         if self.in_job:
             # Members' names of a collective must be equal; their paths need not be, as only the writer's is used.
             self.barrier("before saving")
-        if self.session is not None and (self.session.void or self.session.departed):
+        if self.session is not None and (self.session.void or self.session.gone):
+            self.session.say_unsaved(str(filepath))
             return
+        failed: Exception | None = None
         if self.is_global_zero:
-            save(self, checkpoint, filepath, storage_options)
+            try:
+                save(self, checkpoint, filepath, storage_options)
+            except Exception as error:
+                failed = explained(error, checkpoint, str(filepath))
+        agree(self, str(filepath), failed)
 
     # ------------------------------------------------------------------ the end
 
@@ -294,11 +346,15 @@ class ChaosStrategy(ParallelStrategy):
             self.session.finish()
 
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         if self.session is not None:
             self.session.abandon()
 
     def teardown(self) -> None:
         self._turn.end()
+        if self._unroute is not None:
+            self._unroute()
+            self._unroute = None
         if self.session is not None:
             self.session.close()
             # The rank stays, so that one process saves the final model; the others are gone.

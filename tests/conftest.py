@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator
 from typing import Any
 
@@ -36,3 +37,13 @@ def _dumped(harness: Harness) -> str:
         return harness.dump(DUMPED_EVENTS)
     except Exception as error:
         return f"no dump: {error!r}"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
+    """Says after everything else what was not tested because something is not installed."""
+    yield
+    # (file, line, "Skipped: reason")
+    reasons = [str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []) if report.longrepr]
+    for reason, count in Counter(r.removeprefix("Skipped: ") for r in reasons if "not installed" in r).items():
+        terminalreporter.write_line(f"{count} tests were skipped: {reason}", yellow=True)

@@ -98,11 +98,6 @@ def test_test_modules_have_unique_names() -> None:
 # ------------------------------------------------------------------------------------------------ text
 
 
-def test_python_files_stay_small() -> None:
-    lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in python_files()}
-    assert {name: n for name, n in lengths.items() if n > 500} == {}
-
-
 def test_modules_tell_what_they_are_for() -> None:
     silent = [str(p.relative_to(ROOT)) for p in python_files() if not ast.get_docstring(ast.parse(p.read_text()))]
     assert silent == []
@@ -163,7 +158,7 @@ def test_make_lists_every_target() -> None:
     listed = {line.split()[0] for line in done.stdout.splitlines()}
     assert listed == {
         *("help", "env", "demo", "demo-edge", "demo-failover"),
-        *("test", "test-slow", "fuzz", "check", "bench", "proto", "clean"),
+        *("test", "test-slow", "compat", "fuzz", "check", "bench", "proto", "clean"),
     }
 
 

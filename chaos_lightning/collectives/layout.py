@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.membership.types import Span
 
 ALIGN = 64
@@ -72,7 +72,7 @@ class Layout:
             first = len(self.slots)
             for name, tensor in reversed(list(section.params)):
                 if id(tensor) in seen:
-                    raise ConfigurationError(
+                    raise UnsupportedError(
                         f"parameter {name!r} stands in two optimizers ({seen[id(tensor)]} and {section.name}); "
                         "give each parameter to one optimizer"
                     )

@@ -113,9 +113,14 @@ class ElasticLoader:
         """The epoch of the next pass. Without it, the one the ledger stands in, then one more each pass."""
         self._wanted = epoch
 
+    def give_up(self) -> None:
+        """Ends the pass where it stands: what was handed out and not committed is not used, the next epoch comes."""
+        self._windows = self._pass = self.current = None
+
     def close(self) -> None:
-        """Let the workers go, persistent ones too."""
+        """Let the workers go, persistent ones too. A state saved afterwards stands where the last pass came to."""
         self._feed.close()
+        self._loaded = self._stands()
         self._windows = self._pass = self._newest = None
 
     # --- what the training loop reads --------------------------------------------------------------------------
@@ -146,6 +151,11 @@ class ElasticLoader:
     def at_rest(self) -> bool:
         """Everything yielded is committed: a joiner may come in here."""
         return self._windows is None or self._windows.at_rest
+
+    @property
+    def uncommitted(self) -> int:
+        """Micro-batches handed out that wait for a commit."""
+        return self._windows.uncommitted if self._windows is not None else 0
 
     @property
     def ledger(self) -> Ledger:
@@ -192,10 +202,7 @@ class ElasticLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where the data stand by the last header: for checkpoints (PROTOCOL.md 27) and for joiners. Plain values."""
         ruling = self._source.ruling_view or self._resumed.ruling(self._source.header)
-        if self._windows is not None and self._epoch is not None:
-            stands = (self._epoch, self._yielded - self._windows.uncommitted, self._finished)
-        else:
-            stands = self._loaded or (self._next_epoch(), 0, False)
+        stands = self._stands()
         return {
             "version": _VERSION,
             "mode": self._mode,
@@ -260,6 +267,12 @@ class ElasticLoader:
         if self._mode == "local":
             return "local"
         return "/".join(self.order_fingerprint.values())
+
+    def _stands(self) -> tuple[int, int, bool]:
+        """Epoch, micro-batches of it that are committed, and whether it is finished."""
+        if self._windows is not None and self._epoch is not None:
+            return (self._epoch, self._yielded - self._windows.uncommitted, self._finished)
+        return self._loaded or (self._next_epoch(), 0, False)
 
     def _next_epoch(self) -> int:
         if self._wanted is not None:

@@ -16,7 +16,7 @@ from chaos_lightning.membership.roster import (
     Reference,
     Standing,
     difference,
-    places_left,
+    has_place,
     refusal,
     same_process,
 )
@@ -30,6 +30,7 @@ from chaos_lightning.membership.types import (
     FromMember,
     Heartbeat,
     Hello,
+    Kept,
     Leave,
     LinkEvent,
     LinkReport,
@@ -60,15 +61,14 @@ class Admission(Linking):
                 self._out.append(Close(conn, f"{self._conns[conn]} says hello twice on one stream"))
                 return
             self._conns.setdefault(conn, "")
-            if not self.chain or self._rebuilds or not self._outranked(message.name, message.term):
-                self._on_hello(conn, message)
+            self._on_hello(conn, message)
             return
         peer = self.peers.get(self._conns.get(conn, ""))
         if peer is None or peer.conn != conn:
             return
-        position = isinstance(message, Entered | Heartbeat) and not self._rebuilds
-        if position and self._outranked(peer.id, message.view.term):  # type: ignore[union-attr]
+        if isinstance(message, Entered | Heartbeat) and self._at_odds(peer, message):
             return
+        self.detector.spoke(self.now, peer)
         peer.heard = self.now
         self._revive(peer)
         match message:
@@ -77,6 +77,7 @@ class Admission(Linking):
                     peer.standing = Standing.READY
             case Heartbeat(_, seq, step):
                 peer.seq, peer.step = seq, step
+                self._reached = max(self._reached, step)
             case LinkEvent(other, up, evidence):
                 self._on_link(peer, other, up, evidence)
             case LinkReport():
@@ -104,30 +105,26 @@ class Admission(Linking):
                 self._on_catch_up(peer, message)
             case Leave(reason):
                 self._on_leave(peer, reason)
+            case Kept():
+                self._on_kept(peer, message)
             case Finished(seq, step):
                 peer.finished, peer.seq, peer.step = True, seq, step
 
-    def _outranked(self, who: str, term: int) -> bool:
-        """A member that has heard of a later term proves that another scheduler has taken the chain.
-
-        This one knows only what was decided before: it would put out members that it never heard of (PROTOCOL.md 7).
-        """
-        if term > self.term:
-            self._depose(f"{who} has heard of term {term}, this scheduler has {self.term}")
-        return self.phase is Phase.DEPOSED
-
-    @property
     @abstractmethod
-    def _rebuilds(self) -> bool:
-        """A lost chain is being rebuilt (membership/rebuilding.py, as the next two)."""
+    def _at_odds(self, peer: Peer, message: Entered | Heartbeat) -> bool:
+        """Whether a member knows what the store does not (membership/identity.py)."""
 
     @abstractmethod
     def _on_moved(self, peer: Peer) -> None:
-        """A member has told where it stands."""
+        """A member has told where it stands (membership/rebuilding.py, as the next one)."""
 
     @abstractmethod
     def _on_recollection(self, peer: Peer, message: Recollection) -> None:
         """A member tells what it knows of the lost chain."""
+
+    @abstractmethod
+    def _on_kept(self, peer: Peer, kept: Kept) -> None:
+        """A member that goes has written the state down (membership/keeping.py)."""
 
     @abstractmethod
     def _on_catch_up(self, peer: Peer, message: CatchUp) -> None:
@@ -144,15 +141,18 @@ class Admission(Linking):
             self._out.append(Send(conn, Released(reason) if hello.resume else Refused(reason)))
             return
         # After a restart a newcomer may be heard before any member: what the job is, a member says.
-        vouches = not self._vouched and hello.resume in self.peers
-        reason = refusal(hello, self.settings, None if vouches else self.reference)
+        vouches = not self._vouched and self._was_member(hello.resume)
+        reason = refusal(hello, self.settings)
+        differs = "" if vouches else difference(hello, self.reference)
+        if differs and (hello.view != NO_VIEW or self._authorities()):
+            reason = reason or differs
         if reason:
             # Who stands in a view is of another job, and trains on whatever was begun at its scheduler's place.
             self._refuse(conn, hello, reason, retry=hello.view != NO_VIEW)
         elif hello.resume and (hello.view != NO_VIEW or hello.resume in self.peers):
             self._resume(conn, hello)
         else:  # also a newcomer that another scheduler has welcomed, or whose place went with its stream
-            self._welcome(conn, hello)
+            self._welcome(conn, hello, differs)
 
     def _refuse(self, conn: int, hello: Hello, reason: str, retry: bool = False) -> None:
         self._note("refused", member=hello.name, reason=reason)
@@ -164,6 +164,10 @@ class Admission(Linking):
         if peer is None and (let_go := self._let_go_by(hello)) is not None:
             self._note("left", member=hello.resume, reason=f"view {let_go} rules without it")
             self._out.append(Send(conn, Released(f"view {let_go} rules without it", asked=True)))
+            return
+        goodbye = self._dismissed.get(hello.resume) if peer is None or peer.condemned else None
+        if goodbye is not None:
+            self._out.append(Send(conn, goodbye))
             return
         if peer is None or peer.condemned:
             why = peer.condemned if peer is not None else "a decided view went on without it"
@@ -179,13 +183,13 @@ class Admission(Linking):
         if peer.conn is not None and peer.conn != conn:
             self._conns.pop(peer.conn, None)
             self._out.append(Close(peer.conn, "replaced by a newer stream"))
-        if not self._vouched:
+        if not self._vouched and self._was_member(peer.id):
             self._vouched, self.reference = True, Reference.of(hello)
             self._turn_away_strangers()
         self.reference = self.reference or Reference.of(hello)
         self._conns[conn] = peer.id
         peer.conn, peer.heard, peer.linked = conn, self.now, None
-        peer.neighbours, self._relinked = hello.neighbours, True
+        peer.neighbours, self._relinked, peer.kept = hello.neighbours, True, hello.kept
         self._revive(peer)
         self._greet(peer, "joiner" if peer.standing is not Standing.STANDBY else "standby", "welcome back")
         if self.phase is Phase.PREPARING or self.phase is Phase.HOLDING:
@@ -206,14 +210,46 @@ class Admission(Linking):
 
     def _turn_away_strangers(self) -> None:
         """Newcomers that were welcomed before anybody could say that theirs is another program."""
-        for peer in list(self.peers.values()):
-            reason = difference(peer.said, self.reference) if peer.said is not None else ""
-            if reason and peer.standing not in (Standing.MEMBER, Standing.LEAVER):
+        for peer in [p for p in self.peers.values() if not self._was_member(p.id)]:
+            reason = peer.differs = difference(peer.said, self.reference) if peer.said is not None else ""
+            if reason:
                 self._note("refused", member=peer.member.name, reason=reason)
                 self._send(peer, Refused(reason))
                 self._drop(peer)
 
-    def _welcome(self, conn: int, hello: Hello) -> None:
+    def _was_member(self, member: str) -> bool:
+        peer = self.peers.get(member)
+        return peer is not None and peer.standing in (Standing.MEMBER, Standing.LEAVER)
+
+    def _authorities(self) -> list[Peer]:
+        """Who can say now what the job is: who holds its state and answers; where nobody holds one, who founds it."""
+        if self.phase is Phase.REBUILDING:
+            return [p for p in self.peers.values() if p.standing is Standing.REPORTER]
+        if self.phase is Phase.FOUNDING and not self._living():
+            limit = self.now - self.settings.heartbeat_timeout_s
+            return [p for p in self._newcomers() if not p.differs and p.conn is not None and p.heard >= limit]
+        return [p for p in self._living() if p.conn is not None and p.id not in self.detector.suspicions]
+
+    def _turn_terms(self) -> bool:
+        """Newcomers of another program than that of a job whose members do not answer (PROTOCOL.md 12b).
+
+        They are turned away as soon as anybody can say what the job is. Where nobody holds its state, and nobody else
+        is about to found it, theirs is the job.
+        """
+        differing = [p for p in self._newcomers() if p.differs]
+        if not differing:
+            return False
+        if self._authorities():
+            self._turn_away_strangers()
+            return True
+        if self.phase is not Phase.FOUNDING or self._living():
+            return False
+        self.reference = differing[0].said
+        for peer in self._newcomers():
+            peer.differs = difference(peer.said, self.reference) if peer.said is not None else ""
+        return True
+
+    def _welcome(self, conn: int, hello: Hello, differs: str = "") -> None:
         namesake = ""
         for peer in [p for p in self.peers.values() if p.member.name == hello.name and not p.condemned]:
             if same_process(peer.member, hello):
@@ -234,19 +270,29 @@ class Admission(Linking):
         self.reference = self.reference or said
         member = self._member_of(hello, f"{hello.name}~{self._incarnation}")
         self._incarnation += 1
-        standby = bool(namesake) or places_left(self.peers, self.settings) <= 0
+        self.detector.returned(self.now, member)
+        standby = bool(namesake or differs) or not has_place(member, self.peers, self.settings)
         peer = Peer(member, Standing.STANDBY if standby else Standing.LINKING, conn=conn, heard=self.now, known=True)
-        peer.neighbours, peer.no_replay, peer.said = hello.neighbours, hello.replay, said
+        peer.neighbours, peer.no_replay, peer.said, peer.differs = hello.neighbours, hello.replay, said, differs
+        peer.kept = hello.kept
         self.peers[peer.id] = peer
         self._conns[conn] = peer.id
-        if namesake:
+        if differs:
+            self._greet(peer, "standby", "it is of another program than the job, whose members do not answer")
+            text = (
+                f"on standby: {differs}. But no member of this job answers at the moment. If one does, this process is "
+                "turned away; when all are found dead, the job begins anew with what is here. To end the old job at "
+                "once: `chaos-lightning reset`"
+            )
+            self._send(peer, Notice(text, waiting=True))
+        elif namesake:
             self._greet(peer, "standby", f"{namesake} has its name and may live")
             self._send(
                 peer, Notice(f"on standby until {namesake}, which has the same name, is found dead", waiting=True)
             )
         elif standby:
             self._greet(peer, "standby", f"max_nodes={self.settings.max_nodes} are in")
-            self._send(peer, Notice(f"on standby: {self.settings.max_nodes} members are in", waiting=True))
+            self._send(peer, Notice(f"on standby: {self.settings.max_nodes} nodes are in", waiting=True))
         elif self.phase is Phase.FOUNDING:
             self._greet(peer, "founder", f"the job begins when min_nodes={self.settings.min_nodes} are ready")
         else:
@@ -263,6 +309,7 @@ class Admission(Linking):
             pid=hello.pid,
             pid_start=hello.pid_start,
             quota=hello.quota,
+            node=hello.node,
         )
 
     def _greet(self, peer: Peer, role: str, reason: str) -> None:
@@ -280,6 +327,7 @@ class Admission(Linking):
                 settings.min_nodes,
                 settings.max_nodes,
                 settings.plan,
+                self.chain_id,
             ),
         )
 
@@ -288,6 +336,9 @@ class Admission(Linking):
         if peer is None or peer.conn != conn:
             return
         peer.conn, peer.closed_at = None, self.now
+        if peer.keeps_since is not None and self.phase is Phase.FOUNDING:
+            self._drop(peer)
+            return
         if peer.standing not in (Standing.MEMBER, Standing.LEAVER) or self.phase is Phase.FINISHED:
             self._drop(peer)
         elif not abrupt:

@@ -6,8 +6,15 @@ ends live. So a member is taken for dead only on two independent signs:
 - its control stream and its link to a living process are both closed (a killed process: milliseconds), unless nearly
   all others have closed theirs, too, because the scheduler itself was silent, or
 - it is suspected (silent too long, a closed stream or link, an overdue report) and a neighbour that is asked denies its
-  life while none affirms it, or
+  life while none affirms it: because its machine's process table says so, or because both its stream and a link are
+  closed; where a neighbour knows of nothing but silence, once that has lasted for longer than this member's patience,
+  or
 - it has been silent for `hang_timeout_s`, whoever says that its process exists.
+
+A process that is busy and one that is stopped are equally silent: a long call that holds the interpreter's lock, a
+collection, a fork. Its kernel acknowledges in both cases what is sent to it. So silence alone needs patience:
+`silence_timeout_s`, or twice the longest silence that this process has broken by itself, which counts for half after
+each minute and up to `MOST_PATIENCE` times that setting.
 
 Any word of the suspect clears the suspicion. Who cannot be confirmed because nobody is there to ask is waited for; a
 member whose stream closed gets `reconnect_grace_s` then. The scheduler's own clock gaps are forgiven by `shift`, before
@@ -23,13 +30,20 @@ too; those on the suspect's own machine are asked first, for they alone can prov
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from chaos_lightning.membership.roster import Peer
-from chaos_lightning.membership.types import Settings, Verdict
+from chaos_lightning.membership.types import Member, Settings, Verdict
 
 NEIGHBOURS_ASKED = 2
+MOST_PATIENCE = 4.0
+"""Times `silence_timeout_s`. Who was silent for longer and came back was stopped or cut off, rather than busy."""
+LEARNED_TWICE = 2.0
+"""A silence of this many times the longest one that was harmless is none of that kind."""
+FORGOTTEN_IN_S = 60.0
+"""After so long the longest silence counts for half."""
 UNHEARD_S = 1.0
 """A scheduler that was frozen has heard after this time of all streams that were closed meanwhile."""
 ENDS = ("end of stream", "middle of a frame", "reset", "pipe")
@@ -56,6 +70,8 @@ class Suspicion:
     unheard: bool = False
     """The scheduler itself was silent, so that others have left it as well: that this one's stream is closed says
     nothing about it, and a neighbour must confirm."""
+    stopped: bool = False
+    """A process table has said so: it was not busy."""
     strangers: set[str] = field(default_factory=set)
     """Those of the asked that never had a link to it: what they deny is enough to hold a last holder, and no death."""
 
@@ -105,11 +121,16 @@ class Detector:
         """After a scheduler's restart: until then an absent member is expected back, not suspected."""
         self.unheard_until = 0.0
         """After the scheduler was frozen: until then it learns, one by one, who has left it for that."""
+        self._gaps: dict[_Process, tuple[float, float]] = {}
+        """Of processes that broke a long silence: how long it was (s), and when."""
+        self._doubted: dict[_Process, float] = {}
+        """Processes that were taken for dead for their silence alone, and since when they were silent."""
 
     def shift(self, now: float, gap: float) -> None:
         """The scheduler itself was frozen for `gap` seconds until now: nobody is to blame for them."""
         self.grace_until += gap
         self.unheard_until = now + UNHEARD_S
+        self._doubted = {process: since + gap for process, since in self._doubted.items()}
         for suspicion in self.suspicions.values():
             suspicion.since += gap
             suspicion.asked_at += gap
@@ -121,6 +142,42 @@ class Detector:
         suspicion = self.suspicions.get(member)
         if suspicion is not None and not suspicion.overdue:
             del self.suspicions[member]
+
+    def spoke(self, now: float, peer: Peer) -> None:
+        """A word on a stream that stands, before `peer.heard` is set: it has broken its silence."""
+        suspicion = self.suspicions.get(peer.id)
+        if suspicion is None or not suspicion.stopped:
+            self._learn(now, peer.member, now - peer.heard)
+
+    def returned(self, now: float, member: Member) -> None:
+        """A process says hello; perhaps it was taken for dead for its silence."""
+        since = self._doubted.pop(_process(member), None)
+        if since is not None:
+            self._learn(now, member, now - since)
+
+    def _doubt(self, now: float, peer: Peer, suspicion: Suspicion) -> None:
+        self._doubted = {p: since for p, since in self._doubted.items() if now - since < FORGOTTEN_IN_S}
+        self._doubted[_process(peer.member)] = self._silent_since(peer, suspicion)
+
+    def _learn(self, now: float, member: Member, gap: float) -> None:
+        if not self._settings.heartbeat_timeout_s < gap <= self._most_patience_s():
+            return
+        self._gaps = {p: (longest, at) for p, (longest, at) in self._gaps.items() if now - at < 10 * FORGOTTEN_IN_S}
+        if gap > self._longest(now, member):
+            self._gaps[_process(member)] = (gap, now)
+
+    def _longest(self, now: float, member: Member) -> float:
+        """The longest silence that this process has broken, as far as it still counts."""
+        gap, at = self._gaps.get(_process(member), (0.0, now))
+        return gap * math.exp2((at - now) / FORGOTTEN_IN_S)
+
+    def _most_patience_s(self) -> float:
+        return min(MOST_PATIENCE * self._settings.silence_timeout_s, self._settings.hang_timeout_s)
+
+    def patience_s(self, now: float, member: Member) -> float:
+        """How long this member may be silent, if nothing else tells of its death."""
+        learned = LEARNED_TWICE * self._longest(now, member)
+        return min(max(self._settings.silence_timeout_s, learned), self._most_patience_s())
 
     def forget(self, member: str) -> None:
         self.suspicions.pop(member, None)
@@ -148,6 +205,7 @@ class Detector:
         suspicion = self.suspicions.get(verdict.suspect)
         if suspicion is not None and by in suspicion.asked:
             suspicion.verdicts[by] = verdict
+            suspicion.stopped = suspicion.stopped or (verdict.seen and not verdict.alive)
             (suspicion.strangers.add if stranger else suspicion.strangers.discard)(by)
 
     def judge(
@@ -185,6 +243,8 @@ class Detector:
             evidence = proof or fact or self._confirmed(now, peer, suspicion, everybody)
             if evidence and (proof or not last):
                 deaths.append(Death(member, evidence, bool(proof)))
+                if not suspicion.stopped:
+                    self._doubt(now, peer, suspicion)
                 continue
             suspicion.held = last and (suspicion.held or bool(evidence))
             silence = now - self._silent_since(peer, suspicion)
@@ -276,6 +336,10 @@ class Detector:
         complete = len(suspicion.verdicts) == len(suspicion.asked)
         in_time = now - suspicion.asked_at <= settings.confirm_timeout_s
         if denied and not affirmed and (complete or not in_time) and not self._awaits(now, peer, suspicion, everybody):
+            if not self._tells_more_than_silence(peer, suspicion, everybody):
+                silence, patience = now - self._silent_since(peer, suspicion), self.patience_s(now, peer.member)
+                if silence <= patience:
+                    return ""
             # A stream that stands gets the confirmation time to speak, however fast the neighbours are.
             if peer.conn is None or now - suspicion.since >= settings.confirm_timeout_s:
                 by, words = denied[0]
@@ -285,6 +349,12 @@ class Detector:
         if peer.conn is None and nobody_to_ask and now - peer.closed_at > settings.reconnect_grace_s:
             return f"{suspicion.why}, not back within {settings.reconnect_grace_s:g} s and no neighbour to ask"
         return ""
+
+    def _tells_more_than_silence(self, peer: Peer, suspicion: Suspicion, everybody: Mapping[str, Peer]) -> bool:
+        """Whether there is a sign of death that a busy process cannot give."""
+        if any(said.seen and not said.alive for said in suspicion.verdicts.values()):
+            return True
+        return peer.conn is None and bool(self._closed_link(peer.id, everybody))
 
     def _awaits(self, now: float, peer: Peer, suspicion: Suspicion, everybody: Mapping[str, Peer]) -> bool:
         """After a scheduler's restart a link may be cut between two that live, and who could tell is on its way."""
@@ -311,3 +381,11 @@ class Detector:
         if last or not others:
             others += [p for p in newcomers.values() if p.conn is not None]
         return [p.id for p in sorted(others, key=rank)[:NEIGHBOURS_ASKED]]
+
+
+_Process = tuple[str, int, int]
+
+
+def _process(member: Member) -> _Process:
+    """What stays the same when this very process joins again."""
+    return member.host, member.pid, member.pid_start

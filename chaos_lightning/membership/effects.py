@@ -251,11 +251,26 @@ class ChangeLink:
 
 
 @dataclass(frozen=True, slots=True)
+class Reset:
+    """An operator ends the job; `Answer` tells the outcome.
+
+    Attributes:
+        token: For the answer.
+        force: Also while members live.
+    """
+
+    token: int
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Gone:
     """Answer to `Look`: the process of this member is gone or has died."""
 
     member: str
     evidence: str
+    rebooted: bool = False
+    """Its machine seems to have been started anew, by its address: that counts if it is away besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +285,7 @@ class TermTaken:
     term: int
 
 
-SchedulerEvent = Opened | MessageIn | Closed | Stored | Drain | ChangeLink | Gone | TermTaken | SchedulerTick
+SchedulerEvent = Opened | MessageIn | Closed | Stored | Drain | ChangeLink | Reset | Gone | TermTaken | SchedulerTick
 
 # ================================================ scheduler machine: effects
 
@@ -322,6 +337,8 @@ class TakeTerm:
     """Take a term above this one from the store, then feed TermTaken (only while a lost chain is rebuilt)."""
 
     above: int
+    chain: str = ""
+    """The id of the chain that is rebuilt: an empty store takes it over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +364,8 @@ class SchedulerDone:
     reason: str
     deposed: bool = False
     """Another scheduler leads; the shell ends at once, or stands by."""
+    again: bool = False
+    """An operator has ended the job: the shell puts its chain away, and begins with an empty one."""
 
 
 SchedulerEffect = Send | Close | Persist | TakeTerm | Look | Answer | SchedulerDone | Note
@@ -364,4 +383,12 @@ class Chain:
     changes: tuple[ViewId, ...] = ()
     """Those of the views that a header was to carry: whom such a one lacks had asked to leave, or was drained."""
     rebuild: bool = False
-    """The chain is lost, and this scheduler is to rebuild it from what members report (PROTOCOL.md 14a)."""
+    """The chain is lost, or this store lacks its end: rebuild it from what members report (PROTOCOL.md 14a)."""
+    id: str = ""
+    """Drawn with the chain's first record, and kept by every copy of it (PROTOCOL.md 7)."""
+    numbers: tuple[ViewId, ...] = ()
+    """All that were ever reserved or decided. What a member knows beyond them this store lacks (14a)."""
+    hears_s: float = 0.0
+    """For so long after its start the scheduler listens who may know more, before it decides anything (14a)."""
+    step: int = 0
+    """The last optimizer step that a decision in it names: the job had come so far, or further."""

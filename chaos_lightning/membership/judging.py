@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from chaos_lightning.membership.admission import Admission
 from chaos_lightning.membership.detector import Held
-from chaos_lightning.membership.effects import Look
+from chaos_lightning.membership.effects import Gone, Look
 from chaos_lightning.membership.roster import Peer, Standing
 from chaos_lightning.membership.scheduler_state import Phase
 from chaos_lightning.membership.topology import in_words, parts
@@ -55,12 +55,15 @@ class Judging(Admission):
             peer.dead = ""
         return bool(doubtful)
 
-    def _on_gone(self, member: str, evidence: str) -> None:
+    def _on_gone(self, event: Gone) -> None:
         """This machine's process table has no such process any more."""
-        peer = self.peers.get(member)
-        if peer is not None and peer.standing in (Standing.MEMBER, Standing.LEAVER):
-            self.detector.forget(member)
-            self._die(peer, f"{evidence} (seen from the scheduler)", proven=True)
+        peer = self.peers.get(event.member)
+        if peer is None or peer.standing not in (Standing.MEMBER, Standing.LEAVER):
+            return
+        if event.rebooted and (peer.conn is not None or self.now - peer.closed_at <= self.settings.reconnect_grace_s):
+            return  # another machine may have that address, and a living process on it would be back by then
+        self.detector.forget(event.member)
+        self._die(peer, f"{event.evidence} (seen from the scheduler)", proven=True)
 
     # ------------------------------------------------------------------ words
 
@@ -70,10 +73,10 @@ class Judging(Admission):
         if names != self._waited_for:
             if self._waited_for and not held:
                 self._waited_no_more()
-            self._waited_for, self._waiters = names, set()
-            self._waits = self._words(held) if held else ""
+            self._waited_for, self._waiters, self._waits = names, set(), ""
             if held:
-                self._note("notice", text=self._waits)
+                self._note("notice", text=self._words(held))
+        self._waits = self._words(held) if held else self._waits
         for peer in self.peers.values() if held else ():
             if peer.conn is not None and peer.alive and peer.id not in names and peer.id not in self._waiters:
                 self._waiters.add(peer.id)
@@ -101,11 +104,13 @@ class Judging(Admission):
         members = [self.peers[h.member].member for h in held]
         who = " and ".join(f"{m.id} (pid {m.pid} at {m.address})" for m in members)
         left = max(h.left_s for h in held)
+        limit = self.settings.last_holder_timeout_s
         return (
-            f"{who} alone: nobody else holds the training state, and no word comes from there ({held[0].why}). The job "
-            f"waits for a word or for proof of death, at most {left:.0f} s more (last_holder_timeout_s="
-            f"{self.settings.last_holder_timeout_s:g}). Wake the process up (kill -CONT, if it is stopped) or bring "
-            "its machine back; or kill it for good, then the job begins again from a newcomer's state"
+            f"{who} alone: nobody else holds the training state, and no word comes from there for "
+            f"{max(0.0, limit - left):.0f} s ({held[0].why}). The job waits for a word or for proof of death, at most "
+            f"{left:.0f} s more (last_holder_timeout_s={limit:g}). Wake the process up (kill -CONT, if it is stopped) "
+            "or bring its machine back; or kill it for good, or end the job (`chaos-lightning reset`): then it begins "
+            "again from a newcomer's state"
         )
 
     def _waited_no_more(self) -> None:

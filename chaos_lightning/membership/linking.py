@@ -21,7 +21,7 @@ from functools import partial
 from itertools import combinations
 
 from chaos_lightning.membership.effects import Answer, Chain, LinkWish
-from chaos_lightning.membership.roster import NEWCOMER, Peer, Standing
+from chaos_lightning.membership.roster import NEWCOMER, Peer, Standing, has_place
 from chaos_lightning.membership.scheduler_state import Phase, SchedulerState
 from chaos_lightning.membership.topology import (
     NEIGHBOUR_PATIENCE_S,
@@ -49,6 +49,9 @@ from chaos_lightning.membership.types import (
     View,
     ViewId,
 )
+
+_NO_LINK = "no link"
+"""Under this word a newcomer's `asked` tells since when no link has led to it; no id looks like this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +96,9 @@ class Linking(SchedulerState, ABC):
         if latest is None:
             return False
         views = [latest]
-        if self._announced is not None and not self._settled:
-            views += self.chain[-2:-1]
+        before = self.chain[-2:-1] if self._announced is not None else []
+        if any(self._inside(m) and self.peers[m].entered != latest.id for view in before for m in view.ids()):
+            views += before
         return any(pair(one, other) in self._view_pairs(v) for v in views)
 
     def _usable(self, one: Peer, other: Peer, *, patient: bool = True) -> bool:
@@ -140,12 +144,46 @@ class Linking(SchedulerState, ABC):
 
     def _ready(self) -> list[Peer]:
         """Newcomers that can be let in now: a link to a member stands, or they hold together where nobody is in."""
-        here = super()._ready()
+        here = [p for p in super()._ready() if not p.stranded]
         anchors = self._living()
         ready = [p for p in here if not self._speaks_alone(p, [*anchors, *here])]
         if not anchors:
             return self._together(ready) if len(ready) > 1 else ready
         return [p for p in ready if any(self._usable(p, m) for m in anchors)]
+
+    def _reachable(self, members: Sequence[str]) -> list[Peer]:
+        """Newcomers that are ready and links lead to from these members, over each other if need be.
+
+        They come in one after the other, each when somebody is in to whom it has a link.
+        """
+        here = [p for p in super()._ready() if not p.stranded]
+        ids = [*members, *(p.id for p in here)]
+        part = next((g for g in parts(ids, self._graph(ids)) if set(members) & set(g)), ())
+        return [p for p in here if p.id in part]
+
+    def _strand(self, newcomers: list[Peer], members: list[Peer]) -> None:
+        """Takes their places from newcomers that no link leads to, and gives one to whom a link leads again."""
+        anchors = [m.id for m in members] or list(self._best_part(newcomers))
+        for peer in newcomers:
+            others = (self.peers[m] for m in anchors)
+            if peer.id in anchors or any(m.id in peer.up and self._usable(peer, m) for m in others):
+                peer.asked.pop(_NO_LINK, None)
+                if peer.stranded and has_place(peer.member, self.peers, self.settings):
+                    peer.stranded = False
+                elif peer.stranded:
+                    self._tell(f"on standby: {self.settings.max_nodes} members are in", [peer])
+            elif self.now - peer.asked.setdefault(_NO_LINK, self.now) > NEIGHBOUR_PATIENCE_S:
+                peer.stranded = True
+
+    def _best_part(self, newcomers: list[Peer]) -> tuple[str, ...]:
+        """Of newcomers that are to found the job the largest part that links hold together."""
+        ids = [p.id for p in newcomers]
+        linked = frozenset(
+            pair(a.id, b.id)
+            for a, b in combinations(newcomers, 2)
+            if (b.id in a.up or a.id in b.up) and self._usable(a, b, patient=False)
+        )
+        return next(iter(ranked(parts(ids, linked), ids)), ())
 
     def _speaks_alone(self, peer: Peer, others: Iterable[Peer]) -> bool:
         """Whether it says that a link stands of which its other end, which would say so, has not said a word yet.
@@ -362,6 +400,7 @@ class Linking(SchedulerState, ABC):
             others.sort(key=lambda p: p.member.name not in peer.neighbours)
             self._open_links(peer, self._within_reach(peer, others))
         self._tell_lonely(newcomers)
+        self._strand(newcomers, members)
         unused = self._unused_links(members)
         for peer in members:
             # Until it has entered the last view, a member knows the newer ones by this list only; a link that it
@@ -416,7 +455,7 @@ class Linking(SchedulerState, ABC):
                 continue
             if self.now - peer.asked.setdefault("", self.now) > NEIGHBOUR_PATIENCE_S:
                 wanted = [m for m in members if self.topology.wants(peer, m)]
-                words = ", ".join(f"{m.id} ({self.topology.down(peer.id, m.id) or 'no answer'})" for m in wanted)
+                words = ", ".join(f"{m.id} ({self.topology.trouble(peer.id, m.id) or 'no answer'})" for m in wanted)
                 nobody = f"none of the neighbours that it names is in the job: {', '.join(peer.neighbours)}"
                 self._tell(f"{peer.id} has no link to a member: {words or nobody}; it comes in when one stands", [peer])
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from chaos_lightning.membership import stimuli
 from chaos_lightning.membership.effects import (
     Committed,
     Contribute,
@@ -94,7 +95,7 @@ class MemberMachine(Observing):
 
     def on(self, now: float, event: MemberEvent) -> list[MemberEffect]:
         """Takes one event in; returns the effects in the order in which they must happen."""
-        self.stimulus_log.append((now, event))
+        self.stimulus_log.append((now, stimuli.of_member(event)))
         self._now = now
         self._out = []
         if self.phase is Phase.GONE:
@@ -161,7 +162,11 @@ class MemberMachine(Observing):
                 self._leave_now(reason, asked=asked)
 
     def _on_welcome(self, message: Welcome) -> None:
-        self.role, self._term = message.role, max(self._term, message.term)
+        self.role = message.role
+        if self.view is None and message.chain != self._chain:
+            # Of another chain than the scheduler before: numbers of that one mean nothing here (PROTOCOL.md 7).
+            self._chain, self._term, self.promised, self.waiting_view = message.chain, 0, NO_VIEW, None
+        self._term = max(self._term, message.term)
         if self.member_id != message.member.id:
             if self.view is not None:
                 words = f"the scheduler takes {self.member_id} in view {self.view.id} for another process"
@@ -445,7 +450,7 @@ class MemberMachine(Observing):
             self._hand_on(decision)
         elif self.member_id in view.joiners:
             self._load(base, view)
-        elif self.view is None and base.seq == 0:
+        elif self.view is None and base.next_view == NO_VIEW:  # GENESIS, or a state that this member has in a file
             self.phase, self.header, self.dealing = Phase.ACTIVE, base, view
             self._enter(view, decision.reason)
         else:

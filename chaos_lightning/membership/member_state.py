@@ -13,6 +13,7 @@ from chaos_lightning.membership.effects import (
     Note,
     ToScheduler,
 )
+from chaos_lightning.membership.stimuli import Digest
 from chaos_lightning.membership.topology import neighbours
 from chaos_lightning.membership.types import (
     GENESIS,
@@ -21,6 +22,7 @@ from chaos_lightning.membership.types import (
     Decide,
     Entered,
     Header,
+    Heartbeat,
     LinkEvent,
     Member,
     Ready,
@@ -60,10 +62,10 @@ class MemberState:
         promised: Nothing older than this is looked at.
         pending_leave: Why this member asked to leave; "" if it did not.
         notice: Last words of the scheduler.
-        term: The highest of any scheduler that this member heard of.
+        term: The highest of any scheduler of its chain that this member heard of.
         observers: Newcomers that are to be served, as the scheduler said last.
         closing_is_stable: All members have the closing header, so the last slot may leave the job, too (4).
-        stimulus_log: The last (now, event) pairs.
+        stimulus_log: The last (now, event) pairs, large ones in words.
     """
 
     def __init__(self, *, linger_timeout_s: float = 5.0, log_length: int = 256) -> None:
@@ -81,9 +83,10 @@ class MemberState:
         self.pending_leave = ""
         self.notice = ""
         self._term = 0
+        self._chain = ""
         self.closing_is_stable = False
         self.links: dict[str, bool] = {}
-        self.stimulus_log: deque[tuple[float, MemberEvent]] = deque(maxlen=log_length)
+        self.stimulus_log: deque[tuple[float, MemberEvent | Digest]] = deque(maxlen=log_length)
         self._linger_timeout_s = linger_timeout_s
         self._lingers_since = 0.0
         self._observed: Header | None = None
@@ -137,12 +140,35 @@ class MemberState:
     def term(self) -> int:
         return max(self._term, self.promised.term)
 
+    @property
+    def chain(self) -> str:
+        """Id of the chain that this member's views, promises and terms are of; "": of none yet."""
+        return (self.view.chain if self.view is not None else "") or self._chain
+
+    @property
+    def known(self) -> ViewId:
+        """The highest number that this member was told of or has promised: the job's chain has it (14a)."""
+        return max(self.promised, self.waiting_view.id if self.waiting_view is not None else NO_VIEW, self._entered_id)
+
     def knowledge(self) -> dict[str, Any]:
-        """What a Hello tells beside who says it: id and view, as far as there are any, and the highest term.
+        """What a Hello tells beside who says it: id, chain and view, as far as there are any, and the highest numbers.
 
         Also who stands in no view yet tells its id: a view that a header will carry may name it.
         """
-        return {"resume": self.member_id, "view": self._entered_id, "term": self.term}
+        return {
+            "resume": self.member_id,
+            "view": self._entered_id,
+            "term": self.term,
+            "chain": self.chain,
+            "known": self.known,
+        }
+
+    def heartbeat(self) -> Heartbeat:
+        """Also called from another thread: values may be one slot old."""
+        view = self.view
+        return Heartbeat(
+            view.id if view is not None else NO_VIEW, self.seq, self.step, chain=self.chain, known=self.known
+        )
 
     def _recollect(self) -> None:
         """A scheduler that is to rebuild a lost chain asks."""
@@ -156,8 +182,8 @@ class MemberState:
 
     def _position(self) -> Entered:
         if self.view is None:
-            return Entered(NO_VIEW, 0, 0, "", loaded=False)
-        return Entered(self.view.id, self.seq, self.step, self.header.hash, loaded=self.loaded)
+            return Entered(NO_VIEW, 0, 0, "", loaded=False, chain=self.chain)
+        return Entered(self.view.id, self.seq, self.step, self.header.hash, loaded=self.loaded, chain=self.chain)
 
     def _floor(self) -> int:
         return self.seq if self.loaded else -1

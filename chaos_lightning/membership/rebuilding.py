@@ -1,17 +1,13 @@
-"""A chain that is lost: nobody guesses, and on the operator's word it is rebuilt from what members report (14a).
+"""A chain that is lost, or the end of it: on the operator's word it is rebuilt from what members report (14a).
 
-Theory of operation. A member that stands in a view which this scheduler's store does not know proves that the store is
-not the one by which the job was led. Such a member is neither taken in nor put out: it is told so and trains on, no job
-is founded while it knocks, and `status` says what can be done: bring the chain back, or rebuild it. So it is with a
-newcomer that another scheduler has welcomed, since a header that is under way may carry the view that lets it in: it is
-welcomed anew, under another id, only where no member knocks.
-
-A scheduler that was told to rebuild (`Chain.rebuild`, on an empty store) takes such *reporters* in, founds nothing, and
-asks them what they know (`Recall`), again when they come again or have moved. The last view that any of them stands in,
-or was told of, is the one to go on from: of its members more than half must be here; where all of them are, or
+Theory of operation. What a store lacks, members know (identity.py). A scheduler that was told to rebuild
+(`Chain.rebuild`), and whose store is empty or turns out to be an older copy, takes such *reporters* in, founds nothing,
+and asks them what they know (`Recall`), again when they come again or have moved. The last view that any of them stands
+in, or was told of, is the one to go on from: of its members more than half must be here; where all of them are, or
 `reconnect_grace_s` after the first came, it takes a term above all that they have heard of, and the rest is a recovery
-like any other: a number above all promised ones, promises, reports, ruling (8, 9). The view that comes of it begins the
-new chain. Those that did not report count as if they lived until then, and are out from then on (14b).
+like any other: a number above all promised ones, promises, reports, ruling (8, 9). The view that comes of it follows
+what the store holds, under the id of the chain that the reporters are of, so that terms and views go on comparing.
+Those that did not report count as if they lived until then, and are out from then on (14b).
 """
 
 from __future__ import annotations
@@ -19,10 +15,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import replace
 
-from chaos_lightning.membership.effects import Chain, Close, Send, TakeTerm
+from chaos_lightning.membership.effects import Chain, Close, TakeTerm
+from chaos_lightning.membership.identity import REBUILT, Identity
 from chaos_lightning.membership.recovery import Ruling
-from chaos_lightning.membership.rewiring import Rewiring
-from chaos_lightning.membership.roster import Peer, Reference, Standing, difference, first_incarnation, same_process
+from chaos_lightning.membership.roster import Peer, Reference, Standing, difference, first_incarnation, short
 from chaos_lightning.membership.scheduler_state import Phase
 from chaos_lightning.membership.types import (
     NO_VIEW,
@@ -30,39 +26,30 @@ from chaos_lightning.membership.types import (
     Member,
     Recall,
     Recollection,
-    Refused,
     Settings,
     View,
     ViewId,
 )
 
-KNOCKS_S = 3.0
-"""A member that is sent away comes back within this time, as long as it lives."""
-REBUILT = "rebuilt"
-"""How the reason of a rebuilt chain's first view begins."""
 
-
-class Rebuilding(Rewiring):
+class Rebuilding(Identity):
     """See the module."""
 
     def __init__(self, settings: Settings, chain: Chain) -> None:
         super().__init__(settings, chain)
         if chain.rebuild and self.phase is Phase.FOUNDING:
             self.phase = Phase.REBUILDING
-        self._knocked: dict[str, tuple[float, ViewId]] = {}
-        """When (s) members of views that nobody here knows were heard of last, and these views."""
-        self._greeted: set[tuple[str, int, int]] = set()
-        """Processes that this very scheduler has welcomed: host, pid and start."""
-        self._own: dict[str, Member] = {}
-        """Newcomers that this very scheduler has welcomed: no view of a lost chain names them."""
-        self._patient_until = float("-inf")
-        """A newcomer knows a scheduler that the store does not: members may knock until then (s)."""
+        self._may_rebuild = chain.rebuild
+        self._prefix: tuple[View, ...] = ()
+        """What an older copy holds: the rebuilt view follows it."""
         self._recalled: dict[str, Recollection] = {}
         self._recalled_at: dict[str, float] = {}
         """Since when (s) these owe an answer to `Recall`, on whichever stream."""
         self._terms = 0
         """The highest term that a reporter has heard of."""
         self._asked_term = 0
+        self._asked_chain = ""
+        """The chain that is rebuilt goes on under its id, so that terms and views go on comparing."""
         self._first_at: float | None = None
         self._before: View | None = None
         """The view that the chain is being rebuilt from."""
@@ -71,74 +58,22 @@ class Rebuilding(Rewiring):
     def _rebuilds(self) -> bool:
         return self._before is not None or self.phase is Phase.REBUILDING
 
+    @property
+    def _holds_views(self) -> bool:
+        return bool(self._prefix) or (bool(self.chain) and self._before is None)
+
+    def _stored_in_vain(self, view: View | None) -> None:
+        if view is not None and self._prefix:
+            self._prefix += (view,)
+
+    def _begin_to_rebuild(self) -> bool:
+        if self._may_rebuild:
+            self._prefix, self.chain, self._stale = tuple(self.chain), [], ""
+            self.phase = Phase.REBUILDING
+        return self._may_rebuild
+
     @abstractmethod
-    def _recover(self, why: str) -> bool: ...
-
-    # ------------------------------------------------------------------ members of unknown views
-
-    def _is_foreign(self, hello: Hello) -> bool:
-        """Whether it stands in a view of another chain than this, or may be named by one that a header will carry."""
-        if hello.view == NO_VIEW:
-            lost = self._rebuilds or (not self.chain and bool(self._why_not_found()))
-            own = self._own.get(hello.resume)
-            return lost and not (own is not None and same_process(own, hello))
-        if any(v.id == hello.view for v in self.chain):
-            return False
-        rebuilt = bool(self.chain) and self.chain[0].reason.startswith(REBUILT)
-        return self._before is not None or not (rebuilt and hello.view < self.chain[0].id)
-
-    def _on_foreign(self, conn: int, hello: Hello) -> None:
-        if self._rebuilds:
-            self._take_in(conn, hello)
-            return
-        if hello.view == NO_VIEW:
-            self._out.append(Send(conn, Refused(self._why_not_found(), retry=True)))
-            return
-        before, _ = self._knocked.get(hello.resume, (float("-inf"), NO_VIEW))
-        self._knocked[hello.resume] = (self.now, hello.view)
-        text = self._lost_words()
-        if self.now - before > KNOCKS_S:
-            self._note("chain_lost", member=hello.resume, view=str(hello.view), text=text)
-        self._out.append(Send(conn, Refused(text, retry=True)))
-
-    def _lost_words(self) -> str:
-        """What is wrong, if members of unknown views are about; "" otherwise."""
-        here = {m: v for m, (at, v) in self._knocked.items() if self.now - at <= KNOCKS_S}
-        if not here:
-            return ""
-        who = ", ".join(f"{m} in view {v}" for m, v in sorted(here.items()))
-        what = "is empty" if not self.chain else "holds another chain"
-        return (
-            f"the chain of job {self.settings.job} is lost: {who}, which this scheduler's store does not know; it "
-            f"{what}. Training goes on without a scheduler. Start one on the store that holds the chain; if that is "
-            "gone for good, start one on an empty store by `chaos-lightning scheduler --rebuild`"
-        )
-
-    def _on_hello(self, conn: int, hello: Hello) -> None:
-        process = (hello.host, hello.pid, hello.pid_start)
-        if not self.chain and hello.term > 0 and process not in self._greeted:
-            self._patient_until = self.now + KNOCKS_S
-        self._greeted.add(process)
-        peer = self.peers.get(hello.resume)
-        outside = peer is None or peer.standing is Standing.REPORTER
-        if hello.resume and hello.job == self.settings.job and outside and self._is_foreign(hello):
-            self._on_foreign(conn, hello)
-        else:
-            super()._on_hello(conn, hello)
-
-    def _welcome(self, conn: int, hello: Hello) -> None:
-        super()._welcome(conn, hello)
-        if welcomed := self._conns.get(conn):
-            self._own[welcomed] = self.peers[welcomed].member
-
-    def _why_not_found(self) -> str:
-        """Why no job may be founded now; "" if one may."""
-        lost = self._lost_words()
-        if lost:
-            return f"no job is founded: {lost}"
-        if self.now < self._patient_until:
-            return "the job waits a moment for members: newcomers know a scheduler of it that this store does not"
-        return ""
+    def _recover(self, why: str, *, urgent: bool = False) -> bool: ...
 
     # ------------------------------------------------------------------ reporters
 
@@ -153,6 +88,7 @@ class Rebuilding(Rewiring):
             self._conns.pop(old.conn, None)
         peer = Peer(self._member_of(hello, hello.resume), Standing.REPORTER, conn=conn, heard=self.now)
         peer.neighbours, peer.no_replay, peer.entered = hello.neighbours, hello.replay, hello.view
+        peer.chain = hello.chain
         peer.said = Reference.of(hello) if newcomer else None
         self.peers[peer.id], self._conns[conn] = peer, peer.id
         self._terms, self._relinked = max(self._terms, hello.term), True
@@ -249,6 +185,11 @@ class Rebuilding(Rewiring):
             )
             return False
         reporters = self._reporters()
+        chains = sorted({p.chain for p in reporters if p.chain and p.entered != NO_VIEW})
+        if len(chains) > 1:
+            who = "; ".join(f"{', '.join(p.id for p in reporters if p.chain == c)} of {short(c)}" for c in chains)
+            self._waits = f"members of several chains report ({who}): end those that are not to go on"
+            return False
         latest = self._last_known()
         if latest is None:
             self._waits = "to rebuild the chain, members that stand in a view must report; none is here yet"
@@ -260,14 +201,16 @@ class Rebuilding(Rewiring):
         if not self._enough(len(here), latest) or (missing and waiting):
             self._say_missing(latest, here, [self._absence(m) for m in missing])
             return False
-        if self._terms >= self.term:
+        if self._terms >= self.term or latest.chain not in ("", self.chain_id):
             if self._asked_term <= self._terms:
                 self._asked_term = self._terms + 1
-                self._out.append(TakeTerm(self._terms))
+                self._asked_chain = latest.chain or self.chain_id
+                self._out.append(TakeTerm(self._terms, self._asked_chain))
             return False
         self._adopt(latest, here)
         names = ", ".join(p.id for p in here)
-        return self._recover(f"{REBUILT} from the reports of {names}: the chain was lost after view {latest.id}")
+        why = f"{REBUILT} from the reports of {names}: the chain was lost after view {latest.id}"
+        return self._recover(why, urgent=True)
 
     def _absence(self, member: Member) -> str:
         peer = self.peers.get(member.id)
@@ -289,6 +232,7 @@ class Rebuilding(Rewiring):
     def _on_term(self, term: int) -> None:
         """The store has given this scheduler a higher term."""
         self.term, self._asked_term = term, 0
+        self.chain_id = self._asked_chain
         self._incarnation = max(self._incarnation, first_incarnation(term, self.chain))
 
     def _adopt(self, latest: View, here: list[Peer]) -> None:
@@ -342,15 +286,17 @@ class Rebuilding(Rewiring):
 
     def _begin_chain(self, view: View) -> View:
         """The first view of the rebuilt chain; any other is as it is."""
-        return replace(view, predecessor=NO_VIEW) if self._before is not None else view
+        if self._before is None:
+            return view
+        return replace(view, predecessor=self._prefix[-1].id if self._prefix else NO_VIEW)
 
     def _chain_begun(self) -> None:
         """A view is in the store: if it is the first of a rebuilt chain, then what was before is over."""
         if self._before is None:
             return
         self._waits = ""
-        del self.chain[:-1]
-        self._before, self._first_at = None, None
+        self.chain[:-1] = self._prefix
+        self._before, self._first_at, self._prefix = None, None, ()
         first = self.chain[-1].id
         for peer in [p for p in self.peers.values() if p.standing is Standing.REPORTER]:
             late = "before it told what it knows" if peer.id not in self._recalled else "from a later view than its own"

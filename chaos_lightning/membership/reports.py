@@ -79,6 +79,8 @@ class Verdict:
     evidence: str
     certain: bool = False
     """The process table of the suspect's own machine says that its process is gone or has died."""
+    seen: bool = False
+    """Said by that process table, whatever it says; else nothing but a link's silence tells."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from chaos_lightning.membership.topology import (
     parts,
     ranked,
 )
-from chaos_lightning.membership.types import Report, View
+from chaos_lightning.membership.types import NO_VIEW, Report, View
 from chaos_lightning.membership.views import Change, changed_view, replanned
 
 _PAUSE_S = 0.02
@@ -75,8 +75,8 @@ class Rewiring(Serving):
             self._cut_at += gap
 
     @abstractmethod
-    def _recover(self, why: str) -> bool:
-        """Begins a recovery (membership/scheduler.py, as the next two)."""
+    def _recover(self, why: str, *, urgent: bool = False) -> bool:
+        """Begins a recovery, unless it has to wait (membership/scheduler.py, as the next two)."""
 
     @abstractmethod
     def _announce(self, view: View) -> None:
@@ -111,9 +111,13 @@ class Rewiring(Serving):
         if not self._due():
             self._cut_at = None if not self._ailing else self._cut_at
             return False
-        ids = [p.id for p in self._living()]
-        graph = self._graph(ids)
-        failing = [(ends, words) for ends, words in self._failing() if ends not in graph]
+        ids = self._remaining()
+        graph, all_of_them = self._graph(ids), self._graph([p.id for p in self._living()])
+        failing = [
+            (ends, words)
+            for ends, words in self._failing()
+            if ends not in (graph if ends <= frozenset(ids) else all_of_them)
+        ]
         if not failing:
             self._cut_at = None
             return False
@@ -126,6 +130,16 @@ class Rewiring(Serving):
         elif self._awaits_mending(ids):
             return False
         return self._recover(why)
+
+    def _remaining(self) -> list[str]:
+        """Whom a recovery begun now would put into its view: members of the latest view that stand in one.
+
+        A newcomer that no header has let in yet holds nothing and waits for a later view (`Ruling.waiting`), so its
+        links hold nobody together until then. Whether their own links are missed is judged by these alone: by the
+        graph of the announced view, newcomer included, one could be missed in the view before, which a recovery would
+        only bring back, and so on without end. A newcomer's links are judged by the view that it is to come in with.
+        """
+        return [p.id for p in self._living() if not p.known or p.entered != NO_VIEW]
 
     def _due(self) -> bool:
         """Links are looked at when something was said about them, and every now and then while some are unsettled."""

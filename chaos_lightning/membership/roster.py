@@ -15,10 +15,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from chaos_lightning.membership import nodes
 from chaos_lightning.membership.types import (
     NO_VIEW,
     Entered,
     Hello,
+    Kept,
     Member,
     Progress,
     Report,
@@ -63,6 +65,8 @@ class Peer:
     known: bool = False
     """It told its position to this scheduler (False only after a scheduler's restart)."""
     entered: ViewId = NO_VIEW
+    chain: str = ""
+    """Of a reporter: the chain that it is of."""
     seq: int = 0
     step: int = 0
     head: str = ""
@@ -78,6 +82,8 @@ class Peer:
     report: Report | None = None
     said: Reference | None = None
     """What it said of itself as a newcomer."""
+    differs: str = ""
+    """In what it is of another program than the job, none of whose members answers: it waits for these to be found."""
     down: dict[str, str] = field(default_factory=dict)
     """Peers to which it says its link is closed, with the evidence."""
     silent: dict[str, str] = field(default_factory=dict)
@@ -88,6 +94,8 @@ class Peer:
     neighbours: tuple[str, ...] = ()
     asked: dict[str, float] = field(default_factory=dict)
     """Since when (s) this newcomer has been asked for a link to each of these."""
+    stranded: bool = False
+    """A newcomer that no link leads to: it takes no place until one does, and there is one."""
     no_replay: str = ""
     """Why it cannot come in by replay."""
     way: str = ""
@@ -98,6 +106,11 @@ class Peer:
     """The list of observers that it was told last, and on which stream."""
     progress: Progress | None = None
     """Of its transfer, as it told last."""
+    kept: Kept | None = None
+    """The newest state of the job that lies on its machine, as it said in its hello."""
+    told_of_kept: bool = False
+    keeps_since: float | None = None
+    """When (s) it was let go as one of the last: it may be writing the state down."""
     told: tuple[int, str] = (-1, "")
     """What it was told last that it waits for, and on which stream."""
 
@@ -130,13 +143,13 @@ class Reference:
         return cls(name=hello.name, package=hello.package, accumulate=hello.accumulate, fingerprint=hello.fingerprint)
 
 
-def refusal(hello: Hello, settings: Settings, reference: Reference | None) -> str:
-    """Why this process cannot be in this job, in words with both values; "" if it can."""
+def refusal(hello: Hello, settings: Settings) -> str:
+    """Why this process cannot be in this job, whatever its program is; "" if it can."""
     if hello.job != settings.job:
         return f"this scheduler serves job {settings.job!r}, {hello.name} asks for {hello.job!r}: check the job's name"
     if not hello.name:
         return "a member needs a name: set one, or leave the default (host name and rank)"
-    return difference(hello, reference)
+    return ""
 
 
 def difference(hello: Hello | Reference, reference: Reference | None) -> str:
@@ -163,6 +176,11 @@ def difference(hello: Hello | Reference, reference: Reference | None) -> str:
     return f"{'; '.join(words)}: start all members with the same script, package and settings"
 
 
+def short(chain: str) -> str:
+    """A chain's id for people."""
+    return chain[:8]
+
+
 def same_process(member: Member, hello: Hello) -> bool:
     """Whether this hello comes from the very process that this member was."""
     return bool(hello.pid) and (member.host, member.pid, member.pid_start) == (hello.host, hello.pid, hello.pid_start)
@@ -175,7 +193,11 @@ def first_incarnation(term: int, views: Iterable[View]) -> int:
     return max([floor, *used]) + 1
 
 
-def places_left(peers: Mapping[str, Peer], settings: Settings) -> int:
-    """How many more newcomers fit under max_nodes."""
-    taken = sum(1 for p in peers.values() if p.alive and not p.leaving and p.standing in (*NEWCOMER, Standing.MEMBER))
-    return settings.max_nodes - taken
+def has_place(member: Member, peers: Mapping[str, Peer], settings: Settings) -> bool:
+    """Whether this newcomer fits under max_nodes; those that can link to nobody keep no place from others."""
+    inside = [
+        p.member
+        for p in peers.values()
+        if p.alive and not p.leaving and not p.stranded and p.standing in (*NEWCOMER, Standing.MEMBER)
+    ]
+    return bool(nodes.within([member], inside, settings.max_nodes))

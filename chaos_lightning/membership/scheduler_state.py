@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 
+from chaos_lightning.membership.backoff import Backoff
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Chain as Chain
 from chaos_lightning.membership.effects import (
@@ -24,17 +25,20 @@ from chaos_lightning.membership.effects import (
     Send,
 )
 from chaos_lightning.membership.roster import (
+    NEWCOMER,
     UNKNOWN_OBSERVERS,
     Peer,
     Reference,
     Standing,
     first_incarnation,
 )
+from chaos_lightning.membership.stimuli import Digest
 from chaos_lightning.membership.types import (
     NO_VIEW,
     Decide,
     Fence,
     Header,
+    Kept,
     NextView,
     Progress,
     Released,
@@ -48,6 +52,7 @@ from chaos_lightning.membership.types import (
 class Phase(enum.StrEnum):
     FOUNDING = "founding"
     REBUILDING = "rebuilding"
+    STALE = "stale"
     RUNNING = "running"
     PREPARING = "preparing"
     HOLDING = "holding"
@@ -68,20 +73,27 @@ class SchedulerState:
     def __init__(self, settings: Settings, chain: Chain) -> None:
         self.settings = settings
         self.term = chain.term
+        self.chain_id = chain.id
         self.chain: list[View] = list(chain.views)
         self.highest = chain.highest
+        self._numbers = {NO_VIEW, chain.highest, *chain.numbers, *(v.id for v in chain.views)}
+        """All that the store holds."""
+        self._hears_s = chain.hears_s
+        self._hears_until: float | None = None
         self._changes = set(chain.changes)
         self.phase = Phase.FINISHED if chain.finished else Phase.RUNNING if chain.views else Phase.FOUNDING
         self.peers: dict[str, Peer] = {}
         self.reference: Reference | None = None
         self._vouched = not chain.views
         """The reference is that of somebody who holds the state, or nobody does: a newcomer's is only for now."""
-        self.stimulus_log: deque[tuple[float, SchedulerEvent]] = deque(maxlen=512)
+        self.stimulus_log: deque[tuple[float, SchedulerEvent | Digest]] = deque(maxlen=512)
         self.tick_interval_s = settings.heartbeat_interval_s / 2
         self.detector = self.detector_class(settings)
         self._conns: dict[int, str] = {}
         self._incarnation = first_incarnation(chain.term, chain.views)
         self._persisting: tuple[int, Callable[[], None]] | None = None
+        self._writes: View | None = None
+        """The view that is being written, if it is one."""
         self._token = 0
         self._decision: Decide | None = None
         self._announced: NextView | None = None
@@ -97,8 +109,19 @@ class SchedulerState:
         self._waited_for: tuple[str, ...] = ()
         self._waiters: set[str] = set()
         self._waits = ""
+        self._bridges_since: float | None = None
+        """Since when members that would part the others by leaving have been kept for that."""
+        self._dismissed: dict[str, Released] = {}
+        """What was said to whom was released on its own or the operator's wish: it may not have heard it."""
+        self._backoff = Backoff()
+        self._waits_because = ""
+        """What was told of the wait for the next recovery; "" if nothing was."""
         self._now: float | None = None
         self._out: list[SchedulerEffect] = []
+        self._told: tuple[Kept, str, float] | None = None
+        """The newest state that a member said it kept, on which machine, and when."""
+        self._reached = chain.step
+        """Optimizer steps that the job is known to have committed."""
         for member in chain.views[-1].members if chain.views and not chain.finished else ():
             self.peers[member.id] = Peer(member, Standing.MEMBER, observers=UNKNOWN_OBSERVERS)
 
@@ -137,7 +160,8 @@ class SchedulerState:
         wish: LinkWish | None = None,
     ) -> None:
         self._token += 1
-        self._persisting = (self._token, then)
+        self._persisting, self._writes = (self._token, then), view
+        self._numbers.add(number)
         self._out.append(Persist(self._token, kind, number, view, base, hand_on, wish))
 
     @property
@@ -152,9 +176,30 @@ class SchedulerState:
             self._out.append(Close(conn, "this scheduler is deposed; connect again"))
         self._out.append(SchedulerDone(f"deposed: {why}", deposed=True))
 
+    def _slot(self) -> int:
+        """The highest slot that a member has told to be committed."""
+        return max((p.seq for p in self._members()), default=0)
+
+    def _pause_words(self) -> str:
+        """Why the next recovery waits, while it does (membership/backoff.py)."""
+        waits = self._now is not None and self._backoff.left_s(self.now, self._slot())
+        return self._waits_because if waits else ""
+
     def _lost_words(self) -> str:
-        """That the chain is lost, if members say so (membership/rebuilding.py)."""
+        """That the store is not the job's, if members say so (membership/identity.py)."""
         return ""
+
+    @property
+    def _hearing(self) -> bool:
+        """It has just started, and members that know more may be on their way."""
+        return self._now is not None and self._hears_until is not None and self._now < self._hears_until
+
+    def _hearing_words(self) -> str:
+        if not self._hearing:
+            return ""
+        assert self._hears_until is not None
+        left_s = self._hears_until - self.now
+        return f"it has just started, and listens for {left_s:.1f} s more whether members know more than its store"
 
     # ------------------------------------------------------------------ groups of peers
 
@@ -206,7 +251,15 @@ class SchedulerState:
         self.detector.forget(peer.id)
         if peer.conn is not None:
             self._conns.pop(peer.conn, None)
-        if not self.peers:
+        self._forget_terms()
+
+    def _newcomers(self) -> list[Peer]:
+        """Who is not in the job yet, standbys included."""
+        return [p for p in self.peers.values() if p.standing in (*NEWCOMER, Standing.STANDBY)]
+
+    def _forget_terms(self) -> None:
+        """What the job is, the dead do not say: where nobody holds its state, who is here does (PROTOCOL.md 12b)."""
+        if not self.peers or (self.phase is Phase.FOUNDING and not self._newcomers()):
             self.reference = None
 
     def _fence(self, peer: Peer, reason: str) -> None:
@@ -215,9 +268,14 @@ class SchedulerState:
         self._send(peer, Fence(f"{peer.id} is out of the job: {reason}"))
         self._drop(peer)
 
+    def _say_goodbye(self, peer: Peer, words: Released) -> None:
+        self._send(peer, words)
+        if words.asked:
+            self._dismissed[peer.id] = words
+
     def _release(self, peer: Peer, reason: str) -> None:
         self._note("left", member=peer.id, reason=f"{peer.leaving}; {reason}")
-        self._send(peer, Released(reason, asked=bool(peer.leaving)))
+        self._say_goodbye(peer, Released(reason, asked=bool(peer.leaving)))
         self._drop(peer)
 
     def _die(self, peer: Peer, evidence: str, *, proven: bool) -> None:
@@ -242,10 +300,11 @@ class SchedulerState:
         return {
             "job": self.settings.job,
             "term": self.term,
+            "chain": self.chain_id,
             "phase": str(self.phase),
             "view": str(latest.id) if latest is not None else "",
             "settled": self._settled,
-            "reason": self._waits or self._lost_words() or usual,
+            "reason": self._lost_words() or self._waits or self._hearing_words() or self._pause_words() or usual,
             "members": [self._describe(p) for p in self._members()],
             "others": [self._describe(p) for p in self.peers.values() if p.standing is not Standing.MEMBER],
         }

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from chaos_lightning.membership import nodes
 from chaos_lightning.membership.judging import Judging
 from chaos_lightning.membership.roster import Peer, Standing
 from chaos_lightning.membership.types import CatchUp, Observers, View
@@ -52,10 +53,10 @@ class Serving(Judging):
 
     def _too_few(self) -> str:
         """Words if so few members stay that newcomers must not take their time; "" otherwise."""
-        staying = sum(1 for p in self._members() if not p.leaving)
+        staying = nodes.count(p.member for p in self._members() if not p.leaving)
         if staying >= max(1, self.settings.min_nodes):
             return ""
-        return f"{staying} of min_nodes={self.settings.min_nodes} members stay: nobody would train meanwhile"
+        return f"{staying} of min_nodes={self.settings.min_nodes} nodes stay: nobody would train meanwhile"
 
     def _overdue(self, peer: Peer) -> str:
         """Why this observer holds up the next ones for no use; "" if it does not."""

@@ -7,7 +7,9 @@ all members raise the same words and none applies the slot. So does a collective
 header (`too_large`): nobody could send it. Otherwise weights, presence bits, spent sample ranges and payloads are
 folded in rank order, state hashes are put to the vote (24), and a waiting view is carried if the slot's kind allows it:
 `carried` holds that rule in one place. A member that leaves brings nothing and no longer follows the script, so its
-contribution may yield: whatever the others close, it goes along (`leading`).
+contribution may yield: whatever the others close, it goes along (`leading`). So may that of a member without samples:
+it runs no training step, so it cannot foresee a collective in the others'. Of two collectives by different
+names it goes along with the others', whose answers then miss what it had brought to its own.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ def disagreement(contributions: Sequence[Contribution]) -> str:
     for name in EQUAL_FIELDS:
         expected = getattr(reference, name)
         for other in contributions[1:]:
-            if other.yields and (name in ("kind", "hyper") or (name == "name" and other.kind is not reference.kind)):
-                continue  # what comes from the script; the one section of a step stays
+            if other.yields and name in _yielded(reference, other):
+                continue
             given = getattr(other, name)
             if given != expected:
                 return (
@@ -51,6 +53,13 @@ def disagreement(contributions: Sequence[Contribution]) -> str:
     return ""
 
 
+def _yielded(reference: Contribution, other: Contribution) -> tuple[str, ...]:
+    """Fields in which a contribution that yields may differ: what comes from the script, but for a step's section."""
+    if other.kind is Kind.GATHER:
+        return ("name",)
+    return ("kind", "hyper") if other.kind is reference.kind else ("kind", "hyper", "name")
+
+
 def leading(view: View, contributions: Mapping[str, Contribution]) -> Contribution:
     """The contribution that says what this slot is: the root's, or the oldest member's that does not yield."""
     ordered = [contributions[view.root], *(contributions[m] for m in view.ids())]
@@ -58,9 +67,12 @@ def leading(view: View, contributions: Mapping[str, Contribution]) -> Contributi
 
 
 def kind_of(view: View, prev: Header, contributions: Mapping[str, Contribution]) -> Kind:
-    """What the slot after `prev` is; where all leave, they let in who waits before the state goes with them."""
+    """What the slot after `prev` is; where all leave, they let in who waits before the state goes with them.
+
+    Who yields only because it has no samples has hyperparameters: it follows a script, and is not at rest here.
+    """
     first = leading(view, contributions)
-    return Kind.BOUNDARY if first.yields and prev.boundary else first.kind
+    return Kind.BOUNDARY if first.yields and not first.hyper and prev.boundary else first.kind
 
 
 def fitting(payload: bytes) -> bytes:
@@ -177,7 +189,7 @@ def close_slot(
         contributors=tuple(Share(c.member, c.weight, c.coefficient) for c in ordered),
         presence=presence_of(ordered),
         ledger=ledger,
-        answers=tuple(c.payload for c in ordered) if kind is Kind.GATHER else (),
+        answers=tuple(c.payload if c.name == first.name else b"" for c in ordered) if kind is Kind.GATHER else (),
         layout_hash=first.layout_hash or prev.layout_hash,
         hyper=first.hyper or prev.hyper,
         view_change=change,

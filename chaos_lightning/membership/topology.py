@@ -191,6 +191,11 @@ class Topology:
         fact = self.facts.get(pair(one, other))
         return fact.down if fact is not None else ""
 
+    def trouble(self, one: str, other: str) -> str:
+        """Why this link is of no use: it is down, or carries nothing; "" if nobody says so."""
+        fact = self.facts.get(pair(one, other))
+        return (fact.down or fact.idle) if fact is not None else ""
+
     def forget(self, member: str) -> None:
         """An incarnation that is gone."""
         for key in [k for k in self.facts if member in k]:

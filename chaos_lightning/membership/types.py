@@ -66,6 +66,13 @@ class Member:
     pid_start: int = 0
     quota: int = 1
     """Samples (or batches, for a custom batch sampler) that this member takes per micro-batch."""
+    node: str = ""
+    """The node that it is a worker of: what `min_nodes` and `max_nodes` count; "": it is a node of its own."""
+
+    @property
+    def place(self) -> str:
+        """The node that it counts for."""
+        return self.node or self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +119,8 @@ class View:
     reason: str = ""
     links: tuple[LinkSpec, ...] = ()
     """The links among the members; empty: every pair has one."""
+    chain: str = ""
+    """Id of the chain that it is of (PROTOCOL.md 7): its number means something within that one only."""
 
     def ids(self) -> tuple[str, ...]:
         return tuple(m.id for m in self.members)
@@ -177,7 +186,7 @@ class Contribution:
     state_hash: str = ""
     """Every n steps; empty otherwise (PROTOCOL.md 24)."""
     yields: bool = False
-    """Whatever kind of slot the others close, this member goes along: it is on its way out and brings nothing."""
+    """Whatever kind of slot the others close, this member goes along: it is on its way out, or has no samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +249,39 @@ class Header:
 GENESIS = Header(seq=0, kind=Kind.BOUNDARY, step=0, view=NO_VIEW, prev_hash="", next_view=NO_VIEW)
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A training state that lies in a file since the last member that held it went (PROTOCOL.md 14c).
+
+    `header` is what a job stands on that is founded from it: as GENESIS, it names no next view.
+    """
+
+    header: Header
+    member: str
+    """Who kept it."""
+    chain: str = ""
+    """Id of the chain whose view it stood in."""
+
+
+def kept_header(last: Header, view: ViewId) -> Header:
+    """What a state that is kept at header `last` by a member that stands in `view` is founded on.
+
+    Steps, slots and the ledger go on; the deal is the founding view's, since those that `last` named are gone.
+    """
+    return Header(
+        seq=last.seq + 1,
+        kind=Kind.BOUNDARY,
+        step=last.step,
+        view=view,
+        prev_hash=last.hash,
+        next_view=NO_VIEW,
+        name="kept",
+        ledger=last.ledger,
+        layout_hash=last.layout_hash,
+        hyper=last.hyper,
+    )
+
+
 # --- control messages: member -> scheduler -----------------------------------------------------------------------
 
 
@@ -266,6 +308,14 @@ class Hello:
     """The view that it stands in."""
     term: int = 0
     """The highest that it heard of: a scheduler with a lower one leads no more."""
+    chain: str = ""
+    """Id of the chain that view, term and `known` are of; "": it is in none yet."""
+    known: ViewId | None = None
+    """The highest number that it was told of or has promised: a store that lacks it is not the job's latest (14a)."""
+    kept: Kept | None = None
+    """The newest state of this job that lies in a file on its machine."""
+    node: str = ""
+    """See Member."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +329,9 @@ class Heartbeat:
     seq: int
     step: int
     step_time_s: float = 0.0
+    chain: str = ""
+    """As in `Hello`, and so is the next one."""
+    known: ViewId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +365,8 @@ class Entered:
     step: int
     head: str
     loaded: bool = True
+    chain: str = ""
+    """Id of the chain that `view` is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +394,8 @@ class Welcome:
     max_nodes: int = 0
     """0: not told."""
     plan: PlanSpec = PlanSpec()
+    chain: str = ""
+    """Id of the chain by which this scheduler leads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,6 +496,8 @@ class Released:
     reason: str
     asked: bool = False
     """You were to leave, by your own wish or by the operator's; else the job is finished."""
+    keep: bool = False
+    """You may be the last one with the training state: keep it in a file, say so, then close the stream (14c)."""
 
 
 # --- between members, beside the reduced bytes -------------------------------------------------------------------
@@ -458,6 +517,7 @@ FromMember = (
     | LinkReport
     | LinkRequest
     | Recollection
+    | Kept
 )
 _Told = Notice | Released | Observers | Pulse | Recall | LinkKeys
 ToMember = Welcome | Refused | OpenLinks | NextView | Prepare | Decide | Probe | Fence | _Told
@@ -478,6 +538,9 @@ class Settings:
     last_holder_timeout_s: float = 120.0
     """How long the last member that holds the training state is waited for without proof of its death (12a)."""
     confirm_timeout_s: float = 0.1
+    silence_timeout_s: float = 2.0
+    """How long a member may be silent of which its neighbours can say nothing but that: a process that computes with
+    the interpreter's lock held is as silent as a dead machine. One that broke a longer silence is given more."""
     report_timeout_s: float = 2.0
     join_timeout_s: float = 60.0
     """A joiner that has not loaded the state this long after its admission is put out again."""

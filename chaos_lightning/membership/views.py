@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from chaos_lightning.membership import nodes
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.topology import Measured, Net, every_pair
 from chaos_lightning.membership.types import NO_VIEW, Member, PlanSpec, View, ViewId
@@ -26,12 +27,18 @@ def founding_view(
     accumulate: int,
     chain: Sequence[View],
     net: Net | None = None,
+    chain_id: str = "",
+    state: str = "",
 ) -> View:
-    """The first view: the first member's state is the job's, the others receive what differs (PROTOCOL.md 14)."""
+    """The first view: the first member's state is the job's, the others receive what differs (PROTOCOL.md 14).
+
+    `state` says what becomes of the state that the job had, if it is founded again.
+    """
     names = ", ".join(m.id for m in members)
     reason = f"founded by {names}"
     if chain:
         reason = f"founded again by {names}: nobody of view {chain[-1].id} is left"
+        reason += f"; {state}" if state else ""
     net = net or _complete(members)
     plan, reason = _planned(plan, members, plan, reason, net)
     return View(
@@ -43,6 +50,7 @@ def founding_view(
         accumulate=accumulate,
         reason=reason,
         links=net.specs([m.id for m in members]),
+        chain=chain_id,
     )
 
 
@@ -69,7 +77,7 @@ def intended_change(
     going = [m.id for m in view.members if m.id in leavers]
     coming = tuple(newcomers)
     words_out, words_in = f"{', '.join(going)} leave", f"{', '.join(m.id for m in coming)} join"
-    if going and len(staying) >= max(1, min_nodes):
+    if going and nodes.count(staying) >= max(1, min_nodes):
         return Change(members=staying, joiners=(), reason=words_out)
     if coming:
         ids = tuple(m.id for m in coming)

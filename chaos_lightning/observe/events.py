@@ -73,6 +73,8 @@ class Event(enum.StrEnum):
     EPOCH = "epoch"
     CHECKPOINT = "checkpoint"
     RESUMED = "resumed"
+    KEPT = "kept"
+    RESUMED_KEPT = "resumed_kept"
     # --- state transfer
     SNAPSHOT = "snapshot"
     RELEASED = "released"
@@ -137,6 +139,8 @@ FIELDS: Mapping[Event, tuple[str, ...]] = {
     Event.CHECKPOINT: ("path", "step", "head"),
     # The whole job went on from a checkpoint: seq restarts, ledger is the checkpoint's.
     Event.RESUMED: ("step", "ledger"),
+    Event.KEPT: ("step",),
+    Event.RESUMED_KEPT: ("step", "seq", "keeper", "path"),
     # Member: the state at a header is kept for observers. Newcomer: it observes; it has applied the log up to seq.
     Event.SNAPSHOT: ("seq", "head"),
     # left_out: logged slots whose bytes were used again before they were copied.

@@ -41,6 +41,11 @@ class Record:
         return str(self.fields.get("by", self.member))
 
     @property
+    def own(self) -> bool:
+        """Whether the member told it about itself: a scheduler tells the same of it a moment earlier."""
+        return bool(self.fields.get("node"))
+
+    @property
     def node(self) -> str:
         """The member's name: stamped on the line, else the id up to its last "~"."""
         return str(self.fields.get("node") or self.member.rpartition("~")[0] or self.member)

@@ -26,7 +26,7 @@ from chaos_lightning.observe import fields as f
 from chaos_lightning.observe import folds
 from chaos_lightning.observe.facts import Progress
 from chaos_lightning.observe.timeline import Life, Timeline
-from chaos_lightning.observe.units import amount, duration, part, rate
+from chaos_lightning.observe.units import amount, duration, part, printable, rate
 
 _COLOURS = {
     "training": "green",
@@ -271,6 +271,7 @@ def _status_row(member: Mapping[str, Any], rank: int | None) -> Row:
 
 def draw(board: Board) -> RenderableType:
     """The board for a terminal."""
+    board = printable(board)  # names and reasons are words of others
     parts: list[RenderableType] = []
     head = Text(board.title, style="bold")
     if board.view:

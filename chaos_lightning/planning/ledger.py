@@ -182,6 +182,11 @@ def length_stream(name: str) -> str:
     return name + _LENGTH
 
 
+def is_length_stream(stream: str) -> bool:
+    """Whether this stream announces a length; its positions are no samples."""
+    return stream.endswith(_LENGTH)
+
+
 def announce_length(name: str, epoch: int, length: int) -> Spent:
     """What a contribution carries once per epoch so that all members know how long this member's data are."""
     return Spent(length_stream(name), epoch, ((0, length),) if length else ())

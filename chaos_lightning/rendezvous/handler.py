@@ -13,13 +13,14 @@ belongs to the job is settled between the workers and the scheduler, while train
   finds them responsive; an agent that blocks in `next_rendezvous` would die without cleaning up.
 - A worker that restarts (--max-restarts) is a newcomer. If its job has finished meanwhile, the rendezvous is closed:
   the job must not begin anew because one worker failed on its way out.
+- Where the scheduler is another machine's to host, it is asked before workers start: one that still answers for a
+  finished job closes the rendezvous. Where none answers, workers wait for it, and say so.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 
@@ -36,9 +37,9 @@ from torch.distributed.elastic.rendezvous import (
 from chaos_lightning.errors import ChaosError, ConfigurationError, RefusedError
 from chaos_lightning.rendezvous.options import RendezvousOptions, read_options
 from chaos_lightning.rendezvous.polite import PoliteExit
-from chaos_lightning.runtime.access import check_bind
+from chaos_lightning.runtime.access import check_bind, is_local, split_endpoint
 from chaos_lightning.runtime.credentials import Credentials
-from chaos_lightning.runtime.hosting import ensure_scheduler, may_host, options_for_engine
+from chaos_lightning.runtime.hosting import chain_at, ensure_scheduler, is_over, may_host, options_for_engine
 from chaos_lightning.runtime.orphan import VARIABLE, agent_mark
 
 logger = logging.getLogger("chaos_lightning.rendezvous")
@@ -64,8 +65,16 @@ class ChaosRendezvousHandler(RendezvousHandler):
         self._looked = 0.0
         self._looking: threading.Thread | None = None
         self._may_host = False
+        self._chain = ""
+        """By which the job goes, as its scheduler said last."""
+        self._told, self._pause_s = "", _LOOK_INTERVAL_S
         self._polite = PoliteExit(agent_mark(), options.config.step_timeout_s)
         check_bind(options.config.bind, self._secret)
+
+    @property
+    def patience_s(self) -> float:
+        """How long workers may take to leave, s."""
+        return self._options.config.step_timeout_s
 
     def get_backend(self) -> str:
         return BACKEND
@@ -100,11 +109,20 @@ class ChaosRendezvousHandler(RendezvousHandler):
 
     def _host(self, *, continue_only: bool) -> None:
         options = options_for_engine(self._options.config)
-        self._may_host = may_host(self._options.config, options)
-        if not self._may_host:
-            return
+        config = self._options.config
+        self._may_host = may_host(config, options)
+        hosted = None
         try:
-            hosted = ensure_scheduler(options, self._secret, continue_only=continue_only)
+            if self._may_host and is_local(split_endpoint(options.listen)[0]):
+                hosted = ensure_scheduler(
+                    options, self._secret, continue_only=continue_only, timeout_s=config.join_timeout_s
+                )
+            elif is_over(config, options, self._secret, continue_only=continue_only):
+                self._closed = True
+                raise RendezvousClosedError(
+                    f"job {config.job!r} at {config.endpoint} is finished; no worker is started on node "
+                    f"{self._options.node}. To begin a new job: start it once its scheduler has ended"
+                )
         except ConfigurationError:
             raise
         except RefusedError as error:
@@ -127,7 +145,7 @@ class ChaosRendezvousHandler(RendezvousHandler):
         self._polite.watch()
         now = time.monotonic()
         looking = self._looking is not None and self._looking.is_alive()
-        if self._may_host and now - self._looked > _LOOK_INTERVAL_S and not looking:
+        if self._may_host and now - self._looked > min(self._pause_s, 30 * _LOOK_INTERVAL_S) and not looking:
             self._looked = now
             self._looking = threading.Thread(target=self._look, name="chaos-revive", daemon=True)
             self._looking.start()
@@ -135,12 +153,18 @@ class ChaosRendezvousHandler(RendezvousHandler):
 
     def _look(self) -> None:
         """Starts the scheduler again if it is gone and the job is not finished. Its members waited for that."""
+        options = options_for_engine(self._options.config)
         try:
-            hosted = ensure_scheduler(options_for_engine(self._options.config), self._secret, continue_only=True)
+            hosted = ensure_scheduler(options, self._secret, continue_only=True, chain=self._chain)
+            self._chain = chain_at(options.listen, self._secret) or self._chain
+            self._told, self._pause_s = "", _LOOK_INTERVAL_S
         except RefusedError:
             return
         except ChaosError as error:
-            logger.warning("the scheduler could not be started again: %s", error)
+            self._pause_s = min(60.0, 2 * self._pause_s)
+            if str(error) != self._told:
+                self._told = str(error)
+                logger.warning("the scheduler could not be started again: %s", error)
             return
         if hosted is not None:
             logger.warning("the scheduler was gone; started another one on its chain (pid %d)", hosted.pid)
@@ -151,17 +175,6 @@ class ChaosRendezvousHandler(RendezvousHandler):
         return True
 
 
-def workers_per_node(arguments: list[str] | None = None) -> int:
-    """torchrun's --nproc-per-node, which it does not tell its rendezvous; 1 if this is no torchrun."""
-    given = sys.argv if arguments is None else arguments
-    if not given or not given[0].replace("\\", "/").endswith(("/torchrun", "/torch/distributed/run.py")):
-        return 1
-    from torch.distributed.run import determine_local_world_size, get_args_parser
-
-    known, _ = get_args_parser().parse_known_args(given[1:])
-    return max(1, int(determine_local_world_size(known.nproc_per_node)))
-
-
 def create_handler(params: RendezvousParameters) -> ChaosRendezvousHandler:
     """Makes the handler from torchrun's parameters."""
     options = read_options(
@@ -169,7 +182,6 @@ def create_handler(params: RendezvousParameters) -> ChaosRendezvousHandler:
         run_id=params.run_id,
         nodes=(params.min_nodes, params.max_nodes),
         given=params.config,
-        nproc=workers_per_node(),
         local_addr=params.local_addr,
     )
     return ChaosRendezvousHandler(params.run_id, options)

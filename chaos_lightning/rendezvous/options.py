@@ -29,7 +29,7 @@ from chaos_lightning.runtime.access import (
     split_endpoint,
     split_endpoints,
 )
-from chaos_lightning.runtime.config import DEFAULT_ENDPOINT, TRANSFERS, EngineConfig
+from chaos_lightning.runtime.config import DEFAULT_ENDPOINT, ON_LAST_EXIT, TRANSFERS, EngineConfig
 from chaos_lightning.runtime.options import (
     ETCD,
     MEMORY,
@@ -61,6 +61,7 @@ MEMBER_OPTIONS = {
     "ingress_bps": "access link of this machine, which all its links share, in bits per second (default: none)",
     "transfer_folder": "for transfer=stop_resume: a folder that all members see",
     "neighbours": "nodes to have links with, such as a+b (default: all that can be reached)",
+    "on_last_exit": "checkpoint: the last worker keeps the state, and the next start goes on from it; none; a folder",
     "links": f"how data links are protected: {', '.join(RULES)} (docs/links.md)",
 }
 """EngineConfig fields that can be given."""
@@ -71,6 +72,7 @@ SETTING_OPTIONS = {
     "hang_timeout_s": "hang_timeout_s",
     "last_holder_timeout_s": "last_holder_timeout_s",
     "confirm_timeout_s": "confirm_timeout_s",
+    "silence_timeout_s": "silence_timeout_s",
     "report_timeout_s": "report_timeout_s",
     "load_timeout_s": "join_timeout_s",
     "linger_timeout_s": "linger_timeout_s",
@@ -80,7 +82,6 @@ SETTING_OPTIONS = {
 
 OWN_OPTIONS = {
     "node": "this node's name, unique in the job (default: host name and process id of the agent)",
-    "nproc": "workers per node, where torchrun's own --nproc-per-node cannot be seen",
     "store": "the chain's file on the scheduler's host; or etcd://a+b+c: every agent is a candidate (docs/failover.md)",
     "advertise": "HOST:PORT at which others reach this node's candidate, if not where it listens (with store=etcd://...)",
     "idle_timeout_s": "a hosted scheduler ends after so long without a worker",
@@ -141,7 +142,6 @@ def read_options(
     run_id: str,
     nodes: tuple[int, int],
     given: Mapping[str, Any],
-    nproc: int = 1,
     local_addr: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> RendezvousOptions:
@@ -150,9 +150,8 @@ def read_options(
     Args:
         endpoint: --rdzv-endpoint; HOST, HOST:PORT or "" (this machine, port 29400).
         run_id: --rdzv-id: the job's name; torchrun's own default "none" becomes "default".
-        nodes: --nnodes as (min, max); members are workers, so both are multiplied by `nproc`.
+        nodes: --nnodes as (min, max); a node counts once, however many workers it has.
         given: --rdzv-conf and what torchrun adds to it.
-        nproc: Workers per node, unless `given` says.
         local_addr: --local-addr.
         environ: The agent's environment.
 
@@ -170,7 +169,6 @@ def read_options(
         raise ConfigurationError(
             f"--rdzv-conf: unknown {', '.join(unknown)}; known are " + "; ".join(f"{k} ({v})" for k, v in known.items())
         )
-    nproc = _number(conf, "nproc", int, nproc)
     host, port = split_endpoint(split_endpoints(endpoint or DEFAULT_ENDPOINT)[0])
     values: dict[str, Any] = {name: _typed(name, conf[name]) for name in MEMBER_OPTIONS if name in conf}
     for name in _PATHS:
@@ -178,6 +176,9 @@ def read_options(
         if text:
             # Workers may change their directory.
             values[name] = str(Path(text).absolute())
+    kept = str(values.get("on_last_exit") or environ.get("CHAOS_ON_LAST_EXIT", ""))
+    if kept not in ("", *ON_LAST_EXIT):
+        values["on_last_exit"] = str(Path(kept).absolute())
     if plan := values.get("plan") or environ.get("CHAOS_PLAN"):
         values["plan"] = absolute_plan(plan)
     if "join_timeout_s" not in values and timeout:
@@ -192,8 +193,8 @@ def read_options(
             **values,
             "endpoint": candidates(endpoint or DEFAULT_ENDPOINT, str(values["bind"]), store),
             "job": "default" if run_id in ("", "none") else run_id,
-            "min_nodes": nodes[0] * nproc,
-            "max_nodes": nodes[1] * nproc,
+            "min_nodes": nodes[0],
+            "max_nodes": nodes[1],
             "name": "unnamed",
         },
         environ,

@@ -17,7 +17,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from chaos_lightning.errors import DeadlineError, StateError
+from chaos_lightning.errors import DeadlineError, NoDonorError, StateError
 from chaos_lightning.membership.types import SourceProgress
 from chaos_lightning.replication import bulk, by_reference
 from chaos_lightning.replication.board import Board
@@ -318,7 +318,7 @@ class Session:
                 f"{board.left_nbytes} bytes in {len(left)} ranges are missing, the first is "
                 f"[{first.start}, {first.stop}){where}"
             )
-        return StateError(f"no donor is left for {self.what}: {missing}; {self.fates()}; join again")
+        return NoDonorError(f"no donor is left for {self.what}: {missing}; {self.fates()}; join again")
 
     def report(self, head: str, seq: int, nbytes: int, skipped: int, **more: Any) -> PullReport:
         """The account of a pull that succeeded."""

@@ -10,8 +10,9 @@ welcomed anew. A Fence, Released or final Refused ends the conversation: after i
 gRPC is used without asyncio here: grpc.aio has one event poller per process, and it loses events of all loops once any
 of them was closed, be it the one of an earlier Agent or the user's own.
 
-States told to `on_state`: "connected" (welcomed), "lost: ..." (was welcomed, now trying again), "failed: ..." (final:
-refused at the door, or nobody reached within `connect_timeout_s` before the first Welcome).
+States told to `on_state`: "connected" (welcomed), "waits: ..." (was not welcomed yet, and nobody answers), "lost: ..."
+(was welcomed, now trying again), "failed: ..." (final: refused at the door, or nobody reached within
+`connect_timeout_s` before the first Welcome).
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ from chaos_lightning.runtime.forks import close_peer_in_children, forget_peer
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 _FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 0.5
+"""A scheduler that has just started listens so long, and somewhat longer, for members that know more than its store."""
 _ANSWER_TIMEOUT_S = 10.0
 """How long the scheduler may take to answer a Hello; one of several a fifth of it or less, since another may lead."""
 _GOODBYE_TIMEOUT_S = 1.0
@@ -58,6 +60,8 @@ _FIRST_SHUN_S, _SHUN_S = 0.3, 2.0
 been busy for a moment, so the first time is short; and who waits for a frozen one does not hear of the next one."""
 _REVIVE_AFTER = 3
 """Failed attempts in a row after which `revive` is called."""
+_FIRST_REVIVE_PAUSE_S = 1.0
+"""After the first of these calls; twice as long after each further one, up to half a minute, until it answers."""
 _MAX_OUTBOX = 65536
 _INTERVALS_S = (0.001, 3600.0)
 """What a scheduler may ask for between heartbeats: no flood, and no wait that the system cannot express."""
@@ -177,6 +181,8 @@ class Agent(threading.Thread):
         self._answered = False
         self._admitted = False
         self._reviving: threading.Thread | None = None
+        self._revive_at, self._revive_pause_s, self._revive_error = 0.0, _FIRST_REVIVE_PAUSE_S, ""
+        self._refused = ""
 
     # ------------------------------------------------------------------ any thread
 
@@ -213,7 +219,8 @@ class Agent(threading.Thread):
         told = ""
         while not self._stopping:
             if self._answered:
-                told = ""
+                told = self._revive_error = ""
+                self._revive_at, self._revive_pause_s = 0.0, _FIRST_REVIVE_PAUSE_S
             self._answered = False
             reason = self._converse()
             if self._over or self._stopping:
@@ -226,16 +233,21 @@ class Agent(threading.Thread):
             elif isinstance(reason, RefusedError):
                 self._on_state(f"failed: {reason}")
                 return
+            elif not self._answered:
+                told = self._tell(f"waits: {reason}", told)
             failures = 0 if self._answered else failures + 1
             if self._turn(reason):
                 continue
             if failures >= _REVIVE_AFTER:
                 self._try_to_revive()
+            if self._refused and not self._admitted:
+                self._on_state(f"failed: {self._refused}")
+                return
             if time.monotonic() > deadline:
                 self._on_state(f"failed: no admission within {self._connect_timeout_s:g} s: {reason}")
                 return
             # Of several one is bound to lead soon: each is asked again before a newcomer would lose patience.
-            longest = _LONGEST_PAUSE_S if len(self._endpoints) == 1 else _LONGEST_PAUSE_S / 4
+            longest = LONGEST_PAUSE_S if len(self._endpoints) == 1 else LONGEST_PAUSE_S / 2
             self._pause(min(longest, _FIRST_PAUSE_S * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0))
 
     @property
@@ -292,15 +304,21 @@ class Agent(threading.Thread):
 
     def _try_to_revive(self) -> None:
         """One helper thread at a time; the function itself decides whether it is its turn."""
-        revive = self._revive
-        if revive is None or (self._reviving is not None and self._reviving.is_alive()):
+        revive, now = self._revive, time.monotonic()
+        if revive is None or now < self._revive_at or (self._reviving is not None and self._reviving.is_alive()):
             return
+        # What cannot start, or ends at once (its disk is full), is tried ever more seldom.
+        self._revive_at, self._revive_pause_s = now + self._revive_pause_s, min(30.0, 2 * self._revive_pause_s)
 
         def work() -> None:
             try:
                 revive()
             except ChaosError as error:
-                self._on_state(f"cannot revive the scheduler: {error}")
+                if isinstance(error, RefusedError):  # the job has ended: a newcomer has nothing to wait for
+                    self._refused = str(error)
+                if str(error) != self._revive_error:
+                    self._revive_error = str(error)
+                    self._on_state(f"cannot revive the scheduler: {error}")
 
         self._reviving = threading.Thread(target=work, name="chaos-revive", daemon=True)
         self._reviving.start()
@@ -359,7 +377,8 @@ class Agent(threading.Thread):
                     self._answered = True
                     due = min(due, time.monotonic() + interval)
                 self._on_message(message)
-                if isinstance(message, Fence | Released | Refused):
+                keeps = isinstance(message, Released) and message.keep  # it has a word to say yet
+                if isinstance(message, Fence | Released | Refused) and not keeps:
                     self._over = not (isinstance(message, Refused) and message.retry)
                     self._take_leave(talk)
                     if self._admitted and not self._over:

@@ -176,3 +176,16 @@ def change_link(endpoint: str, a: str, b: str, *, add: bool, token: Secret = b""
     if not reply.accepted:
         raise RefusedError(str(reply.text))
     return str(reply.text)
+
+
+def reset(endpoint: str, *, force: bool = False, token: Secret = b"", timeout_s: float = 10.0) -> str:
+    """Ends the job of the scheduler that serves it; returns what was ended.
+
+    Raises:
+        RefusedError: It cannot be; the message says why.
+        SchedulerUnreachableError: Nobody answered in time.
+    """
+    reply = _call(endpoint, token, timeout_s, "Reset", chaos_pb2.ResetRequest(force=force))
+    if not reply.accepted:
+        raise RefusedError(str(reply.text))
+    return str(reply.text)

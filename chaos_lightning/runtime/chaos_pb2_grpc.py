@@ -54,6 +54,11 @@ class SchedulerStub(object):
                 request_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.LinkChangeRequest.SerializeToString,
                 response_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.LinkChangeReply.FromString,
                 _registered_method=True)
+        self.Reset = channel.unary_unary(
+                '/chaos_lightning.v1.Scheduler/Reset',
+                request_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ResetRequest.SerializeToString,
+                response_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ResetReply.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer(object):
@@ -84,6 +89,12 @@ class SchedulerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reset(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -106,6 +117,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.ChangeLink,
                     request_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.LinkChangeRequest.FromString,
                     response_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.LinkChangeReply.SerializeToString,
+            ),
+            'Reset': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reset,
+                    request_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ResetRequest.FromString,
+                    response_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ResetReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -216,6 +232,33 @@ class Scheduler(object):
             '/chaos_lightning.v1.Scheduler/ChangeLink',
             chaos__lightning_dot_runtime_dot_chaos__pb2.LinkChangeRequest.SerializeToString,
             chaos__lightning_dot_runtime_dot_chaos__pb2.LinkChangeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reset(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/chaos_lightning.v1.Scheduler/Reset',
+            chaos__lightning_dot_runtime_dot_chaos__pb2.ResetRequest.SerializeToString,
+            chaos__lightning_dot_runtime_dot_chaos__pb2.ResetReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,7 +16,10 @@ from typing import Annotated, Any
 import typer
 
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.membership.roster import short
 from chaos_lightning.membership.types import Settings
+from chaos_lightning.observe.units import printable
+from chaos_lightning.runtime.access import split_endpoints
 from chaos_lightning.runtime.credentials import Credentials
 from chaos_lightning.runtime.options import MEMORY, SchedulerOptions, change_settings, check_settings
 from chaos_lightning.runtime.plans import DEFAULT_PLAN, EXPECTED, read_plan
@@ -49,7 +52,7 @@ def scheduler(
         ),
     ] = "",
     job: Annotated[str, typer.Option(help="Name of the job (torchrun: --rdzv-id).")] = "default",
-    min_nodes: Annotated[int, typer.Option(help="Training starts with, and pauses below, so many members.")] = 1,
+    min_nodes: Annotated[int, typer.Option(help="Training starts with, and pauses below, so many nodes.")] = 1,
     max_nodes: Annotated[int, typer.Option(help="Further members wait as standbys.")] = 64,
     plan: Annotated[str, typer.Option(help=f"How gradients travel: {EXPECTED}.")] = DEFAULT_PLAN,
     store: Annotated[
@@ -131,7 +134,7 @@ def status(
     if as_json:
         print(json.dumps(facts, indent=2))
         return
-    _show(facts)
+    _show(printable(facts))
 
 
 USUAL = {"connected": True, "loaded": True, "leaving": False, "dead": False}
@@ -150,7 +153,8 @@ def _show(facts: dict[str, Any]) -> None:
         return
     console.print(
         f"job [bold]{facts['job']}[/bold] at {facts['endpoint']}: {machine.get('phase', '?')}, "
-        f"view {machine.get('view', '-')} (term {facts['term']}), {facts['min_nodes']} to {facts['max_nodes']} members",
+        f"view {machine.get('view', '-')} (term {facts['term']}{_chain_of(machine)}), "
+        f"{facts['min_nodes']} to {facts['max_nodes']} members",
         highlight=False,
     )
     if machine.get("reason"):
@@ -192,6 +196,11 @@ def _show_seat(console: Any, facts: dict[str, Any]) -> None:
         console.print(f"stand by: {', '.join(others) or 'nobody'}", highlight=False, markup=False)
     if facts.get("waits_for"):
         console.print(f"waits for: {facts['waits_for']}", highlight=False, markup=False)
+
+
+def _chain_of(machine: dict[str, Any]) -> str:
+    chain = machine.get("chain")
+    return f", chain {short(chain)}" if chain else ""
 
 
 def _show_links(console: Any, machine: dict[str, Any]) -> None:
@@ -245,7 +254,31 @@ def drain(
     from chaos_lightning.runtime.channel import drain as ask
 
     asked = ask(endpoint, node, Credentials.load(keys_dir, token_file))
-    print(f"asked to leave: {', '.join(asked)}")
+    print(printable(f"asked to leave: {', '.join(asked)}"))
+
+
+def reset(
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    token_file: TokenFile = "",
+    keys_dir: KeysDir = "",
+    force: Annotated[bool, typer.Option("--force", help="Also while members live, or may live.")] = False,
+    job: Annotated[str, typer.Option(help="Name of the job, where no scheduler answers.")] = "default",
+    store: Annotated[
+        str, typer.Option(help="Its chain, where no scheduler answers; default as for `scheduler`.", metavar="PATH")
+    ] = "",
+) -> None:
+    """End a job on your word, so that the next one by its name can begin.
+
+    For a job whose members are dead and that waits for them, since nobody can prove it. What they trained is lost but
+    for checkpoints; the chain of its views is archived. Through its scheduler if one answers, else on the chain's file.
+    Refused while members live: ask them to leave by `drain`.
+    """
+    from chaos_lightning.runtime.resetting import reset_job
+
+    options = SchedulerOptions(
+        listen=split_endpoints(endpoint)[0], settings=check_settings(Settings(job=job)), store=store
+    )
+    print(reset_job(endpoint, options, Credentials.load(keys_dir, token_file), force=force))
 
 
 class LinkAction(enum.StrEnum):

@@ -25,6 +25,8 @@ from chaos_lightning.transport.sealing import RULES, Level, require_library
 TRANSFERS = ("adaptive", "greedy", "optimal", "even", "single", "multi_source", "stop_resume", "shared")
 """replication.POLICIES; said once more, since torch must not be imported for it."""
 DEFAULT_ENDPOINT = "127.0.0.1:29400"
+ON_LAST_EXIT = ("checkpoint", "none")
+"""What `on_last_exit` may be beside a folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +38,9 @@ class EngineConfig:
             several schedulers stand by for each other (docs/failover.md), all of them, with commas.
         job: Name of the job; members of different jobs never meet.
         name: This node's name, unique in the job; default host name, local rank and process id.
-        min_nodes: Training starts with, and pauses below, so many members.
-        max_nodes: Further members wait as standbys.
+        min_nodes: Training starts with, and pauses below, so many nodes; a node is a torchrun with all its workers, or
+            `chaos-lightning run` with all of its, or one process that was started by itself.
+        max_nodes: Workers of further nodes wait as standbys.
         keys_dir: This node's folder of keys (`chaos-lightning keys`, docs/access.md): mutual TLS with the scheduler.
         token_file: Instead, a file with the cluster token alone; the environment's CHAOS_TOKEN serves as well.
         bind: Address that links listen on; beyond loopback keys or a token are demanded.
@@ -69,6 +72,9 @@ class EngineConfig:
         links: How data links are protected: checksum (for networks that you trust), authenticated, encrypted, or auto:
             checksums within a machine; between machines encryption, if the nodes have folders of keys (keys_dir; a
             token alone is not enough), else checksums (docs/links.md). It must be the job's, or auto.
+        on_last_exit: What the last member does with the training state when it goes before the job is finished:
+            "checkpoint" keeps it beside the chain's file (by default in ~/.local/state/chaos-lightning/JOB-PORT), a
+            folder keeps it there, "none" lets it go. Whoever founds the job again goes on from it, and says so.
     """
 
     endpoint: str = DEFAULT_ENDPOINT
@@ -95,6 +101,7 @@ class EngineConfig:
     transfer_folder: str = ""
     neighbours: str = ""
     links: str = "auto"
+    on_last_exit: str = "checkpoint"
 
     def __post_init__(self) -> None:
         _ = self.endpoints

@@ -88,4 +88,5 @@ def hello(
         fingerprint=tuple(sorted({**shapes, **fingerprint, "gradient layout": layout.hash}.items())),
         neighbours=config.neighbour_names,
         replay=no_replay,
+        node=os.environ.get("CHAOS_NODE", ""),
     )

@@ -38,6 +38,8 @@ from chaos_lightning.runtime.process_table import host_identity, process_state, 
 LEASE_S = 2
 PATIENCE_S = 3.0
 """A leader that cannot prolong its lease stands by so long after the lease may have ended."""
+WATCHED_S = 3.0
+"""etcd renews all leases when it has been restored from a snapshot, also that of a leader that is no more."""
 _LOOK_S = 0.1
 _ASK_S = 0.3
 """For looking at the others' keys, which must not keep the leader from prolonging its lease."""
@@ -143,6 +145,12 @@ class Election(threading.Thread):
         self.leads = False
         self.followed = False
         """Another candidate led while this one waited."""
+        self.watched = False
+        """It waited for longer than the lease of a dead leader can stand, in one history of etcd: no older snapshot."""
+        self._revision = 0
+        """The highest that etcd has told."""
+        self._following: tuple[str, float] = ("", 0.0)
+        """Whom it has followed since when, all the while on the lease that it has now."""
 
     # ------------------------------------------------------------------ any thread
 
@@ -217,6 +225,27 @@ class Election(threading.Thread):
         key = self._root + f"candidates/{self._me.id}"
         self._client.transact([], [put(key, self._me.packed(), lease)])
         self.trouble, self._told = "", ()
+        self.watched, self._following, self._revision = False, ("", 0.0), 0
+
+    def _look(self, key: str) -> pb.KeyValue | None:
+        """What lies there, as a majority has it. A revision lower than before is an older snapshot's."""
+        found, revision = self._client.get_all(key)
+        if revision < self._revision:
+            self._note("notice", text=f"etcd went back from revision {self._revision} to {revision}")
+            self.watched, self._following = False, ("", 0.0)
+        self._revision = revision
+        held = next((kv for kv in found if kv.key.decode(errors="replace") == key), None)
+        self._watch_over(held)
+        return held
+
+    def _watch_over(self, leader: pb.KeyValue | None) -> None:
+        """A leader that lives prolongs its lease; one of a restored snapshot does not."""
+        if leader is None or leader.lease == self._me.lease:
+            return
+        who = f"{leader.lease:x}"
+        if self._following[0] != who:
+            self._following = (who, now())
+        self.watched = self.watched or now() - self._following[1] > WATCHED_S
 
     def _prolong(self) -> bool:
         """Once; False if the lease has ended."""
@@ -236,13 +265,13 @@ class Election(threading.Thread):
         """Until this candidate leads (True), is stopped, or has lost its lease."""
         key = self._root + "leader"
         while not self._over.is_set():
-            found = self._client.get(key)
+            found = self._look(key)
             self._looked = True
             if found is None:
                 self.leader = None
                 me = replace(self._me, since=round(time.time(), 3), because=self._because)
                 self._client.transact([same_revision(key, 0)], [put(key, me.packed(), me.lease)])
-                mine = self._client.get(key)
+                mine = self._look(key)
                 if mine is None or mine.lease != self._me.lease:
                     continue  # an answer that got lost is recognised by the lease
                 return self._elected(key, mine)
@@ -302,7 +331,7 @@ class Election(threading.Thread):
                             "error", where="election", text="the lease of this candidate has ended; it takes another"
                         )
                         return False
-                    found = self._client.get(key)  # the watch may be deaf; and prolonging needs no valid token
+                    found = self._look(key)  # the watch may be deaf; and prolonging needs no valid token
                     if found is None or found.mod_revision >= revision:
                         self._because = f"the lease of {self._named()} had ended, or was given back"
                         return True

@@ -10,16 +10,23 @@ and wakes when this member is put out, disagrees, or loses its scheduler for too
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from torch import Tensor
 
 from chaos_lightning.collectives.layout import Layout, Section
-from chaos_lightning.errors import ChaosError, ConfigurationError, DeadlineError, DisagreementError, FencedError
+from chaos_lightning.errors import (
+    ChaosError,
+    ConfigurationError,
+    DeadlineError,
+    DisagreementError,
+    FencedError,
+    NoDonorError,
+)
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.slots import fitting
 from chaos_lightning.membership.types import (
@@ -46,6 +53,7 @@ from chaos_lightning.runtime.credentials import Credentials
 from chaos_lightning.runtime.doorway import hello, warn_of_rules
 from chaos_lightning.runtime.entrance import Entrance, no_replay
 from chaos_lightning.runtime.hosting import host_for_engine
+from chaos_lightning.runtime.keeping import Keeping
 from chaos_lightning.runtime.keyring import Keyring
 from chaos_lightning.runtime.links import Links
 from chaos_lightning.runtime.mailbox import Mailbox
@@ -58,6 +66,11 @@ from chaos_lightning.runtime.window import Window
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.reference import Stamp
 
+_log = logging.getLogger("chaos_lightning")
+MAY_GO_S = 0.5
+"""How long the only member, which leaves, waits for the scheduler to let it go, before it takes another step."""
+NO_DONOR_PAUSES_S = (0.5, 1.0, 2.0, 4.0)
+"""Between attempts of a newcomer that reached no donor (s); each attempt may make the others wait."""
 LOG_PATIENCE_S = 0.25
 """How long a slot that reduces nothing waits for the copy of the step before it, while somebody observes."""
 
@@ -70,6 +83,7 @@ class Engine:
         ruling_view: The view that the last header named: it deals the coming step (PROTOCOL.md 10).
         header: Last committed header.
         role: "founder" or "joiner", after `join`.
+        resumed: This founder went on from a state that the last member of the job had kept in a file.
         leaving: This member has asked to leave; training stops when a header lets it go.
         out: A header excluded this member (it left).
     """
@@ -81,6 +95,7 @@ class Engine:
         self.ruling_view: View | None = None
         self.header: Header = GENESIS
         self.role = ""
+        self.resumed = False
         self.leaving = False
         self.out = False
         self.events = EventLog.in_directory(config.log_dir or None, config.name)
@@ -96,7 +111,8 @@ class Engine:
         self._window: Window | None = None
         self._hello: Hello | None = None
         self._replay: Replay | None = None
-        self._entrance = Entrance(self._shell, self._mail, self._transfer)
+        self._keeping = Keeping(config, self.events)
+        self._entrance = Entrance(self._shell, self._mail, self._transfer, self._keeping.load)
         self._unserved: Header | None = None
         self._closed = False
 
@@ -175,21 +191,25 @@ class Engine:
             no_replay=no_replay(self.config, replay),
         )
         self._replay = replay
+        pauses = iter(NO_DONOR_PAUSES_S)
         while True:
             self._call_on()
             try:
                 header = self._admission(state, deadline)
                 break
-            except FencedError as error:
+            except (FencedError, NoDonorError) as error:
                 if self.leaving:
                     raise self._waiting.give_up(self._agent) from error
-                if time.monotonic() > deadline:
+                pause_s = next(pauses, None) if isinstance(error, NoDonorError) else 0.0
+                if pause_s is None or time.monotonic() > deadline:
                     raise
-                # It was frozen on the threshold: nothing is lost but the place in the queue.
+                # It was frozen or cut off on the threshold: nothing is lost but the place in the queue.
                 self.events.emit("rejoin", old_id=self.member_id, reason=str(error))
                 self._forget()
+                self._mail.rest(pause_s)
         window.settle()
         warn_of_rules(self.config, self._shell.welcome)
+        self._tell_of_loss()
         self._waiting.over(f"this member is rank {self.rank} of {self.world_size}")
         report = self._transfer.report
         self.events.emit(
@@ -206,6 +226,13 @@ class Engine:
         )
         return header
 
+    def _tell_of_loss(self) -> None:
+        """A job that begins anew although it was further once says so on each member's terminal."""
+        founded = self._shell.machine.dealing
+        if self.header == GENESIS and founded is not None and founded.predecessor != NO_VIEW:
+            self.events.emit("notice", text=founded.reason, waiting=False)
+            _log.warning("%s: the job begins anew, from what it was started with: %s", self.member_id, founded.reason)
+
     def _call_on(self) -> None:
         """Opens the control stream, if it is not open."""
         if self._agent is None:
@@ -216,15 +243,15 @@ class Engine:
                 on_message=self._on_control,
                 on_state=self._on_agent_state,
                 heartbeat=self._shell.heartbeat,
-                connect_timeout_s=min(30.0, self.config.join_timeout_s),
-                revive=partial(host_for_engine, self.config, continue_only=True),
+                connect_timeout_s=self.config.join_timeout_s,
+                revive=lambda: host_for_engine(self.config, continue_only=True, chain=self._shell.machine.chain),
             )
             self._agent.start()
 
     def _start_network(self) -> None:
         check_bind(self.config.bind, self._token)
         watch_parent()
-        host_for_engine(self.config)
+        host_for_engine(self.config, given_up=lambda: self.leaving)
         self._shell.links = Links(
             self._loop,
             self.config.bind,
@@ -243,7 +270,8 @@ class Engine:
 
     def _make_hello(self) -> Hello:
         assert self._hello is not None
-        return replace(self._hello, **self._shell.machine.knowledge())
+        said = replace(self._hello, **self._shell.machine.knowledge())
+        return said if said.view != NO_VIEW else replace(said, kept=self._keeping.offer(said))
 
     def _admission(self, state: StateAccess, deadline: float) -> Header:
         """Waits until this member stands in a view; a joiner gets the state on the way."""
@@ -252,9 +280,11 @@ class Engine:
             self.leaving = True  # if it was not by `leave`, then the operator has drained it
             raise self._waiting.give_up(self._agent)
         self.role, self.header, self.view = place.role, place.header, place.view
+        self.resumed = place.role == "founder" and place.header != GENESIS
         # A recovery may have put a newer view in force; the deal follows the one that the header named (10), and before
-        # slot 1, which cannot commit without this thread, the founding one, which the machine remembers.
-        known = (self.header.view_change, self._shell.machine.dealing if self.header == GENESIS else self.view)
+        # the first slot, which cannot commit without this thread, the founding one, which the machine remembers.
+        founded = self.header.next_view == NO_VIEW
+        known = (self.header.view_change, self._shell.machine.dealing if founded else self.view)
         self.ruling_view = ruling_view(self.header, [v for v in known if v is not None])
         return self.header
 
@@ -302,8 +332,8 @@ class Engine:
             section: Which optimizer steps.
             hyper: Hyperparameters in words; compared at the root.
             state_hash: Hash of the replicated state before the step, every n steps.
-            yields: This member leaves and follows its script no more: if the others close another kind of slot, it goes
-                along, and the header is of that kind.
+            yields: This member leaves and follows its script no more, or has no samples and runs no training step: if
+                the others close another kind of slot, it goes along, and the header is of that kind.
 
         Raises:
             FencedError, DisagreementError, DeadlineError: See errors.py; nothing was applied.
@@ -330,16 +360,22 @@ class Engine:
         self._transfer.settle()
         return header
 
-    def gather(self, name: str, payload: bytes) -> list[tuple[str, bytes]]:
+    def gather(self, name: str, payload: bytes, *, yields: bool = False) -> list[tuple[str, bytes]]:
         """A numbered collective: every member's payload, in rank order (PROTOCOL.md 28).
 
+        Args:
+            name: Which one; equal at all members.
+            payload: What this member brings.
+            yields: If the others make one by another name first, this member goes along with theirs; the header tells
+                its name.
+
         Returns:
-            (member id, payload) of all contributors; b"" of one that leaves and yielded.
+            (member id, payload) of all contributors; b"" of one that yielded.
 
         Raises:
             DisagreementError: At all members: they make different calls, or their payloads are too large together.
         """
-        header = self._slot(Kind.GATHER, name=name, payload=fitting(payload))
+        header = self._slot(Kind.GATHER, name=name, payload=fitting(payload), yields=yields)
         if self._window is not None:
             self._window.move(self.header.seq + 1)
         return [(s.member, a) for s, a in zip(header.contributors, header.answers, strict=True)]
@@ -405,12 +441,40 @@ class Engine:
             self._loop.call(lambda: self._shell.feed(fx.LeaveRequested(reason)))
             self._mail.post(giving_up=not self.role)
 
+    def may_go(self) -> bool:
+        """Whether this member, which leaves and is alone in its view, is let go, or there is nobody who could say so.
+
+        Newcomers may be about to come in: then it is needed, for they get its state.
+        """
+        mail, until = self._mail, time.monotonic() + MAY_GO_S
+        with mail.changed:
+            while not (mail.left or mail.lost or mail.ejected or mail.crash) and (
+                (left_s := until - time.monotonic()) > 0
+            ):
+                mail.changed.wait(left_s)
+            return bool(mail.left or mail.lost)
+
+    def keep(self, state: StateAccess) -> None:
+        """This member goes, and no header lets it go: others that hold the state may be gone, too. So it keeps its own,
+        which must stand on `header`, in a file, from which the job can be founded again (PROTOCOL.md 14c)."""
+        mail = self._mail
+        with mail.changed:
+            asked = self.leaving or mail.giving_up
+            void = mail.ejected is not None or mail.crash is not None
+        if not self.role or self.out or self.view is None or void or not asked or self.header.kind is Kind.CLOSING:
+            return
+        assert self._hello is not None
+        kept = self._keeping.keep(self.header, self.view, self.member_id, self._hello, state)
+        if kept is not None:
+            self._send_control(kept)
+
     def finish(self) -> None:
         """The job's last slot; waits until all members have it (or the linger deadline)."""
         if not self.out:
             if self.header.kind is not Kind.CLOSING:  # else the others closed the job in a slot that this one yielded
                 self._slot(Kind.CLOSING, name="closing")
             self.events.emit("finished", seq=self.header.seq, step=self.header.step)
+            self._keeping.clear()
         self.wait_released()
 
     def wait_released(self, timeout_s: float = 10.0) -> None:
@@ -446,7 +510,7 @@ class Engine:
         if self._window is not None:
             self._window.abandon()
         self.view = self.ruling_view = None
-        self.header, self.role, self.out, self.leaving = GENESIS, "", False, False
+        self.header, self.role, self.out, self.leaving, self.resumed = GENESIS, "", False, False, False
 
     def close(self) -> None:
         """Ends threads, links and the log. Idempotent."""
@@ -459,6 +523,7 @@ class Engine:
         if links is not None:
             self._loop.call_and_wait(links.close, 2.0)
             self._loop.stop()
+            links.wait_closed()
         self._transfer.close()
         if self._window is not None:
             self._window.close()

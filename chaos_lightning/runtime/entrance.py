@@ -10,6 +10,7 @@ may get a state from others, but founds no job.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,7 +57,11 @@ class Place:
 class Entrance:
     """See the module."""
 
-    def __init__(self, shell: Shell, mail: Mailbox, transfer: Transfer) -> None:
+    def __init__(
+        self, shell: Shell, mail: Mailbox, transfer: Transfer, load: Callable[[Header, StateAccess], None]
+    ) -> None:
+        """`load` brings a state that was kept at this header (PROTOCOL.md 14c)."""
+        self._load = load
         self._shell = shell
         self._mail = mail
         self._transfer = transfer
@@ -109,5 +114,8 @@ class Entrance:
                     mail.wait(lambda: mail.giving_up or mail.pull is not None, "the state's header", deadline)
             else:
                 self._transfer.arrived()
-                self._transfer.publish(GENESIS, state, window.layout)
-                return Place("founder", GENESIS, view)
+                base = self._shell.machine.header
+                if base != GENESIS:
+                    self._load(base, state)
+                self._transfer.publish(base, state, window.layout)
+                return Place("founder", base, view)

@@ -30,9 +30,21 @@ from chaos_lightning.membership.types import Header, View, ViewId
 from chaos_lightning.runtime import etcd_pb2 as pb
 from chaos_lightning.runtime.codec import decode, encode
 from chaos_lightning.runtime.etcd_client import CompactedError, EtcdClient, delete, put, same_revision
-from chaos_lightning.runtime.store import Appended, Entry, EntryKind, Store, Tip, advance, entry_of, judge
+from chaos_lightning.runtime.store import (
+    Appended,
+    Entry,
+    EntryKind,
+    Store,
+    Tip,
+    advance,
+    entry_of,
+    former_id,
+    judge,
+    with_term,
+)
 
-FORMAT = 1
+FORMAT = 2
+"""1 had no id of the chain; its tip is read (store.former_id) and replaced with the next write."""
 MAX_ENTRY_NBYTES = 1 << 20
 """etcd takes requests of up to 1.5 MiB."""
 _RACES = 20
@@ -105,11 +117,19 @@ class EtcdStore(Store):
                     last_view=ViewId(*document["last_view"]),
                     finished=bool(document["finished"]),
                     last=last,
+                    chain=self._id_in(document),
                 )
             except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise StoreError(f"{self.place}: the key tip holds no tip of a chain: {error!r}") from error
             return _Known(tip, count, found.mod_revision)
         raise StoreError(f"{self.place}: the tip names entry {count}, which is missing")
+
+    def _id_in(self, document: dict[str, Any]) -> str:
+        if document["format"] == 1:
+            return former_id(self.job, (e.view for e in self.entries() if e.view is not None))
+        if not isinstance(document["chain"], str):
+            raise ValueError("its id is no text")
+        return document["chain"]
 
     def _document(self, value: bytes, what: str) -> dict[str, Any]:
         try:
@@ -121,7 +141,7 @@ class EtcdStore(Store):
                 f"{self.place}: the key {what} holds no part of a chain ({error}); if the keys are another program's, "
                 "choose another prefix"
             ) from error
-        if document["format"] != FORMAT:
+        if document["format"] not in (1, FORMAT):
             raise StoreError(
                 f"{self.place} has format {document['format']}, this version reads {FORMAT}; finish the job with the "
                 "version that began it, or choose another job name or prefix"
@@ -190,10 +210,10 @@ class EtcdStore(Store):
         self._known = _Known(tip, count, revision) if ok else None
         return ok
 
-    def take_term(self, above: int = 0) -> int:
+    def take_term(self, above: int = 0, chain: str = "") -> int:
         for _ in range(_RACES):
             known = self._read()
-            tip = replace(known.tip, term=max(known.tip.term, above) + 1)
+            tip = with_term(known.tip, above, chain)
             if self._write(known, tip, count=known.count):
                 self.term = tip.term
                 return self.term
@@ -224,20 +244,17 @@ class EtcdStore(Store):
                 return Appended(False, refused)
         raise StoreError(f"{self.place}: the tip changed {_RACES} times in turn while an entry was to be appended")
 
-    def begin_again(self) -> None:
-        """Where the job is finished: an empty chain, under a higher term than any before.
-
-        Raises:
-            StoreError: Somebody else wrote in between.
-        """
+    def begin_again(self) -> str:
+        gone = "deleted (etcd keeps no chains of jobs that are over)"
         known = self._read()
-        tip = Tip(term=known.tip.term + 1)
+        tip = with_term(Tip(term=known.tip.term))
         if self._write(known, tip, delete(self._key("entry/")), count=0):
-            return
+            return gone
         # The client asks anew where an answer got lost: then it is our own write that stands in the way.
         found = self._read()
         if (found.tip, found.count) != (tip, 0) or self._lost_guard():
             raise StoreError(f"{self.place}: another scheduler has begun this job again; look who leads it")
+        return gone
 
     def _lost_guard(self) -> str:
         """Why this scheduler may not write at all, if that is so."""
@@ -306,5 +323,6 @@ def _tip_bytes(tip: Tip, count: int) -> bytes:
             "last_view": [tip.last_view.term, tip.last_view.number],
             "finished": tip.finished,
             "count": count,
+            "chain": tip.chain,
         }
     ).encode()

@@ -20,14 +20,23 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from chaos_lightning.errors import ChaosError, ConfigurationError, RefusedError, SchedulerUnreachableError
+from chaos_lightning.errors import (
+    ChaosError,
+    ConfigurationError,
+    RefusedError,
+    SchedulerUnreachableError,
+    StoreError,
+)
+from chaos_lightning.membership.roster import short
 from chaos_lightning.membership.types import PlanSpec
 from chaos_lightning.runtime.access import check_bind, is_local, split_endpoint
 from chaos_lightning.runtime.credentials import Credentials, Secret
+from chaos_lightning.runtime.listener import is_another_kind, who_listens
 from chaos_lightning.runtime.options import (
     MEMORY,
     SchedulerOptions,
@@ -38,6 +47,7 @@ from chaos_lightning.runtime.options import (
 )
 from chaos_lightning.runtime.orphan import still_runs
 from chaos_lightning.runtime.process_table import start_time
+from chaos_lightning.runtime.store import Tip
 
 if TYPE_CHECKING:
     from chaos_lightning.runtime.config import EngineConfig
@@ -48,6 +58,8 @@ IDLE_TIMEOUT_S = 300.0
 """A hosted scheduler ends after so long without members; its chain stays."""
 _LOOK_INTERVAL_S = 0.05
 _ODD_LISTENER_PATIENCE_S = 6.0
+TELL_S = 5.0
+"""Between two lines of who waits for a scheduler."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +93,23 @@ class HostedScheduler:
             os.close(handle)
 
 
-def _listens(endpoint: str) -> bool:
+def listens(endpoint: str) -> bool:
+    """Whether anybody accepts connections there."""
     host, port = split_endpoint(endpoint)
     try:
         with socket.create_connection((host, port), timeout=1.0):
             return True
+    except TimeoutError:
+        return True  # so many wait for whoever has the port that the kernel takes no more
     except OSError:
         return False
 
 
 def look(endpoint: str, job: str, token: Secret) -> str:
-    """What is at the endpoint: "free", "serves" (this job), "finished" (still lingering) or "silent" (no answer yet).
+    """What is at the endpoint: "free", "serves" (this job), "finished" (still lingering), "silent" or "odd".
+
+    Whoever has the port is silent if it says nothing: it begins, is frozen, or has no descriptor left; and odd if it
+    hangs up, or is no gRPC server.
 
     Raises:
         ConfigurationError: A scheduler of another job is there.
@@ -99,22 +117,55 @@ def look(endpoint: str, job: str, token: Secret) -> str:
     """
     from chaos_lightning.runtime.channel import fetch_status
 
-    if not _listens(endpoint):
+    if not listens(endpoint):
         return "free"
     try:
         status = fetch_status(endpoint, token, timeout_s=2.0, follow=False)
     except SchedulerUnreachableError:
-        return "silent"
+        return "odd" if is_another_kind(*split_endpoint(endpoint)) else "silent"
+    _check_job(endpoint, job, status)
+    return "finished" if status.get("finished") else "serves"
+
+
+def _check_job(endpoint: str, job: str, status: dict[str, Any]) -> None:
     if status.get("job") != job:
         raise ConfigurationError(
             f"at {endpoint} runs the scheduler of job {status.get('job')!r}, not of {job!r}: "
             "use another port, or the same job name (torchrun: --rdzv-id)"
         )
-    return "finished" if status.get("finished") else "serves"
+
+
+def is_over(config: EngineConfig, options: SchedulerOptions, secret: Secret, *, continue_only: bool) -> bool:
+    """Whether a job whose scheduler others start is finished: its scheduler says so.
+
+    Where none answers, a chain in etcd says it to those that had a job (`continue_only`). To others it says nothing:
+    the next job of that name may be about to begin.
+
+    Raises:
+        ConfigurationError: A scheduler of another job is there.
+        RefusedError: It does not accept the credentials, or is no scheduler.
+    """
+    from chaos_lightning.runtime.channel import fetch_status
+
+    try:
+        status = fetch_status(config.endpoint, secret, timeout_s=2.0)
+    except SchedulerUnreachableError:
+        try:
+            return continue_only and options.in_etcd and _finished(options)
+        except ChaosError:
+            return False  # the workers wait for both, and say so
+    _check_job(config.endpoint, config.job, status)
+    return bool(status.get("finished")) or status.get("machine", {}).get("phase") == "finished"
 
 
 def ensure_scheduler(
-    options: SchedulerOptions, token: Secret = b"", *, continue_only: bool = False, timeout_s: float = 30.0
+    options: SchedulerOptions,
+    token: Secret = b"",
+    *,
+    continue_only: bool = False,
+    timeout_s: float = 30.0,
+    given_up: Callable[[], bool] = lambda: False,
+    chain: str = "",
 ) -> HostedScheduler | None:
     """Starts a scheduler at `options.listen` if that is this machine's and free; returns it, None if none was started.
 
@@ -122,7 +173,9 @@ def ensure_scheduler(
         options: What to run; `token_file` and `keys_dir` are not used.
         token: Cluster token, which is handed over in the child's environment; or credentials, whose folder is named.
         continue_only: Do not begin a new job where one is finished; that is a RefusedError then.
-        timeout_s: How long to wait for an answer.
+        timeout_s: How long to wait for an answer. Whoever waits for longer than some seconds says so, and for whom.
+        given_up: Asked now and then: true if the caller waits no more; then None is returned.
+        chain: Id of the chain that the caller knows its job by: none is started on a store that lacks it.
 
     Raises:
         ConfigurationError, RefusedError: What is there cannot serve this job; the message says why.
@@ -135,21 +188,28 @@ def ensure_scheduler(
     check_bind(host, token)
     check_settings(options.settings)
     started: HostedScheduler | None = None
-    begun = time.monotonic()
-    silent_since: float | None = None
-    while True:
+    begun = told = time.monotonic()
+    odd_since: float | None = None
+    while not given_up():
         found = look(options.listen, job, token)
         now = time.monotonic()
+        odd_since = (odd_since or now) if found == "odd" else None
         if found == "serves":
             return started if started is not None and _serves_itself(started, token) else None
         if found == "finished" and continue_only:
             raise RefusedError(f"job {job!r} is finished; nothing is left to do")
         if found == "free":
-            if started is None or not started.alive():
+            if not _lives(started):
                 if started is not None:
                     raise SchedulerUnreachableError(f"the scheduler ended at once; {_last_words(started.log)}")
                 if continue_only and _finished(options):
                     raise RefusedError(f"job {job!r} is finished; nothing is left to do")
+                if chain and (held := _stored(options).chain) != chain:
+                    raise StoreError(
+                        f"no scheduler is started at {options.listen}: job {job} goes by chain {short(chain)}, and "
+                        f"{options.store or options.store_path} holds {f'chain {short(held)}' if held else 'none'}. "
+                        "Start one there on the store that holds it"
+                    )
                 again = _begins_again(options)
                 started = _spawn(options, Credentials.of(token))
                 if again:
@@ -162,16 +222,38 @@ def ensure_scheduler(
                         if options.in_etcd
                         else f"the old one is beside {options.store_path}",
                     )
-        elif found == "silent":
-            silent_since = silent_since if silent_since is not None else now
-            ours = started is not None and started.alive()
-            if now - silent_since > _ODD_LISTENER_PATIENCE_S and not ours:
-                raise RefusedError(f"at {options.listen} something listens that is no scheduler; choose another port")
-        if now - begun > timeout_s:
+        elif odd_since is not None and now - odd_since > _ODD_LISTENER_PATIENCE_S and not _lives(started):
+            what = f"something listens that is no scheduler{_named(options.listen)}"
+            raise RefusedError(f"at {options.listen} {what}; choose another port")
+        left = begun + timeout_s - now
+        if left <= 0 or now - told > TELL_S:
+            told = now
             what = "the finished job's scheduler does not end" if found == "finished" else "no answer"
-            words = f"; {_last_words(started.log)}" if started is not None else ""
-            raise SchedulerUnreachableError(f"{what} at {options.listen} within {timeout_s:g} s{words}")
+            words = f"{what} at {options.listen}{_named(options.listen)}"
+            words += f"; {_last_words(started.log)}" if started is not None else ""
+            if left <= 0:
+                raise SchedulerUnreachableError(f"{words}; waited for {timeout_s:g} s")
+            logger.warning("job %s waits for its scheduler: %s; gives up in %.0f s", job, words, left)
         time.sleep(_LOOK_INTERVAL_S)
+    return None
+
+
+def chain_at(endpoint: str, token: Secret) -> str:
+    """Id of the chain by which the scheduler there leads a job that has begun; "" if it tells of none."""
+    from chaos_lightning.runtime.channel import fetch_status
+
+    machine = fetch_status(endpoint, token, timeout_s=2.0).get("machine", {})
+    return str(machine.get("chain", "")) if machine.get("view") else ""
+
+
+def _lives(started: HostedScheduler | None) -> bool:
+    return started is not None and started.alive()
+
+
+def _named(endpoint: str) -> str:
+    """The process that has the endpoint's port, as far as it can be seen."""
+    who = who_listens(split_endpoint(endpoint)[1])
+    return f": {who}" if who else ""
 
 
 def _serves_itself(started: HostedScheduler, token: Secret) -> bool:
@@ -181,7 +263,8 @@ def _serves_itself(started: HostedScheduler, token: Secret) -> bool:
     return started.alive() and fetch_status(started.endpoint, token, follow=False).get("pid") == started.pid
 
 
-def _finished(options: SchedulerOptions) -> bool:
+def _stored(options: SchedulerOptions) -> Tip:
+    """The tip of the chain in the store, which is only read; that of an empty one if there is none."""
     from chaos_lightning.runtime.sqlite_store import SqliteStore
 
     path = options.store_path
@@ -190,11 +273,15 @@ def _finished(options: SchedulerOptions) -> bool:
         from chaos_lightning.runtime.etcd_store import EtcdStore
 
         with EtcdStore(open_client(read_address(options.store)), options.settings.job) as chain:
-            return chain.tip().finished
+            return chain.tip()
     if path is None or not path.exists():
-        return False
+        return Tip()
     with SqliteStore(path, options.settings.job, read_only=True) as store:
-        return store.tip().finished
+        return store.tip()
+
+
+def _finished(options: SchedulerOptions) -> bool:
+    return _stored(options).finished
 
 
 def _begins_again(options: SchedulerOptions) -> bool:
@@ -307,14 +394,24 @@ def _idle_timeout_s() -> float:
         raise ConfigurationError(f"environment variable CHAOS_IDLE_TIMEOUT_S={text!r}: expected seconds") from error
 
 
-def host_for_engine(config: EngineConfig, *, continue_only: bool = False) -> HostedScheduler | None:
+def host_for_engine(
+    config: EngineConfig,
+    *,
+    continue_only: bool = False,
+    given_up: Callable[[], bool] = lambda: False,
+    chain: str = "",
+) -> HostedScheduler | None:
     """`ensure_scheduler` for a member: at its start, and (continue_only) when its scheduler was lost.
 
-    A worker that torchrun has started again had a job: if that finished since the agent looked, no new one begins.
+    At its start it waits for as long as it would for admission, unless it has `given_up`. A worker that torchrun has
+    started again had a job: if that finished since the agent looked, no new one begins.
     """
+    timeout_s = 30.0 if continue_only else config.join_timeout_s
     continue_only |= os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     options = options_for_engine(config)
     if not may_host(config, options):
         return None
     secret = Credentials.load(config.keys_dir, config.token_file)
-    return ensure_scheduler(options, secret, continue_only=continue_only)
+    return ensure_scheduler(
+        options, secret, continue_only=continue_only, timeout_s=timeout_s, given_up=given_up, chain=chain
+    )

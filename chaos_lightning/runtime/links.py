@@ -30,17 +30,23 @@ from chaos_lightning.runtime.credentials import Credentials, Secret
 from chaos_lightning.runtime.few_lines import FewLines
 from chaos_lightning.runtime.forks import close_in_children
 from chaos_lightning.runtime.measuring import Measuring
+from chaos_lightning.runtime.process_table import Sight, host_identity
 from chaos_lightning.runtime.routing import Letter, Router, unpacked
+from chaos_lightning.runtime.watching import Watching
 from chaos_lightning.transport.frames import MAX_PAYLOAD_NBYTES, Frame, FrameType
 from chaos_lightning.transport.handshake import Greeting, Keys, accept, dial
 from chaos_lightning.transport.link import Link, Owner
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.reference import Reference, Stamp
-from chaos_lightning.transport.sealing import ProtectedSocket
+from chaos_lightning.transport.sealing import ProtectedSocket, session_of
 
 PING_INTERVAL_S = 0.1
 SILENCE_S = 3.0
 """A link on which nothing was heard for so long carries nothing any more, though it was not closed."""
+BUSY_S = 10.0
+"""The same, of a peer that its machine says is running: it may be busy rather than cut off."""
+ASK_S = 1.5 * PING_INTERVAL_S
+"""A peer that has been silent for so long is asked about: the answer is there when the scheduler asks."""
 EXPECT_S = 1.0
 """Who dials may have been told of this link so much earlier."""
 FINISH_S = 30.0
@@ -116,6 +122,8 @@ class Links:
         self._letters: deque[tuple[Letter, str]] = deque()
         """With the neighbour that each came from."""
         self._measuring = Measuring(loop.later, owner.measured)
+        self._host = host_identity()
+        self._watching = Watching(loop, refused)
         self.relayed = 0
         """Letters of others that were passed on."""
         self._slots = threading.Semaphore(_MAX_HANDSHAKES)
@@ -127,16 +135,19 @@ class Links:
             raise ConfigurationError(f"cannot listen on {bind!r}: {error}; set bind to an own address") from error
         self.port = int(self._listener.getsockname()[1])
         close_in_children(self._listener.fileno())
-        threading.Thread(target=self._accept_all, name="chaos-accept", daemon=True).start()
+        self._acceptor = threading.Thread(target=self._accept_all, name="chaos-accept", daemon=True)
+        self._acceptor.start()
 
     # ------------------------------------------------------------------ wanting
 
     def want(self, peers: tuple[Member, ...]) -> None:
         """Keeps links to exactly these members."""
-        self._wanted = {m.id: m for m in peers if m.id != self.me}
+        before, self._wanted = set(self._wanted), {m.id: m for m in peers if m.id != self.me}
         self._expect()
         for peer in [p for p in self._links if p not in self._wanted]:
             self._finish(peer, self._links.pop(peer))
+        for peer in before.difference(self._wanted):
+            self._watching.drop(peer)
         self._post_again()
         for peer in self._wanted:
             if peer in self._links:
@@ -180,6 +191,8 @@ class Links:
         self._links.clear()
         self._finishing.clear()
         self._letters.clear()
+        for peer in self._wanted:
+            self._watching.drop(peer)
         self._router = Router()
         self._wanted = {}
         self._expect()
@@ -221,6 +234,26 @@ class Links:
             sock.close()
             return
         self._add(peer, sock)
+        if self._wanted[peer].host != self._host:
+            self._watch(self._wanted[peer], me)
+
+    def _watch(self, member: Member, me: str) -> None:
+        """A second connection, for the watchers at both ends; without it silence is all that there is to judge by."""
+
+        def work() -> None:
+            greeting = Greeting(self._job, me, member.id, "watch")
+            try:
+                sock = dial(member.address, member.port, greeting, token=self._secret.tokens(), keys=self.keys)
+            except (OSError, ChaosError) as error:
+                self._refused(f"{member.id} cannot be watched: {error}")
+            else:
+                self._hand_over(member.id, sock, dialled=True)
+
+        threading.Thread(target=work, name=f"chaos-watch-{member.id}", daemon=True).start()
+
+    def _hand_over(self, peer: str, sock: socket.socket, *, dialled: bool) -> None:
+        session = session_of(sock)
+        self._watching.add(peer, sock, session.watch_key if session is not None else b"", dialled=dialled)
 
     def _failed(self, peer: str, reason: str) -> None:
         self._dialling.discard(peer)
@@ -261,7 +294,9 @@ class Links:
             return
         finally:
             self._slots.release()
-        if greeting.purpose == "bulk":
+        if greeting.purpose == "watch":
+            self._hand_over(greeting.me, sock, dialled=False)
+        elif greeting.purpose == "bulk":
             close_in_children(sock.fileno())
             watched = self._measuring.begin_bulk(greeting.me, sock)
             if watched:
@@ -277,7 +312,7 @@ class Links:
 
     def _objection(self, greeting: Greeting) -> str:
         peer = greeting.me
-        if greeting.purpose == "link":
+        if greeting.purpose in ("link", "watch"):
             with self._told:
                 if not self._told.wait_for(lambda: peer in self._expected or self._closed, EXPECT_S):
                     return f"no view has a link of it with {self.me}, and the scheduler has not told of one"
@@ -322,6 +357,7 @@ class Links:
         if self._links.get(peer) is not link:
             return
         del self._links[peer]
+        self._watching.ask(peer)
         self._measuring.lost(peer, link)
         self._changed(peer, False, evidence)
         for data in link.letters():
@@ -346,6 +382,10 @@ class Links:
         """Seconds since anything was heard from this peer; infinite without a link."""
         link = self._links.get(peer)
         return float("inf") if link is None else now - link.heard_at
+
+    def sight(self, peer: str) -> Sight:
+        """What this peer's machine says of its process, if it says anything."""
+        return self._watching.sight(peer)
 
     def message(self, peer: str, payload: bytes, view: ViewId = NO_VIEW) -> None:
         """Sends an encoded PeerMessage, over one link or several (by the ways of `view`), now or when it can."""
@@ -432,11 +472,17 @@ class Links:
         for peer, link in list(self._links.items()):
             # Who was frozen itself has heard nobody; that is nobody's silence (PROTOCOL.md 12).
             link.heard_at += gap if gap > SILENCE_S / 2 else 0.0
-            if now - link.heard_at > SILENCE_S:
+            silence = now - link.heard_at
+            if silence > ASK_S:
+                self._watching.ask(peer)
+            if silence > SILENCE_S and (silence > BUSY_S or not self.sight(peer).alive):
                 link.close()
-                self.broken(peer, link, f"silent (nothing was heard for {now - link.heard_at:.1f} s)")
+                self.broken(peer, link, f"silent (nothing was heard for {silence:.1f} s)")
             else:
                 link.send(FrameType.PING, NO_VIEW)
+        for peer in self._wanted:
+            if peer not in self._links:
+                self._watching.ask(peer)
         for link, (_, since, _) in list(self._finishing.items()):
             if now - since > FINISH_S or now - link.heard_at > SILENCE_S:
                 link.close()
@@ -482,6 +528,11 @@ class Links:
             link.close()
         self._links.clear()
         self._finishing.clear()
+        self._watching.close()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+
+    def wait_closed(self, timeout_s: float = 2.0) -> None:
+        """After `close`, in another thread: until nobody accepts any more."""
+        self._acceptor.join(timeout_s)

@@ -107,6 +107,11 @@ class Mailbox:
                 continue
             self.changed.wait(min(left, 1.0))
 
+    def rest(self, seconds: float) -> None:
+        """Waits for so long, or until this member is to give up."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.giving_up, seconds)
+
     def _vain(self, what: str, advice: str) -> str:
         view = f"view {self.view.id}" if self.view is not None else "no view yet"
         at = f" at {self.endpoint}" if self.endpoint else ""

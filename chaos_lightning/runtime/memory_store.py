@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from chaos_lightning.errors import StoreError
 from chaos_lightning.membership.effects import Persist
-from chaos_lightning.runtime.store import Appended, Entry, Store, Tip, advance, entry_of, judge
+from chaos_lightning.runtime.store import Appended, Entry, Store, Tip, advance, entry_of, judge, with_term
 
 
 @dataclass(slots=True)
@@ -40,12 +40,19 @@ class MemoryStore(Store):
             raise StoreError(f"the store of job {self.job} is closed")
         return self._shelf
 
-    def take_term(self, above: int = 0) -> int:
+    def take_term(self, above: int = 0, chain: str = "") -> int:
         shelf = self._open()
         with shelf.changed:
-            shelf.tip = replace(shelf.tip, term=max(shelf.tip.term, above) + 1)
+            shelf.tip = with_term(shelf.tip, above, chain)
             self.term = shelf.tip.term
             return self.term
+
+    def begin_again(self) -> str:
+        shelf = self._open()
+        with shelf.changed:
+            shelf.tip = Tip(term=shelf.tip.term)
+            shelf.entries.clear()
+        return "forgotten, as it was in memory"
 
     def tip(self) -> Tip:
         shelf = self._open()

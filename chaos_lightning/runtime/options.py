@@ -40,6 +40,7 @@ class SchedulerOptions:
         log_dir: Folder for the event log; "" for none.
         idle_timeout_s: End after so long without a member; 0 never.
         rebuild: The chain is lost: begin it anew, on an empty store, from what members report (docs/failover.md).
+        hosted: A member started it, and not an operator.
         keep_finished: Serve a finished chain (newcomers are told so) instead of archiving it and beginning anew.
     """
 
@@ -53,6 +54,7 @@ class SchedulerOptions:
     keep_finished: bool = False
     rebuild: bool = False
     advertise: str = ""
+    hosted: bool = False
 
     @property
     def in_etcd(self) -> bool:

@@ -7,11 +7,17 @@ neighbour on the same host reads the suspect's state instead of guessing from si
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
+from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.types import Member
+from chaos_lightning.runtime import watcher
+from chaos_lightning.runtime.access import is_local
+from chaos_lightning.runtime.watcher import process_state as process_state
 
+_BOOT_ID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UNKNOWN = "unknown-"
 """Begins the name of a machine that has no process table to look into."""
 
@@ -30,6 +36,21 @@ class Sight(NamedTuple):
     certain: bool = False
 
 
+def rebooted(member: Member) -> str:
+    """Words if the machine of this member was this one before it was started anew, as far as its address tells.
+
+    Then all its processes are gone. Another machine may have had that address, so this is no proof by itself.
+    """
+    boot, ours = member.host.partition("/")[0], host_identity().partition("/")[0]
+    if not member.pid or not _BOOT_ID.fullmatch(boot) or not _BOOT_ID.fullmatch(ours) or boot == ours:
+        return ""
+    try:
+        here = is_local(member.address)
+    except ConfigurationError:
+        return ""
+    return f"the machine with its address, {member.address}, was started anew since" if here else ""
+
+
 def host_identity() -> str:
     """Names the process table that pids of this process belong to: boot id and pid namespace.
 
@@ -43,50 +64,19 @@ def host_identity() -> str:
         return f"{_UNKNOWN}{os.uname().nodename}"
 
 
-def _stat(pid: int) -> tuple[str, int] | None:
-    """(state letter, start time in ticks) or None if there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    return fields[0], int(fields[19])
-
-
 def start_time(pid: int) -> int:
     """Start time in clock ticks since boot; tells a process from a later one with the same pid. 0 if unknown."""
-    stat = _stat(pid)
+    stat = watcher.stat(pid)
     return stat[1] if stat else 0
-
-
-def _exists(pid: int) -> bool:
-    """Whether there is such a process, even one that /proc hides from this user."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def process_state(pid: int, pid_start: int) -> str:
-    """Of a process of this machine: "gone", "stopped" or "runs"; "" if it is hidden from this user."""
-    stat = _stat(pid)
-    if stat is None:
-        return "" if _exists(pid) else "gone"
-    if pid_start and stat[1] != pid_start:
-        return "gone"
-    return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(stat[0], "runs")
 
 
 def same_machine_verdict(member: Member | None) -> Sight:
     """What this machine's process table says about a member that was on it."""
     if member is None or not member.pid or member.host.startswith(_UNKNOWN) or member.host != host_identity():
         return Sight(False, "")
-    stat = _stat(member.pid)
+    stat = watcher.stat(member.pid)
     if stat is None:
-        return Sight(False, "") if _exists(member.pid) else Sight(False, "its process is gone", certain=True)
+        return Sight(False, "") if watcher.exists(member.pid) else Sight(False, "its process is gone", certain=True)
     if member.pid_start and stat[1] != member.pid_start:
         return Sight(False, "its process is gone", certain=True)
     if stat[0] in "ZX":

@@ -23,14 +23,14 @@ ANYBODY = "anybody"
 CERTIFIED = (MEMBER, OBSERVER, OPERATOR)
 """Roles that a certificate may name."""
 
-ATTEND, STATUS, DRAIN, CHANGE_LINK = "Attend", "Status", "Drain", "ChangeLink"
-ALL = frozenset((ATTEND, STATUS, DRAIN, CHANGE_LINK))
+ATTEND, STATUS, DRAIN, CHANGE_LINK, RESET = "Attend", "Status", "Drain", "ChangeLink", "Reset"
+ALL = frozenset((ATTEND, STATUS, DRAIN, CHANGE_LINK, RESET))
 """The calls of chaos.proto."""
 
 MAY: dict[str, frozenset[str]] = {
     MEMBER: frozenset((ATTEND, STATUS)),
     OBSERVER: frozenset((STATUS,)),
-    OPERATOR: frozenset((STATUS, DRAIN, CHANGE_LINK)),
+    OPERATOR: frozenset((STATUS, DRAIN, CHANGE_LINK, RESET)),
     TOKEN: ALL,
     ANYBODY: ALL,
 }

@@ -82,6 +82,7 @@ def run(options: SchedulerOptions) -> int:
         idle_timeout_s=options.idle_timeout_s,
         linger_s=options.settings.linger_timeout_s,
         rebuild=options.rebuild,
+        gives_way=options.hosted and not options.in_etcd,
     )
 
     def on_started(server: SchedulerServer) -> None:
@@ -99,7 +100,7 @@ def run(options: SchedulerOptions) -> int:
         first = look = True
         while True:
             seat = _seat(options, followed=not first)
-            if seat is not None and look and (words := seat.check(config.settings, rebuild=options.rebuild and first)):
+            if seat is not None and look and (words := seat.check(config.settings)):
                 _say(words)
             open_it = seat.open_store if seat is not None else lambda: open_store(options)
             reason, failed = asyncio.run(serve(config, open_it, events, on_started=on_started, seat=seat))
@@ -165,6 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
                 idle_timeout_s=given.idle_timeout,
                 keep_finished=given.keep_finished,
                 rebuild=given.rebuild,
+                hosted=bool(given.detach),
             )
         )
     except ConfigurationError as error:

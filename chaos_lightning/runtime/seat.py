@@ -24,7 +24,7 @@ from chaos_lightning.runtime.election import LEASE_S, Candidate, Election
 from chaos_lightning.runtime.etcd_client import EtcdAddress, UnansweredError, open_client, put
 from chaos_lightning.runtime.etcd_store import EtcdStore, job_root
 from chaos_lightning.runtime.options import settings_from_json, settings_to_json
-from chaos_lightning.runtime.store import Store, to_rebuild
+from chaos_lightning.runtime.store import Store
 
 RULES = "rules"
 _FACTS_DEADLINE_S = 0.5
@@ -50,6 +50,8 @@ class Seat(Protocol):
     def rules(self, given: Settings) -> Settings: ...
 
     def waited(self) -> bool: ...
+
+    def watched(self) -> bool: ...
 
     def stands_by(self) -> bool: ...
 
@@ -145,27 +147,24 @@ class EtcdSeat:
             self._note("notice", text=f"job {self._job} was finished; it begins anew in {store.place}")
         return store
 
-    def check(self, given: Settings, *, rebuild: bool = False) -> str:
+    def check(self, given: Settings) -> str:
         """Looks at etcd before anything starts; returns what is worth telling, or "".
 
         Args:
             given: The rules that this scheduler would bring.
-            rebuild: It is to rebuild a lost chain.
 
         Raises:
             ConfigurationError: etcd refuses this scheduler, or what lies under the job's name is no chain that this
-                version can read, or one that need not be rebuilt.
+                version can read.
         """
         try:
             with EtcdStore(self._client, self._job, owned=False) as store:
-                chain, place = store.load(), store.place
+                chain = store.load()
             stored = self._stored_rules()
         except UnansweredError as error:
             return f"{error} It goes on trying."
         except StoreError as error:
             raise ConfigurationError(str(error)) from error
-        if rebuild:
-            to_rebuild(chain, place)
         return self._differing(given, stored) if stored is not None and not chain.finished else ""
 
     def rules(self, given: Settings) -> Settings:
@@ -215,6 +214,10 @@ class EtcdSeat:
     def waited(self) -> bool:
         """Another scheduler led before, or this process: if the job is finished by now, it was so under that one."""
         return self._followed or (self._election is not None and self._election.followed)
+
+    def watched(self) -> bool:
+        """It saw another one lead by this very chain until it was elected itself."""
+        return self._election is not None and self._election.watched
 
     def stands_by(self) -> bool:
         """Another one leads, and this one would follow it: it is needed, though it has no members."""

@@ -25,7 +25,7 @@ from typing import Any
 
 from chaos_lightning.errors import ChaosError, StoreError, WireError
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import NO_VIEW, Hello, Pulse, ToMember, Welcome
+from chaos_lightning.membership.types import Hello, Pulse, ToMember, Welcome
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.runtime import chaos_pb2
 from chaos_lightning.runtime.access import LEADER_KEY, check_bind, join_endpoint
@@ -36,10 +36,10 @@ from chaos_lightning.runtime.connection import Connection, present
 from chaos_lightning.runtime.credentials import Credentials
 from chaos_lightning.runtime.link_keys import KeyIssuer
 from chaos_lightning.runtime.machine import Machine, MachineFactory, real_machine
-from chaos_lightning.runtime.process_table import same_machine_verdict
+from chaos_lightning.runtime.process_table import rebooted, same_machine_verdict
 from chaos_lightning.runtime.seat import Seat
 from chaos_lightning.runtime.server_config import ServerConfig
-from chaos_lightning.runtime.store import Store, StoreFactory, to_rebuild
+from chaos_lightning.runtime.store import Store, StoreFactory
 from chaos_lightning.runtime.strangers import Strangers, name_of_caller
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
@@ -48,6 +48,13 @@ _MAX_OUTBOX = 4096
 """Messages that wait for one member; more means that it has not read for a long time, and its stream is cut."""
 CANNOT_LEAD = "it was elected and cannot lead"
 _STORE_PATIENCE_S = 5.0
+HEARS_S = 1.2
+"""A member that looks for its only scheduler comes within `agent.LONGEST_PAUSE_S`, and the time that a call takes."""
+HEARS_SEVERAL_S = 1.5
+"""One of several is asked more often, but another one that is silent may be asked first; and members that are held back
+leave a scheduler that says nothing for two seconds (`agent._ANSWER_TIMEOUT_S` / 5)."""
+HEARS_EMPTY_S = 0.7
+"""Where there is no chain: newcomers wait for it, and members of another one lose nothing if a job is founded here."""
 _ANSWER_TIMEOUT_S = 4.0
 """A request waits so long for the machine, which may be writing to its store."""
 
@@ -90,6 +97,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._started = time.time()
         self._ended: asyncio.Future[str] | None = None
         self._done_reason = ""
+        self._renews = False
         self._stays = False
         """Whether a finished scheduler answers for `linger_s` also while nobody is connected."""
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="chaos-store")
@@ -169,14 +177,15 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         """Takes the chain; from now on members are let in."""
 
         def take() -> fx.Chain:
-            store = self._opened = self._open_store()
-            rebuild = self.config.rebuild and (self._seat is None or store.tip().last_view == NO_VIEW)
-            if rebuild:
-                to_rebuild(store.load(), store.place)  # before a term is taken
+            store = self._opened = self._opened or self._open_store()
             store.take_term()
             if self._seat is not None:
                 self.config = replace(self.config, settings=self._seat.rules(self.config.settings))
-            return replace(store.load(), rebuild=rebuild)
+            found = store.load()
+            # The operator's word was about what lay there then, not about what others have led by since.
+            watched = self._seat is not None and self._seat.watched()
+            rebuild = self.config.rebuild and not (found.views and watched)
+            return replace(found, rebuild=rebuild, hears_s=self._hears_s(found))
 
         chain = await asyncio.get_running_loop().run_in_executor(self._disk, take)
         self._events.emit(
@@ -184,6 +193,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             endpoint=self.endpoint,
             job=self.config.settings.job,
             term=chain.term,
+            chain=chain.id,
             views=len(chain.views),
             finished=chain.finished,
             store=self._store.place,
@@ -194,6 +204,14 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._machine = self._make_machine(self.config.settings, chain)
         self._begin(self._drive(), "scheduler machine")
         return chain
+
+    def _hears_s(self, chain: fx.Chain) -> float:
+        """How long members that know more than this chain may take to find this scheduler (PROTOCOL.md 14a)."""
+        if self._seat is not None:
+            return 0.0 if self._seat.watched() else HEARS_SEVERAL_S if chain.views else HEARS_EMPTY_S
+        if chain.views:
+            return HEARS_S
+        return HEARS_EMPTY_S if self.config.port else 0.0  # nobody looks for a port that the kernel has just given
 
     async def _pulse(self) -> None:
         """Members leave a leader that says nothing, for another may be elected by then."""
@@ -268,8 +286,33 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
                 pending = [event]
                 while pending:
                     pending += await self._feed(pending.pop(0))
+                    if self._renews:
+                        await self._begin_again()
+                        return
         except StoreError as error:
             self.end(f"the store failed: {error}", failed=True)
+
+    def _give_way(self) -> None:
+        """A member of a chain that this store lacks has come."""
+        assert self._machine is not None
+        here = self._machine.snapshot().get("members", ())
+        if self.config.gives_way and not any(member["connected"] for member in here):  # type: ignore[attr-defined]
+            self.end(
+                f"it gives the endpoint up: members stand in a chain that {self._store.place} lacks; start a scheduler "
+                "on the store that holds it",
+                failed=True,
+            )
+
+    async def _begin_again(self) -> None:
+        """An operator has ended the job: its chain is put away, and whoever is here comes again, to an empty one."""
+        self._renews = False
+        for connection in self._connections.values():
+            connection.outbox.put_nowait(None)
+        # What they say until their streams end is nobody's for the next machine.
+        loop = asyncio.get_running_loop()
+        place = await loop.run_in_executor(self._disk, self._store.begin_again)
+        self._events.emit("notice", text=f"an operator has ended the job; its chain is {place}")
+        await self._lead()
 
     async def _feed(self, event: fx.SchedulerEvent) -> list[fx.SchedulerEvent]:
         assert self._machine is not None
@@ -286,20 +329,26 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
                         connection.outbox.put_nowait(None)
                 case fx.Note(name, fields):
                     self._events.emit(name, **dict(fields))
+                    if name == "chain_lost":
+                        self._give_way()
                 case fx.Look(member):
                     sight = same_machine_verdict(member)
                     if sight.certain:
                         outcomes.append(fx.Gone(member.id, sight.evidence))
-                case fx.TakeTerm(above):
+                    elif not sight.evidence and (words := rebooted(member)):
+                        outcomes.append(fx.Gone(member.id, words, rebooted=True))
+                case fx.TakeTerm(above, chain_id):
                     loop = asyncio.get_running_loop()
-                    term = await loop.run_in_executor(self._disk, self._store.take_term, above)
+                    term = await loop.run_in_executor(self._disk, self._store.take_term, above, chain_id)
                     outcomes.append(fx.TermTaken(term))
                 case fx.Answer(token, accepted, text):
                     waiting = self._answers.pop(token, None)
                     if waiting is not None and not waiting.done():
                         waiting.set_result((accepted, text))
-                case fx.SchedulerDone(reason, deposed):
-                    if deposed:
+                case fx.SchedulerDone(reason, deposed, again):
+                    if again:
+                        self._renews = True
+                    elif deposed:
                         self.end(reason, failed=True)
                     else:
                         self._done(reason)
@@ -462,17 +511,29 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
     async def ChangeLink(self, request: Any, context: Any) -> Any:
         """Connect-link and disconnect-link by an operator; the machine answers whether it will be so."""
         await self._admit(context, "ChangeLink")
+        accepted, text = await self._ask(lambda token: fx.ChangeLink(token, request.a, request.b, request.add))
+        return chaos_pb2.LinkChangeReply(text=text, accepted=accepted)
+
+    async def Reset(self, request: Any, context: Any) -> Any:
+        """An operator ends the job; the machine answers whether it may be."""
+        await self._admit(context, "Reset")
+        by = self._strangers.peer(context)
+        self._events.emit("reset_asked", by=by, force=request.force)
+        accepted, text = await self._ask(lambda token: fx.Reset(token, request.force))
+        return chaos_pb2.ResetReply(text=text, accepted=accepted)
+
+    async def _ask(self, event: Callable[[int], fx.SchedulerEvent]) -> tuple[bool, str]:
+        """Feeds an operator's wish; the machine's answer."""
         self._count += 1
         token = self._count
         waiting = self._answers[token] = asyncio.get_running_loop().create_future()
-        self._inbox.put_nowait(fx.ChangeLink(token, request.a, request.b, request.add))
+        self._inbox.put_nowait(event(token))
         try:
-            accepted, text = await asyncio.wait_for(waiting, _ANSWER_TIMEOUT_S)
+            return await asyncio.wait_for(waiting, _ANSWER_TIMEOUT_S)
         except TimeoutError:
-            accepted, text = False, f"the scheduler did not get to it within {_ANSWER_TIMEOUT_S:g} s; ask again"
+            return False, f"the scheduler did not get to it within {_ANSWER_TIMEOUT_S:g} s; ask again"
         finally:
             self._answers.pop(token, None)
-        return chaos_pb2.LinkChangeReply(text=text, accepted=accepted)
 
 
 async def serve(

@@ -137,8 +137,7 @@ class Shell:
 
     def heartbeat(self) -> Heartbeat:
         """For the agent's thread: values may be one slot old."""
-        machine = self.machine
-        return Heartbeat(machine.view.id if machine.view else ViewId(), machine.seq, machine.step)
+        return self.machine.heartbeat()
 
     def estimates(self) -> dict[str, tuple[float, float]]:
         """What was measured of the links to others: {member: (latency in s, rate in bits per second)}."""
@@ -206,7 +205,7 @@ class Shell:
             self.mailbox.post(observe=None)
         self.mailbox.post(member=message.member)
         self.events.identify(me)
-        self.events.emit("welcomed", id=me, role=message.role, reason=message.reason)
+        self.events.emit("welcomed", id=me, role=message.role, reason=message.reason, chain=message.chain)
 
     def _offer_partial(self, base: Header) -> None:
         """Others may need the ranges of the handed-on slot that this member holds in part (PROTOCOL.md 9)."""
@@ -220,13 +219,17 @@ class Shell:
             return
         suspect = probe.suspect
         alive, evidence, certain = same_machine_verdict(probe.member)
+        seen = bool(evidence)
         if not evidence:
             now = time.monotonic()
             silence = self.links.silence_s(suspect, now)
             # Who was frozen itself has heard nobody; that is nobody's silence (PROTOCOL.md 12).
             alive = silence < 2.5 * PING_INTERVAL_S or (self.links.up(suspect) and now - self._beat_at > silence / 2)
             evidence = "no link" if silence == float("inf") else f"last heard {silence * 1000:.0f} ms ago"
-        self.to_scheduler(Verdict(suspect, alive, evidence, certain))
+            told = self.links.sight(suspect)
+            if not alive and told.evidence:
+                (alive, evidence, certain), seen = told, True
+        self.to_scheduler(Verdict(suspect, alive, evidence, certain, seen))
 
     def _ranges_done(self, view: ViewId, seq: int) -> None:
         self.feed(fx.RangesDone(view, seq))
@@ -330,6 +333,7 @@ class Shell:
             members=list(view.ids()),
             joiners=list(view.joiners),
             reason=view.reason,
+            chain=view.chain,
             links=[(link.a, link.b) for link in view.links],
             plan=view.plan.kind,
             trees=[(tree.weight, tree.members, tree.parents) for tree in view.plan.trees],

@@ -24,17 +24,20 @@ from chaos_lightning.errors import ConfigurationError, StoreError, WireError
 from chaos_lightning.membership.effects import LinkWish, Persist
 from chaos_lightning.membership.types import Header, View, ViewId
 from chaos_lightning.runtime.codec import decode, encode
-from chaos_lightning.runtime.store import Appended, Entry, Store, Tip, entry_of, judge
+from chaos_lightning.runtime.store import Appended, Entry, Store, Tip, entry_of, former_id, judge, with_term
 
-FORMAT = 2
-"""1 had no wishes about links."""
+FORMAT = 3
+"""1 had no wishes about links, 2 no id of the chain."""
+_FORMER = 2
+"""Read, and brought up to date by the first scheduler that opens it (store.former_id)."""
 _WATCH_INTERVAL_S = 0.05
 _BUSY_TIMEOUT_S = 5.0
 _LOCK_PATIENCE_S = 3.0
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS job (
-    only INTEGER PRIMARY KEY CHECK (only = 1), format INTEGER NOT NULL, name TEXT NOT NULL, term INTEGER NOT NULL
+    only INTEGER PRIMARY KEY CHECK (only = 1), format INTEGER NOT NULL, name TEXT NOT NULL, term INTEGER NOT NULL,
+    chain TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE IF NOT EXISTS entry (
     revision INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, term INTEGER NOT NULL, number INTEGER NOT NULL,
@@ -71,14 +74,7 @@ class SqliteStore(Store):
             except OSError as error:
                 raise StoreError(f"cannot make the folder of {self.path}: {error}") from error
         try:
-            self._db = sqlite3.connect(
-                f"{self.path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}",
-                uri=True,
-                isolation_level=None,
-                check_same_thread=False,
-                timeout=_BUSY_TIMEOUT_S,
-            )
-            self._prepare(read_only)
+            self._open(read_only)
         except sqlite3.Error as error:
             self.close()
             raise StoreError(
@@ -89,8 +85,14 @@ class SqliteStore(Store):
             self.close()
             raise
 
-    def _prepare(self, read_only: bool) -> None:
-        db = self._connection()
+    def _open(self, read_only: bool) -> None:
+        db = self._db = sqlite3.connect(
+            f"{self.path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}",
+            uri=True,
+            isolation_level=None,
+            check_same_thread=False,
+            timeout=_BUSY_TIMEOUT_S,
+        )
         if not read_only:
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=FULL")
@@ -98,9 +100,12 @@ class SqliteStore(Store):
                 for statement in _SCHEMA.split(";"):
                     db.execute(statement)
                 if db.execute("SELECT COUNT(*) FROM job").fetchone()[0] == 0:
-                    db.execute("INSERT INTO job VALUES (1, ?, ?, 0)", (FORMAT, self.job))
+                    db.execute("INSERT INTO job VALUES (1, ?, ?, 0, '')", (FORMAT, self.job))
+                if db.execute("SELECT format FROM job").fetchone()[0] == _FORMER:
+                    db.execute("ALTER TABLE job ADD COLUMN chain TEXT NOT NULL DEFAULT ''")
+                    db.execute("UPDATE job SET format = ?, chain = ?", (FORMAT, self._former_id()))
         row = db.execute("SELECT format, name FROM job").fetchone()
-        if row is None or row[0] != FORMAT:
+        if row is None or row[0] not in ((FORMAT, _FORMER) if read_only else (FORMAT,)):
             raise StoreError(
                 f"{self.path} has format {row and row[0]}, this version reads {FORMAT}; finish the job with "
                 "the version that began it, or choose another store"
@@ -110,6 +115,11 @@ class SqliteStore(Store):
                 f"{self.path} holds the chain of job {row[1]!r}, not of {self.job!r}; choose another store or job name"
             )
         self.job = row[1]
+        self._has_id = row[0] == FORMAT
+
+    def _former_id(self) -> str:
+        (name,) = self._connection().execute("SELECT name FROM job").fetchone()
+        return former_id(name, (e.view for e in self._rows("WHERE kind='view' ORDER BY revision LIMIT 1") if e.view))
 
     @property
     def place(self) -> str:
@@ -171,6 +181,7 @@ class SqliteStore(Store):
             last_view=ViewId(*view) if view else ViewId(),
             finished=db.execute("SELECT COUNT(*) FROM entry WHERE kind='finish'").fetchone()[0] > 0,
             last=last[0] if last else None,
+            chain=db.execute("SELECT chain FROM job").fetchone()[0] if self._has_id else self._former_id(),
         )
 
     def tip(self) -> Tip:
@@ -196,7 +207,7 @@ class SqliteStore(Store):
 
     # ------------------------------------------------------------------ writing
 
-    def take_term(self, above: int = 0) -> int:
+    def take_term(self, above: int = 0, chain: str = "") -> int:
         if self._exclusive and self._file_lock is None:
             self._file_lock = FileLock(self.path)
             if not self._file_lock.take(_LOCK_PATIENCE_S):
@@ -205,12 +216,10 @@ class SqliteStore(Store):
                     "use that one, or choose another store"
                 )
         with self._transaction() as db:
-            term: int = db.execute(
-                "SELECT MAX(j.term, COALESCE((SELECT MAX(term) FROM entry), 0)) FROM job j"
-            ).fetchone()[0]
-            term = max(term, above)
-            db.execute("UPDATE job SET term = ?", (term + 1,))
-        self.term = term + 1
+            written: int = db.execute("SELECT COALESCE(MAX(term), 0) FROM entry").fetchone()[0]
+            tip = with_term(self._tip(), max(written, above), chain)
+            db.execute("UPDATE job SET term = ?, chain = ?", (tip.term, tip.chain))
+        self.term = tip.term
         return self.term
 
     def append(self, effect: Persist) -> Appended:
@@ -233,6 +242,20 @@ class SqliteStore(Store):
                     ),
                 )
         return verdict
+
+    def begin_again(self) -> str:
+        with self._lock:
+            term = self.tip().term
+            self._connection().close()
+            self._db = None
+            archived = archive(self.path)
+            try:
+                self._open(read_only=False)
+                with self._transaction() as db:
+                    db.execute("UPDATE job SET term = ?", (term,))
+            except sqlite3.Error as error:
+                raise StoreError(f"{self.path}: {error}") from error
+        return f"archived as {archived}"
 
     def leave_wal(self) -> None:
         """One plain file, from now on also while it is open."""

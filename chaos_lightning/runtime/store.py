@@ -14,14 +14,18 @@ scheduler still holds its lease, what was appended after a revision, and when so
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+import hashlib
+import secrets
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Literal, Self, get_args
 
-from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.errors import StoreError
 from chaos_lightning.membership.effects import Chain, LinkWish, Persist
+from chaos_lightning.membership.roster import short
 from chaos_lightning.membership.types import NO_VIEW, Header, View, ViewId
+from chaos_lightning.runtime.codec import encode
 
 EntryKind = Literal["reserve", "view", "link", "finish"]
 
@@ -60,6 +64,30 @@ class Tip:
     last_view: ViewId = NO_VIEW
     finished: bool = False
     last: Entry | None = None
+    chain: str = ""
+    """The chain's id; "": nobody has taken a term yet."""
+
+
+def with_term(tip: Tip, above: int = 0, chain: str = "") -> Tip:
+    """The tip with a term higher than any before, and all up to `above`; with the first one a chain gets its id.
+
+    Args:
+        tip: As it is.
+        above: A term that a member has heard of.
+        chain: The id of a chain that is to be rebuilt here; "": as it is.
+
+    Raises:
+        StoreError: Decisions of another chain are here.
+    """
+    if chain and tip.chain and tip.chain != chain and tip.last_view != NO_VIEW:
+        raise StoreError(f"chain {short(tip.chain)} cannot become chain {short(chain)}: it holds views already")
+    return replace(tip, term=max(tip.term, above) + 1, chain=chain or tip.chain or secrets.token_hex(8))
+
+
+def former_id(job: str, views: Iterable[View]) -> str:
+    """The id of a chain that was begun before chains had ids: the same for each copy of it; "" for an empty one."""
+    first = next(iter(views), None)
+    return hashlib.blake2b(job.encode() + encode(first), digest_size=8).hexdigest() if first is not None else ""
 
 
 def entry_of(effect: Persist) -> Entry:
@@ -99,6 +127,14 @@ def judge(tip: Tip, term: int, entry: Entry) -> Appended:
     return Appended(True)
 
 
+def reached(entries: Iterable[Entry]) -> int:
+    """The last optimizer step that a decision names since the job was founded; 0 if none does."""
+    step = 0
+    for base in (e.base for e in entries if e.base is not None):
+        step = base.step if base.next_view == NO_VIEW else max(step, base.step)
+    return step
+
+
 class Store(abc.ABC):
     """One job's chain. Methods block; call them from one thread at a time. All raise StoreError if the store fails."""
 
@@ -113,8 +149,11 @@ class Store(abc.ABC):
         """Where the chain is, for people."""
 
     @abc.abstractmethod
-    def take_term(self, above: int = 0) -> int:
-        """Durably outranks every scheduler so far, and all up to the term `above`; returns the new term."""
+    def take_term(self, above: int = 0, chain: str = "") -> int:
+        """Durably outranks every scheduler so far, and all up to the term `above`; returns the new term.
+
+        The first one draws the chain's id. Where a lost chain is rebuilt, `chain` gives its id to an empty store.
+        """
 
     @abc.abstractmethod
     def tip(self) -> Tip:
@@ -132,6 +171,17 @@ class Store(abc.ABC):
     def wait(self, after: int, timeout_s: float) -> bool:
         """Waits until an entry above revision `after` is there (watch); False after `timeout_s`."""
 
+    @abc.abstractmethod
+    def begin_again(self) -> str:
+        """Where the job is finished: an empty chain, which no term of the old one outranks.
+
+        Returns:
+            What became of the old one, in words: "archived as ...".
+
+        Raises:
+            StoreError: The store fails, or somebody else wrote in between.
+        """
+
     def holds_term(self) -> bool:
         """Whether no other scheduler has taken a later term (for etcd: and the lease stands)."""
         return self.term > 0 and self.tip().term == self.term
@@ -147,6 +197,9 @@ class Store(abc.ABC):
             finished=tip.finished,
             wishes=tuple(e.wish for e in entries if e.wish is not None),
             changes=tuple(e.number for e in entries if e.view is not None and e.base is None),
+            id=tip.chain,
+            numbers=tuple(e.number for e in entries if e.kind in ("reserve", "view")),
+            step=reached(entries),
         )
 
     @abc.abstractmethod
@@ -160,19 +213,6 @@ class Store(abc.ABC):
         self.close()
 
 
-def to_rebuild(chain: Chain, place: str) -> None:
-    """Refuses to rebuild a chain that is not lost (PROTOCOL.md 14a).
-
-    Raises:
-        ConfigurationError: The chain is there.
-    """
-    if chain.views:
-        raise ConfigurationError(
-            f"nothing is to be rebuilt: {place} holds a chain up to view {chain.views[-1].id}; start the scheduler "
-            "without --rebuild, and it goes on from there"
-        )
-
-
 StoreFactory = Callable[[], Store]
 
 
@@ -184,4 +224,5 @@ def advance(tip: Tip, entry: Entry) -> Tip:
         last_view=entry.number if entry.kind == "view" else tip.last_view,
         finished=tip.finished or entry.kind == "finish",
         last=entry,
+        chain=tip.chain,
     )

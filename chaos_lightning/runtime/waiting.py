@@ -5,7 +5,9 @@ again. Each text is shown once, by the logger "chaos_lightning" at WARNING, whic
 off; the end of the wait is shown, too, if there was anything to wait for. A member that is in no view yet need not wait
 for a header in order to leave: it says so, gives the scheduler a moment to release it, and closes its control stream.
 
-Who cannot reach the scheduler hears nothing of it, and as a rule need not, for training goes on without it. Only when
+A newcomer that reaches no scheduler says so every few seconds, with the cause.
+
+A member that cannot reach it hears nothing of it, and as a rule need not, for training goes on without it. Only when
 a slot does not commit meanwhile (after a death, or on one side of a graph that was cut in two), such a member says of
 itself what it waits for and whom it does not reach: once for each wait with links that are down, and once until the
 scheduler is back where a slot is only slow.
@@ -21,6 +23,7 @@ from collections.abc import Callable, Sequence
 from chaos_lightning.errors import ChaosError, DepartedError
 from chaos_lightning.membership.types import Notice, Refused, ToMember, Welcome
 from chaos_lightning.observe.events import EventLog
+from chaos_lightning.observe.units import printable
 from chaos_lightning.runtime.agent import Agent
 from chaos_lightning.runtime.mailbox import Mailbox
 
@@ -28,6 +31,8 @@ _log = logging.getLogger("chaos_lightning")
 _RELEASE_TIMEOUT_S = 2.0
 SEVERED_S, SLOW_S = 2.0, 10.0
 """So long a slot may take without the scheduler until something is said: if a link is down, and if all stand."""
+UNHEARD_S = 5.0
+"""Between two lines of a newcomer that no scheduler answers."""
 ADVICE = "start the members that are missing, with this endpoint, or set min_nodes lower or join_timeout_s higher"
 
 
@@ -48,6 +53,8 @@ class Waiting:
         self._events = events
         self._shown: set[str] = set()
         self._refused = False
+        self._unheard_at: float | None = None
+        """When (s of a wait) a newcomer that no scheduler has answered said so last; None: one has."""
 
     def hear(self, message: ToMember) -> None:
         """What the scheduler says (agent's thread)."""
@@ -63,7 +70,8 @@ class Waiting:
             case Refused(reason, retry):
                 self._events.emit("refused", reason=reason)
                 if retry:  # a final one ends the wait with an exception that says so
-                    self._refused = True
+                    self._refused, self._unheard_at = True, None
+                    self._mail.post(lost="")
                     self._told(Notice(reason, waiting=True))
 
     def stream(self, state: str) -> None:
@@ -71,12 +79,19 @@ class Waiting:
         self._events.emit("scheduler", state=state)
         if state == "connected":
             self._told_severed = self._told_slow = False
+            self._unheard_at = None
             self._mail.post(lost="")
         elif state.startswith("lost: ") and not self._refused:  # who is refused has reached it
             self._mail.post(lost=state.removeprefix("lost: "))
+        elif state.startswith("waits: "):
+            self._unheard_at = float("-inf") if self._unheard_at is None else self._unheard_at
+            self._mail.post(lost=state.removeprefix("waits: "))
 
     def _lost(self, what: str, waited_s: float, left_s: float) -> None:
         """The training thread waits, and the scheduler cannot be reached."""
+        if self._unheard_at is not None:
+            self._unheard(what, waited_s, left_s, self._unheard_at)
+            return
         if self._told_severed:
             return
         severed = self._severed() if waited_s >= SEVERED_S else ()
@@ -93,11 +108,24 @@ class Waiting:
         self._shown.add(text)
         _log.warning("%s: %s", self._mail.who(), text)
 
+    def _unheard(self, what: str, waited_s: float, left_s: float, before: float) -> None:
+        """Nobody has answered this newcomer so far: it says so every few seconds."""
+        if waited_s < SEVERED_S or waited_s - before < UNHEARD_S:
+            return
+        self._unheard_at = waited_s
+        text = (
+            f"waits for {what}: {self._mail.lost}. Start the scheduler, or the node that hosts it, or check the "
+            f"endpoint; gives up in {left_s:.0f} s"
+        )
+        self._events.emit("notice", text=text, waiting=True)
+        self._shown.add(text)
+        _log.warning("%s: %s", self._mail.who(), text)
+
     def _told(self, message: Notice) -> None:
         self._mail.post(notice=message.text if message.waiting else "")
         if message.text not in self._shown and (message.waiting or self._shown):
             self._shown.add(message.text)
-            _log.warning("%s: %s", self._mail.who(), message.text)
+            _log.warning("%s: %s", self._mail.who(), printable(message.text))
 
     def over(self, words: str) -> None:
         """Training begins, or goes on."""

@@ -38,6 +38,7 @@ from chaos_lightning.simulate.link_bugs import LINK_BUGS
 from chaos_lightning.simulate.misjudging import (
     CredulousScheduler,
     DeafScheduler,
+    HastyJudge,
     ImpatientScheduler,
     RashScheduler,
     StubbornScheduler,
@@ -48,6 +49,7 @@ from chaos_lightning.simulate.plans import (
     DEATHS,
     KINDS,
     blip_plan,
+    busy_plan,
     forgetful_plan,
     half_sent_plan,
     last_holder_plan,
@@ -58,6 +60,7 @@ from chaos_lightning.simulate.plans import (
     stale_plan,
 )
 from chaos_lightning.simulate.planting import Bug, StubbornHooks, TrustingHooks, hooks_of
+from chaos_lightning.simulate.progress_bugs import PROGRESS_BUGS
 from chaos_lightning.simulate.training import State
 from chaos_lightning.simulate.world import Hooks
 
@@ -152,9 +155,9 @@ class HastyScheduler(SchedulerMachine):
 class MemoryStore(Store):
     """Dies with the scheduler's process."""
 
-    def open(self, above: int = 0) -> fx.Chain:
+    def open(self, above: int = 0, chain: str = "") -> fx.Chain:
         self.forget()
-        return super().open(above)
+        return super().open(above, chain)
 
 
 class CarefreeScheduler(SchedulerMachine):
@@ -372,6 +375,12 @@ BUGS: dict[str, Bug] = {
     "12-rash": Bug(
         rule="12", what="a missed heartbeat is a death", hooks=hooks_of(scheduler=RashScheduler), plan=plans_of("lag")
     ),
+    "12-hasty": Bug(
+        rule="12",
+        what="the silence of a process that is busy on another machine is a death",
+        hooks=hooks_of(scheduler=HastyJudge),
+        plan=busy_plan,
+    ),
     "12-unforgiving": Bug(
         rule="12",
         what="the scheduler judges by its own sleep",
@@ -429,6 +438,7 @@ BUGS: dict[str, Bug] = {
     **FAILING_BUGS,
     **JOINING_BUGS,
     **LINK_BUGS,
+    **PROGRESS_BUGS,
 }
 """By name."""
 

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.types import (
-    NO_VIEW,
     Contribution,
     Entered,
     FromMember,
     Header,
-    Heartbeat,
     Hello,
     Probe,
     Report,
@@ -113,6 +111,8 @@ class Connected(Process):
         self.life = 0
         self.leaving = ""
         self.drained = False
+        self.busy = False
+        """Its process computes and does nothing else: as silent as a frozen one, though its machine sees it run."""
         self._spoke_at = self._last_word = 0.0
         self._retry_s = 0.02
 
@@ -125,6 +125,20 @@ class Connected(Process):
         if self.alive and not self.frozen:
             self._last_word = self._spoke_at
         super().freeze()
+
+    def occupy(self, lasts: float) -> None:
+        """For so long (s) nothing else of this process gets a turn."""
+        if not self.alive or self.frozen:
+            return
+        self.busy = True
+        Connected.freeze(self)
+
+        def over() -> None:
+            if self.busy:
+                self.busy = False
+                Process.thaw(self)
+
+        self.kernel.after(lasts, over)
 
     def feed(self, event: fx.MemberEvent) -> None:
         """One event through the machine."""
@@ -248,22 +262,22 @@ class Connected(Process):
     def _beat(self, life: int) -> None:
         if life != self.life or self.outcome:
             return
-        view = self.machine.view
-        self._tell(Heartbeat(view.id if view is not None else NO_VIEW, self.machine.seq, self.machine.step))
+        self._tell(self.machine.heartbeat())
         self.feed(fx.Tick())
         self.timer(self.world.settings.heartbeat_interval_s, lambda: self._beat(life))
 
     def _probe(self, suspect: str) -> None:
-        """Process table on the same host, else what the link says; own sleep is forgiven."""
-        node, certain = self.world.fabric.nodes.get(suspect), False
+        """What its machine says of its process, if that is known here, else the link. Own sleep is forgiven."""
+        node, certain, seen = self.world.fabric.nodes.get(suspect), False, False
         if node is None or node.machine.member_id != suspect:
             alive, evidence = False, "its process is gone"
-        elif node.spec.host == self.spec.host:
-            alive, evidence, certain = node.alive and not node.frozen, "process table", not node.alive
+        elif node.spec.host == self.spec.host or self.world.plan.watched:
+            alive, evidence = node.alive and (node.busy or not node.frozen), "process table"
+            certain, seen = not node.alive, True
         elif not self.machine.links.get(suspect, False):
             alive, evidence = False, "no link"
         else:
             silent = not node.alive or (node.frozen and self.kernel.now - node.frozen_since > SILENT_S)
             just_thawed = self.kernel.now - self.thawed_at < SILENT_S
             alive, evidence = not silent or just_thawed, "link"
-        self._tell(Verdict(suspect, alive, evidence, certain))
+        self._tell(Verdict(suspect, alive, evidence, certain, seen))

@@ -1,12 +1,13 @@
 """What happens to links in a simulated job, and what must hold about them.
 
 Theory of operation. Links are named by their nodes. "cut" takes the network between two nodes away for a while,
-"split" that between a group of nodes and all others; "remove-link" and "add-link" are the operator's, "ask-remove" and
-"ask-add" a member's; "rate" changes what a link carries, and both ends measure it. Three things must hold beside what
-the oracle checks: no decided view uses a link that has been cut for longer than anybody takes to notice, none one whose
-removal an operator was granted, whatever became of the scheduler since (14a), and every view's links connect its
-members. Members that are cut off from each other may be put out; how long that excuses them
-is told by their `troubled_at`.
+"split" that between a group of nodes and all others; "mute" has their link swallow what is sent in both directions, or
+("mute-one") from the first to the other, until its ends give it up; "flap" breaks it again and again; "remove-link" and
+"add-link" are the operator's, "ask-remove" and "ask-add" a member's; "rate" changes what a link carries, and both ends
+measure it. Three things must hold beside what the oracle checks: no decided view uses a link that has been cut for
+longer than anybody takes to notice, none one whose removal an operator was granted, whatever became of the scheduler
+since (14a), and every view's links connect its members. Members that are cut off from each other may be put out; how
+long that excuses them is told by their `troubled_at`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ if TYPE_CHECKING:
     from chaos_lightning.simulate.node import Node
     from chaos_lightning.simulate.world import Fault, World
 
-LINK_FAULTS = ("cut", "split", "add-link", "remove-link", "ask-add", "ask-remove", "rate")
+LINK_FAULTS = (
+    "cut", "split", "mute", "mute-one", "flap", "add-link", "remove-link", "ask-add", "ask-remove", "rate"
+)  # fmt: skip
 NOTICED_S = 2.8
 """Both ends of a link that was cut have told the scheduler by then, whatever was wrong with their streams."""
+FLAP_S = 0.06
+"""A link that flaps breaks so often (virtual s)."""
 _LOOK_S = 0.02
 
 
@@ -62,6 +67,12 @@ class Edges:
                 for here in sorted(group):
                     for there in sorted(set(world.nodes) - group):
                         world.fabric.cut(here, there, fault.lasts)
+                        world.progress.struck()
+            case "mute" | "mute-one":
+                world.fabric.mute(one, other, fault.lasts, both=fault.action == "mute")
+            case "flap":
+                world.progress.struck(0, int(fault.lasts / FLAP_S))
+                self._flap(one, other, world.kernel.now + fault.lasts)
             case "add-link" | "remove-link":
                 self._changes += 1
                 names, add = pair(one, other), fault.action == "add-link"
@@ -81,6 +92,13 @@ class Edges:
                     node, peer = world.nodes[here], world.nodes[there].machine.member_id
                     node.deliver(lambda n=node, p=peer: n.measure(p, "transfer"))  # type: ignore[misc]
         self.look()
+
+    def _flap(self, one: str, other: str, until: float) -> None:
+        world = self._world
+        here, there = world.nodes[one].machine.member_id, world.nodes[other].machine.member_id
+        world.fabric.snap(here, there)
+        if world.kernel.now < until:
+            world.kernel.after(FLAP_S, lambda: self._flap(one, other, until))
 
     def answered(self, token: int, granted: bool) -> None:
         """The scheduler tells the operator what becomes of the request with this number."""
@@ -124,7 +142,7 @@ class Edges:
         members = {m.id: m.name for view in views[-2:] for m in view.members}
         here = [world.nodes[name] for m, name in members.items() if self._trains(name, m)]
         names = [n.name for n in here]
-        pairs = frozenset(pair(a.name, b.name) for a in here for b in here if a is not b and self._may_link(a, b))
+        pairs = frozenset(pair(a.name, b.name) for a in here for b in here if a is not b and self.may_link(a, b))
         if not connected(names, pairs):
             for node in here:
                 node.troubled_at = world.kernel.now
@@ -135,7 +153,7 @@ class Edges:
             return False
         return node.training and not node.outcome
 
-    def _may_link(self, one: Node, other: Node) -> bool:
+    def may_link(self, one: Node, other: Node) -> bool:
         """As far as the network and everybody's wishes go."""
         world, names = self._world, pair(one.name, other.name)
         topology = world.scheduler.machine.topology

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from chaos_lightning.simulate.node import Node
 
 Payload = object
+SILENT_S = 3.0
+"""A link on which nothing was heard for so long is given up (runtime/links.py)."""
 Taker = Callable[[Payload], None]
 
 
@@ -87,11 +89,12 @@ class Fabric:
     blocked: dict[frozenset[str], tuple[float, float]] = field(default_factory=dict)
     """Since when and until when (virtual s) these two nodes cannot make a link."""
 
-    def block(self, one: str, other: str, seconds: float) -> None:
-        """No link between these two nodes can be made for so long."""
+    def block(self, one: str, other: str, seconds: float, noticed_s: float = 0.0) -> None:
+        """No link between these two nodes can be made for so long; one that stands notices after `noticed_s`."""
         now = self.kernel.now
         since, until = self.blocked.get(frozenset((one, other)), (now, now))
-        self.blocked[frozenset((one, other))] = (since if until > now else now, max(until, now + seconds))
+        since = since if until > now else now + noticed_s
+        self.blocked[frozenset((one, other))] = (since, max(until, now + seconds))
 
     def cut_s(self, one: str, other: str) -> float:
         """For how long these two nodes have been cut off from each other; 0 if they are not."""
@@ -174,6 +177,37 @@ class Fabric:
         for link in list(self.links.values()):
             if {self.nodes[end].name for end in link.ends} == {one, other}:
                 self.snap(*link.ends)
+
+    def mute(self, one: str, other: str, seconds: float, *, both: bool) -> None:
+        """What is sent from `one` to `other` (`both`: and back) is swallowed for so long, and no link can be made.
+
+        As with TCP nothing is lost if that ends before an end has given the link up; then it arrives late.
+        """
+        self.block(one, other, seconds, SILENT_S)
+        for link in list(self.links.values()):
+            if {self.nodes[end].name for end in link.ends} != {one, other}:
+                continue
+            muted = [end for end in link.ends if both or self.nodes[end].name == one]
+            if seconds >= SILENT_S:
+                for end in muted:
+                    link.pipes[end].cut(self.kernel.now)
+                self.kernel.after(SILENT_S, lambda k=link, m=muted: self._give_up(k, m))  # type: ignore[misc]
+                continue
+            for end in muted:
+                link.pipes[end].last = max(link.pipes[end].last, self.kernel.now + seconds)
+
+    def _give_up(self, link: Link, muted: list[str]) -> None:
+        """Who has heard nothing for SILENT_S closes the link; the other end learns it, if anything gets there."""
+        if self.links.get(frozenset(link.ends)) is not link:
+            return
+        del self.links[frozenset(link.ends)]
+        for end in link.ends:
+            other = link.ends[1] if end == link.ends[0] else link.ends[0]
+            node = self.nodes.get(end)
+            words = f"silent (nothing was heard for {SILENT_S} s)" if other in muted else "closed (end of stream)"
+            link.pipes[other].cut(self.kernel.now)
+            if node is not None:
+                node.deliver(lambda n=node, o=other, w=words: n.link_broken(o, w))  # type: ignore[misc]
 
     def send(self, me: str, peer: str, payload: Payload) -> bool:
         """True if a link took it."""

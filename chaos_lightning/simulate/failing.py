@@ -5,8 +5,8 @@ schedulers die or stop between any two of their effects, lose their store or the
 one on its file or by another candidate that was elected; control streams break meanwhile, and messages come twice.
 `failing_plan` mixes all of that. The others aim: at what happens right after a member's death or while a newcomer is
 let in (`aimed_plan`), at a leader that wakes up (`waking_plan`), or is cut off from its store (`lingering_plan`), and
-goes on in the belief that it leads, at deaths while nobody leads (`orphaned_plan`), and at a chain that is lost and
-rebuilt (`lost_plan`).
+goes on in the belief that it leads, at deaths while nobody leads (`orphaned_plan`), at a chain that is lost and rebuilt
+(`lost_plan`), and at a store that is an older copy (`restored_plan`) or another job's (`leftover_plan`).
 """
 
 from __future__ import annotations
@@ -209,8 +209,69 @@ def lost_plan(seed: int) -> Plan:
     return replace(plan, candidates=candidates, settings=settings, program=program, store_s=0.005)
 
 
+def _another_store(seed: int, kind: str) -> tuple[Random, Plan, float]:
+    """A few founders and newcomers; at 0.4 s the store is copied, and at the moment given another one replaces it."""
+    random = Random(seed * 83 + 59)
+    plan = random_plan(seed, ("join", "two-joins"), damage=0.0)
+    founders = [n for n in plan.nodes if n.name.startswith("n")][: random.choice((1, 2, 2, 3))]
+    later = [NodeSpec(name=f"j{i}") for i in range(5, 5 + random.choice((1, 2, 2)))]
+    nodes = (*founders, *later)
+    starts = tuple(0.001 if n in founders else random.uniform(0.45, 0.8) for n in nodes)
+    at = random.uniform(2.2, 2.8)
+    faults = [
+        Fault(action="backup", at=random.choice((0.4, 0.4, random.uniform(0.05, at)))),
+        Fault(action=kind, at=at, lasts=random.choice((0.02, 0.3))),
+    ]
+    plan = _on(random, replace(plan, nodes=nodes, starts=starts, unlinked=()), *faults)
+    rules = replace(plan.settings, min_nodes=1, max_nodes=16, reconnect_grace_s=random.choice((0.5, 2.0)))
+    program = replace(plan.program, length=100 * len(nodes), window_s=0.05)
+    plan = replace(plan, settings=rules, program=program, store_s=0.005, faults=tuple(faults), doubled=0.0)
+    return random, plan, at
+
+
+def restored_plan(seed: int) -> Plan:
+    """The scheduler begins on an older copy of its store. Who was put out since may wake up then; others may be dead.
+
+    In the end the operator brings the job's own store, or has the rest of the older one rebuilt.
+    """
+    random, plan, at = _another_store(seed, "restored")
+    founders = [n.name for n in plan.nodes if n.name.startswith("n")]
+    faults = list(plan.faults)
+    frozen = random.uniform(1.0, 1.4)
+    if random.random() < 0.8:
+        faults.append(
+            Fault(action="freeze", node=founders[0], at=frozen, lasts=at + random.uniform(-0.1, 0.4) - frozen)
+        )
+    how = random.choice(("brought-back", "brought-back", "rebuild"))
+    again = at + random.uniform(0.4, 3.0)
+    if len(founders) > 1 and random.random() < 0.6:
+        kill = "kill-spared" if how == "rebuild" else "kill"
+        faults.append(Fault(action=kill, node=founders[1], at=random.uniform(at - 0.1, at + 0.1)))
+    if random.random() < 0.3:
+        faults.append(Fault(action="sched-crash", at=at + random.uniform(0.3, 1.0), lasts=0.1))
+    faults.append(Fault(action=how, at=again, lasts=0.05))
+    return replace(plan, faults=tuple(faults), nodes=tuple(replace(n, host="h0") for n in plan.nodes))
+
+
+def leftover_plan(seed: int) -> Plan:
+    """The scheduler begins on what a job by the same name has left the day before: the same names, ids and numbers."""
+    random, plan, at = _another_store(seed, "leftover")
+    faults = list(plan.faults)
+    if random.random() < 0.4:
+        faults.append(
+            Fault(action="leave", node=random.choice([n.name for n in plan.nodes]), at=random.uniform(1.0, 3.5))
+        )
+    if random.random() < 0.4:
+        faults.append(Fault(action="freeze", node=plan.nodes[-1].name, at=at - 0.2, lasts=random.choice((0.4, 1.0))))
+    faults.append(Fault(action="brought-back", at=at + random.uniform(0.4, 4.0), lasts=0.05))
+    return replace(plan, faults=tuple(faults))
+
+
 def strange_plan(seed: int) -> Plan:
-    """The control streams of all members break at once while a newcomer that has no link to them is there."""
+    """The control streams of all members break at once while a newcomer that has no link to them is there.
+
+    With no patience for silence, which would hide what the newcomer says.
+    """
     random = Random(seed * 61 + 37)
     plan = random_plan(seed, ("join",), damage=0.0)
     at = random.uniform(0.2, 0.6)
@@ -221,7 +282,8 @@ def strange_plan(seed: int) -> Plan:
         s if n.name in founders else at - random.uniform(0.005, 0.1)
         for n, s in zip(plan.nodes, plan.starts, strict=True)
     )
-    return replace(plan, starts=starts, settings=replace(plan.settings, min_nodes=1, max_nodes=len(founders)))
+    rules = replace(plan.settings, min_nodes=1, max_nodes=len(founders), silence_timeout_s=0.1)
+    return replace(plan, starts=starts, settings=rules)
 
 
 FAILING: tuple[Callable[[int], Plan], ...] = (
@@ -237,5 +299,7 @@ FAILING: tuple[Callable[[int], Plan], ...] = (
     forked_plan,
     orphaned_plan,
     lost_plan,
+    restored_plan,
+    leftover_plan,
 )
 """What a long run draws from (plans.any_plan)."""

@@ -13,14 +13,16 @@ from typing import Any
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Chain, Persist
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.membership.types import NO_VIEW, Hello, Settings, Verdict, View, ViewId
+from chaos_lightning.membership.types import NO_VIEW, Entered, Heartbeat, Hello, Settings, Verdict, View, ViewId
 from chaos_lightning.runtime.store import Appended
 from chaos_lightning.simulate.failing import (
     forked_plan,
+    leftover_plan,
     lingering_plan,
     lost_plan,
     overlapping_plan,
     promised_plan,
+    restored_plan,
     strange_plan,
 )
 from chaos_lightning.simulate.planting import Bug, hooks_of
@@ -47,10 +49,10 @@ class LaxStore(Store):
 
 
 class DeafScheduler(SchedulerMachine):
-    """Does not heed that members have heard of a later term."""
+    """Does not heed what members know and its store lacks."""
 
-    def _outranked(self, who: str, term: int) -> bool:
-        return False
+    def _lacking(self, message: Hello | Entered | Heartbeat) -> str:
+        return ""
 
 
 class RuthlessScheduler(DeafScheduler):
@@ -84,6 +86,24 @@ class MinorityScheduler(SchedulerMachine):
     def _turn_rebuilding(self) -> bool:
         self._first_at = -1e9 if self._first_at is not None else None
         return super()._turn_rebuilding()
+
+
+class IndifferentScheduler(SchedulerMachine):
+    """Takes the numbers of any chain for its own's."""
+
+    def _is_another(self, chain: str) -> bool:
+        return False
+
+    def _lacking(self, message: Hello | Entered | Heartbeat) -> str:
+        return ""
+
+
+class HurriedScheduler(SchedulerMachine):
+    """Decides as soon as it has started, from whoever is there."""
+
+    @property
+    def _hearing(self) -> bool:
+        return False
 
 
 class GullibleDetector(Detector):
@@ -135,6 +155,24 @@ FAILING_BUGS: dict[str, Bug] = {
         what="a lost chain is rebuilt from a minority's reports",
         hooks=hooks_of(scheduler=MinorityScheduler),
         plan=lost_plan,
+    ),
+    "7-foreign": Bug(
+        rule="7",
+        what="the members of one chain are judged by another one",
+        hooks=hooks_of(scheduler=IndifferentScheduler),
+        plan=leftover_plan,
+    ),
+    "14a-stale": Bug(
+        rule="14a",
+        what="a scheduler on an older copy of its store rules by it",
+        hooks=hooks_of(scheduler=DeafScheduler),
+        plan=restored_plan,
+    ),
+    "14a-hurried": Bug(
+        rule="14a",
+        what="a scheduler that has just started does not wait for members that know more",
+        hooks=hooks_of(scheduler=HurriedScheduler),
+        plan=restored_plan,
     ),
     "12-gullible": Bug(
         rule="12",

@@ -49,6 +49,8 @@ class Seat:
     number: int = 1
     place: str = "h0"
     orderly: bool = False
+    hears_s: float = 0.0
+    """Before it decides anything it listens for so long who may know more (runtime/server.py)."""
     rebuild: bool = False
     """It was told to rebuild a lost chain."""
     copies: Callable[[object], int] = lambda message: 1
@@ -108,8 +110,7 @@ class SchedulerHost(Process):
         self.store = store
         self.seat = seat or Seat()
         chain = store.open()
-        # What has been rebuilt meanwhile is continued (runtime/server.py).
-        self.machine = machine(settings, replace(chain, rebuild=self.seat.rebuild and not chain.views))
+        self.machine = machine(settings, replace(chain, rebuild=self.seat.rebuild, hears_s=self.seat.hears_s))
         self.notes: list[tuple[float, fx.Note]] = []
         self.dialled: list[tuple[Stream, Connected]] = []
         """All streams ever opened to this process."""
@@ -209,8 +210,8 @@ class SchedulerHost(Process):
             case fx.Persist():
                 self._writing = self.seat.orderly
                 self._write(effect, self.kernel.now)
-            case fx.TakeTerm(above):
-                self._take_term(above)
+            case fx.TakeTerm(above, chain):
+                self._take_term(above, chain)
             case fx.Look(member):
                 if self._gone(member.id):
                     self.timer(0.0, lambda: self.feed(fx.Gone(member.id, "its process is gone")))
@@ -253,11 +254,11 @@ class SchedulerHost(Process):
         else:
             self._write(entry, since)
 
-    def _take_term(self, above: int) -> None:
+    def _take_term(self, above: int, chain: str) -> None:
         try:
-            term = self.store.open(above).term
+            term = self.store.open(above, chain).term
         except StoreError:
-            self.timer(AGAIN_S, lambda: self._take_term(above))
+            self.timer(AGAIN_S, lambda: self._take_term(above, chain))
             return
         self.timer(self.kernel.between(0.0005, 0.004), lambda: self.feed(fx.TermTaken(term)))
 

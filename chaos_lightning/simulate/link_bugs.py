@@ -98,9 +98,9 @@ class OwnWaysNode(Node):
 class WishlessStore(Store):
     """Keeps views only: what was wished about links dies with the scheduler."""
 
-    def open(self, above: int = 0) -> Chain:
+    def open(self, above: int = 0, chain: str = "") -> Chain:
         self.wishes.clear()
-        return super().open(above)
+        return super().open(above, chain)
 
 
 class GenerousScheduler(SchedulerMachine):

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from chaos_lightning.membership.detector import Detector, Suspicion
 from chaos_lightning.membership.roster import Peer
 from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.membership.types import Member
 
 
 class RashDetector(Detector):
@@ -14,6 +15,17 @@ class RashDetector(Detector):
 
     def _confirmed(self, now: float, peer: Peer, suspicion: Suspicion, watched: Mapping[str, Peer]) -> str:
         return suspicion.why
+
+
+class HastyDetector(Detector):
+    """Silence is a death as soon as a neighbour confirms it."""
+
+    def patience_s(self, now: float, member: Member) -> float:
+        return 0.0
+
+
+class HastyJudge(SchedulerMachine):
+    detector_class = HastyDetector
 
 
 class RashScheduler(SchedulerMachine):

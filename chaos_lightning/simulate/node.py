@@ -83,6 +83,7 @@ class Node(Connected):
 
     def welcomed(self, member_id: str) -> None:
         self.world.fabric.nodes[member_id] = self
+        self.world.progress.struck()
         self.plane.me = member_id
 
     def held(self) -> tuple[Span, ...]:
@@ -102,9 +103,9 @@ class Node(Connected):
             rate_bps = self.world.rates.get(frozenset((self.name, other.name)), USUAL_BPS)
             self._tell(LinkReport(peer, 0.0005, rate_bps, evidence))
 
-    def link_broken(self, peer: str) -> None:
+    def link_broken(self, peer: str, evidence: str = "closed (end of stream)") -> None:
         """The link broke; it is dialled again while it is wanted."""
-        self.link_changed(peer, False, "closed (end of stream)")
+        self.link_changed(peer, False, evidence)
         self.timer(0.03, lambda: self._redial(peer))
 
     def link_left(self, peer: str) -> None:
@@ -382,6 +383,9 @@ class Node(Connected):
             self.feed(fx.LeaveRequested(reason))
 
     def _left(self, reason: str) -> None:
+        asked, over = self.leaving or self.drained, self.world.store.tip.finished
+        if self.training and not asked and not over and self.header.kind is not Kind.CLOSING:
+            raise Violation(f"{self.machine.member_id} is let go in mid-training, and nobody had asked: {reason} (14a)")
         if self.machine.closing_is_stable:
             self.world.oracle.externalised(self.machine.member_id, self.lineage, self.header)
         self.outcome = f"left: {reason}"
@@ -456,6 +460,7 @@ class Node(Connected):
 
     def freeze(self) -> None:
         super().freeze()
+        self.busy = False
         self.troubled_at = self.kernel.now
 
     def thaw(self) -> None:

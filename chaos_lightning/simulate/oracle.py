@@ -8,7 +8,7 @@ path of it. Each check names the rule of PROTOCOL.md or the contract of DESIGN.m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -52,6 +52,10 @@ class Oracle:
     """(lineage, slot) -> (header hash, who said so first)."""
     strayed: set[tuple[str, int]] = field(default_factory=set)
     """(member, slot): it leaves and brought nothing."""
+    on_slot: Callable[[], None] = lambda: None
+    """Called when a slot is committed that nobody had committed before."""
+    furthest: dict[str, int] = field(default_factory=dict)
+    """By lineage: the last slot that anybody committed."""
     commits: int = 0
     hand_ons: int = 0
     redos: int = 0
@@ -117,6 +121,9 @@ class Oracle:
             return
         self.states[key] = state
         self.headers[key] = header
+        if header.seq > self.furthest.get(lineage, 0):
+            self.furthest[lineage] = header.seq
+            self.on_slot()
         if header.error:
             return
         if header.kind is Kind.STEP:

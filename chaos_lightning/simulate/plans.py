@@ -279,6 +279,40 @@ def blip_plan(seed: int) -> Plan:
     )
 
 
+def busy_plan(seed: int) -> Plan:
+    """Members on machines of their own compute for up to 1.3 s without a word, some while something else happens."""
+    random = Random(seed * 17 + 3)
+    plan = random_plan(seed, ("join",), damage=0.0)
+    names = [n.name for n in plan.nodes if n.name.startswith("n")]
+    faults = []
+    for name in random.sample(names, random.randint(1, len(names))):
+        at = random.uniform(0.05, 0.4)
+        for _ in range(random.randint(1, 3)):
+            lasts = random.choice((0.3, 0.7, 1.0, 1.3))
+            faults.append(Fault(action="busy", node=name, at=at, lasts=lasts))
+            at += lasts + random.uniform(0.05, 0.6)
+    busy = {f.node for f in faults}
+    trouble = random.choice(("", "", "stream", "link", "kill", "sched-freeze", "sched-crash"))
+    at = faults[0].at + random.uniform(0.0, faults[0].lasts)
+    if trouble == "kill" and len(names) > 2:
+        faults.append(Fault(action="kill", node=random.choice([n for n in names if n not in busy] or names), at=at))
+    elif trouble == "link" and len(names) > 2:
+        one, other = random.sample(names, 2)
+        faults.append(Fault(action="link", node=one, other=other, at=at))
+    elif trouble == "stream":
+        faults.append(Fault(action="stream", node=random.choice(names), at=at))
+    elif trouble.startswith("sched"):
+        faults.append(Fault(action=trouble, at=at, lasts=random.choice((0.2, 0.6))))
+    return replace(
+        plan,
+        settings=replace(plan.settings, min_nodes=1),
+        program=replace(plan.program, epochs=2, length=60, window_s=0.03),
+        nodes=tuple(replace(n, host=f"h-{n.name}") for n in plan.nodes),
+        faults=tuple(faults),
+        watched=seed % 2 > 0,
+    )
+
+
 def failing_family(number: int, seed: int | None = None) -> Plan:
     """Of the plans about failing schedulers and stores the one whose turn it is; with that number as its seed, too."""
     from chaos_lightning.simulate.failing import FAILING  # these draw on this module
@@ -295,7 +329,8 @@ def lost_family(seed: int) -> Plan:
 
 def any_plan(seed: int) -> Plan:
     """What a long run uses: a part of it anything, the rest aimed; every third one is about failing schedulers."""
-    from chaos_lightning.simulate.wiring import WIRED  # these draw on this module
+    from chaos_lightning.simulate.sparse import SPARSE  # these draw on this module
+    from chaos_lightning.simulate.wiring import WIRED
 
     if seed % 3 == 2:
         return failing_family(seed // 3, seed)
@@ -316,10 +351,19 @@ def any_plan(seed: int) -> Plan:
         last_holder_plan,
         last_holder_plan,
         blip_plan,
+        busy_plan,
         *JOINING,
         *WIRED,
+        *SPARSE,
     )
     return families[seed % len(families)](seed)
+
+
+def sparse_family(seed: int) -> Plan:
+    """Much goes wrong at once on few links."""
+    from chaos_lightning.simulate.sparse import SPARSE  # these draw on this module
+
+    return SPARSE[seed % len(SPARSE)](seed)
 
 
 FAMILIES: dict[str, Callable[[int], Plan]] = {
@@ -327,5 +371,7 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "random": random_plan,
     "failing": failing_family,
     "lost": lost_family,
+    "busy": busy_plan,
+    "sparse": sparse_family,
 }
 """What a long run may be confined to, by name."""

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING
 
 from chaos_lightning.errors import StoreError
 from chaos_lightning.membership.scheduler import Phase, SchedulerMachine
+from chaos_lightning.runtime.store import Tip
 from chaos_lightning.simulate.host import AGAIN_S, HostTrap, SchedulerHost, Seat
+from chaos_lightning.simulate.store import Backup
 
 if TYPE_CHECKING:
     from chaos_lightning.simulate.node import Node
@@ -34,8 +36,14 @@ SCHEDULER_FAULTS = (
     "store-slow",
     "streams",
     "chain-lost",
+    "backup",
+    "restored",
+    "leftover",
+    "brought-back",
     "rebuild",
 )
+HEARS_S = 0.5
+"""A member that looks for a scheduler finds it within this time (connected.py)."""
 STOPPED_S = 0.3
 """A stopped leader is replaced after so long by a candidate of its own machine."""
 LEASE_S = (1.3, 2.2)
@@ -57,6 +65,11 @@ class Schedulers:
         self._world = world
         self.crashes = 0
         self.cut_streams = 0
+        self.newest: Backup | None = None
+        """The job's own store, while another one is in its place."""
+        self._backup = Backup(Tip())
+        self.replaced = False
+        """Another store was put in the place of the chain's since a scheduler started."""
         self._hosts: list[SchedulerHost] = []
         world.store.remote = world.plan.candidates > 1
         self.leader = self._start()
@@ -81,7 +94,8 @@ class Schedulers:
         try:
             host = world.hooks.host_class(
                 world.kernel, world.store, plan.settings, world.hooks.scheduler_class, plan.store_s, check,
-                lambda member: world.gone(place, member), Seat(number, place, plan.orderly, rebuild, world.copies),
+                lambda member: world.gone(place, member),
+                Seat(number, place, plan.orderly, self._hears_s(), rebuild, world.copies),
             )  # fmt: skip
         except StoreError:
             world.store.leader = leader
@@ -92,6 +106,12 @@ class Schedulers:
         self._hosts.append(host)
         self.leader = host
         return host
+
+    def _hears_s(self) -> float:
+        """Nobody looks for the first one, and one that stood by has seen the chain live."""
+        watched = self.several and not self.replaced
+        self.replaced = False
+        return 0.0 if watched or not self._hosts else HEARS_S
 
     def found_by_chance(self) -> SchedulerHost | None:
         """Whom a member that looks for the leader finds: whoever takes itself for it."""
@@ -205,12 +225,40 @@ class Schedulers:
         """The leader's machine is gone, and the chain with it; another scheduler begins with nothing."""
         self._world.say("the scheduler's machine is gone, and the chain with it")
         self._world.store.lose()
+        self.replaced = True
+        self.crash(host, lasts)
+
+    def _replace(self, host: SchedulerHost, lasts: float, backup: Backup, words: str) -> None:
+        """The scheduler dies, and all that are started from now on find another store in the place of the job's."""
+        store = self._world.store
+        self._world.say(f"the scheduler dies, and {words} takes the place")
+        self.newest = self.newest or store.backup()
+        store.restore(backup)
+        self.replaced = True
+        self._end_all(host, lasts)
+
+    def _bring_back(self, host: SchedulerHost, lasts: float) -> None:
+        """The operator has found the job's own store."""
+        if self.newest is None:
+            return
+        self._world.say("the operator brings the job's own store back")
+        self._world.store.restore(self.newest)
+        self.newest, self.replaced = None, True
+        self._end_all(host, lasts)
+
+    def _end_all(self, host: SchedulerHost, lasts: float) -> None:
+        """Nobody writes to a store that is replaced: all schedulers are ended first."""
+        for other in self._hosts:
+            if other.alive and other is not host:
+                other.crash()
+        self._world.store.leader = 0
         self.crash(host, lasts)
 
     def _rebuild(self) -> None:
         """The operator has the chain rebuilt."""
         self._world.say("the operator starts a scheduler with --rebuild")
-        if not self._world.store.views:
+        if not self._world.store.views or self.newest is not None:
+            self.newest = None
             self.leader.crash()
             self._start(rebuild=True)
 
@@ -250,6 +298,14 @@ class Schedulers:
                         node.break_stream()
             case "chain-lost":
                 self._lose(host, fault.lasts)
+            case "backup":
+                self._backup = store.backup()
+            case "restored":
+                self._replace(host, fault.lasts, self._backup, "an older copy of its store")
+            case "leftover":
+                self._replace(host, fault.lasts, self._backup.leftover(), "a store of the day before")
+            case "brought-back":
+                self._bring_back(host, fault.lasts)
             case "rebuild":
                 self._rebuild()
             case "store-down":

@@ -16,6 +16,7 @@ Theory of operation. A line says one thing; "#" starts a comment. What is not sa
     unlinked n0 n2                               # these two can never make a link
     plan auto                                    # how gradients travel
     at 0.20 cut n0 n1 for 2                      # no network between these two; split n0,n1 for 2: between groups
+    at 0.20 mute n0 n1 for 5                     # their link swallows all; mute-one, flap: see edges.py
     at 0.20 remove-link n0 n1                    # by the operator; add-link; ask-remove, ask-add: the first node asks
     at 0.20 rate n0 n1 1e6                       # what this link carries, as both ends measure it
     when n0 header 5 1 kill n0                   # before the 2nd header it sends from slot 5 on
@@ -38,8 +39,8 @@ def _names(words: str) -> tuple[str, ...]:
 
 
 _ALONE = ("sched-freeze", "sched-crash")
-_PAIRS = ("link", "kill-too", "cut", "add-link", "remove-link", "ask-add", "ask-remove")
-_ACTIONS = ("kill", "freeze", "leave", "drain", "stream", "lag", "stale", "split", *_ALONE, *_PAIRS)
+_PAIRS = ("link", "kill-too", "cut", "mute", "mute-one", "flap", "add-link", "remove-link", "ask-add", "ask-remove")
+_ACTIONS = ("kill", "freeze", "busy", "leave", "drain", "stream", "lag", "stale", "split", *_ALONE, *_PAIRS)
 
 _KINDS: dict[str, Callable[[str], object]] = {
     "host": str,

@@ -10,12 +10,35 @@ of these and tries again, as runtime/server.py does.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from chaos_lightning.errors import StoreError
 from chaos_lightning.membership.effects import Chain, LinkWish, Persist
 from chaos_lightning.membership.types import View, ViewId
-from chaos_lightning.runtime.store import Appended, Tip, advance, entry_of, judge
+from chaos_lightning.runtime.store import Appended, Tip, advance, entry_of, judge, with_term
+
+
+@dataclass(frozen=True, slots=True)
+class Backup:
+    """A store at a moment."""
+
+    tip: Tip
+    views: tuple[View, ...] = ()
+    wishes: tuple[LinkWish, ...] = ()
+    changes: tuple[ViewId, ...] = ()
+    numbers: tuple[ViewId, ...] = ()
+
+    def leftover(self) -> Backup:
+        """The same under another id and by other processes: what a job of the day before has left behind."""
+        views = tuple(
+            replace(v, chain=LEFTOVER, members=tuple(replace(m, pid=m.pid + 10_000) for m in v.members))
+            for v in self.views
+        )
+        return replace(self, tip=replace(self.tip, chain=LEFTOVER), views=views)
+
+
+LEFTOVER = "chain-of-the-day-before"
 
 
 class Store:
@@ -27,6 +50,10 @@ class Store:
         self.wishes: list[LinkWish] = []
         self.changes: list[ViewId] = []
         """Views that a header was to carry."""
+        self.numbers: list[ViewId] = []
+        """All that were reserved or decided."""
+        self.ids = 0
+        """So many chains began here."""
         self.remote = False
         self.leader = 0
         """The candidate that holds the lease; 0: nobody (only in a remote store)."""
@@ -34,6 +61,8 @@ class Store:
         self.loses_answers = False
         self.slow_s = 0.0
         """So much longer (s) a write takes at most."""
+        self.on_write: Callable[[Persist], None] = lambda entry: None
+        """Called with each entry that is in the store."""
         self.errors = 0
         """Failures that somebody heard of."""
 
@@ -41,14 +70,16 @@ class Store:
     def term(self) -> int:
         return self.tip.term
 
-    def open(self, above: int = 0) -> Chain:
+    def open(self, above: int = 0, chain: str = "") -> Chain:
         """A scheduler starts: its term outranks every older one, and all up to `above`.
 
         Raises:
             StoreError: The store cannot be reached.
         """
         self._reach()
-        self.tip = replace(self.tip, term=max(self.tip.term, above) + 1)
+        if not self.tip.chain and not chain:
+            self.ids += 1
+        self.tip = with_term(self.tip, above, chain or self.tip.chain or f"chain-{self.ids}")
         return Chain(
             self.tip.term,
             self.tip.highest,
@@ -56,6 +87,8 @@ class Store:
             self.tip.finished,
             tuple(self.wishes),
             tuple(self.changes),
+            id=self.tip.chain,
+            numbers=tuple(self.numbers),
         )
 
     def write(self, term: int, persist: Persist, candidate: int = 0) -> Appended:
@@ -88,20 +121,34 @@ class Store:
         self.views.clear()
         self.wishes.clear()
         self.changes.clear()
-        self.tip = Tip(term=self.tip.term, highest=self.tip.highest)
+        self.numbers.clear()
+        self.tip = Tip(term=self.tip.term, highest=self.tip.highest, chain=self.tip.chain)
 
     def lose(self) -> None:
         """Disk and all are gone; what begins in its place knows nothing."""
         self.forget()
         self.tip = Tip()
 
+    def backup(self) -> Backup:
+        """What it holds now."""
+        return Backup(self.tip, tuple(self.views), tuple(self.wishes), tuple(self.changes), tuple(self.numbers))
+
+    def restore(self, backup: Backup) -> None:
+        """What was here is gone, and this is here instead. Lists stay the same objects: the oracle reads them."""
+        self.tip = backup.tip
+        self.views[:], self.wishes[:] = backup.views, backup.wishes
+        self.changes[:], self.numbers[:] = backup.changes, backup.numbers
+
     def _append(self, persist: Persist) -> None:
         self.tip = advance(self.tip, entry_of(persist))
+        if persist.kind in ("reserve", "view"):
+            self.numbers.append(persist.number)
         if persist.view is not None:
             self.views.append(persist.view)
             self.changes += [persist.number] if persist.base is None else []
         if persist.wish is not None:
             self.wishes.append(persist.wish)
+        self.on_write(persist)
 
     def _reach(self) -> None:
         if self.down:

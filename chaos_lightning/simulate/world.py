@@ -21,6 +21,7 @@ from chaos_lightning.simulate.kernel import Kernel
 from chaos_lightning.simulate.node import Node, NodeSpec, Trap
 from chaos_lightning.simulate.observing import Patience, Replaying
 from chaos_lightning.simulate.oracle import Oracle, Violation, check_chain
+from chaos_lightning.simulate.progress import Progress
 from chaos_lightning.simulate.schedulers import SCHEDULER_FAULTS, Schedulers
 from chaos_lightning.simulate.training import Program
 
@@ -50,7 +51,8 @@ class Fault:
         action: "kill", "kill-too" (and `other` with it), "kill-spared" (see `Schedulers.can_spare`),
             "freeze", "leave", "drain", "link", "stream", "lag", "stale", "sched-crash-write" (see
             `World._crash_in_write`); to schedulers and their store (schedulers.py):
-            "chain-lost", "rebuild", "sched-freeze", "sched-crash", "sched-cut", "store-down", "store-lost",
+            "chain-lost", "backup", "restored" (to that one), "leftover" (of the day before), "brought-back" (the job's
+            own store), "rebuild", "sched-freeze", "sched-crash", "sched-cut", "store-down", "store-lost",
             "store-slow", "streams"; to links (edges.py): "cut", "split", "add-link", "remove-link", "ask-add",
             "ask-remove", "rate".
         node: Name of the node, "root" for the commit root at that moment, "" for the scheduler; "a,b" for "split".
@@ -96,6 +98,8 @@ class Plan:
     damage: float = 0.0
     """Part of all pulled state ranges that are damaged on the way."""
     store_s: float = 0.004
+    watched: bool = False
+    """Machines tell others what their process tables say."""
     candidates: int = 1
     """Schedulers on as many machines, with the chain in a store beyond them; 1: one, restarted on its file."""
     orderly: bool = False
@@ -155,6 +159,8 @@ class World:
         self.rates = {frozenset((one, other)): rate_bps for one, other, rate_bps in plan.rates}
         self.store = self.hooks.store_class()
         self.oracle = Oracle(plan.program, self.store.views)
+        self.progress = Progress(self)
+        self.store.on_write, self.oracle.on_slot = self.progress.wrote, self.progress.committed
         self._counters = _Counters()
         self.log: list[str] = []
         self.on_effect: Callable[[Node, MemberEffect], None] = lambda node, effect: None
@@ -278,6 +284,7 @@ class World:
         """Something went wrong, or is well again."""
         self.log.append(f"{self.kernel.now:.4f} {words}")
         self._patience.disturbed()
+        self.progress.struck()
         self.on_fault(words)
 
     def _root(self) -> Node | None:
@@ -301,6 +308,8 @@ class World:
             case "freeze":
                 node.freeze()
                 self.kernel.after(fault.lasts, node.thaw)
+            case "busy":
+                node.occupy(fault.lasts)
             case "leave":
                 node.deliver(lambda: node.leave("Ctrl+C"))
             case "stream":
@@ -356,9 +365,10 @@ class World:
         """Runs the plan to its end and returns the verdict."""
         violation = ""
         try:
-            if not self.kernel.run(self.plan.limit_s, self._over) and not self._came_too_late():
+            ended = self.kernel.run(self.plan.limit_s, self._over) or self._came_too_late()
+            if not ended and not self.progress.explained():
                 violation = f"stuck after {self.kernel.now:.1f} s: {self.describe()}"
-            else:
+            elif ended:
                 self._final()
         except Violation as found:
             violation = f"at {self.kernel.now:.4f} s: {found}"

@@ -38,6 +38,9 @@ from chaos_lightning.transport.sealing import Level, ProtectedSocket, Session, m
 
 VERSION = 3
 RELAY = "CHAOS_LINK_RELAY"
+PURPOSES = ("link", "bulk", "watch")
+"""Frames, one per pair; ranges of state; and beside a link between machines the word of each other's process table
+(runtime/watcher.py)."""
 _LIMIT = 4096
 _MAX_NAME = 100
 """Characters of a stranger's words that are repeated."""
@@ -46,7 +49,7 @@ BUFFER_NBYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What the dialling side says. `purpose` is "link" (frames, one per pair) or "bulk" (state ranges)."""
+    """What the dialling side says; `purpose` is one of PURPOSES."""
 
     job: str
     me: str
@@ -312,8 +315,8 @@ def _mismatch(claim: _Claim, sock: socket.socket, job: str, me: str, keys: Keys 
         return f"job {_cut(greeting.job)}, this member belongs to {job!r}"
     if greeting.peer != me:
         return f"looks for {_cut(greeting.peer)}, this is {me!r}"
-    if greeting.purpose not in ("link", "bulk"):
-        return f"purpose {_cut(greeting.purpose)}, expected link or bulk"
+    if greeting.purpose not in PURPOSES:
+        return f"purpose {_cut(greeting.purpose)}, expected one of {', '.join(PURPOSES)}"
     wanted = keys.level(local=on_this_machine(sock)) if keys is not None else Level.CHECKSUM
     if claim.level.strength < wanted.strength:
         return f"the dialler wants the link {claim.level}, here it must be {wanted}"

@@ -403,6 +403,8 @@ class Session:
         self.sealer = Sealer(level, traffic_key(mine))
         self.opener = Opener(level, traffic_key(its))
         self.stream = Stream(self.sealer, self.opener)
+        self.watch_key = traffic_key("watch")
+        """For a connection that is handed over to a watcher, which seals nothing (runtime/watcher.py)."""
 
 
 class ProtectedSocket(socket.socket):

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,9 +24,11 @@ from benchmarks.common import Result
 from benchmarks.failover import CASES, Case, Scene, report
 from benchmarks.soak import Standstill
 from benchmarks.soak_door import SharedDoor, Ways
-from benchmarks.soak_schedulers import SCHEDULER_KINDS, Several
+from benchmarks.soak_schedulers import SCHEDULER_KINDS, STALE_KINDS, Several, copy_chain
 from benchmarks.survival import Seen, Step
-from chaos_lightning.errors import StoreError
+from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.runtime import etcd_pb2 as pb
+from chaos_lightning.runtime.etcd_servers import EtcdServers
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0
@@ -123,21 +126,23 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return made
 
 
-def test_each_kind_has_its_turn_and_one_is_away_at_a_time(world: World) -> None:
+def test_each_kind_has_its_turn_and_one_is_away_at_a_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    struck_kinds = [kind for kind in SCHEDULER_KINDS if kind not in STALE_KINDS]
+    monkeypatch.setattr(soak_schedulers, "SCHEDULER_KINDS", struck_kinds)
     control = Several(world, world, world, seed=3, every_s=1e-6)  # type: ignore[arg-type]
     until = time.monotonic() + PATIENCE_S
     while len(control.done) < 8 and time.monotonic() < until:
-        control.turn()
+        control.turn(calm=True)
         assert len(world.down) <= 1, "etcd must keep its majority"
     counts = control.counts()
-    assert {kind: counts[kind] for kind in SCHEDULER_KINDS} == dict.fromkeys(SCHEDULER_KINDS, 2)
+    assert {kind: counts[kind] for kind in struck_kinds} == dict.fromkeys(struck_kinds, 2)
     struck = [(kind, who) for kind, who in world.log if kind != "comes_back"]
     assert all(who == "etcd-1" for kind, who in struck if kind == "etcd_leader_sigkill")
     assert all(who != "etcd-1" for kind, who in struck if kind == "etcd_sigkill")
     control.calm()
     assert world.down == set()
     before = len(control.done)
-    control.turn()
+    control.turn(calm=True)
     assert len(control.done) == before, "calm is calm"
 
 
@@ -147,8 +152,56 @@ def test_during_an_election_nobody_is_struck_and_no_card_is_lost(world: World) -
     world.election = True
     until = time.monotonic() + PATIENCE_S
     while ("notice", "") not in world.log and time.monotonic() < until:
-        control.turn()
+        control.turn(calm=True)
     assert (control.done, control._deck) == ([], ["etcd_sigkill"])
+
+
+def test_an_old_copy_takes_the_chains_place_only_when_it_is_old_and_no_link_is_hurt(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swaps: list[tuple[str, str]] = []
+    monkeypatch.setattr(Several, "_swap_data", lambda self, name, keep="": swaps.append((name, keep)))
+    monkeypatch.setattr(soak_schedulers, "AGE_S", (0.0, 0.0))
+    control = Several(world, world, world, seed=3, every_s=1e-6)  # type: ignore[arg-type]
+    control._deck = ["old_snapshot"]
+    control._next_at = 0.0
+    control.turn(calm=False)
+    assert (swaps, control.stale, control.done) == ([("", "older")], True, []), "links are left alone from now on"
+    control.turn(calm=True)
+    assert swaps[1:] == [("older", "newer")]
+    assert control.stale
+    control.turn(calm=True)
+    assert swaps[2:] == [("newer", "")]
+    assert not control.stale
+
+
+def test_data_that_were_kept_come_back(tmp_path: Path) -> None:
+    try:
+        servers = EtcdServers(tmp_path, 1)
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+    with servers, contextlib.closing(servers.client()) as client:
+        control = Several(Mock(), servers, Mock(), seed=3, every_s=1.0)
+
+        def put(value: bytes) -> None:
+            key = b"chaos-lightning/jobs/default/tip"
+            client.transact([], [pb.RequestOp(request_put=pb.PutRequest(key=key, value=value))])
+
+        def read(prefix: str = "chaos-lightning") -> bytes:
+            found = client.get(f"{prefix}/jobs/default/tip")
+            return found.value if found is not None else b""
+
+        put(b"1")
+        copy_chain(client, "default")
+        control._swap_data("", keep="older")
+        put(b"2")
+        control._swap_data("older", keep="newer")
+        servers.wait_ready(PATIENCE_S)
+        assert read() == b"1"
+        put(b"3")
+        control._swap_data("newer")
+        servers.wait_ready(PATIENCE_S)
+        assert (read(), read(soak_schedulers.OLD_PREFIX)) == (b"2", b"1")
 
 
 def test_a_member_that_never_ends_after_the_job_is_over_is_told() -> None:

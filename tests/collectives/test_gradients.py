@@ -9,7 +9,7 @@ from torch import nn
 from chaos_lightning.collectives.gradients import LEND_NBYTES, Gradients, cells_of
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.collectives.memory import Memory
-from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.membership.types import NO_VIEW, Header, Kind, Share
 
 
@@ -164,7 +164,7 @@ def test_buffers_are_averaged_and_counters_stay_whole() -> None:
 
 def test_layout_refuses_what_cannot_be_summed() -> None:
     weight = nn.Parameter(torch.zeros(3))
-    with pytest.raises(ConfigurationError, match="stands in two optimizers"):
+    with pytest.raises(UnsupportedError, match="stands in two optimizers"):
         Layout([Section("one", [("w", weight)]), Section("two", [("w", weight)])])
     with pytest.raises(ConfigurationError, match="complex"):
         Layout([Section("one", [("z", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -35,7 +36,8 @@ def train(spec: dict[str, Any]) -> None:
             drift_at (step), die_at {"when": "after_first_header", "world": members}, load_gate (fifo), load (which of
             its pulls waits there), apply_gate (fifo), step_s (what a step computes beside its own little work), kept
             {field of the state server's ServerConfig: value}, late_log (it never copies a slot in time for its log),
-            exit_at (step after which it leaves), gather_at (step), gather_nbytes (its payload then).
+            busy {step: seconds in which it holds the interpreter's lock},
+            exit_at (step after which it leaves), fails_at (step), gather_at (step), gather_nbytes (its payload then).
     """
     torch.set_num_threads(1)
     torch.manual_seed(spec.get("seed", 7))
@@ -65,8 +67,12 @@ def train(spec: dict[str, Any]) -> None:
             loss = (model(x) - y).square().mean()
             loss.backward()
             time.sleep(spec.get("step_s", 0.0))
+            if trainer.step in (busy := spec.get("busy", {})):
+                hold_the_lock(busy[trainer.step])
             if die_at and die_at["when"] == "after_first_header" and trainer.world_size == die_at["world"]:
                 die_after_first_header(trainer)
+            if spec.get("fails_at") == trainer.step:
+                raise RuntimeError("a mistake in the script")
             if spec.get("drift_at") == trainer.step:
                 with torch.no_grad():
                     model[0].weight += 1e-3
@@ -95,6 +101,11 @@ def train(spec: dict[str, Any]) -> None:
             "out": trainer.engine.out,
         }
     torch.save(report, spec["report"])
+
+
+def hold_the_lock(seconds: float) -> None:
+    """One long call into C that lets no other thread of this process run Python, as a collection or a fork may."""
+    ctypes.PyDLL(None).poll(None, 0, int(seconds * 1000))
 
 
 def hold_the_load(trainer: Trainer, gate: str, load: int) -> None:

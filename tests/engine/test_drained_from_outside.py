@@ -45,7 +45,7 @@ def test_only_member_is_drained_between_two_batches_or_after_the_last_one(job: J
     job.start("a", epochs=1, gates={step: gate})
     job.harness.wait_step(step)
     drain(job.endpoint, "a")
-    job.harness.wait_for("left", node="a")
+    job.harness.wait_for("left", lambda r: r.own, node="a")
     job.open(gate)
     (a,) = job.finish("a")
     assert (a["step"], a["out"]) == (step, step == 5)

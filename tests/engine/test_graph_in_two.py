@@ -154,3 +154,30 @@ def test_where_the_scheduler_reaches_both_sides_the_one_with_the_oldest_member_g
     healed = job.harness.records[-1]
     restore(job)
     all_train_again(job, YOUNG, OLD, healed)
+
+
+@pytest.mark.parametrize("way", ["pause", "replay"])
+def test_a_newcomer_is_cut_off_from_all_while_it_loads_and_the_others_go_on(routed_job: Job, way: str) -> None:
+    """By pause it is in a view already, and the next step waits for it. It has lost its place, no more."""
+    job = routed_job
+    job.serve(min_nodes=2)
+    job.own_stream("c")
+    for name in "ab":
+        job.start(name, settings=SETTINGS, **SPEC)
+    job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="a")
+    gate = job.gate("c")
+    job.start("c", settings={**SETTINGS, "join_by": way}, load_gate=gate, **SPEC)
+    before = job.harness.wait_for("notice", lambda r: r["text"] == "about to pull", node="c")
+    job.cut_stream("c")
+    for name in "ab":
+        job.harness.cut(name, "c")
+    job.open(gate)
+    for name in "ab":
+        alone = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node=name, after=before)
+        job.harness.wait_step(alone["step"] + 5, node=name)
+    healed = job.harness.records[-1]
+    for name in "ab":
+        job.harness.restore(name, "c")
+    job.mend_stream("c")
+    job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="c", after=healed)
+    job.leave(*"abc")

@@ -29,10 +29,10 @@ def lose_the_chain(job: Job) -> None:
         path.unlink()
 
 
-def begin(job: Job, name: str, *options: str) -> None:
-    """A scheduler on an empty store, at the same endpoint."""
+def begin(job: Job, name: str, *options: str, store: str = "") -> None:
+    """A scheduler on a store of this name, at the same endpoint; on an empty one of its own name if none is given."""
     command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", job.endpoint]
-    command += ["--settings", json.dumps(RULES), "--store", str(job.folder / f"{name}.sqlite")]
+    command += ["--settings", json.dumps(RULES), "--store", str(job.folder / f"{store or name}.sqlite")]
     job.harness.start(name, [*command, "--log-dir", str(job.harness.logs), *options])
     job.harness.wait_until(job.served, "the scheduler's answer")
 

@@ -444,8 +444,9 @@ class SchedulerScript:
             case ["asks", "link", how, peer]:
                 return LinkRequest(peer, how == "add", "a test")
             case ["says", peer, "is", state]:
-                # "gone": the process table says so; "dead" is a guess.
-                return Verdict(self.ids.get(peer, peer), state == "alive", "asked", certain=state == "gone")
+                # "gone": the process table says so; "dead": it says that it is stopped; "silent" is a guess.
+                seen = state in ("gone", "dead")
+                return Verdict(self.ids.get(peer, peer), state == "alive", "asked", state == "gone", seen)
             case ["leaves"]:
                 return Leave("Ctrl+C")
             case ["finished"]:

@@ -52,6 +52,7 @@ class Look:
         self.now = now
         for name, peer in self.peers.items():
             if peer.conn is not None and name not in self.silent:
+                self.detector.spoke(now, peer)
                 peer.heard = now
                 self.detector.heard(peer.id)
         of = {s: {p.id: p for p in self.peers.values() if p.standing is s and p.alive} for s in Standing}
@@ -65,8 +66,9 @@ class Look:
     def of(self, death: Death) -> Peer:
         return next(p for p in self.peers.values() if p.id == death.member)
 
-    def say(self, by: str, about: str, *, alive: bool = False, certain: bool = False) -> None:
-        self.detector.verdict(self.peers[by].id, Verdict(self.peers[about].id, alive, "asked", certain))
+    def say(self, by: str, about: str, *, alive: bool = False, certain: bool = False, seen: bool | None = None) -> None:
+        seen = certain if seen is None else seen
+        self.detector.verdict(self.peers[by].id, Verdict(self.peers[about].id, alive, "asked", certain, seen))
 
     def run(self, *times: float) -> list[Death]:
         return [death for now in times for death in self.at(now).deaths]
@@ -86,8 +88,90 @@ def test_denied_member_dies_while_another_holds_the_state() -> None:
     look = Look("ab")
     look.fall_silent("b")
     assert names(look.at(0.4).probes) == {"a"}
-    look.say("a", "b")
+    look.say("a", "b", seen=True)
     assert [(d.member, d.proven) for d in look.run(0.6)] == [("b~2", False)]
+
+
+def dies_of_silence(look: Look, name: str, since: float, times: tuple[float, ...]) -> float | None:
+    """How long `name` was silent when it was taken for dead, though nobody can say more than that it is silent."""
+    look.fall_silent(name)
+    for silence in times:
+        if look.run(since + silence):
+            return silence
+        everyone_denies(look, name)
+    return None
+
+
+LONG = tuple(0.1 * n for n in range(4, 200))
+
+
+def test_silence_alone_is_a_death_only_after_a_time_in_which_no_process_is_busy() -> None:
+    """On another machine one that holds the interpreter's lock is as silent as one that is gone."""
+    look = Look("ab")
+    look.run(0.0)
+    assert dies_of_silence(look, "b", 0.0, LONG) == pytest.approx(SETTINGS.silence_timeout_s + 0.1)
+
+
+@pytest.mark.parametrize("trouble", ["its stream broke", "its link broke"])
+def test_one_broken_connection_makes_silence_no_death(trouble: str) -> None:
+    look = Look("ab")
+    look.run(0.0)
+    if trouble == "its stream broke":
+        look.close("b")
+    else:
+        look.peers["a"].down["b~2"] = END
+    assert dies_of_silence(look, "b", 0.0, LONG) == pytest.approx(SETTINGS.silence_timeout_s + 0.1)
+
+
+def test_patience_grows_with_the_silences_that_a_process_has_broken_and_shrinks_again() -> None:
+    look = Look("ab")
+    look.run(0.0)
+    assert dies_of_silence(look, "b", 0.0, LONG[:15]) is None
+    look.silent.clear()
+    look.run(1.9)
+    assert dies_of_silence(look, "b", 1.9, LONG) == pytest.approx(2 * 1.9, abs=0.25)
+
+    look = Look("ab")
+    look.run(0.0)
+    look.silent.add("b")
+    look.run(1.9)
+    look.silent.clear()
+    look.run(1.95, 600.0)
+    assert dies_of_silence(look, "b", 600.0, LONG) == pytest.approx(SETTINGS.silence_timeout_s + 0.1)
+
+
+def test_who_was_put_out_for_a_silence_and_joins_again_gets_more_patience() -> None:
+    look = Look("ab")
+    look.run(0.0)
+    assert dies_of_silence(look, "b", 0.0, LONG) is not None
+    look.silent.clear()
+    look.detector.returned(2.2, look.peers["b"].member)
+    look.peers["b"].dead = ""
+    look.run(2.3)
+    assert dies_of_silence(look, "b", 2.3, LONG) == pytest.approx(2 * 2.2, abs=0.25)
+
+
+def test_nothing_is_learned_of_a_process_that_was_stopped() -> None:
+    look = Look("abc")
+    look.run(0.0)
+    look.silent.add("b")
+    look.run(0.4)
+    look.say("a", "b", seen=True)
+    look.say("c", "b", alive=True)
+    look.run(1.7)
+    look.silent.clear()
+    look.run(1.8)
+    assert look.detector.patience_s(1.8, look.peers["b"].member) == SETTINGS.silence_timeout_s
+
+
+def test_process_that_is_seen_to_run_is_no_death_until_it_hangs() -> None:
+    look = Look("ab")
+    look.run(0.0)
+    look.fall_silent("b")
+    for now in LONG[:45]:
+        assert look.run(now) == []
+        look.say("a", "b", alive=True, seen=True)
+    assert [d.member for d in look.run(SETTINGS.hang_timeout_s + 0.1)] == ["b~2"]
 
 
 @pytest.mark.parametrize("other", ["nobody", "a joiner that is still loading", "a member that has not come back"])
@@ -148,7 +232,7 @@ def test_joiner_without_the_state_is_no_last_holder() -> None:
     look = Look("ab", empty="b")
     look.fall_silent("b")
     look.run(0.4)
-    look.say("a", "b")
+    look.say("a", "b", seen=True)
     assert [d.member for d in look.run(0.6)] == ["b~2"]
 
 

@@ -67,6 +67,30 @@ def test_who_leaves_goes_along_with_whatever_the_others_close(kind: str, who: st
     assert header.hyper == contributions[others[0]].hyper
 
 
+@pytest.mark.parametrize("who", IDS)
+def test_who_has_no_samples_goes_along_with_a_collective_that_it_did_not_foresee(who: str) -> None:
+    contributions = box("gather", name="values")
+    for kind in ("step", "gather"):
+        idle = contribution(VIEW, GENESIS, kind, who, name="its own", yields=True)
+        contributions[who] = replace(idle, weight=0.0, coefficient=0.0)
+        header = closed(contributions)
+        assert header.error == ""
+        assert (header.kind, header.name) == (Kind.GATHER, "values")
+        assert header.answers == tuple(b"" if m == who else f"{m} votes".encode() for m in IDS)
+
+
+def test_a_collective_yields_to_collectives_only() -> None:
+    contributions = box("step")
+    contributions["c~3"] = contribution(VIEW, GENESIS, "gather", "c~3", name="values", yields=True)
+    assert "kind" in closed(contributions).error
+
+
+def test_when_nobody_has_samples_they_are_in_the_middle_of_a_batch_and_let_nobody_in() -> None:
+    prev = replace(GENESIS, boundary=True)
+    given = {m: contribution(VIEW, prev, "step", m, hyper="opt0.lr=0.1", yields=True) for m in IDS}
+    assert close_slot(view=VIEW, prev=prev, contributions=given).kind is Kind.STEP
+
+
 def test_who_leaves_still_stands_on_the_same_chain() -> None:
     contributions = box()
     contributions["c~3"] = replace(contributions["c~3"], prev_hash="feed", yields=True)

@@ -441,3 +441,26 @@ def test_long_tables_lose_their_middle(tmp_path: Path, monkeypatch: pytest.Monke
     assert "word29." in page.text
     assert "word15." not in page.text
     assert "... 20 more ..." in page.text
+
+
+def test_names_and_reasons_do_not_command_the_terminal() -> None:
+    evil = "a\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\r\n"
+    facts = {
+        "job": evil,
+        "endpoint": "h:1",
+        "term": 1,
+        "machine": {
+            "phase": evil,
+            "view": evil,
+            "reason": evil,
+            "members": [
+                {"id": evil, "standing": evil, "connected": True, "loaded": True, "dead": evil, "leaving": evil}
+            ],
+            "others": [{"id": evil, "standing": "linking", "connected": True, "loaded": False, "progress": evil}],
+        },
+    }
+    out = io.StringIO()
+    Console(file=out, width=200).print(draw(from_status(facts)))
+    lines = out.getvalue()
+    assert "a\N{REPLACEMENT CHARACTER}]0;owned" in lines
+    assert not set(lines) & set("\x1b\x07\x9b\u202e\r")

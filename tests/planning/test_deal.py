@@ -141,6 +141,7 @@ events = st.one_of(
 
 
 @example([6, 4], 1, 22, True, [("die", {1}, True)])
+@example([7], 1, 73, True, [("join", 3), ("step",), ("step",), ("join", 1), ("join", 2), ("die", {0}, True)])
 @given(quotas, st.integers(1, 3), st.integers(1, 120), st.booleans(), st.lists(events, max_size=25))
 def test_every_position_in_exactly_one_committed_step(quota, accumulate, length, drop_last, history):
     job = Job([member(f"m{i}", q) for i, q in enumerate(quota)], accumulate, length, drop_last)
@@ -171,10 +172,12 @@ def test_every_position_in_exactly_one_committed_step(quota, accumulate, length,
     for event in history:
         if not is_spent(job.header.ledger, "", 0, length):
             one(event)
+    if not is_spent(job.header.ledger, "", 0, length):
+        job.step()  # the last header may name a member that is dead by now, whose share is dealt again
     bound = job.header.step + steps_left(job.view, job.header.ledger, epoch=0, length=length, drop_last=drop_last)
     while not is_spent(job.header.ledger, "", 0, length):
         job.step()
-        assert job.header.step <= bound + 1  # one more where the last header still named a dead member
+        assert job.header.step <= bound
     assert sorted(job.used + job.dropped) == list(range(length))
     if drop_last:
         # Each time less than a micro-batch. A second time, if a dead member's share comes back behind what was dropped.

@@ -22,7 +22,7 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.membership.types import ViewId
 from chaos_lightning.rendezvous import factory, handler
-from chaos_lightning.rendezvous.handler import ChaosRendezvousHandler, workers_per_node
+from chaos_lightning.rendezvous.handler import ChaosRendezvousHandler
 from chaos_lightning.runtime import hosting
 from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.hosting import HostedScheduler
@@ -211,17 +211,3 @@ def test_another_jobs_scheduler_is_named(endpoint: str, started: list[HostedSche
 def test_beyond_loopback_a_token_is_demanded_at_once(endpoint: str) -> None:
     with pytest.raises(ConfigurationError, match="cluster token"):
         make(endpoint, bind="0.0.0.0")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["/usr/bin/torchrun", "--nproc-per-node=3", "train.py"], 3),
-        (["/x/torch/distributed/run.py", "--nnodes=1:2", "--nproc_per_node", "2", "train.py", "--nproc-per-node=9"], 2),
-        (["/usr/bin/torchrun", "train.py"], 1),
-        (["/usr/bin/pytest", "--nproc-per-node=3"], 1),
-        ([], 1),
-    ],
-)
-def test_workers_per_node_are_read_off_torchruns_own_arguments(arguments: list[str], expected: int) -> None:
-    assert workers_per_node(arguments) == expected

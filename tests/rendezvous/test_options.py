@@ -62,11 +62,10 @@ def test_the_run_id_is_the_jobs_name(run_id: str, job: str) -> None:
     assert read(run_id=run_id).config.job == job
 
 
-def test_members_are_workers_not_nodes() -> None:
-    options = read(nodes=(2, 5), nproc=4)
-    assert (options.config.min_nodes, options.config.max_nodes) == (8, 20)
-    assert (options.settings.min_nodes, options.settings.max_nodes) == (8, 20)
-    assert read({"nproc": "3"}, nodes=(2, 5), nproc=4).config.max_nodes == 15
+def test_nodes_are_counted_not_workers() -> None:
+    options = read(nodes=(2, 5))
+    assert (options.config.min_nodes, options.config.max_nodes) == (2, 5)
+    assert (options.settings.min_nodes, options.settings.max_nodes) == (2, 5)
 
 
 def test_everything_that_can_be_given_arrives(tmp_path: Path) -> None:
@@ -97,9 +96,10 @@ def test_everything_that_can_be_given_arrives(tmp_path: Path) -> None:
         "report_timeout_s": "13",
         "load_timeout_s": "14",
         "linger_timeout_s": "15",
+        "silence_timeout_s": "19",
         "reconnect_grace_s": "16",
         "node": "edge.1",
-        "nproc": "2",
+        "on_last_exit": "kept",
         "store": "etcd://a+b",
         "advertise": "gate",
         "idle_timeout_s": "17",
@@ -114,13 +114,14 @@ def test_everything_that_can_be_given_arrives(tmp_path: Path) -> None:
     assert (config.join_timeout_s, config.step_timeout_s, config.heartbeat_timeout_s) == (7.5, 8.5, 1.25)
     assert (config.host_scheduler, config.overlap, config.by_reference) == (False, False, False)
     assert (config.join_by, config.neighbour_names) == ("pause", ("a", "b"))
+    assert config.on_last_exit == os.path.abspath("kept")
     assert (config.transfer, config.ingress_bps, config.transfer_folder) == ("even", 2e8, str(tmp_path))
     settings = options.settings
     assert (config.links, settings.links) == ("authenticated", "authenticated")
     assert (settings.heartbeat_interval_s, settings.heartbeat_timeout_s, settings.hang_timeout_s) == (0.2, 1.25, 11.0)
     assert (settings.confirm_timeout_s, settings.report_timeout_s, settings.join_timeout_s) == (12.0, 13.0, 14.0)
     assert (settings.linger_timeout_s, settings.reconnect_grace_s) == (15.0, 16.0)
-    assert settings.last_holder_timeout_s == 18.0
+    assert (settings.last_holder_timeout_s, settings.silence_timeout_s) == (18.0, 19.0)
     assert (options.store, options.advertise, options.idle_timeout_s) == ("etcd://a+b", "gate:29400", 17.0)
     assert (read({"store": "chain"}).store, read({"store": MEMORY}).store) == (os.path.abspath("chain"), MEMORY)
 
@@ -158,7 +159,6 @@ def test_settings_from_the_environment_are_kept() -> None:
         ({"plan": "ring"}, "plan 'ring' is unknown"),
         ({"chunk_nbytes": "many"}, "chunk_nbytes=many: expected a number"),
         ({"overlap": "maybe"}, "overlap=maybe: expected 0 or 1"),
-        ({"nproc": "0"}, "nproc=0: expected a positive"),
         ({"idle_timeout_s": "-1"}, "idle_timeout_s=-1.0: expected a positive"),
         ({"heartbeat_timeout_s": "soon"}, "heartbeat_timeout_s=soon"),
         ({"hang_timeout_s": "soon"}, "hang_timeout_s='soon': expected a number"),

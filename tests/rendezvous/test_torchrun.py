@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -19,18 +19,23 @@ from typing import Any
 import pytest
 
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError
+from chaos_lightning.membership.effects import Persist
+from chaos_lightning.membership.types import NO_VIEW, Settings, View, ViewId
 from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.credentials import Credentials
 from chaos_lightning.runtime.hosting import HostedScheduler
 from chaos_lightning.runtime.keyfiles import NODES, Node, init
+from chaos_lightning.runtime.options import settings_to_json
 from chaos_lightning.runtime.process_table import start_time
 from chaos_lightning.runtime.roles import OBSERVER
+from chaos_lightning.runtime.sqlite_store import SqliteStore
 from chaos_lightning.testing.harness import Harness, Record
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PATIENCE_S = 60.0
 TOKEN = "a token for the tests"
+RUN = ("chaos_lightning.cli", "run")
 
 Line = dict[str, Any]
 
@@ -46,8 +51,9 @@ class Torchrun:
         nodes: str = "1:2",
         script: str = "stay",
         worker: str = "worker.py",
+        program: Sequence[str] = ("torch.distributed.run",),
     ) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=chaos", f"--rdzv-endpoint={endpoint}"]
+        command = [sys.executable, "-m", *program, "--rdzv-backend=chaos", f"--rdzv-endpoint={endpoint}"]
         command += ["--rdzv-id=job", f"--nnodes={nodes}", *arguments]
         command += ["--rdzv-conf", ",".join(filter(None, ("reconnect_grace_s=1,idle_timeout_s=30", conf)))]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CHAOS_TOKEN": TOKEN}
@@ -123,7 +129,7 @@ def torchrun(endpoint: str) -> Iterator[Callable[..., Torchrun]]:
     with ExitStack() as stack:
         stack.callback(lambda: (scheduler := hosted(endpoint)) is None or scheduler.stop())
 
-        def start(*arguments: str, **options: str) -> Torchrun:
+        def start(*arguments: str, **options: Any) -> Torchrun:
             agent = Torchrun(endpoint, *arguments, **options)
             agents.append(agent)
             stack.callback(end, agent)
@@ -169,16 +175,15 @@ def test_agents_join_a_running_job_and_nobody_is_restarted(torchrun: Callable[..
     first = torchrun("--nproc-per-node=2", conf="node=one", nodes="1:2")
     start = first.wait("start", lambda line: line["LOCAL_RANK"] == "1")
     assert start["name"] == "one-1"
-    assert (start["min_nodes"], start["max_nodes"], start["endpoint"]) == (2, 4, endpoint)
+    assert (start["min_nodes"], start["max_nodes"], start["endpoint"]) == (1, 2, endpoint)
     assert (start["RANK"], start["WORLD_SIZE"]) == ("1", "2")
-    view = first.wait("view")
-    assert sorted(m.partition("~")[0] for m in view["members"]) == ["one-0", "one-1"]
+    first.wait("view")
     second = torchrun("--nproc-per-node=1", conf="node=two", nodes="1:2")
     assert second.wait("welcome")["role"] == "joiner"
-    third_view = first.wait("next_view")
-    assert [m.partition("~")[0] for m in third_view["members"]][2:] == ["two-0"]
+    third = torchrun("--nproc-per-node=1", conf="node=three", nodes="1:2")
+    assert third.wait("welcome")["role"] == "standby"  # two nodes with three workers are all that may be in
     facts = fetch_status(endpoint, TOKEN.encode())
-    assert (facts["job"], facts["min_nodes"], facts["max_nodes"]) == ("job", 2, 4)
+    assert (facts["job"], facts["min_nodes"], facts["max_nodes"]) == ("job", 1, 2)
     with pytest.raises(RefusedError):
         fetch_status(endpoint, b"another token")
     assert {line["restarts"] for line in (*first.lines, *second.lines)} == {0}
@@ -307,6 +312,39 @@ class Training:
 
 
 @pytest.fixture
+def finished(endpoint: str, tmp_path: Path) -> Iterator[None]:
+    """A scheduler, none of the agents', that answers for the finished job."""
+    chain = tmp_path / "chain.sqlite"
+    with SqliteStore(chain, "job") as store:
+        store.take_term()
+        assert store.append(Persist(1, "view", ViewId(1, 1), View(ViewId(1, 1), NO_VIEW, ()))).ok
+        assert store.append(Persist(2, "finish", ViewId(1, 2))).ok
+    command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", endpoint]
+    command += ["--settings", settings_to_json(Settings(job="job")), "--store", str(chain), "--keep-finished"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "CHAOS_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
+    ) as scheduler:
+        try:
+            assert scheduler.stdout is not None
+            assert "scheduler of job job" in scheduler.stdout.readline()
+            yield
+        finally:
+            scheduler.kill()
+
+
+@pytest.mark.parametrize("program", [("torch.distributed.run",), RUN])
+@pytest.mark.usefixtures("finished")
+def test_a_node_that_comes_after_the_end_hears_so_and_starts_no_worker(
+    torchrun: Callable[..., Torchrun], endpoint: str, program: Sequence[str]
+) -> None:
+    """The scheduler is another machine's to host, as far as this node goes."""
+    late = torchrun("--max-restarts=3", conf="node=late,host_scheduler=0", program=program)
+    assert late.wait_ended() == 1
+    assert f"job 'job' at {endpoint} is finished; no worker is started on node late" in "".join(late.noise)
+    assert late.lines == []
+
+
+@pytest.fixture
 def training(tmp_path: Path, torchrun: Callable[..., Torchrun], monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
     with Harness(tmp_path, deadline_s=PATIENCE_S) as harness:
         monkeypatch.setenv("CHAOS_LOG_DIR", str(harness.logs))
@@ -408,3 +446,111 @@ def test_a_standby_agent_trains_once_a_place_is_free(training: Training) -> None
     assert ends[1]["company"] > 0
     assert [one.wait_ended(), three.wait_ended()] == [0, 0]
     training.harness.audit()
+
+
+def test_the_last_worker_keeps_the_state_and_the_next_start_goes_on_from_it(training: Training, tmp_path: Path) -> None:
+    """SIGTERM to the only agent; another one is started: it goes on from the very state, and says so."""
+    conf = {"epochs": 1000}
+    one = training.start("one", **conf)
+    training.harness.wait_step(3)
+    one.process.send_signal(signal.SIGTERM)
+    done = one.wait("done")
+    one.wait_ended()
+    kept = training.harness.wait_for("kept", node="one-0")
+    assert kept["step"] == done["step"] > 0
+    assert f"at step {done['step']} is kept in" in "".join(one.noise)
+    two = training.start("two", **conf)
+    came = two.wait("in")
+    assert (came["step"], came["hash"], came["role"]) == (done["step"], done["hash"], "founder")
+    assert f"goes on from step {done['step']}: one-0~1 kept its training state" in "".join(two.noise)
+    training.harness.wait_step(done["step"] + 2)
+    two.process.send_signal(signal.SIGTERM)
+    assert two.wait("done")["step"] > done["step"]
+    two.wait_ended()
+    training.harness.audit()
+
+
+def test_one_dead_worker_of_a_node_with_two_loses_nothing_under_stock_torchrun(training: Training) -> None:
+    """torchrun ends its sibling, which is the last one then, and starts both anew: they go on from what it kept."""
+    one = training.start("one", "--nproc-per-node=2", "--max-restarts=2", epochs=1000)
+    training.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="one-0")
+    victim = one.wait("in", lambda line: line["role"] == "founder")
+    training.harness.declare("one-0", "one-1")
+    os.kill(victim["pid"], signal.SIGKILL)
+    kept = training.harness.wait_for("kept")
+    again = training.harness.wait_for("joined", lambda r: r["role"] == "founder", after=kept)
+    assert again["step"] == kept["step"] > 0
+    training.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="one-0", after=again)
+    assert "goes on from step" in "".join(one.noise)
+    one.process.send_signal(signal.SIGTERM)
+    one.wait_ended()
+    training.harness.audit()
+
+
+# ------------------------------------------------------------------------------------------------ chaos-lightning run
+
+
+@pytest.fixture
+def several(training: Training, torchrun: Callable[..., Torchrun]) -> Callable[..., Torchrun]:
+    """Starts a node by `chaos-lightning run` whose workers train."""
+
+    def start(*arguments: str, **spec: Any) -> Torchrun:
+        script = json.dumps(spec)
+        return torchrun(*arguments, conf="node=one", script=script, worker="training_worker.py", program=RUN)
+
+    return start
+
+
+def test_a_dead_worker_takes_no_sibling_along_and_comes_back(
+    training: Training, several: Callable[..., Torchrun]
+) -> None:
+    """`chaos-lightning run` with two workers: one is killed, the other one commits on, and the first joins it again."""
+    one = several("--nproc-per-node=2", epochs=1000)
+    both = training.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="one-0")
+    environments = {line["pid"]: line for line in one.lines if line["what"] == "in"}
+    victim = next(line["pid"] for line in one.lines if line["what"] == "start" and line["local_rank"] == 1)
+    training.harness.declare("one-1")
+    os.kill(victim, signal.SIGKILL)
+    alone = training.harness.wait_for("committed", lambda r: len(r["contributors"]) == 1, node="one-0", after=both)
+    again = training.harness.wait_for("joined", node="one-1", after=alone)
+    assert again["role"] == "joiner"
+    assert one.wait("start", lambda line: line["restarts"] == 1)["local_rank"] == 1
+    training.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="one-0", after=again)
+    assert not [line for line in one.lines if line["what"] == "start" and line["local_rank"] == 0][1:], environments
+    assert "worker 1 ended (signal SIGKILL); it is started again in 1 s (restart 1 of 9); 1 other(s)" in "".join(
+        one.noise
+    )
+    one.process.send_signal(signal.SIGTERM)
+    assert one.wait_ended() == 0
+    assert "asking 2 worker(s) to leave the job" in "".join(one.noise)
+    training.harness.audit()
+
+
+def test_a_worker_that_is_given_up_leaves_the_others_training_and_its_code(
+    training: Training, several: Callable[..., Torchrun]
+) -> None:
+    # Long enough for the second worker to come in while the first one trains.
+    one = several("--nproc-per-node=2", "--max-restarts=0", epochs=120, crash_in=0, crash_rank=1)
+    training.harness.declare("one-1")
+    one.wait("crash")
+    done = one.wait("done")
+    assert done["local_rank"] == 0
+    assert one.wait_ended() == 1
+    assert "worker 1 failed after 0 restarts; the others train on (exit code 1)" in "".join(one.noise)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rdzv-backend=c10d"], "this command is for chaos only"),
+        (["--standalone"], "leave it out"),
+        (["--rdzv-conf", "nde=x"], "unknown nde"),
+        (["--nproc-per-node=many"], "many"),
+    ],
+)
+def test_run_refuses_by_name(arguments: list[str], words: str) -> None:
+    command = [sys.executable, "-m", "chaos_lightning.cli", "run", *arguments, "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr

@@ -26,10 +26,17 @@ from chaos_lightning.trainer import Trainer, capture_exit_event
 warnings.simplefilter("error")
 spec = json.loads(sys.argv[1])
 restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+local_rank = int(os.environ["LOCAL_RANK"])
 
 
 def say(what: str, **more: Any) -> None:
-    os.write(1, (json.dumps({"what": what, "pid": os.getpid(), "restarts": restarts, **more}) + "\n").encode())
+    os.write(
+        1,
+        (
+            json.dumps({"what": what, "pid": os.getpid(), "restarts": restarts, "local_rank": local_rank, **more})
+            + "\n"
+        ).encode(),
+    )
 
 
 def wait_at(gate: str) -> None:
@@ -53,6 +60,12 @@ def hold_the_replay(gate: str) -> None:
     ModuleReplay.replay = held  # type: ignore[method-assign]
 
 
+def hash_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    tensors = list(model.state_dict().items())
+    tensors += [(f"opt{i}.{k}", v) for i, s in enumerate(optimizer.state.values()) for k, v in s.items()]
+    return state_hash(tensors)
+
+
 generator = torch.Generator().manual_seed(1)
 data = TensorDataset(torch.randn(240, 8, generator=generator), torch.randn(240, 4, generator=generator))
 gates = {int(step): gate for step, gate in spec.get("gates", {}).items()}
@@ -66,13 +79,15 @@ if not restarts and "apply" in spec:
 with Trainer() as trainer:
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for x, y in trainer.prepare(model, optimizer, DataLoader(data, 4, shuffle=True), epochs=spec.get("epochs", 2)):
+    batches = trainer.prepare(model, optimizer, DataLoader(data, 4, shuffle=True), epochs=spec.get("epochs", 2))
+    say("in", step=trainer.step, hash=hash_of(model, optimizer), role=trainer.engine.role)
+    for x, y in batches:
         optimizer.zero_grad()
         (model(x) - y).square().mean().backward()
         trainer.update()
         trainer.check_state_replication()
         company += trainer.world_size > 1
-        if spec.get("crash_in") == restarts and company == 3:
+        if spec.get("crash_in") == restarts and company == 3 and spec.get("crash_rank", local_rank) == local_rank:
             say("crash", step=trainer.step)
             os._exit(1)
         if gate := gates.pop(trainer.step, ""):
@@ -85,6 +100,4 @@ with Trainer() as trainer:
         if capture_exit_event():
             trainer.request_node_exit()
             break
-    tensors = list(model.state_dict().items())
-    tensors += [(f"opt{i}.{k}", v) for i, s in enumerate(optimizer.state.values()) for k, v in s.items()]
-    say("done", step=trainer.step, hash=state_hash(tensors), company=company, out=trainer.engine.out)
+    say("done", step=trainer.step, hash=hash_of(model, optimizer), company=company, out=trainer.engine.out)

@@ -57,6 +57,7 @@ def hello() -> Hello:
         package="0",
         fingerprint=(),
         resume=me[0] if in_view else "",
+        node=os.environ.get("CHAOS_NODE", ""),
     )
 
 

@@ -101,6 +101,8 @@ def call(endpoint: str, what: str, shown: Shown) -> str:
                 stub.Status(chaos_pb2.StatusRequest(), metadata=metadata, timeout=PATIENCE_S)
             elif what == "Drain":
                 stub.Drain(chaos_pb2.DrainRequest(name="nobody"), metadata=metadata, timeout=PATIENCE_S)
+            elif what == "Reset":
+                stub.Reset(chaos_pb2.ResetRequest(), metadata=metadata, timeout=PATIENCE_S)
             else:
                 assert what == "ChangeLink"
                 request = chaos_pb2.LinkChangeRequest(a="a", b="b", add=True)

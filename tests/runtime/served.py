@@ -204,7 +204,7 @@ class Client:
         self.agent = Agent(
             endpoints=(endpoint,),
             token=token,
-            hello_factory=lambda: hello(name, resume=self.resume, job=job),
+            hello_factory=options.pop("hello_factory", lambda: hello(name, resume=self.resume, job=job)),
             on_message=self._on_message,
             on_state=self.states.add,
             heartbeat=options.pop("heartbeat", lambda: Heartbeat(NO_VIEW, 0, 0)),

@@ -252,7 +252,7 @@ def test_a_leader_of_this_machine_that_is_hidden_from_a_candidate_goes_on(
     """It is watched as one on another machine is."""
     a = start(running, etcd, job, "a")
     a.hears("elected")
-    monkeypatch.setattr(process_table, "_stat", lambda pid: None)
+    monkeypatch.setattr(process_table.watcher, "stat", lambda pid: None)
     b = start(running, etcd, job, "b")
     until(lambda: b.election._line is not None, "a line to the leader")
     until_s = b.election._until
@@ -265,10 +265,10 @@ def test_a_candidate_that_did_not_hear_that_it_was_elected_leads(
     etcd: EtcdServers, job: str, running: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Its own key, on the lease of before, must not keep it waiting for the end of that lease."""
-    once, get, left = EtcdClient.transact, EtcdClient.get, [1]
+    once, get, left = EtcdClient.transact, EtcdClient.get_all, [1]
 
     def is_there(client: EtcdClient, key: str) -> bool:
-        return key.endswith("/leader") and get(client, key) is not None
+        return key.endswith("/leader") and bool(get(client, key)[0])
 
     def transact(self: EtcdClient, compare: Any, writes: Any) -> tuple[bool, int]:
         done = once(self, compare, writes)
@@ -277,16 +277,16 @@ def test_a_candidate_that_did_not_hear_that_it_was_elected_leads(
             raise StoreError("planted: the answer got lost")
         return done
 
-    def look(self: EtcdClient, key: str) -> Any:
+    def look(self: EtcdClient, key: str, *, deadline_s: float | None = None) -> Any:
         if how != "the write fails" and left and is_there(self, key):
             left.pop()
             if how == "the read fails":
                 raise StoreError("planted: no answer")
-            return None
-        return get(self, key)
+            return [], get(self, key)[1]
+        return get(self, key, deadline_s=deadline_s)
 
     monkeypatch.setattr(EtcdClient, "transact", transact)
-    monkeypatch.setattr(EtcdClient, "get", look)
+    monkeypatch.setattr(EtcdClient, "get_all", look)
     a = start(running, etcd, job, "a")
     guard = a.hears("elected")
     assert not left, "it was planted"

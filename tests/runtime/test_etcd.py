@@ -112,7 +112,7 @@ def test_keys_of_another_program_or_version_are_refused(etcd: EtcdServers, job: 
         for value, words in (
             (b"precious", "another program's"),
             (b"[]", "another program's"),
-            (json.dumps({"format": 99}).encode(), "has format 99, this version reads 1"),
+            (json.dumps({"format": 99}).encode(), "has format 99, this version reads 2"),
             (json.dumps({"format": 1, "count": 0}).encode(), "holds no tip"),
         ):
             chain._client.transact([], [put(root + "tip", value)])
@@ -121,6 +121,32 @@ def test_keys_of_another_program_or_version_are_refused(etcd: EtcdServers, job: 
             found = chain._client.get(root + "tip")
             assert found is not None
             assert found.value == value
+
+
+def test_a_chain_of_the_former_format_is_read_and_gets_an_id_that_stays(etcd: EtcdServers, job: str) -> None:
+    with store(etcd, job) as chain:
+        chain.take_term()
+        grow(chain, 2)
+        root = job_root(chain._client.address.prefix, job)
+        found = chain._client.get(root + "tip")
+        assert found is not None
+        document = json.loads(found.value)
+        del document["chain"]
+        chain._client.transact([], [put(root + "tip", json.dumps({**document, "format": 1}).encode())])
+        drawn = chain.tip().chain
+        assert len(drawn) == 16
+    with store(etcd, job) as chain:
+        assert chain.take_term() == 2
+        assert chain.load().id == drawn
+        assert len(chain.load().views) == 2
+
+
+def test_a_job_that_begins_again_begins_another_chain(etcd: EtcdServers, job: str) -> None:
+    with store(etcd, job) as chain:
+        chain.take_term()
+        before = chain.tip().chain
+        chain.begin_again()
+        assert chain.tip().chain not in ("", before)
 
 
 @pytest.mark.parametrize(

@@ -17,20 +17,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError
+from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.membership.effects import Persist
-from chaos_lightning.membership.types import NO_VIEW, OpenLinks, Ready, Settings, View, ViewId
+from chaos_lightning.membership.types import NO_VIEW, OpenLinks, Ready, Refused, Settings, View, ViewId
 from chaos_lightning.runtime import hosting
 from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.config import EngineConfig
 from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
 from chaos_lightning.runtime.hosting import HostedScheduler, ensure_scheduler, look
+from chaos_lightning.runtime.machine import real_machine
 from chaos_lightning.runtime.options import MEMORY, SchedulerOptions
 from chaos_lightning.runtime.scheduler_main import main, open_store
 from chaos_lightning.runtime.sqlite_store import SqliteStore
 
 sys.path.insert(0, str(Path(__file__).parent))
-from served import PATIENCE_S, Client, attending, serving
+from served import PATIENCE_S, Client, attending, hello, serving
 from until_support import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -240,6 +241,42 @@ def test_an_agent_revives_its_scheduler(endpoint: str, started: list[HostedSched
         kill(first)
         client.states.wait(lambda s: s == "connected", count=2)
         assert revived.wait(PATIENCE_S), "whoever connected again was served by somebody else"
+
+
+def test_nobody_hosts_a_scheduler_that_lacks_the_jobs_chain(endpoint: str, started: list[HostedScheduler]) -> None:
+    chosen = options(endpoint)
+    assert chosen.store_path is not None
+    with pytest.raises(StoreError, match=r"goes by chain 0123456.* holds none\. Start one there on the store"):
+        ensure_scheduler(chosen, continue_only=True, chain="0123456789abcdef")
+    assert look(endpoint, "job", b"") == "free"
+    with SqliteStore(chosen.store_path, "job") as store:
+        store.take_term()
+        chain = store.tip().chain
+    with pytest.raises(StoreError, match=f"holds chain {chain[:4]}"):
+        ensure_scheduler(chosen, continue_only=True, chain="0123456789abcdef")
+    keep(started, ensure_scheduler(chosen, continue_only=True, chain=chain))
+
+
+def test_a_hosted_scheduler_that_lacks_the_chain_gives_the_endpoint_up() -> None:
+    """And not one that an operator has started, or one that leads a job of its own."""
+    stands = {"resume": "a~1", "view": ViewId(1, 7), "term": 1, "chain": "0123456789abcdef"}
+    for gives_way, founds in ((True, False), (False, False), (True, True)):
+        with serving(machine=real_machine, gives_way=gives_way) as served:
+            own = founder(served.endpoint, "b", job="default") if founds else None
+            try:
+                if own is not None:
+                    own.messages.wait(lambda m: type(m).__name__ == "Decide")
+                with attending(served.endpoint, "a", hello_factory=lambda: hello("a", **stands)) as member:
+                    if gives_way and not founds:
+                        reason, failed = served.wait_ended()
+                        assert failed
+                        assert "gives the endpoint up" in reason
+                    else:
+                        member.messages.wait(lambda m: isinstance(m, Refused), count=2)
+                        assert served.outcome is None
+            finally:
+                if own is not None:
+                    own.close()
 
 
 def finished_chain(path: Path) -> None:

@@ -446,6 +446,9 @@ class Follower:
     def rules(self, given: Settings) -> Settings:
         return self._stored
 
+    def watched(self) -> bool:
+        return False
+
     def waited(self) -> bool:
         return False
 

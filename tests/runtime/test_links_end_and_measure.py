@@ -73,15 +73,21 @@ def test_a_link_that_was_let_go_still_takes_what_the_peer_had_sent(build: Build)
     nodes = build("ab")
     connect(nodes, "ab")
     a, b = nodes.values()
-    payload = bytes(24 << 20)
-    send_chunk(a, b.id, payload)  # keeps the link open for a while
+    speaks = threading.Event()
+
+    def say_before_reading() -> None:
+        assert speaks.wait(DEADLINE_S)
+        b.links.message(a.id, b"last words")  # in one turn of its loop: nothing is read in between
+
+    b.loop.call(say_before_reading)
+    send_chunk(a, b.id, bytes(24 << 20))
     let_go(a)
-    b.say(a.id, b"last words")
+    speaks.set()
     b.wait(lambda: b.chunks)
     a.wait(lambda: a.messages)
     assert a.messages == [(b.id, b"last words")]
-    while a.do(lambda: a.links._finishing):
-        pass
+    b.wait(lambda: not b.is_up(a.id))
+    until(lambda: not a.do(lambda: a.links._finishing), "the link that a let go has ended", DEADLINE_S)
     assert not [c for c in a.changes if c[1] is False], "whom it let go itself it reports nothing about"
 
 

@@ -14,15 +14,26 @@ from typing import Any, cast
 import pytest
 
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import NO_VIEW, FromMember, Member, Probe, Verdict, View, ViewId, Welcome
+from chaos_lightning.membership.types import (
+    NO_VIEW,
+    FromMember,
+    Member,
+    Probe,
+    Settings,
+    Verdict,
+    View,
+    ViewId,
+    Welcome,
+)
 from chaos_lightning.observe.events import EventLog
-from chaos_lightning.runtime import process_table
+from chaos_lightning.runtime import watcher
 from chaos_lightning.runtime.mailbox import Mailbox
 from chaos_lightning.runtime.memory_store import MemoryStore
 from chaos_lightning.runtime.process_table import (
     Sight,
     host_identity,
     process_state,
+    rebooted,
     same_machine_verdict,
     start_time,
 )
@@ -31,6 +42,7 @@ from chaos_lightning.runtime.shell import Shell
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import attending, serving
+from until_support import until
 
 
 @pytest.fixture
@@ -69,7 +81,7 @@ def test_nothing_is_said_about_other_machines(changes: dict[str, Any]) -> None:
 def test_process_that_proc_hides_is_not_called_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """With hidepid, /proc shows no processes of other users."""
     suspect = member(os.getpid())
-    monkeypatch.setattr("chaos_lightning.runtime.process_table._stat", lambda pid: None)
+    monkeypatch.setattr(watcher, "stat", lambda pid: None)
     assert same_machine_verdict(suspect) == Sight(False, "")
 
 
@@ -77,15 +89,19 @@ def test_newcomer_that_knows_no_view_can_be_asked() -> None:
     said: list[FromMember] = []
     nobody = cast(Any, SimpleNamespace(server=None))
     shell = Shell(nobody, Mailbox("b"), EventLog(None), nobody, said.append)
-    shell.links = cast(Any, SimpleNamespace(silence_s=lambda peer, now: float("inf"), up=lambda peer: False))
+    links = SimpleNamespace(
+        silence_s=lambda peer, now: float("inf"), up=lambda peer: False, sight=lambda peer: Sight(False, "")
+    )
+    shell.links = cast(Any, links)
     shell.control(Probe("a~1", member(os.getpid())))
     shell.control(Probe("a~1", member(os.getpid(), pid_start=start_time(os.getpid()) + 1)))
     shell.control(Probe("a~1", member(os.getpid(), host="another machine")))
     alive, gone, unknown = said
     assert isinstance(alive, Verdict)
     assert alive.alive
-    assert gone == Verdict("a~1", False, "its process is gone", certain=True)
-    assert unknown == Verdict("a~1", False, "no link", certain=False)
+    assert alive.seen
+    assert gone == Verdict("a~1", False, "its process is gone", certain=True, seen=True)
+    assert unknown == Verdict("a~1", False, "no link", certain=False, seen=False)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +119,8 @@ def test_a_process_that_is_hidden_is_not_gone(
         if error is not None:
             raise error
 
-    monkeypatch.setattr(process_table, "_stat", lambda pid: None)
-    monkeypatch.setattr(process_table.os, "kill", signal_it)
+    monkeypatch.setattr(watcher, "stat", lambda pid: None)
+    monkeypatch.setattr(watcher.os, "kill", signal_it)
     assert process_state(4711, 5) == state
 
 
@@ -125,12 +141,50 @@ def test_only_processes_that_are_gone_from_this_machine_are_called_gone(where: s
         assert [e for e in served.events.seen if isinstance(e, fx.Gone)] == expected
 
 
+OTHER_BOOT = "01234567-89ab-cdef-0123-456789abcdef/pid:[4026531836]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"host": OTHER_BOOT}, "was started anew since"),
+        ({"host": OTHER_BOOT, "address": "192.0.2.1"}, ""),
+        ({"host": "somewhere"}, ""),
+        ({"host": OTHER_BOOT, "pid": 0}, ""),
+        ({}, ""),
+    ],
+    ids=["this machine's address", "another's", "unknown", "no process", "the same boot"],
+)
+def test_a_machine_that_was_started_anew_has_none_of_its_processes(changes: dict[str, Any], words: str) -> None:
+    found = rebooted(member(**{"pid": os.getpid(), **changes}))
+    assert words in found
+    assert bool(found) == bool(words)
+
+
+def test_nobody_waits_for_processes_of_before_the_machine_was_started_anew() -> None:
+    """The job of before a power cut: after the time in which a living member would be back."""
+    store = MemoryStore()
+    store.take_term()
+    gone = member(os.getpid(), host=OTHER_BOOT)
+    view = View(ViewId(1, 1), NO_VIEW, (gone,))
+    store.append(fx.Persist(1, "view", view.id, view))
+    rules = Settings(reconnect_grace_s=0.3)
+    with (
+        serving(machine=real_machine, open_store=lambda: store, settings=rules) as served,
+        attending(served.endpoint, "b") as client,
+    ):
+        client.messages.wait(lambda m: isinstance(m, Welcome) and m.role == "joiner")
+        until(lambda: served.server.status()["machine"]["phase"] == "founding", "the end of the wait for the dead")
+
+
 def test_nobody_waits_for_processes_that_are_gone_from_this_machine() -> None:
-    """The last view's only member died with its scheduler: the next one begins again at once, whatever the timeouts."""
+    """The last view's only member died with its scheduler: the next one begins again once it has heard who is there,
+    whatever the timeouts."""
     store = MemoryStore()
     store.take_term()
     gone = member(os.getpid(), pid_start=start_time(os.getpid()) + 1)
     view = View(ViewId(1, 1), NO_VIEW, (gone,))
     store.append(fx.Persist(1, "view", view.id, view))
     with serving(machine=real_machine, open_store=lambda: store) as served, attending(served.endpoint, "b") as client:
-        assert client.messages.wait_for(Welcome).role == "founder"
+        client.messages.wait_for(Welcome)
+        until(lambda: served.server.status()["machine"]["phase"] == "founding", "the end of the wait for the dead")

@@ -16,27 +16,27 @@ from chaos_lightning.runtime import certificates, chaos_pb2, few_lines, roles
 from chaos_lightning.runtime.channel import change_link, drain, fetch_status
 from chaos_lightning.runtime.roles import MEMBER, OBSERVER, OPERATOR
 
-CALLS = ("Attend", "Status", "Drain", "ChangeLink")
+CALLS = ("Attend", "Status", "Drain", "ChangeLink", "Reset")
 OK, ROLE, TOKEN, TLS = "ok", "PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE"
 
-TABLE: dict[str, tuple[str, str, str, str]] = {
-    # who                              Attend Status Drain ChangeLink
-    "a member": (OK, OK, ROLE, ROLE),
-    "an observer": (ROLE, OK, ROLE, ROLE),
-    "an operator": (ROLE, OK, OK, OK),
-    "a member without the token": (TOKEN, OK, ROLE, ROLE),
-    "a member with a wrong token": (TOKEN, TOKEN, ROLE, ROLE),
-    "an observer with the token": (ROLE, OK, ROLE, ROLE),
-    "an operator with a wrong token": (ROLE, TOKEN, TOKEN, TOKEN),
-    "the token without certificate": (TLS, TLS, TLS, TLS),
-    "the token without TLS": (TLS, TLS, TLS, TLS),
-    "another authority's member with the token": (TLS, TLS, TLS, TLS),
-    "another authority's operator": (TLS, TLS, TLS, TLS),
-    "an expired member with the token": (TLS, TLS, TLS, TLS),
-    "an expired observer": (TLS, TLS, TLS, TLS),
-    "an expired operator": (TLS, TLS, TLS, TLS),
-    "a role that nobody knows": (TLS, TLS, TLS, TLS),
-    "nobody": (TLS, TLS, TLS, TLS),
+TABLE: dict[str, tuple[str, str, str, str, str]] = {
+    # who                              Attend Status Drain ChangeLink Reset
+    "a member": (OK, OK, ROLE, ROLE, ROLE),
+    "an observer": (ROLE, OK, ROLE, ROLE, ROLE),
+    "an operator": (ROLE, OK, OK, OK, OK),
+    "a member without the token": (TOKEN, OK, ROLE, ROLE, ROLE),
+    "a member with a wrong token": (TOKEN, TOKEN, ROLE, ROLE, ROLE),
+    "an observer with the token": (ROLE, OK, ROLE, ROLE, ROLE),
+    "an operator with a wrong token": (ROLE, TOKEN, TOKEN, TOKEN, TOKEN),
+    "the token without certificate": (TLS, TLS, TLS, TLS, TLS),
+    "the token without TLS": (TLS, TLS, TLS, TLS, TLS),
+    "another authority's member with the token": (TLS, TLS, TLS, TLS, TLS),
+    "another authority's operator": (TLS, TLS, TLS, TLS, TLS),
+    "an expired member with the token": (TLS, TLS, TLS, TLS, TLS),
+    "an expired observer": (TLS, TLS, TLS, TLS, TLS),
+    "an expired operator": (TLS, TLS, TLS, TLS, TLS),
+    "a role that nobody knows": (TLS, TLS, TLS, TLS, TLS),
+    "nobody": (TLS, TLS, TLS, TLS, TLS),
 }
 REASONS = {
     "a member": "a is member, and",
@@ -60,7 +60,7 @@ REASONS = {
 
 
 def answer(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
-    return [fx.Answer(event.token, True, "done")] if isinstance(event, fx.ChangeLink) else None
+    return [fx.Answer(event.token, True, "done")] if isinstance(event, fx.ChangeLink | fx.Reset) else None
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_the_documents_table_is_this_one() -> None:
     rows = {
         cells[0].strip(): [c.strip() for c in cells[1:]]
         for line in text.splitlines()
-        if line.startswith("|") and len(cells := line.strip("|").split("|")) == 5
+        if line.startswith("|") and len(cells := line.strip("|").split("|")) == 6
     }
     assert rows["role"] == list(CALLS)
     for role in roles.MAY:

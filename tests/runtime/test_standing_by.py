@@ -12,7 +12,6 @@ from served import PATIENCE_S, Facts, ScriptedMachine, serving
 from test_store import decide
 from until_support import until
 
-from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.types import Settings, ViewId
 from chaos_lightning.runtime.channel import fetch_status
@@ -20,6 +19,7 @@ from chaos_lightning.runtime.connection import Connection, present
 from chaos_lightning.runtime.etcd_client import read_address
 from chaos_lightning.runtime.etcd_servers import EtcdServers
 from chaos_lightning.runtime.etcd_store import EtcdStore
+from chaos_lightning.runtime.machine import real_machine
 from chaos_lightning.runtime.memory_store import MemoryStore
 from chaos_lightning.runtime.seat import EtcdSeat
 from chaos_lightning.runtime.server import CANNOT_LEAD
@@ -47,6 +47,9 @@ class PlainSeat:
 
     def rules(self, given: Settings) -> Settings:
         return given
+
+    def watched(self) -> bool:
+        return True
 
     def waited(self) -> bool:
         return self.was_led
@@ -106,32 +109,23 @@ def test_a_chain_that_was_rebuilt_by_another_one_is_continued(*, lost: bool) -> 
         assert (len(chain.views), chain.rebuild) == (0 if lost else 1, lost)
 
 
-def test_without_a_seat_a_chain_that_is_there_is_not_rebuilt_and_no_term_is_taken() -> None:
+def test_a_chain_that_is_there_is_continued_and_its_end_rebuilt_if_members_know_more() -> None:
+    chains = Facts[fx.Chain]()
     store = chain_of_one_view(MemoryStore())
-    with (
-        pytest.raises(ConfigurationError, match="nothing is to be rebuilt"),
-        serving(rebuild=True, open_store=lambda: store),
-    ):
-        pass
-    assert store.term == 1
+
+    def machine(settings: Settings, chain: fx.Chain) -> Any:
+        chains.add(chain)
+        return real_machine(settings, chain)
+
+    with serving(rebuild=True, machine=machine, open_store=lambda: store):
+        chain = chains.wait(lambda _: True)
+    assert (len(chain.views), chain.rebuild) == (1, True)
+    assert chain.hears_s > 1.0
 
 
 @pytest.fixture
 def job() -> str:
     return f"job-{os.urandom(4).hex()}"
-
-
-def test_in_etcd_a_chain_that_is_there_is_not_rebuilt(etcd: EtcdServers, job: str) -> None:
-    address = read_address(etcd.address)
-    with EtcdStore(etcd.client(), job) as store:
-        chain_of_one_view(store)
-    seat = EtcdSeat(address, job)
-    try:
-        with pytest.raises(ConfigurationError, match=r"holds a chain up to view 1\.1"):
-            seat.check(Settings(job=job), rebuild=True)
-        assert seat.check(Settings(job=job)) == ""
-    finally:
-        seat.close()
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -233,6 +233,23 @@ def test_nothing_follows_the_end(opened: Open) -> None:
     assert "finished" in outcome.detail
 
 
+def test_a_chain_that_is_over_is_put_away_and_none_of_its_terms_outranks_the_next(opened: Open) -> None:
+    with opened() as store:
+        for _ in range(3):
+            term = store.take_term()
+        assert store.append(Persist(1, "view", ViewId(term, 1), View(ViewId(term, 1), NO_VIEW, ()))).ok
+        assert store.append(Persist(2, "finish", ViewId(term, 2))).ok
+        words = store.begin_again()
+        assert (store.tip().finished, store.load().views, store.entries()) == (False, (), ())
+        assert store.take_term() > term
+        assert store.append(Persist(3, "view", ViewId(store.term, 1), View(ViewId(store.term, 1), NO_VIEW, ()))).ok
+        if isinstance(store, SqliteStore):
+            with SqliteStore(Path(words.removeprefix("archived as ")), store.job, read_only=True) as old:
+                assert (old.tip().finished, [v.id for v in old.load().views]) == (True, [ViewId(term, 1)])
+    with opened() as store:
+        assert len(store.load().views) == 1
+
+
 def test_a_store_that_took_no_term_cannot_write(opened: Open) -> None:
     opened().take_term()
     reader = opened()
@@ -285,7 +302,7 @@ def test_a_closed_store_says_so(opened: Open) -> None:
 def test_the_tip_that_is_kept_is_the_tip_that_is_computed(opened: Open) -> None:
     store = opened()
     store.take_term()
-    expected = Tip(term=1)
+    expected = Tip(term=1, chain=store.tip().chain)
     last = NO_VIEW
     for number in range(1, 6):
         effect = decide(ViewId(1, number), last) if number % 2 else reserve(ViewId(1, number))
@@ -295,7 +312,71 @@ def test_the_tip_that_is_kept_is_the_tip_that_is_computed(opened: Open) -> None:
         assert store.tip() == expected
 
 
+def test_a_chain_gets_an_id_with_its_first_term_and_keeps_it(opened: Open) -> None:
+    first = opened()
+    assert first.tip().chain == ""
+    first.take_term()
+    drawn = first.tip().chain
+    assert re.fullmatch("[0-9a-f]{16}", drawn)
+    first.append(reserve(ViewId(1, 1)))
+    first.append(decide(ViewId(1, 2)))
+    second = opened()
+    second.take_term()
+    chain = second.load()
+    assert chain.id == drawn
+    assert chain.numbers == (ViewId(1, 1), ViewId(1, 2))
+
+
+def test_an_empty_store_takes_the_id_of_the_chain_that_is_rebuilt_in_it_and_one_that_holds_views_does_not(
+    opened: Open,
+) -> None:
+    store = opened()
+    store.take_term()
+    assert store.take_term(6, "0123456789abcdef") == 7
+    assert store.tip().chain == "0123456789abcdef"
+    store.append(decide(ViewId(7, 1)))
+    assert store.take_term(7, "0123456789abcdef") == 8
+    with pytest.raises(StoreError, match="chain 01234567 cannot become chain fedcba98"):
+        store.take_term(8, "fedcba9876543210")
+    assert store.tip().chain == "0123456789abcdef"
+
+
 # ------------------------------------------------------------------------------------------------ the file
+
+
+def test_a_copy_of_the_file_has_the_chains_id_and_another_file_has_not(tmp_path: Path) -> None:
+    with SqliteStore(tmp_path / "one", "job") as store:
+        store.take_term()
+        one = store.tip().chain
+    shutil.copy(tmp_path / "one", tmp_path / "copy")
+    with SqliteStore(tmp_path / "copy", "job") as store, SqliteStore(tmp_path / "two", "job") as other:
+        other.take_term()
+        assert store.tip().chain == one != other.tip().chain
+
+
+def former(path: Path) -> None:
+    """A file as it was written before chains had ids, with two views."""
+    with SqliteStore(path, "job") as store:
+        store.take_term()
+        store.append(decide(ViewId(1, 1)))
+        store.append(decide(ViewId(1, 2), ViewId(1, 1)))
+        store.leave_wal()
+        store._connection().execute("ALTER TABLE job DROP COLUMN chain")
+        store._connection().execute("UPDATE job SET format = 2")
+
+
+def test_a_file_of_the_former_format_is_read_and_every_copy_of_it_gets_the_same_id(tmp_path: Path) -> None:
+    former(tmp_path / "one")
+    shutil.copy(tmp_path / "one", tmp_path / "copy")
+    with SqliteStore(tmp_path / "one", read_only=True) as store:
+        looked = store.tip().chain
+        assert len(store.load().views) == 2
+    for name in ("one", "copy"):
+        with SqliteStore(tmp_path / name, "job") as store:
+            assert store.tip().chain == looked
+            assert store.take_term() == 2
+            assert store.load().id == looked
+    assert re.fullmatch("[0-9a-f]{16}", looked)
 
 
 def test_sqlite_writes_are_synchronous_and_private(tmp_path: Path) -> None:

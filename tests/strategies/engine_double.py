@@ -42,7 +42,8 @@ class EngineDouble:
         self.ruling_view: View | None = None
         self.header = GENESIS
         self.role = ""
-        self.leaving = self.out = self.closed = False
+        self.leaving = self.out = self.closed = self.resumed = False
+        self.kept: list[int] = []
         self.log: list[Header] = []
         self.fence_at = -1
         self.rejoined = 0
@@ -90,7 +91,7 @@ class EngineDouble:
         self.armed = (coefficient, section, empty)
 
     def step(self, *, weight: float, coefficient: float, spent: Sequence[Spent] = (), section: int = 0, hyper: str = "",
-             state_hash: str = "") -> Header:  # fmt: skip
+             state_hash: str = "", yields: bool = False) -> Header:  # fmt: skip
         if weight:
             for _, param in self.layout_params(section):
                 if param.grad is not None:
@@ -102,7 +103,7 @@ class EngineDouble:
     def layout_params(self, section: int) -> list[tuple[str, Tensor]]:
         return [(self.layout.slots[i].name, self.layout.slots[i].tensor) for i in self.layout.section_slots[section]]
 
-    def gather(self, name: str, payload: bytes) -> list[tuple[str, bytes]]:
+    def gather(self, name: str, payload: bytes, *, yields: bool = False) -> list[tuple[str, bytes]]:
         self._commit(Kind.GATHER, name, 0.0, answers=(payload,))
         return [(self.member_id, payload)]
 
@@ -137,6 +138,13 @@ class EngineDouble:
 
     def leave(self, reason: str) -> None:
         self.leaving = True
+
+    def may_go(self) -> bool:
+        return True
+
+    def keep(self, state: Any) -> None:
+        if self.role and not self.out:
+            self.kept.append(self.header.step)
 
     def finish(self) -> None:
         self._commit(Kind.CLOSING, "closing", 0.0)

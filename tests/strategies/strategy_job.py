@@ -48,6 +48,11 @@ class Job:
             node=self.options.settings.job,
         )
 
+    def fresh(self, **settings: Any) -> None:
+        """Another scheduler in place of the one that nobody has spoken to yet."""
+        self.scheduler.stop()
+        self.again(**settings)
+
     def again(self, **settings: Any) -> None:
         """A new job at the same endpoint, with a chain of its own."""
         from dataclasses import replace

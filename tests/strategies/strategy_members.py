@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
-from torch.utils.data import DataLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.utils.data import DataLoader, DistributedSampler
 
 from chaos_lightning.callbacks import FaultInjectorCallback
+from chaos_lightning.runtime.links import Links
 from chaos_lightning.strategies import ChaosStrategy
 
 
@@ -28,9 +31,11 @@ class Gates(pl.Callback):
         steps: Gates after these optimizer steps.
         worlds: Gates after the first step with so many members.
         validation: Gate within the first validation.
+        batches: Gates after so many batches of the fit.
     """
 
-    def __init__(self, steps: dict[int, str], worlds: dict[int, str], validation: str) -> None:
+    def __init__(self, steps: dict[int, str], worlds: dict[int, str], validation: str, batches: dict[int, str]) -> None:
+        self.batches = dict(batches)
         self.steps = dict(steps)
         self.worlds = dict(worlds)
         self.validation = validation
@@ -38,6 +43,7 @@ class Gates(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._stop(self.steps.pop(trainer.global_step, ""))
         self._stop(self.worlds.pop(trainer.world_size, ""))
+        self._stop(self.batches.pop(trainer.fit_loop.epoch_loop.total_batch_idx + 1, ""))
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
@@ -72,6 +78,43 @@ class Trace(pl.Callback):
             self.lines.append(f"validation at step {trainer.global_step}: {trainer.callback_metrics.get('val_loss')}")
 
 
+class Founding(pl.Callback):
+    """Who this process was before its first batch, and what ran as rank zero then."""
+
+    def __init__(self) -> None:
+        self.ranks: set[tuple[int, int]] = set()
+        self.zero: list[str] = []
+
+    def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        self._note(trainer, "setup")
+
+    def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._note(trainer, "on_fit_start")
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._note(trainer, "on_train_start")
+
+    def _note(self, trainer: pl.Trainer, hook: str) -> None:
+        self.ranks.add((trainer.global_rank, trainer.world_size))
+        rank_zero_only(self.zero.append)(hook)
+
+
+class ByRank(pl.LightningDataModule):
+    """Validation data that the user takes a part of by rank, as Lightning's documentation has it for DDP."""
+
+    def __init__(self, train: DataLoader, samples: int, batch: int) -> None:
+        super().__init__()
+        self.train, self.samples, self.batch = train, samples, batch
+
+    def train_dataloader(self) -> DataLoader:
+        return self.train
+
+    def val_dataloader(self) -> DataLoader:
+        held_out = models.data(self.samples)
+        rank, world = self.trainer.global_rank, self.trainer.world_size
+        return DataLoader(held_out, self.batch, sampler=DistributedSampler(held_out, world, rank, shuffle=False))
+
+
 def die_writing(when: str) -> None:
     """The next checkpoint is this process's end: "half": some of its bytes are written; "whole": all, but not moved."""
     real = TorchCheckpointIO.save_checkpoint
@@ -85,6 +128,32 @@ def die_writing(when: str) -> None:
     TorchCheckpointIO.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
 
 
+def full_disk(after: int) -> None:
+    """There is room for so many checkpoints of this process."""
+    real, written = TorchCheckpointIO.save_checkpoint, 0
+
+    def save_checkpoint(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        nonlocal written
+        if written == after:
+            with open("/dev/full", "wb", buffering=0) as disk:
+                disk.write(b"some bytes")
+        real(self, checkpoint, path, storage_options)
+        written += 1
+
+    TorchCheckpointIO.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+
+
+def slow_acceptor() -> None:
+    """The thread that accepts links takes half a second to end."""
+    real = Links._accept_all
+
+    def accept_all(self: Any) -> None:
+        real(self)
+        threading.Event().wait(0.5)
+
+    Links._accept_all = accept_all  # type: ignore[method-assign]
+
+
 def make_model(spec: dict[str, Any]) -> pl.LightningModule:
     return getattr(models, spec.get("model", "Regression"))(**spec.get("model_args", {}))
 
@@ -94,9 +163,11 @@ def member(spec: dict[str, Any]) -> None:
 
     Args:
         spec: name, port, out (folder of the report); samples, batch, val_samples, val_batch, val_loaders, epochs,
-            gates, model, model_args, trainer, options, data, callbacks ("checkpoint", "steps", "stopping", "log"),
+            gates, batches, by_rank (validation data are),
+            model, model_args, trainer, options, data, callbacks ("checkpoint", "steps", "stopping", "log"),
             every_n_train_steps and ckpt_dir (of "steps"), plan (of faults),
-            dies_writing ("half", "whole").
+            dies_writing ("half", "whole"), room (for so many checkpoints; then the disk is full, and the report is what
+            fit raised).
     """
     torch.set_num_threads(1)
     warnings.simplefilter("error")
@@ -104,14 +175,17 @@ def member(spec: dict[str, Any]) -> None:
         ".*LeafSpec.*",
         ".*does not have many workers.*",
         "The number of training batches.*",
+        "Be aware that when using `ckpt_path`.*",
+        "Checkpoint directory .* exists and is not empty.*",
         *spec.get("ignore", ()),
     ):
         warnings.filterwarnings("ignore", message=text)
     out = Path(spec["out"])
-    trace = Trace()
+    trace, founding = Trace(), Founding()
     callbacks: list[pl.Callback] = [
         trace,
-        Gates(spec.get("gates", {}), spec.get("worlds", {}), spec.get("val_gate", "")),
+        founding,
+        Gates(spec.get("gates", {}), spec.get("worlds", {}), spec.get("val_gate", ""), spec.get("batches", {})),
     ]
     wanted = spec.get("callbacks", ())
     if "checkpoint" in wanted:
@@ -122,6 +196,8 @@ def member(spec: dict[str, Any]) -> None:
         callbacks.append(ModelCheckpoint(dirpath=where, filename="{step}", every_n_train_steps=each, save_top_k=-1))
     if "stopping" in wanted:
         callbacks.append(EarlyStopping("val_loss", patience=spec.get("patience", 3), min_delta=0.0))
+    if spec.get("slow_acceptor"):
+        slow_acceptor()
     if "dies_writing" in spec:
         die_writing(spec["dies_writing"])
     strategy = ChaosStrategy(
@@ -161,13 +237,28 @@ def member(spec: dict[str, Any]) -> None:
         )
     val_samples, val_batch = spec.get("val_samples", 8), spec.get("val_batch", 4)
     held_out = [models.loader(val_samples, val_batch) for _ in range(spec.get("val_loaders", 1))]
-    trainer.fit(model, train, held_out, ckpt_path=spec.get("ckpt"))
+    before = set(threading.enumerate())
+    if "room" in spec:
+        full_disk(spec["room"])
+        try:
+            trainer.fit(model, train, held_out)
+        except Exception as error:
+            torch.save(
+                {"error": f"{type(error).__name__}: {error}", "step": trainer.global_step}, out / f"{spec['name']}.pt"
+            )
+            raise
+    elif spec.get("by_rank"):
+        trainer.fit(model, datamodule=ByRank(train, val_samples, val_batch))
+    else:
+        trainer.fit(model, train, held_out, ckpt_path=spec.get("ckpt"))
+    threads = [t.name for t in threading.enumerate() if t not in before and t.name.startswith("chaos")]
     with torch.no_grad():
         x, y = models.data(val_samples).tensors
         val_loss = torch.nn.functional.mse_loss(model.net(x), y).item() if hasattr(model, "net") else 0.0
     torch.save(
         {
             "val_loss": val_loss,
+            "threads": threads,
             "validated": getattr(model, "validated", 0),
             "weights": models.weights(model),
             "buffers": [b.clone() for b in model.buffers()],
@@ -179,6 +270,10 @@ def member(spec: dict[str, Any]) -> None:
             "seen": getattr(model, "seen", []),
             "epochs": getattr(model, "epochs", []),
             "counter": getattr(model, "counter", 0),
+            "logged": getattr(model, "logged", []),
+            "setup_ranks": founding.ranks,
+            "zero": founding.zero,
+            "moved": getattr(model, "moved", []),
             "trace": trace.lines,
             "metrics": dict(trainer.callback_metrics),
             "callbacks": {type(c).__name__: c.state_dict() for c in callbacks},

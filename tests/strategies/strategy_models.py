@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import CatMetric, MeanSquaredError
 
+from chaos_lightning.strategies import BySamples
+
 
 def data(samples: int = 24, seed: int = 5) -> TensorDataset:
     g = torch.Generator().manual_seed(seed)
@@ -187,5 +189,160 @@ class Scheduled(Regression):
         if self.kind == "lambda":
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda e: 0.9**e)
             return [optimizer], [{"scheduler": scheduler, "interval": "epoch"}]
+        if self.kind == "samples":
+            return [optimizer], [BySamples(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n), 4)]
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+class LogsOnce(Regression):
+    """Logs in the second batch of an epoch of two members only, where one of them has no samples."""
+
+    def __init__(self, manual: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = not manual
+        self.logged: list[tuple[int, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = nn.functional.mse_loss(self.net(x), y)
+        if batch_idx == 1 and self.trainer.world_size == 2:
+            self.log("late", loss, on_step=True, on_epoch=False, sync_dist=True)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if "late" in self.trainer.callback_metrics:
+            self.logged.append((self.trainer.global_step, self.trainer.callback_metrics["late"].item()))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        if batch_idx == 2:
+            self.log("val_late", nn.functional.mse_loss(self.net(x), y), on_step=True, on_epoch=False, sync_dist=True)
+
+
+class OwnClocks(Regression):
+    """Members' clocks differ: rank 0 says that validation is due after these steps, others say so after every step."""
+
+    due = (3, 7)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_rank or self.trainer.global_step in self.due:
+            self.trainer._last_val_time -= 7200.0
+
+
+class Manual(Regression):
+    """Manual optimization in many ways; a second optimizer trains a scale of the output."""
+
+    def __init__(self, kind: str = "plain", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+        self.kind = kind
+        self.scale = nn.Parameter(torch.ones(1))
+        self.moved: list[float] = []
+        self.norms: list[float] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]) * self.scale, batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch[0].detach().clone())
+        before = weights(self)
+        optimizer, other = self.optimizers()
+        getattr(self, f"step_{self.kind}")(batch, batch_idx, optimizer, other)
+        self.moved.append((weights(self) - before).abs().sum().item())
+
+    def step_plain(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+    def step_clip(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(optimizer, 0.1, "norm")
+        optimizer.step()
+
+    def step_torch_clip(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.norms.append(nn.utils.clip_grad_norm_(self.net.parameters(), 0.1).item())
+        optimizer.step()
+
+    def step_look(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
+        """What `.grad` says decides what is done with it."""
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        for param in self.net.parameters():
+            param.grad = torch.sign(param.grad) * param.grad.abs().max()
+        optimizer.step()
+
+    def step_twice(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
+        """Two backward passes, one step; then one more of each."""
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.manual_backward(0.1 * self.net(batch[0]).abs().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+    def step_accumulate(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
+        """A step each second batch, which need not be in the same epoch."""
+        self.manual_backward(self.loss(batch) / 2)
+        if (self.trainer.fit_loop.epoch_loop.total_batch_idx + 1) % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def step_quiet(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
+        """As above; the first one asks for no communication."""
+        steps = (self.trainer.fit_loop.epoch_loop.total_batch_idx + 1) % 2 == 0
+        with optimizer.toggle_model(sync_grad=steps):
+            self.manual_backward(self.loss(batch) / 2)
+        if steps:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def step_toggled(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
+        for one in (optimizer, other):
+            self.toggle_optimizer(one)
+            one.zero_grad()
+            self.manual_backward(self.loss(batch))
+            one.step()
+            self.untoggle_optimizer(one)
+
+    def step_both(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
+        """Each pass reaches both; what the other one got is used, too."""
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        self.manual_backward(self.loss(batch))
+        other.step()
+        other.zero_grad()
+
+    def step_closure(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
+        def closure() -> Tensor:
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+    def step_raw(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
+        """Neither through Lightning's backward nor, for the other one, through any."""
+        optimizer.zero_grad()
+        self.loss(batch).backward()
+        optimizer.step()
+        (self.scale.grad,) = torch.autograd.grad(self.loss(batch), self.scale)
+        other.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(self.net.parameters(), self.lr), torch.optim.SGD([self.scale], self.lr)]
+
+
+MANUAL = tuple(name.removeprefix("step_") for name in vars(Manual) if name.startswith("step_"))

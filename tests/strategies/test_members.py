@@ -257,3 +257,57 @@ def test_death_during_validation(job: Job) -> None:
     (a,) = job.finish("a")
     expected_validation(a, 22)
     assert a["validated"] == 3 + 3 + 6
+
+
+@pytest.mark.parametrize(("manual", "accumulate"), [(False, 1), (False, 2), (True, 1)])
+def test_first_value_is_logged_while_a_member_has_no_samples(job: Job, manual: bool, accumulate: int) -> None:
+    """9 samples for two members in batches of 4: in the second batch one of them is idle, and only then somebody logs.
+    Validation has five batches, so that one member has a third one, where it logs."""
+    spec = {
+        "epochs": 4, "samples": 9, "val_samples": 20, "model": "LogsOnce", "model_args": {"manual": manual},
+        "trainer": {"accumulate_grad_batches": accumulate},
+    }  # fmt: skip
+    start_two(job, spec, 1, {}, {})
+    a, b = job.finish("a", "b")
+    same([a, b])
+    assert a["logged"]
+    assert a["logged"][-len(b["logged"]) :] == b["logged"]
+
+
+def test_validation_comes_when_the_writers_clock_says_so(job: Job) -> None:
+    """With a time as interval: b's clock says so after every step, a's after two of them."""
+    settings = {"val_check_interval": {"hours": 1}, "check_val_every_n_epoch": None}
+    start_two(job, {"epochs": 4, "model": "OwnClocks", "trainer": settings}, 1, {}, {})
+    reports = job.finish("a", "b")
+    same(reports)
+    for report in reports:
+        steps = [line.split(":")[0] for line in report["trace"] if line.startswith("validation")]
+        assert steps == ["validation at step 3", "validation at step 7"]
+
+
+def test_no_thread_outlives_fit(job: Job) -> None:
+    """Also where the thread that accepts links is slow to notice that its socket is closed."""
+    job.start("a", epochs=1, slow_acceptor=True)
+    (a,) = job.finish("a")
+    assert a["threads"] == []
+
+
+def test_founders_have_one_rank_zero_and_judge_all_data(job: Job) -> None:
+    """Two found the job: before their first batch one is rank 0 of 2, the other rank 1; a third one comes later. What
+    each gives a DistributedSampler of its own for validation is dealt out, so the figure is that of one process."""
+    job.fresh(min_nodes=2)
+    spec = {
+        "epochs": 3, "samples": 48, "model": "Counting", "val_samples": 22, "by_rank": True, "min_nodes": 2,
+    }  # fmt: skip
+    job.start("a", gates={2: job.gate("a")}, **spec)
+    job.start("b", **spec)
+    job.harness.wait_step(2, node="a")
+    job.start("c", **spec)
+    job.wait_admitted("c")
+    job.open("a")
+    a, b, c = job.finish("a", "b", "c")
+    assert {r for report in (a, b) for r in report["setup_ranks"]} == {(0, 2), (1, 2)}
+    assert sorted([a["zero"], b["zero"]]) == [[], ["setup", "on_fit_start", "on_train_start"]]
+    assert (c["setup_ranks"], c["zero"]) == ({(2, 3)}, [])
+    for report in (a, b, c):
+        expected_validation(report, 22)

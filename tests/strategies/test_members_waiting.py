@@ -91,5 +91,5 @@ def test_pause_below_min_nodes_is_told_on_the_terminal(job: Job) -> None:
     job.start("c", epochs=60)
     job.finish("a", "c")
     words = job.harness.children["a"].tail()
-    assert words.count("training waits: 1 of min_nodes=2 members are here") == 1
+    assert words.count("training waits: 1 of min_nodes=2 nodes are here") == 1
     assert "waiting is over, the job goes on after step" in words

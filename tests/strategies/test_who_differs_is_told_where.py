@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import odd_members
 import pytest
+import torch
 from lightning.pytorch.utilities import CombinedLoader
 from strategy_job import Job
 from strategy_models import Regression, Stream, loader, trainer
 from torch.utils.data import DataLoader
 
+from chaos_lightning.membership.roster import Reference, difference
+from chaos_lightning.membership.types import Hello
 from chaos_lightning.strategies import ChaosStrategy
+from chaos_lightning.strategies.fingerprint import advice
 
 PRELOAD = ("torch", "lightning.pytorch", "torchmetrics", "chaos_lightning.strategies", "chaos_lightning.runtime.agent")
 
@@ -37,7 +42,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         r"accumulate of accumulation is 2, the job's \(from a\) is 1: start",
     ),
     "seed": ({"options": {"seed": 3}}, r"data\.seed of seed is 3, the job's \(from a\) is \d+: start"),
-    "length": ({"samples": 26}, r"data\.length of length is 26, the job's \(from a\) is 24: start"),
+    "length": (
+        {"samples": 26},
+        r"data\.length of length is 26, the job's \(from a\) is 24; "
+        r"training data is tensors \w+ instead of tensors \w+: start",
+    ),
     "precision": (
         {"trainer": {"precision": "bf16-mixed"}},
         r"precision of precision is bf16-mixed, the job's \(from a\) is 32-true: start",
@@ -45,6 +54,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "validation": (
         {"val_samples": 9},
         r"validation loader 0 batches of validation is 3, the job's \(from a\) is 2; "
+        r"validation loader 0 data is tensors \w+ instead of tensors \w+; "
         r"validation loader 0 samples is 9 instead of 8: start",
     ),
     "valbatch": (
@@ -98,6 +108,43 @@ def test_who_differs_is_told_where(job: Job) -> None:
         assert re.search(words, said[name]), said[name]
 
 
+class Swept(Regression):
+    """Two runs of a sweep differ in nothing but what this is made with."""
+
+    def __init__(
+        self, rate: float, margin: float = 1.0, batch_size: int = 4, data_dir: str = "/a", mine: int = 0
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net.append(torch.nn.Dropout(rate))
+        self.chaos_own_hparams = ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("second", "names"),
+    [
+        ({"rate": 0.5}, ["hyperparameter rate", "layer net.3"]),
+        ({"rate": 0.1, "margin": 2.0}, ["hyperparameter margin"]),
+        ({"rate": 0.1, "batch_size": 8, "data_dir": "/b", "mine": 1}, []),
+    ],
+    ids=["layer", "saved", "own affairs"],
+)
+def test_two_runs_of_a_sweep_are_not_one_job(tmp_path: Path, double: Any, second: Any, names: list[str]) -> None:
+    for settings in ({"rate": 0.1}, second):
+        fit = trainer(tmp_path, max_epochs=1, limit_val_batches=0, strategy=ChaosStrategy(job="sweep", name="b"))
+        fit.fit(Swept(**settings), loader())
+    a, b = (tuple(sorted(engine.fingerprint.items())) for engine in double.made)
+    hello = Hello("sweep", "b", "here", "127.0.0.1", 1, 1, 1, 4, 1, "1.0", b)
+    refusal = difference(hello, Reference.of(replace(hello, name="a", fingerprint=a)))
+    assert sorted({name for name, _ in {*a} ^ {*b}}) == names
+    assert bool(refusal) == bool(names)
+    for name in names:
+        assert name in refusal
+        assert f"{dict(b)[name]}" in refusal
+        assert f"{dict(a)[name]}" in refusal
+    assert ("another run, as of a sweep" in advice(refusal, double.made[0].config)) == bool(names)
+
+
 class Idle(Regression):
     """Validates any number of loaders and looks at nothing."""
 
@@ -129,5 +176,8 @@ def test_loaders_of_validation_are_part_of_the_hello(
     fit = trainer(tmp_path, max_epochs=1, strategy=ChaosStrategy(job="hello", data=data))
     fit.fit(Idle(), loader(), held_out())
     said = {name: value for name, value in double.made[0].fingerprint.items() if name.startswith("validation loader ")}
+    for n, words in enumerate(expected):
+        if " samples" in words:
+            assert said.pop(f"validation loader {n} data").startswith("Stream" if words is STREAM else "tensors ")
     assert said == {f"validation loader {n}{key}": v for n, words in enumerate(expected) for key, v in words.items()}
     assert double.made[0].fingerprint["validation loaders"] == str(len(expected))

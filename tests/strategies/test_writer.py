@@ -1,4 +1,4 @@
-"""One writer: loggers, progress bar, summary and files belong to rank 0, which nobody is while setting up."""
+"""One writer: loggers, progress bar, summary and files belong to rank 0, which no newcomer is while setting up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelSummary, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from strategy_models import Regression, loader, trainer, weights
+from strategy_models import Counting, Regression, data, loader, trainer, weights
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 import chaos_lightning  # noqa: F401
 from chaos_lightning.strategies import ChaosStrategy
@@ -46,18 +47,87 @@ class Ranks(Callback):
         self._note(f"teardown {stage.value}", trainer)
 
 
-def test_rank_is_known_from_the_first_batch_on(tmp_path: Path) -> None:
+class AsNewcomer:
+    """The place of one that found a member in the job, which is gone when this one comes in."""
+
+    rank, world_size = 1, 2
+
+    def __init__(self, config: Any) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+
+@pytest.fixture
+def newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
+    import chaos_lightning.strategies.strategy as module
+
+    monkeypatch.setattr(module, "Place", AsNewcomer)
+
+
+def test_who_is_alone_is_the_writer_from_the_start(tmp_path: Path) -> None:
     ranks = Ranks()
     fit = trainer(tmp_path, callbacks=[ranks])
     model = Regression()
-    fit.fit(model, loader())
-    assert ranks.seen == {
-        "setup fit": (1, 2), "on_fit_start": (1, 2), "on_train_batch_start": (0, 1), "teardown fit": (0, 1)
-    }  # fmt: skip
+    fit.fit(model, loader(), loader(8))
+    assert set(ranks.seen) == {"setup fit", "on_fit_start", "on_train_batch_start", "teardown fit"}
+    assert set(ranks.seen.values()) == {(0, 1)}
     fit.validate(model, loader(8), verbose=False)
     assert ranks.seen["setup validate"] == (0, 1)
 
 
+@pytest.mark.usefixtures("newcomer")
+def test_a_newcomers_rank_is_known_from_the_first_batch_on(tmp_path: Path) -> None:
+    ranks = Ranks()
+    trainer(tmp_path, callbacks=[ranks]).fit(Regression(), loader())
+    assert ranks.seen == {
+        "setup fit": (1, 2), "on_fit_start": (1, 2), "on_train_batch_start": (0, 1), "teardown fit": (0, 1)
+    }  # fmt: skip
+
+
+def test_rank_zero_code_runs_before_the_first_batch(tmp_path: Path) -> None:
+    """Hyperparameters are in the file, and hooks of rank zero ran, when training starts."""
+    ran: list[str] = []
+
+    class Zero(Callback):
+        @rank_zero_only
+        def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            ran.append("on_fit_start")
+            trainer.logger.log_hyperparams({"by": "a callback"})
+
+        @rank_zero_only
+        def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            ran.append("on_train_start")
+            trainer.logger.save()
+            assert "by: a callback" in (tmp_path / "run" / "version_0" / "hparams.yaml").read_text()
+
+    logger = CSVLogger(tmp_path, name="run")
+    trainer(tmp_path, logger=logger, callbacks=[Zero()], log_every_n_steps=2).fit(Regression(), loader(), loader(8))
+    assert ran == ["on_fit_start", "on_train_start"]
+
+
+def test_lightnings_warnings_are_heard(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="but have no `val_dataloader`"):
+        trainer(tmp_path, max_epochs=1).fit(Regression(), loader())
+
+
+@pytest.mark.usefixtures("newcomer")
+def test_rank_of_a_newcomer_is_no_reason_to_shard(tmp_path: Path) -> None:
+    """A DistributedSampler for validation is made before the first batch; all data are evaluated nevertheless."""
+    model = Counting()
+
+    def sharded() -> DataLoader:
+        held_out = data(22)
+        return DataLoader(held_out, 4, sampler=DistributedSampler(held_out, num_replicas=2, rank=1, shuffle=True))
+
+    for given in (True, False):
+        fit = trainer(tmp_path, max_epochs=1, use_distributed_sampler=given)
+        fit.fit(model, loader(), sharded())
+        assert fit.callback_metrics["val_count"] == 22
+
+
+@pytest.mark.usefixtures("newcomer")
 def test_nothing_is_written_before_this_member_is_the_writer(tmp_path: Path) -> None:
     class Looks(Callback):
         def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -75,6 +145,7 @@ def test_nothing_is_written_before_this_member_is_the_writer(tmp_path: Path) -> 
     assert "lr: 0.05" in (tmp_path / "run" / "version_0" / "hparams.yaml").read_text()
 
 
+@pytest.mark.usefixtures("newcomer")
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 def test_progress_bar_and_summary_come_late_but_come(
     tmp_path: Path, bar: type, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
@@ -188,3 +259,26 @@ def test_every_process_of_a_machine_prepares_data_in_turn(tmp_path: Path, monkey
 
     trainer(tmp_path, max_epochs=1, strategy=ChaosStrategy(job="turns")).fit(Prepares(), loader())
     assert locks == [True]
+
+
+@pytest.mark.usefixtures("newcomer")
+def test_data_that_were_cut_by_rank_are_refused_by_name(
+    tmp_path: Path, double: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two founders has half of the data: their fingerprints differ, so the second one is refused."""
+
+    class Cut(Regression):
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(Subset(data(24), range(self.trainer.global_rank, 24, self.trainer.world_size)), 4)
+
+        def val_dataloader(self) -> DataLoader:
+            mine = data(24)[self.trainer.global_rank :: self.trainer.world_size]
+            return DataLoader(TensorDataset(*mine), 4)
+
+    for rank in (0, 1, 1):
+        monkeypatch.setattr(AsNewcomer, "rank", rank)
+        trainer(tmp_path, max_epochs=1).fit(Cut())
+    one, two, three = (engine.fingerprint for engine in double.made)
+    different = {name for name in one if one[name] != two[name]}
+    assert different == {"training data", "validation loader 0 data"}
+    assert two == three

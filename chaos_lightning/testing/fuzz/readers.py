@@ -384,7 +384,7 @@ _TEXT_SEEDS = (
     (0, "etcd://ann@10.0.0.1:2379,b,[::1]:3/prefix?ca=/ca&cert=/c&key=/k&password-file=/p&client=etcd3"),
     (1, "10.0.0.5:29400,[::1]:29401"),
     (2, '{"min_nodes": 1, "max_nodes": 4, "heartbeat_timeout_s": 1.5, "plan": {"kind": "rotating"}}'),
-    (3, '{"step_timeout_s": "30", "plan": "tree:4", "store": "etcd://a+b", "nproc": "2", "neighbours": "a+b"}'),
+    (3, '{"step_timeout_s": "30", "plan": "tree:4", "store": "etcd://a+b", "neighbours": "a+b"}'),
     (4, "tree:4"),
 )
 

@@ -1,0 +1,188 @@
+"""A member holds the interpreter's lock, or is stopped: what the others wait, and whether it is put out.
+
+Three members train in real processes. One is told to hold the lock for 0.3, 1 and 3 s in one call into C, as a
+collection, a fork or a long kernel does: meanwhile no thread of it says a word. The figure is the time until all others
+have committed their next step; nobody may be put out. A SIGSTOP of a member is measured in the same run, since it is
+what such a hold must be told from: the others go on without it.
+
+In *apart* every process counts as on a machine of its own (CHAOS_HOST): the others cannot look into its process table,
+and are told what it says by the watcher beside it. In *silent* the watchers are killed before each blow, so that
+nothing but silence tells; a hold of 3 s is left out there, since it is taken for a stop and the member joins again.
+*shared* is the control: all on one machine.
+
+Besides, all members gather 1 MiB each, again and again: what their processes take afterwards, beyond what they took
+before, is what is kept of slots that are over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.common import MIB, Result, median, parser, run
+from benchmarks.survival import Case, World, blow, report
+from benchmarks.victims import member
+from benchmarks.workers import Worker, context, scheduler, scratch
+
+STATE_MIB = 6.0
+PACE_S = 0.02
+HOLDS_S = (0.3, 1.0, 3.0)
+BOUND_BEYOND_S = 0.5
+"""The next step comes so long after the lock is free again: a step and what was due meanwhile."""
+BOUND_STOP_S = {"apart": 1.0, "silent": 3.0, "shared": 0.5}
+GATHER_NBYTES = MIB
+BOUND_MEMORY_MIB = 32
+
+
+@dataclass
+class Hold:
+    """All holds of one length."""
+
+    seconds: list[float] = field(default_factory=list)
+    """From its beginning to the next step of all others."""
+    fenced: int = 0
+    """Members that were put out, whoever it was."""
+    lost: int = 0
+
+
+@contextlib.contextmanager
+def members(scene: str, rng: random.Random, logs: str) -> Iterator[World]:
+    ctx = context("benchmarks.victims", "torch._dynamo", "chaos_lightning.replication.access")
+    with scheduler(2, log_dir=logs) as endpoint:
+
+        def spawn(name: str) -> Worker:
+            environment = {} if scene == "shared" else {"CHAOS_HOST": name}
+            return Worker(ctx, member, endpoint, name, STATE_MIB, logs, PACE_S, environment)
+
+        world = World(spawn, rng)
+        try:
+            for _ in range(3):
+                world.start()
+            yield world
+        finally:
+            world.close()
+
+
+def watchers_of(pids: set[int]) -> list[int]:
+    """Processes that watch these members for others."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            if any(w.endswith(b"runtime/watcher.py") for w in words) and {*map(bytes.decode, words)} & {
+                *map(str, pids)
+            }:
+                found.append(int(entry.name))
+    return found
+
+
+def silence(world: World) -> None:
+    """From now on no machine tells what its process table says."""
+    for pid in watchers_of({int(s.worker.process.pid or 0) for s in world.members.values()}):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def hold(world: World, case: Hold, rank: int, seconds: float) -> None:
+    """One member holds the lock; until all others have committed their next step."""
+    world.settle()
+    victim = world.by_rank(rank)
+    seen = world.members[victim]
+    others = [s for n, s in world.members.items() if n != victim]
+    fenced = sum(len(s.fenced) for s in world.members.values())
+    time.sleep(world.rng.uniform(0.0, 1.5) * world.usual())
+    count = len(seen.held)
+    seen.worker.pipe.send(("hold", seconds))
+    world.pump(lambda: len(seen.held) > count, f"{victim} to hold the lock")
+    since = seen.held[-1]
+    free = since + int(seconds * 1e9)
+    # What was under way is committed with the victim's earlier contribution; the step after that needs it.
+    world.pump(
+        lambda: all(s.steps[-1].ns > free for s in others) and seen.steps[-1].ns > free, "the step after the hold"
+    )
+    firsts = [max(b.ns for a, b in zip(s.steps, s.steps[1:], strict=False) if a.ns <= free < b.ns) for s in others]
+    case.seconds.append((max(firsts) - since) / 1e9)
+    world.settle()
+    case.fenced += sum(len(s.fenced) for s in world.members.values()) - fenced
+    case.lost += sum(b.step != a.step + 1 for s in others for a, b in zip(s.steps, s.steps[1:], strict=False))
+
+
+def measure(result: Result, scene: str, runs: int, seed: int, logs: str, gathers: int) -> None:
+    """All of one scene, and the audit of its event logs."""
+    from chaos_lightning.observe.audit import audit, violations
+    from chaos_lightning.observe.events import EventLog
+
+    print(f" {scene}, {runs} runs each, seed {seed}", flush=True)
+    with members(scene, random.Random(seed), logs) as world, EventLog.in_directory(logs, "busy", role="harness") as log:
+        for seconds in HOLDS_S:
+            if scene == "silent" and seconds == max(HOLDS_S):
+                continue
+            case = Hold()
+            for index in range(runs):
+                world.settle()
+                if scene == "silent":
+                    silence(world)
+                hold(world, case, index % 3, seconds)
+            key = f"{scene}, lock held for {seconds:g} s"
+            result.add(f"{key}: to the others' next step, median of {runs}", median(case.seconds), "s")
+            slowest = max(case.seconds)
+            result.add(f"{key}: to the others' next step, slowest", slowest, "s", seconds + BOUND_BEYOND_S)
+            result.add(f"{key}: members put out", case.fenced, "count", 0)
+            result.add(f"{key}: steps lost or repeated", case.lost, "count", 0)
+            result.details[key] = vars(case)
+        stopped = Case()
+        for index in range(runs):
+            world.settle()
+            if scene == "silent":
+                silence(world)
+            blow(world, stopped, index % 3, "freeze", log)
+        report(result, f"{scene}, SIGSTOP", stopped, bound_s=BOUND_STOP_S[scene])
+        result.add(f"{scene}, SIGSTOP: others put out", stopped.fenced, "count", 0)
+        if gathers:
+            remember(result, world, gathers)
+        world.end()
+    found = violations(audit(logs))
+    for line in found[:10]:
+        print(f"    audit: {line}")
+    result.add(f"{scene}: audit of the event logs, violations", len(found), "count", 0)
+
+
+def remember(result: Result, world: World, gathers: int) -> None:
+    """What members keep of slots that gathered much and are over."""
+    world.settle()
+    at = max(s.steps[-1].step for s in world.members.values()) + 50
+    for seen in world.members.values():
+        seen.worker.pipe.send(("gather", at, gathers, GATHER_NBYTES))
+    world.pump(lambda: all(s.memory is not None for s in world.members.values()), f"{gathers} slots that gather")
+    grown = [(s.memory[1] - s.memory[0]) / MIB for s in world.members.values() if s.memory is not None]
+    title = (
+        f"memory after {gathers} slots that gathered 1 MiB of each of three members, beyond before: largest member's"
+    )
+    result.add(title, max(grown), "MiB", BOUND_MEMORY_MIB)
+
+
+def main() -> int:
+    p = parser(__doc__ or "")
+    p.add_argument("--runs", type=int, default=0, help="of each kind; 0: 9, or 3 with --quick")
+    p.add_argument("--seed", type=int, default=1, help="of the moments at which the blows fall")
+    p.add_argument("--scenes", nargs="*", default=list(BOUND_STOP_S), choices=list(BOUND_STOP_S))
+    p.add_argument("--keep-logs", default="", help="folder that keeps the members' event logs")
+    args = p.parse_args()
+    runs = args.runs or (3 if args.quick else 9)
+    result = Result("busy")
+    with scratch() as folder:
+        for number, scene in enumerate(args.scenes):
+            logs = str((Path(args.keep_logs) if args.keep_logs else folder) / f"busy-{scene}")
+            gathers = (24 if args.quick else 96) if number == 0 else 0
+            measure(result, scene, runs, args.seed, logs, gathers)
+    return result.finish(args)
+
+
+if __name__ == "__main__":
+    run(main)

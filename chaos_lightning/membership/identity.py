@@ -1,0 +1,279 @@
+"""Whether this scheduler's store is the job's, and its latest: what members know is compared with it (7, 14a).
+
+Theory of operation. A chain has an id, drawn with its first record; each copy of a store keeps it, and an empty store
+draws another. Members tell the id of the chain that they are of, the view that they stand in, the highest number that
+they were told of or have promised, and the highest term; all of these were in the job's store before any member heard
+of them. So a scheduler tells three cases apart, whenever a member says hello, enters a view or sends a heartbeat:
+
+- *The same chain, and nothing that the store lacks.* The member is judged by the chain.
+- *The same chain, and a number or a term that the store lacks*: the store is an older copy, or another scheduler has
+  taken the chain. The scheduler is STALE from then on: it decides nothing, puts out and releases nobody, sends
+  everybody away, who train on, and says what it lacks and who told. With the operator's word (`Chain.rebuild`) it goes
+  on to REBUILDING instead (rebuilding.py).
+- *Another chain*: its numbers mean nothing here. Who stands in a view of it is sent away with both ids and trains on.
+  No job is founded while such members knock. Where the store holds no view at all, its chain is lost, which has the
+  same consequences.
+
+A scheduler that has just started knows nobody. For `Chain.hears_s`, as long as members that look for it may take to
+come, it decides nothing and holds all hellos back, unless its chain is empty: then it welcomes newcomers meanwhile. A
+newcomer that another scheduler has welcomed may be named by a view that a header is about to carry; it is welcomed
+anew, under another id, only where no member knocks.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+
+from chaos_lightning.membership.effects import Chain, Close, Send
+from chaos_lightning.membership.rewiring import Rewiring
+from chaos_lightning.membership.roster import Peer, Standing, same_process, short
+from chaos_lightning.membership.scheduler_state import Phase
+from chaos_lightning.membership.types import NO_VIEW, Entered, Heartbeat, Hello, Member, Refused, Settings, View, ViewId
+
+KNOCKS_S = 3.0
+"""A member that is sent away comes back within this time, as long as it lives."""
+REBUILT = "rebuilt"
+"""How the reason of a rebuilt chain's first view begins."""
+
+
+class Identity(Rewiring):
+    """See the module."""
+
+    def __init__(self, settings: Settings, chain: Chain) -> None:
+        super().__init__(settings, chain)
+        self._knocked: dict[str, tuple[float, ViewId, str]] = {}
+        """When (s) members of other chains were heard of last, the views that they stand in, and these chains."""
+        self._greeted: set[tuple[str, int, int]] = set()
+        """Processes that have said hello to this very scheduler: host, pid and start."""
+        self._own: dict[str, Member] = {}
+        """Newcomers that this very scheduler has welcomed: no view of a lost chain names them."""
+        self._patient_until = float("-inf")
+        """A newcomer knows a scheduler that the store does not: members may knock until then (s)."""
+        self._held: list[tuple[int, Hello]] = []
+        """Hellos that wait until everybody was heard who may know more."""
+        self._stale = ""
+        """What the store lacks, and what can be done, in words."""
+
+    @property
+    @abstractmethod
+    def _rebuilds(self) -> bool:
+        """A lost chain is being rebuilt (membership/rebuilding.py, as the next two)."""
+
+    @property
+    @abstractmethod
+    def _holds_views(self) -> bool:
+        """Whether the store does."""
+
+    @abstractmethod
+    def _take_in(self, conn: int, hello: Hello) -> None:
+        """Somebody who may know the chain that is to be rebuilt."""
+
+    @abstractmethod
+    def _stored_in_vain(self, view: View | None) -> None:
+        """What was on its way to a store that turned out to be stale is in it; nobody hears of it."""
+
+    @abstractmethod
+    def _begin_to_rebuild(self) -> bool:
+        """The store is stale; True if the operator has said that its end is to be rebuilt."""
+
+    # ------------------------------------------------------------------ what somebody knows
+
+    def _is_another(self, chain: str) -> bool:
+        """Whether this is the id of another chain; who tells none is older than chains' ids."""
+        return bool(chain and self.chain_id and chain != self.chain_id)
+
+    def _lacks(self, number: ViewId | None) -> bool:
+        """Whether this number of this chain is not in the store. What lies before a rebuilt view is over."""
+        if number is None or number in self._numbers:
+            return False
+        return not any(v.reason.startswith(REBUILT) and number < v.id for v in self.chain)
+
+    def _lacking(self, message: Hello | Entered | Heartbeat) -> str:
+        """What a member of this chain knows and the store lacks, in words; "" if there is nothing."""
+        known = None if isinstance(message, Entered) else message.known
+        for number in (message.view, known):
+            if self._lacks(number):
+                return f"view {number}"
+        if not isinstance(message, Hello):
+            return ""
+        # Each term is taken once: who knows this one before it was greeted here has it from another store.
+        unheard = (message.host, message.pid, message.pid_start) not in self._greeted
+        if message.term > self.term or (message.term == self.term and self.chain_id and unheard):
+            return f"a scheduler with term {message.term}"
+        return ""
+
+    def _at_odds(self, peer: Peer, message: Entered | Heartbeat) -> bool:
+        """A member says something that does not fit the store: then it is not heeded."""
+        if self._rebuilds or not self.chain:
+            return False
+        if self._is_another(message.chain):  # it was let in by a view of the chain that it knew before
+            assert peer.conn is not None
+            self._knock(peer.id, message.view, message.chain)
+            self._out.append(Send(peer.conn, Refused(self._lost_words(), retry=True)))
+            self._out.append(Close(peer.conn, f"{peer.id} is of chain {short(message.chain)}"))
+            self._drop(peer)
+            return True
+        lacking = self._lacking(message)
+        if lacking:
+            self._go_stale(peer.id, lacking)
+        return bool(lacking)
+
+    # ------------------------------------------------------------------ hellos
+
+    def _on_hello(self, conn: int, hello: Hello) -> None:
+        if hello.job == self.settings.job:
+            if self.phase is Phase.STALE:
+                self._out.append(Send(conn, Refused(self._stale, retry=True)))
+                return
+            if self._is_another(hello.chain) and self._holds_views:
+                self._on_another(conn, hello)
+                return
+            if self.chain and not self._rebuilds:
+                lacking = self._lacking(hello)
+                if lacking:
+                    self._go_stale(hello.resume or hello.name, lacking)
+                    return
+                if self._hearing:
+                    self._held.append((conn, hello))
+                    return
+        self._hear(conn, hello)
+
+    def _hear(self, conn: int, hello: Hello) -> None:
+        """Somebody of this chain or of none, or the store holds no view."""
+        process = (hello.host, hello.pid, hello.pid_start)
+        same = bool(hello.chain) and hello.chain == self.chain_id
+        if not self.chain and not same and hello.term > 0 and process not in self._greeted:
+            self._patient_until = self.now + KNOCKS_S
+        self._greeted.add(process)
+        peer = self.peers.get(hello.resume)
+        outside = peer is None or peer.standing is Standing.REPORTER
+        if hello.resume and hello.job == self.settings.job and outside and self._is_foreign(hello):
+            self._on_foreign(conn, hello)
+        else:
+            super()._on_hello(conn, hello)
+
+    def _let_in(self) -> bool:
+        """All who may know more were heard: those who were held back are heard now, in their order."""
+        held, self._held = self._held, []
+        for conn, hello in held:
+            if self._conns.get(conn) == "":
+                self._on_hello(conn, hello)
+        return bool(held)
+
+    def _is_foreign(self, hello: Hello) -> bool:
+        """Whether the store holds no view, and it stands in one, or may be named by one that a header will carry."""
+        if hello.view == NO_VIEW:
+            lost = self._rebuilds or (not self.chain and bool(self._why_not_found()))
+            return lost and not self._welcomed_here(hello)
+        if any(v.id == hello.view for v in self.chain):
+            return False
+        return self._rebuilds or not self.chain
+
+    def _welcomed_here(self, hello: Hello) -> bool:
+        own = self._own.get(hello.resume)
+        return own is not None and same_process(own, hello)
+
+    def _on_foreign(self, conn: int, hello: Hello) -> None:
+        if self._rebuilds:
+            self._take_in(conn, hello)
+        elif hello.view == NO_VIEW:
+            self._out.append(Send(conn, Refused(self._why_not_found(), retry=True)))
+        else:
+            self._knock(hello.resume, hello.view, hello.chain)
+            self._out.append(Send(conn, Refused(self._lost_words(), retry=True)))
+
+    def _on_another(self, conn: int, hello: Hello) -> None:
+        """Somebody of another chain than the one in the store."""
+        if hello.view != NO_VIEW:
+            self._knock(hello.resume, hello.view, hello.chain)
+            self._out.append(Send(conn, Refused(self._lost_words(), retry=True)))
+            return
+        process = (hello.host, hello.pid, hello.pid_start)
+        if process not in self._greeted:
+            self._patient_until = self.now + KNOCKS_S
+        self._greeted.add(process)
+        why_not = self._why_not_found()
+        if why_not:
+            self._out.append(Send(conn, Refused(why_not, retry=True)))
+        elif self._hearing:
+            self._held.append((conn, hello))
+        else:  # it holds nothing, and nobody of its chain is about
+            super()._on_hello(conn, replace(hello, resume=""))
+
+    def _welcome(self, conn: int, hello: Hello, differs: str = "") -> None:
+        super()._welcome(conn, hello, differs)
+        if welcomed := self._conns.get(conn):
+            self._own[welcomed] = self.peers[welcomed].member
+
+    # ------------------------------------------------------------------ a store that is not the job's
+
+    def _knock(self, who: str, view: ViewId, chain: str) -> None:
+        before, *_ = self._knocked.get(who, (float("-inf"),))
+        self._knocked[who] = (self.now, view, chain)
+        if self.now - before > KNOCKS_S:
+            name = "chain_foreign" if self._holds_views else "chain_lost"
+            self._note(name, member=who, view=str(view), chain=chain, here=self.chain_id, text=self._lost_words())
+
+    def _lost_words(self) -> str:
+        """What is wrong, if the store is stale or members of another chain are about; "" otherwise."""
+        if self._stale:
+            return self._stale
+        here = {m: (v, c) for m, (at, v, c) in self._knocked.items() if self.now - at <= KNOCKS_S}
+        if not here:
+            return ""
+        who = ", ".join(f"{m} in view {v}{f' of chain {short(c)}' if c else ''}" for m, (v, c) in sorted(here.items()))
+        if not self._holds_views:
+            return (
+                f"the chain of job {self.settings.job} is lost: {who}, which this scheduler's store does not know; it "
+                "is empty. Training goes on without a scheduler. Start one on the store that holds the chain; if that "
+                "is gone for good, start one on an empty store by `chaos-lightning scheduler --rebuild`"
+            )
+        return (
+            f"this scheduler's store holds another chain of job {self.settings.job}, {short(self.chain_id)}, and these "
+            f"are here: {who}. They train on without a scheduler. Start one on the store that holds their chain; if "
+            "that is gone for good, start one on an empty store by `chaos-lightning scheduler --rebuild`"
+        )
+
+    def _why_not_found(self) -> str:
+        """Why no job may be founded now; "" if one may."""
+        lost = self._lost_words()
+        if lost:
+            return f"no job is founded: {lost}"
+        if self.now < self._patient_until:
+            return "the job waits a moment for members: newcomers know a scheduler of it that this store does not"
+        return ""
+
+    def _go_stale(self, who: str, lacking: str) -> None:
+        """From now on nothing is decided by what this store holds: the job went on without it."""
+        ends = self.chain[-1].id
+        self._stale = (
+            f"this scheduler's store is an older copy, or another scheduler leads: {who} knows of {lacking} of chain "
+            f"{short(self.chain_id)}, and what is here ends with view {ends} (a backup, a restored snapshot?). Nothing "
+            "is decided by it; training goes on without a scheduler. Start one on the store that holds the rest; if "
+            "that is gone for good, start one on this store by `chaos-lightning scheduler --rebuild`: it goes on from "
+            "what more than half of the members of their last view report, and whoever knows of a later one and does "
+            "not report is put out"
+        )
+        self._note("chain_stale", member=who, lacks=lacking, ends=str(ends), chain=self.chain_id, text=self._stale)
+        self._void_write()
+        self._held.clear()
+        self._decision = self._announced = None
+        self._again, self._waits, self._returning, self._expected = "", "", False, frozenset()
+        for peer in list(self.peers.values()):
+            self.detector.forget(peer.id)
+        self.peers.clear()
+        if self._begin_to_rebuild():
+            for conn in self._conns:
+                self._out.append(Close(conn, "this scheduler rebuilds its chain; connect again"))
+        else:
+            self.phase = Phase.STALE
+            for conn in self._conns:
+                self._out.append(Send(conn, Refused(self._stale, retry=True)))
+        self._conns = dict.fromkeys(self._conns, "")
+
+    def _void_write(self) -> None:
+        """What is on its way to the store gets there, perhaps; nobody hears of it."""
+        if self._persisting is not None:
+            (token, _), view = self._persisting, self._writes
+            self._persisting = (token, lambda: self._stored_in_vain(view))

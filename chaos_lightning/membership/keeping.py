@@ -1,0 +1,118 @@
+"""The scheduler's part in a state that the last member keeps in a file (PROTOCOL.md 14c).
+
+Theory of operation. Who goes as the last one that holds the training state writes it down before it closes its control
+stream, and says so (`Kept`); who comes says in its Hello which state lies on its machine. While a member that was let
+go still has its stream, nobody founds the job: it is writing. Then the newest state of this chain that any founder
+has is what the job goes on from: that founder is the first of the view, and the others get the state from it. If
+the scheduler knows of a newer one than any founder has, it is waited for, and whoever waits is told where it lies.
+Where a job is founded again and there is none, the view's reason says what is lost: its members show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chaos_lightning.membership.rebuilding import Rebuilding
+from chaos_lightning.membership.roster import NEWCOMER, Peer
+from chaos_lightning.membership.types import GENESIS, Header, Kept, Notice, Released, ViewId
+
+
+class Keeping(Rebuilding):
+    """See the module."""
+
+    # ------------------------------------------------------------------ who goes as one of the last
+
+    def _let_keep(self, peer: Peer, reason: str) -> None:
+        """Lets a member go that may be the last one with the state: it is not forgotten before its stream closes."""
+        if peer.condemned:
+            return
+        peer.condemned, peer.keeps_since = peer.leaving, self.now
+        self._note("left", member=peer.id, reason=f"{peer.leaving}; {reason}")
+        self._say_goodbye(peer, Released(reason, asked=True, keep=True))
+
+    def _on_kept(self, peer: Peer, kept: Kept) -> None:
+        self._note("kept", member=peer.id, step=kept.header.step, view=str(kept.header.view))
+        if self._told is None or _age(kept) > _age(self._told[0]):
+            self._told = (kept, peer.member.host, self.now)
+
+    def _writing(self) -> list[Peer]:
+        """Members that were let go, and may be writing the state down."""
+        limit = self.settings.last_holder_timeout_s
+        return [
+            p
+            for p in self.peers.values()
+            if p.keeps_since is not None and p.conn is not None and self.now - p.keeps_since <= limit
+        ]
+
+    # ------------------------------------------------------------------ founding
+
+    def _wait_for_kept(self) -> str | None:
+        """What keeps newcomers from founding the job, in words, "" if only for a moment; None if nothing does."""
+        if writing := self._writing():
+            return f"the job waits for {', '.join(p.id for p in writing)}, which may be writing its training state down"
+        newcomers = [p for p in self.peers.values() if p.standing in NEWCOMER]
+        ready = self._ready()
+        if any(p not in ready for p, _ in self._offers(newcomers)[:1]):
+            return ""
+        if self._told is None:
+            return None
+        kept, host, since = self._told
+        if not self._is_of_this_chain(kept) or any(_age(k) >= _age(kept) for _, k in self._offers(newcomers)):
+            return None
+        for peer in [p for p in newcomers if p.member.host == host]:
+            if peer.kept is None or _age(peer.kept) < _age(kept):  # it came before the state was written
+                self._fence(peer, "the training state was kept on its machine since it came: it says hello anew")
+        limit_s = self.settings.last_holder_timeout_s
+        if self.now - since > limit_s:
+            return None
+        return (
+            f"the job waits for a member on the machine of {kept.member}, where the training state at step "
+            f"{kept.header.step} was kept: start one there; {limit_s:g} s after that the job begins anew without it"
+        )
+
+    def _offers(self, peers: Sequence[Peer]) -> list[tuple[Peer, Kept]]:
+        """Newcomers that have a state of this chain on their machine, the newest first."""
+        found = [(p, p.kept) for p in peers if p.kept is not None and self._is_of_this_chain(p.kept)]
+        return sorted(found, key=lambda offer: _age(offer[1]), reverse=True)
+
+    def _is_of_this_chain(self, kept: Kept) -> bool:
+        """Whether its keeper stood in one of this chain's views when it wrote it down."""
+        return kept.chain == self.chain_id and any(
+            v.id == kept.header.view and v.find(kept.member) is not None for v in self.chain
+        )
+
+    def _first_by_state(self, ready: Sequence[Peer]) -> list[Peer]:
+        """The first member's state is the job's: whoever has the newest kept one comes first."""
+        offers = self._offers(ready)
+        first = offers[0][0] if offers else None
+        return sorted(ready, key=lambda p: p is not first)
+
+    def _founding_base(self, first: Peer) -> tuple[Header, str]:
+        """What the job is founded on, and what becomes of the state that it had, in words."""
+        lost = f"the state that it had{self._reached_words()} is lost" if self.chain else ""
+        kept = first.kept
+        if kept is None or not self._is_of_this_chain(kept):
+            return GENESIS, lost
+        words = f"from the state that {kept.member} kept at step {kept.header.step}"
+        latest = self.chain[-1].id
+        if kept.header.view < latest:
+            words += f"; the job went on after that, up to view {latest}{self._reached_words()}, which is lost"
+        return kept.header, words
+
+    def _reached_words(self) -> str:
+        return f" (at step {self._reached} or later)" if self._reached else ""
+
+    def _refuse_foreign(self) -> None:
+        """Whoever offers a state of another chain hears that it is not used."""
+        for peer in self.peers.values():
+            kept = peer.kept
+            if kept is not None and not peer.told_of_kept and not self._is_of_this_chain(kept):
+                peer.told_of_kept = True
+                text = f"the training state that {kept.member} kept at step {kept.header.step} on this machine is of "
+                self._note("notice", text=f"{peer.id}: {text}another run, and is not used")
+                self._send(peer, Notice(f"{text}another run of this job, and is not used", waiting=True))
+
+
+def _age(kept: Kept) -> tuple[ViewId, int]:
+    """Later states are greater."""
+    return (kept.header.view, kept.header.seq)

@@ -1,0 +1,58 @@
+"""What a machine remembers of the events that it took in: enough to read what happened, and no payload.
+
+Theory of operation. Contributions and headers carry what a slot gathers, up to 60 MiB of all members together, and a
+header carries its ledger; a decision and a report carry headers. A log that keeps such events whole keeps them alive
+long after their slot. So they are remembered in words, which name the slot and how much there was; all other events
+are small and are remembered as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chaos_lightning.membership.effects import Contribute, ControlIn, MemberEvent, MessageIn, PeerIn, SchedulerEvent
+from chaos_lightning.membership.types import Contribution, Decide, Header, Report
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """A large event in words."""
+
+    kind: str
+    words: str
+
+
+def of_member(event: MemberEvent) -> MemberEvent | Digest:
+    """What a member remembers of this event."""
+    match event:
+        case PeerIn(peer, message):
+            return Digest("PeerIn", f"{peer}: {in_words(message)}")
+        case Contribute(contribution):
+            return Digest("Contribute", in_words(contribution))
+        case ControlIn(Decide() as decision):
+            hand_on = f"hand on {in_words(decision.base)}" if decision.hand_on else f"redo after {decision.base.seq}"
+            return Digest("ControlIn", f"decide {decision.view.id} of {', '.join(decision.view.ids())}, {hand_on}")
+        case _:
+            return event
+
+
+def of_scheduler(event: SchedulerEvent) -> SchedulerEvent | Digest:
+    """What a scheduler remembers of this event."""
+    match event:
+        case MessageIn(conn, Report() as report):
+            pending = f", pending {in_words(report.pending)}" if report.pending is not None else ""
+            words = f"{conn}: report for {report.number}, entered {report.entered}, at {report.seq} ({report.head})"
+            return Digest("MessageIn", f"{words}, loaded={report.loaded}, raw={report.raw}{pending}")
+        case _:
+            return event
+
+
+def in_words(message: Contribution | Header) -> str:
+    """A contribution or header without its payload."""
+    common = f"slot {message.seq} of view {message.view}, {message.kind} {message.name!r}, step {message.step}"
+    if isinstance(message, Contribution):
+        brought = f"{len(message.payload)} bytes, weight {message.weight:g}"
+        return f"contribution of {message.member} to {common}, on {message.prev_hash}, {brought}"
+    changed = f", next view {message.next_view}" if message.view_change is not None else ""
+    error = f", error {message.error[:200]!r}" if message.error else ""
+    return f"header of {common}, on {message.prev_hash}, {sum(map(len, message.answers))} bytes{changed}{error}"

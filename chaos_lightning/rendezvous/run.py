@@ -1,0 +1,312 @@
+"""`chaos-lightning run`: torchrun for a node with several workers, of which none takes another one along.
+
+Theory of operation. torchrun ends and restarts all workers of a node when one of them fails, since elsewhere none of
+them can go on without the others. Here each worker is a member of its own: so each has an agent of its own here, which
+starts it, and starts it again when it fails, after a pause that doubles from one failure to the next. All else is
+torchrun's own code: options are parsed by its parser, workers are started by `torch.distributed.elastic` with the
+environment that its agent makes, and output, log folders and error files are made as there. What workers
+need to find their job comes from the rendezvous handler, as under torchrun.
+
+The first SIGINT, SIGTERM, SIGHUP or SIGQUIT is passed on to all workers, which leave the job politely, and none is
+started again; the second one, or patience that is at an end, ends them. The exit code is 0 if every worker ended well
+in the end, else that of the first one that was given up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from string import Template
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import PContext, SignalException, start_processes
+from torch.distributed.elastic.multiprocessing.api import Std
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
+from torch.distributed.elastic.utils.api import macros
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args, get_args_parser
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.rendezvous.handler import BACKEND, create_handler
+
+logger = logging.getLogger("chaos_lightning.rendezvous")
+
+HELP = """\
+Start the workers of this node, each with an agent of its own: one that dies takes no other one along, and is started
+again while the others train on. Options are torchrun's own and mean what they mean there, but for these defaults:
+--rdzv-backend is chaos, --nnodes is 1:64, --max-restarts is 9 and counts for each worker by itself; between two starts
+of a worker there is a pause of 1 s, then 2 s, up to 30 s. Ctrl+C (or SIGTERM) lets all workers leave the job politely;
+once more ends them. If they were the last ones, the training state is kept in a file, and the next start goes on from
+it.
+
+  chaos-lightning run --nproc-per-node=gpu train.py
+  chaos-lightning run --nproc-per-node=4 --rdzv-endpoint=HOST:29400 --nnodes=2:16 train.py --lr 0.1
+
+The second line, on as many machines as you like: the job begins with two of them, and others come and go.
+"""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+"""Before a worker that failed is started again; doubled with each failure in a row."""
+STEADY_S = 60.0
+"""Who has run for so long is not failing in a row any more."""
+_TURN_S = 0.1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class _Format(argparse.RawDescriptionHelpFormatter):
+    """As the other commands' help."""
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        super().add_usage(usage, actions, groups, prefix or "Usage: ")
+
+
+def parser() -> argparse.ArgumentParser:
+    """torchrun's, with this command's name, words and defaults."""
+    made: argparse.ArgumentParser = get_args_parser()
+    made.prog, made.description = "chaos-lightning run", HELP
+    made.formatter_class = _Format
+    made.set_defaults(rdzv_backend=BACKEND, nnodes="1:64", max_restarts=9)
+    return made
+
+
+def run(arguments: Sequence[str]) -> None:
+    """The command.
+
+    Raises:
+        SystemExit: Always; see the module for the code.
+        ConfigurationError: Options that cannot work here.
+    """
+    given = parser().parse_args(list(arguments))
+    refused = {
+        "--rdzv-backend": given.rdzv_backend != BACKEND and f"{given.rdzv_backend}: this command is for {BACKEND} only",
+        "--standalone": given.standalone and "leave it out: without --rdzv-endpoint the job is this machine's",
+        "--virtual-local-rank": given.virtual_local_rank and "workers are told apart by LOCAL_RANK",
+        "--numa-binding": given.numa_binding and "it needs torchrun's own agent",
+    }
+    for option, why in refused.items():
+        if why:
+            raise ConfigurationError(f"chaos-lightning run {option}: {why}")
+    given.master_port = given.master_port or 29500
+    try:
+        config, entrypoint, command = config_from_args(given)
+    except ValueError as error:
+        raise ConfigurationError(f"chaos-lightning run: {error}") from error
+    sys.exit(Node(config, given, entrypoint, command).run())
+
+
+@dataclass
+class Worker:
+    """One worker of this node, over all its lives.
+
+    Attributes:
+        rank: Its LOCAL_RANK.
+        context: Of the process that runs now.
+        failures: In a row.
+        restarts: Over all.
+        code: Of its last end, once it is not started again.
+    """
+
+    rank: int
+    context: PContext | None = None
+    failures: int = 0
+    restarts: int = 0
+    code: int | None = None
+    began: float = 0.0
+    due: float = field(default_factory=time.monotonic)
+
+
+class Node:
+    """All workers of this node. See the module."""
+
+    def __init__(self, config: LaunchConfig, given: argparse.Namespace, entrypoint: Any, command: list[str]) -> None:
+        self._config = config
+        self._given = given
+        self._entrypoint = entrypoint
+        self._command = command
+        self._handler = create_handler(
+            RendezvousParameters(
+                backend=BACKEND,
+                endpoint=config.rdzv_endpoint,
+                run_id=config.run_id,
+                min_nodes=config.min_nodes,
+                max_nodes=config.max_nodes,
+                local_addr=config.local_addr,
+                **config.rdzv_configs,
+            )
+        )
+        self._workers = [Worker(rank) for rank in range(config.nproc_per_node)]
+        self._patience_s = config.shutdown_timeout if config.shutdown_timeout is not None else 30
+        self._asked: signal.Signals | None = None
+        self._again = False
+        self._asked_at = 0.0
+        self._first_code = 0
+
+    def run(self) -> int:
+        """Until all workers have ended for good; the exit code."""
+        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        try:
+            while any(w.code is None for w in self._workers):
+                try:
+                    self._turn()
+                    time.sleep(_TURN_S)
+                except SignalException as error:  # torch's handler stood for a moment: it installs it at each start
+                    self._on_signal(error.sigval, None)
+        finally:
+            for worker in self._workers:
+                if worker.context is not None:
+                    worker.context.close(signal.SIGTERM, self._patience_s)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return self._first_code
+
+    # ------------------------------------------------------------------ turns
+
+    def _turn(self) -> None:
+        if self._asked is not None:
+            self._end_if_due()
+        for worker in self._workers:
+            if worker.context is not None:
+                self._look(worker)
+            elif worker.code is None and self._asked is not None:
+                worker.code = 0  # it was about to be started again, into a job that this node leaves
+            elif worker.code is None and time.monotonic() >= worker.due:
+                self._start(worker)
+
+    def _look(self, worker: Worker) -> None:
+        assert worker.context is not None
+        result = worker.context.wait(0)
+        if result is None:
+            return
+        worker.context.close(signal.SIGTERM, self._patience_s)
+        worker.context = None
+        if not result.is_failed():
+            worker.code = 0
+            return
+        code = next(iter(result.failures.values())).exitcode
+        if self._asked is None and worker.restarts < self._config.max_restarts:
+            self._put_off(worker, code)
+            return
+        worker.code = code or 1
+        self._first_code = self._first_code or _exit_code(worker.code)
+        why = "on its way out" if self._asked is not None else f"after {worker.restarts} restarts; the others train on"
+        self._say(f"worker {worker.rank} failed {why} ({_words(code)})")
+
+    def _put_off(self, worker: Worker, code: int) -> None:
+        now = time.monotonic()
+        worker.failures = 1 if now - worker.began > STEADY_S else worker.failures + 1
+        worker.restarts += 1
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (worker.failures - 1))
+        worker.due = now + pause_s
+        others = sum(w.context is not None for w in self._workers)
+        self._say(
+            f"worker {worker.rank} ended ({_words(code)}); it is started again in {pause_s:g} s "
+            f"(restart {worker.restarts} of {self._config.max_restarts}); {others} other(s) of this node go on"
+        )
+
+    def _start(self, worker: Worker) -> None:
+        try:
+            info = self._handler.next_rendezvous()
+        except RendezvousClosedError as error:
+            again = " again" if worker.restarts else ""
+            self._say(f"worker {worker.rank} is not started{again}: {error}")
+            worker.code = 0 if worker.restarts else 1  # as of a process that is refused
+            self._first_code = self._first_code or worker.code
+            return
+        config, rank, store = self._config, worker.rank, info.bootstrap_store_info
+        assert store is not None
+        workers = str(config.nproc_per_node)
+        environment = {
+            **{name: str(rank) for name in ("LOCAL_RANK", "RANK", "ROLE_RANK")},
+            **dict.fromkeys(("LOCAL_WORLD_SIZE", "WORLD_SIZE", "ROLE_WORLD_SIZE"), workers),
+            "GROUP_RANK": str(info.rank),
+            "GROUP_WORLD_SIZE": str(info.world_size),
+            "ROLE_NAME": config.role,
+            "MASTER_ADDR": store.master_addr,
+            "MASTER_PORT": str(store.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(worker.restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
+            "TORCHELASTIC_RUN_ID": config.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": str(self._handler.use_agent_store),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }
+        prefix = Template(config.log_line_prefix_template or "[${role_name}${rank}]:").safe_substitute(
+            role_name=config.role, rank=rank, local_rank=rank
+        )
+        worker.context = start_processes(
+            name=config.role,
+            entrypoint=self._entrypoint,
+            args={0: tuple(macros.substitute(self._command, str(rank)))},
+            envs={0: environment},
+            logs_specs=self._logs(rank),
+            log_line_prefixes={0: prefix},
+            start_method=config.start_method,
+            duplicate_stdout_filters=config.duplicate_stdout_filters,
+            duplicate_stderr_filters=config.duplicate_stderr_filters,
+        )
+        worker.began = time.monotonic()
+        for number in _SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def _logs(self, rank: int) -> Any:
+        """torchrun's log settings for one worker, which is local rank 0 of its own group."""
+        given = self._given
+        shown = {int(r) for r in given.local_ranks_filter.split(",")} if given.local_ranks_filter else {rank}
+        make: Any = type(self._config.logs_specs)
+        return make(
+            log_dir=os.path.join(given.log_dir, f"worker_{rank}") if given.log_dir else None,
+            redirects=_of(Std.from_str(given.redirects), rank),
+            tee=_of(Std.from_str(given.tee), rank),
+            local_ranks_filter={0} if rank in shown else {1},
+        )
+
+    # ------------------------------------------------------------------ going
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._asked is not None:
+            self._again = True
+            return
+        self._asked, self._asked_at = signal.Signals(number), time.monotonic()
+        pids = [pid for w in self._workers if w.context is not None for pid in w.context.pids().values()]
+        self._say(f"{self._asked.name}: asking {len(pids)} worker(s) to leave the job; once more ends them at once")
+        for pid in pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue  # ended meanwhile: that is what was wanted
+
+    def _end_if_due(self) -> None:
+        late = time.monotonic() - self._asked_at > self._handler.patience_s
+        if not (late or self._again):
+            return
+        self._again = False
+        for worker in self._workers:
+            if worker.context is not None:
+                worker.context.close(signal.SIGTERM, self._patience_s)
+
+    @staticmethod
+    def _say(text: str) -> None:
+        # A handler may interrupt a print or a log call half-way; one write cannot get in its way.
+        try:
+            os.write(2, f"chaos-lightning run {os.getpid()}: {text}\n".encode())
+        except OSError:
+            return
+
+
+def _of(given: Std | dict[int, Std], rank: int) -> Std:
+    return given.get(rank, Std.NONE) if isinstance(given, dict) else given
+
+
+def _exit_code(code: int) -> int:
+    """As a shell has it."""
+    return 128 - code if code < 0 else code
+
+
+def _words(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,173 @@
+"""A plugin of pytest: `Trainer()` without a strategy trains with `chaos`, as the only member of a job.
+
+Used by `compat_run.py` on Lightning's own tests, which are not ours and know nothing of it. Each such Trainer gets a
+strategy of its own on a free port of this machine; the schedulers that its fits start keep their chains in a folder of
+the run, and end with the test. What became of each test is written as one JSON line to the file that `--compat-out`
+names: whether it built a Trainer with `chaos`, how it ended, and by which exceptions.
+
+With `--compat-plain` Trainers are left as they are: what fails then is no difference of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+
+import chaos_lightning.runtime.engine as engine_module
+from chaos_lightning.errors import ChaosError
+from chaos_lightning.runtime.hosting import HostedScheduler
+from chaos_lightning.strategies import ChaosStrategy
+
+NOTED_LINES = 6
+NOTED_CHARACTERS = 600
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("compat")
+    group.addoption("--compat-out", help="file for one JSON line for each test")
+    group.addoption("--compat-only", help="file of node ids, one a line: run only these")
+    group.addoption("--compat-plain", action="store_true", help="leave Trainers as they are")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Named, so that a plugin manager refuses to have it twice.
+    config.pluginmanager.register(Compat(config), "compat-of-chaos")
+
+
+class Compat:
+    """One run's part of the plugin.
+
+    Args:
+        config: The run's.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._plain = bool(config.getoption("--compat-plain"))
+        out = config.getoption("--compat-out")
+        self._out = Path(out) if out else None
+        only = config.getoption("--compat-only")
+        self._only = set(Path(only).read_text().splitlines()) if only else None
+        self._built = 0
+        self._hosted: list[HostedScheduler] = []
+        self._outcome: dict[str, Any] = {}
+
+    # ------------------------------------------------------------------ which tests
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        if self._only is not None:
+            config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in self._only])
+            items[:] = [item for item in items if item.nodeid in self._only]
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Also what a process that dies has said last."""
+        self._built = 0
+        self._outcome = {"test": nodeid, "outcome": "passed"}
+        self._write({"test": nodeid, "outcome": "started"})
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._write({**self._outcome, "built": self._built})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._out is not None:
+            with self._out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    # ------------------------------------------------------------------ the strategy
+
+    @pytest.fixture(autouse=True)
+    def chaos_by_default(self, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+        """Swaps the strategy in, and ends what the test's fits have started."""
+        if self._plain:
+            yield
+            return
+        folder = tmp_path_factory.mktemp("chaos")
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "__init__", self._with_strategy(Trainer.__init__))
+            patch.setattr(engine_module, "host_for_engine", self._hosting(engine_module.host_for_engine, folder))
+            yield
+        while self._hosted:
+            self._hosted.pop().stop()
+
+    def _with_strategy(self, init: Any) -> Any:
+        @functools.wraps(init)
+        def __init__(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+            ours = kwargs.get("strategy", "auto") == "auto" and "PL_TRAINER_STRATEGY" not in os.environ
+            if ours:
+                kwargs["strategy"] = ChaosStrategy(
+                    endpoint=f"127.0.0.1:{free_port()}",
+                    job="compat",
+                    options={"join_timeout_s": 30.0, "step_timeout_s": 30.0},
+                )
+            init(trainer, *args, **kwargs)
+            self._built += ours
+
+        return __init__
+
+    def _hosting(self, host: Any, folder: Path) -> Any:
+        @functools.wraps(host)
+        def host_for_engine(*args: Any, **kwargs: Any) -> HostedScheduler | None:
+            before = os.environ.get("XDG_STATE_HOME")
+            os.environ["XDG_STATE_HOME"] = str(folder)
+            try:
+                hosted = host(*args, **kwargs)
+            finally:
+                # A test may compare the environment before and after.
+                if before is None:
+                    del os.environ["XDG_STATE_HOME"]
+                else:
+                    os.environ["XDG_STATE_HOME"] = before
+            if hosted is not None:
+                self._hosted.append(hosted)
+            return hosted
+
+        return host_for_engine
+
+    # ------------------------------------------------------------------ what became of it
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        self._outcome["seconds"] = round(self._outcome.get("seconds", 0.0) + call.duration, 2)
+        if report.outcome == "skipped" and self._outcome["outcome"] == "passed":
+            self._outcome["outcome"] = "xfailed" if hasattr(report, "wasxfail") else "skipped"
+        elif report.outcome == "failed" and self._outcome["outcome"] != "failed":
+            chain = list(causes(call.excinfo.value)) if call.excinfo is not None else []
+            self._outcome |= {
+                "outcome": "failed",
+                "phase": report.when,
+                "errors": [f"{type(e).__module__}.{type(e).__name__}: {shortened(str(e))}" for e in chain],
+                "ours": [type(e).__name__ for e in chain if isinstance(e, ChaosError)],
+                "report": report.longreprtext[-6000:],
+            }
+        return report
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and those that led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def shortened(text: str) -> str:
+    """The first lines of a message."""
+    return "\n".join(text.splitlines()[:NOTED_LINES])[:NOTED_CHARACTERS]
+
+
+def free_port() -> int:
+    """A port of the loopback on which nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

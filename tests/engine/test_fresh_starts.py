@@ -1,0 +1,43 @@
+"""A script that failed and was edited, and one that waits for the dead until the operator ends their job."""
+
+from __future__ import annotations
+
+from engine_job import Job
+
+from chaos_lightning.runtime.options import SchedulerOptions
+from chaos_lightning.runtime.resetting import reset_job
+
+
+def test_an_edited_script_begins_anew_where_the_one_before_failed(job: Job) -> None:
+    """The scheduler outlived it, and remembers what the job was."""
+    job.start("a", fails_at=3)
+    job.harness.declare("a")
+    assert job.harness.wait_exit("a") == 1
+    job.start("b", width=16)
+    (b,) = job.finish("b")
+    assert b["step"] > 3
+    assert len(job.foundings()) == 2
+
+
+def test_an_edited_script_begins_anew_where_the_one_before_was_killed(job: Job) -> None:
+    job.start("a", gates={5: job.gate("a")})
+    job.harness.wait_step(5)
+    job.harness.declare("a")
+    job.harness.kill("a")
+    job.start("b", width=16)
+    job.finish("b")
+    assert len(job.foundings()) == 2
+
+
+def test_who_may_live_is_waited_for_until_the_operator_ends_its_job(job: Job) -> None:
+    """Frozen, it is the last that holds the state; another program waits, and says what can be done."""
+    job.start("a", gates={5: job.gate("a")})
+    job.harness.wait_step(5)
+    job.harness.declare("a")
+    job.harness.stop("a")
+    job.harness.wait_for("suspect", lambda r: r.member == "a~1")
+    job.start("b", width=16)
+    job.harness.wait_for("notice", lambda r: "`chaos-lightning reset`" in r["text"], node="b")
+    assert "a~1" in reset_job(job.endpoint, SchedulerOptions(listen=job.endpoint), b"", force=False)
+    job.finish("b")
+    assert len(job.foundings()) == 2

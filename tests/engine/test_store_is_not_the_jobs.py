@@ -1,0 +1,160 @@
+"""A scheduler on a store that is not the job's, or not its latest: nobody is put out, nothing forks (14a)."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_job import Job
+from test_failover import SETTINGS, SPEC, equal, train
+from test_rebuilt_chain import begin, candidates, goes_on, machine
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.observe.events import Record
+from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
+
+
+def end(job: Job, name: str) -> None:
+    """This scheduler is killed."""
+    job.harness.kill(name)
+
+
+def copy(job: Job, name: str, to: str) -> None:
+    """A backup of a chain whose scheduler does not run."""
+    for path in job.folder.glob(f"{name}.sqlite*"):
+        shutil.copy(path, job.folder / path.name.replace(name, to, 1))
+
+
+def nothing_was_decided(job: Job, since: Record) -> None:
+    decided = [r for r in job.harness.records if r.node == "default" and r.t > since.t]
+    names = ("prepare", "decide", "view", "fenced", "left", "rejoin")
+    assert not [r for r in decided if r.name in names], [r for r in decided if r.name in names]
+
+
+def first_day(job: Job) -> Record:
+    """It ends as a whole, unfinished; b had left politely."""
+    begin(job, "day1")
+    job.start("a-before", member="a", settings=SETTINGS, **SPEC)
+    job.harness.wait_for("joined", node="a")
+    job.start("b-before", member="b", settings=SETTINGS, **SPEC)
+    both = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="a")
+    job.harness.terminate("b-before")
+    job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 1, node="a", after=both)
+    for name in ("a-before", "day1"):
+        job.harness.kill(name)
+    return job.harness.records[-1]
+
+
+def test_a_leftover_chain_of_the_day_before_harms_nobody(job: Job) -> None:
+    day1 = first_day(job)
+    begin(job, "day2")
+    for name in "ab":
+        job.start(name, settings=SETTINGS, **SPEC)
+        job.harness.wait_for("joined", node=name, after=day1)
+    before = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="b", after=day1)
+    end(job, "day2")
+    begin(job, "leftover", store="day1")
+    told = job.harness.wait_for("chain_foreign", after=before)
+    assert told["chain"] != told["here"]
+    for chain in (told["chain"], told["here"]):
+        assert chain[:8] in machine(job)["reason"]
+    trains = goes_on(job, "a", told)
+    goes_on(job, "b", told)
+    nothing_was_decided(job, told)
+    end(job, "leftover")
+    begin(job, "right", store="day2")
+    job.start("d", settings=SETTINGS, **SPEC)
+    joined = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="d")
+    equal(job, "abd", joined)
+    assert joined["step"] > trains["step"]
+    nothing = [r for r in job.harness.records if r.name in ("fenced", "rejoin") and r.t > before.t]
+    assert not nothing
+    job.leave(*"abd")
+
+
+def without_a(job: Job) -> Record:
+    """A copy of the chain knows a alone; b and c came, a froze, and they went on without it."""
+    begin(job, "chain")
+    train(job, "a")
+    end(job, "chain")
+    copy(job, "chain", "backup")
+    begin(job, "again", store="chain")
+    for name in "bc":
+        job.start(name, settings=SETTINGS, **SPEC)
+        job.harness.wait_for("joined", node=name)
+    all_in = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="b")
+    job.harness.stop("a")
+    alone = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="b", after=all_in)
+    end(job, "again")
+    return alone
+
+
+def test_a_backup_that_knows_only_who_was_put_out_since_forks_nothing_and_can_be_rebuilt(job: Job) -> None:
+    before = without_a(job)
+    begin(job, "stale", store="backup")
+    job.harness.cont("a")
+    told = job.harness.wait_for("chain_stale", after=before)
+    goes_on(job, "b", told)
+    goes_on(job, "c", told)
+    facts: dict[str, Any] = machine(job)
+    assert facts["phase"] == "stale"
+    assert "older copy" in facts["reason"]
+    nothing_was_decided(job, before)
+    last = job.harness.wait_for("committed", node="b", after=told)
+    assert not [r for r in job.harness.records if r.node == "a" and r.name == "committed" and r.t > before.t]
+    end(job, "stale")
+    begin(job, "rebuilder", "--rebuild", store="backup")
+    rebuilt = job.harness.wait_for("decide", lambda r: str(r["reason"]).startswith("rebuilt"), after=last)
+    assert {m[0] for m in rebuilt["members"]} == {"b", "c"}
+    back = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="b", after=rebuilt)
+    equal(job, "bca", back)
+    job.leave(*"bca")
+
+
+@pytest.mark.slow  # etcd three times, and four generations of schedulers
+def test_an_older_snapshot_of_etcd_decides_nothing_and_can_be_rebuilt(job: Job, tmp_path: Path) -> None:
+    with fresh(tmp_path / "etcd") as servers:
+        job.endpoint = ",".join(f"127.0.0.1:{port}" for port in free_ports(2))
+        candidates(job, servers, "st")
+        job.harness.wait_for("elected")
+        first = train(job, "a")
+        killed(job, "st")
+    shutil.copytree(tmp_path / "etcd", tmp_path / "snapshot")
+    with EtcdServers(tmp_path / "etcd", 1) as servers:
+        candidates(job, servers, "uv")
+        job.harness.wait_for("elected", after=first)
+        before = train_more(job, *"bc")
+        killed(job, "uv")
+    with EtcdServers(tmp_path / "snapshot", 1) as servers:
+        candidates(job, servers, "wx")
+        told = job.harness.wait_for("chain_stale", after=before)
+        for name in "abc":
+            goes_on(job, name, told)
+        nothing_was_decided(job, before)
+        killed(job, "wx")
+        candidates(job, servers, "yz", "--rebuild")
+        rebuilt = job.harness.wait_for("decide", lambda r: str(r["reason"]).startswith("rebuilt"), after=told)
+        assert {m[0] for m in rebuilt["members"]} == {"a", "b", "c"}
+        equal(job, "abc", goes_on(job, "a", rebuilt))
+        job.leave(*"abc")
+
+
+def fresh(folder: Path) -> EtcdServers:
+    try:
+        return EtcdServers(folder, 1)
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+
+
+def killed(job: Job, names: str) -> None:
+    for name in names:
+        job.harness.kill(name)
+
+
+def train_more(job: Job, *names: str) -> Record:
+    for name in names:
+        job.start(name, settings=SETTINGS, **SPEC)
+        job.harness.wait_for("joined", node=name)
+    return job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 1 + len(names), node="a")

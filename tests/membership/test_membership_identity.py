@@ -1,0 +1,280 @@
+"""Members and a store that is not the job's, or not its latest, as the scheduler sees it (PROTOCOL.md 7, 14a)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rebuilding_talk import ABC, GRACE_S, HEAD, NAMES, Talk, hello, view
+
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.scheduler import Phase
+from chaos_lightning.membership.types import (
+    NO_VIEW,
+    Decide,
+    Entered,
+    Fence,
+    Heartbeat,
+    Hello,
+    Prepare,
+    Ready,
+    Recall,
+    Recollection,
+    Refused,
+    Released,
+    Settings,
+    View,
+    ViewId,
+    Welcome,
+)
+
+X, Y = "0123456789abcdef", "fedcba9876543210"
+HARM = (Fence, Released, Prepare, Decide)
+
+
+def of(chain: str, given: View) -> View:
+    return replace(given, chain=chain)
+
+
+def stored(*views: View, chain: str = Y, term: int = 2, hears_s: float = 0.0, **more: object) -> fx.Chain:
+    """What a store holds that is opened under this term."""
+    numbers = tuple(v.id for v in views)
+    return fx.Chain(
+        term, views[-1].id, tuple(of(chain, v) for v in views), id=chain, numbers=numbers, hears_s=hears_s,
+        **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def says_hello(name: str, stands: View | None, chain: str = X, *, known: ViewId | None = None, term: int = 1) -> Hello:
+    at = stands.id if stands is not None else NO_VIEW
+    return replace(hello(name, stands, term=term), chain=chain, known=known or at)
+
+
+A = view(1, 0, "a")
+AB = view(2, 1, "ab", joiners="b")
+
+
+# ------------------------------------------------------------------------------------------------ another chain
+
+
+@pytest.mark.parametrize("stands", [A, AB, ABC])
+def test_a_leftover_of_another_chain_puts_out_and_releases_nobody(stands: View) -> None:
+    """The same names, ids and numbers, as on the day before; b left politely then."""
+    talk = Talk(
+        rebuild=False,
+        chain=replace(stored(A, AB, replace(A, id=ViewId(1, 3), predecessor=AB.id)), changes=(ViewId(1, 3),)),
+    )
+    for name in (m.name for m in stands.members):
+        talk.comes(says_hello(name, stands))
+        (refused,) = talk.heard(name, Refused)
+        assert refused.retry  # type: ignore[attr-defined]
+        assert X[:8] in refused.reason  # type: ignore[attr-defined]
+        assert Y[:8] in refused.reason  # type: ignore[attr-defined]
+        assert not any(talk.heard(name, kind) for kind in (*HARM, Welcome))
+    talk.passes(2.0)
+    assert not talk.stored
+    assert X[:8] in talk.reason
+
+
+def test_beside_members_of_another_chain_nothing_is_founded_once_the_leftovers_own_are_gone() -> None:
+    talk = Talk(rebuild=False, chain=stored(A))
+    talk.feed(fx.Gone("a~1", "its process is gone"))
+    talk.comes(says_hello("b", AB))
+    talk.comes(replace(hello("d", new=True), term=0))
+    talk.passes(1.0)
+    assert not talk.stored
+    (told,) = (m for m in talk.said[talk.conns["d"]] if type(m).__name__ == "Notice")
+    assert "no job is founded" in told.text  # type: ignore[attr-defined]
+
+
+def test_a_finished_leftover_sends_no_member_of_another_chain_home() -> None:
+    talk = Talk(rebuild=False, chain=replace(stored(A), finished=True))
+    talk.comes(says_hello("a", A))
+    assert talk.heard("a", Refused)
+    assert not talk.heard("a", Released)
+
+
+def test_a_newcomer_that_another_chains_view_lets_in_is_dropped_and_not_put_out() -> None:
+    """It had found this scheduler, and then a header came that another one's view travelled with."""
+    talk = Talk(rebuild=False, chain=stored(A))
+    talk.comes(replace(hello("d", new=True), term=0))
+    talk.says("d", Entered(AB.id, HEAD.seq, HEAD.step, HEAD.hash, chain=X))
+    assert talk.heard("d", Refused)
+    assert not any(talk.heard("d", kind) for kind in HARM)
+    assert not [p for p in talk.machine.peers.values() if p.member.name == "d"]
+
+
+def test_a_newcomer_forgets_the_numbers_of_the_chain_before() -> None:
+    """Else it would wait for ever for a view above those that it has promised."""
+    machine = MemberMachine()
+    rules = Settings()
+    beats = (rules.heartbeat_interval_s, rules.heartbeat_timeout_s)
+    machine.on(1.0, fx.ControlIn(Welcome(NAMES["d"], 5, "joiner", "", *beats, chain=X)))
+    machine.on(1.1, fx.ControlIn(Prepare(ViewId(5, 9), "")))
+    assert machine.knowledge() == {
+        "resume": "d~4", "view": NO_VIEW, "term": 5, "chain": X, "known": ViewId(5, 9)
+    }  # fmt: skip
+    machine.on(1.2, fx.ControlIn(Welcome(replace(NAMES["d"], id="d~1"), 1, "joiner", "", *beats, chain=Y)))
+    assert machine.knowledge() == {"resume": "d~1", "view": NO_VIEW, "term": 1, "chain": Y, "known": NO_VIEW}
+
+
+# ------------------------------------------------------------------------------------------------ an older copy
+
+
+def test_a_member_of_the_last_stored_view_that_stands_in_a_later_one_stops_everything() -> None:
+    """The attack: the copy knows {A}, A went on to a view with B and C, froze, and is the first that comes."""
+    talk = Talk(rebuild=False, chain=stored(A, chain=X))
+    talk.comes(says_hello("a", view(3, 1, "abc")))
+    assert talk.machine.phase is Phase.STALE
+    (refused,) = talk.heard("a", Refused)
+    assert refused.retry  # type: ignore[attr-defined]
+    for word in ("a~1", "view 1.3", X[:8], "view 1.1", "--rebuild"):
+        assert word in talk.reason
+    talk.passes(10 * GRACE_S)
+    assert not talk.stored
+    assert not any(talk.heard("a", kind) for kind in HARM)
+
+
+@pytest.mark.parametrize("known", [ViewId(1, 4), ViewId(2, 3)])
+def test_a_number_that_a_member_was_told_of_or_has_promised_is_as_good_as_a_view(known: ViewId) -> None:
+    talk = Talk(rebuild=False, chain=stored(A, AB, chain=X, term=3))
+    talk.comes(says_hello("a", AB, known=known))
+    assert talk.machine.phase is Phase.STALE
+
+
+def test_a_recovery_that_is_under_way_stops_when_somebody_knows_more() -> None:
+    talk = Talk(rebuild=False, chain=stored(A, AB, chain=X))
+    for name in "ab":
+        talk.comes(says_hello(name, AB))
+        talk.says(name, Entered(AB.id, HEAD.seq, HEAD.step, HEAD.hash, chain=X))
+    talk.feed(fx.Gone("b~2", "its process is gone"))
+    assert talk.machine.phase is Phase.PREPARING
+    before = len(talk.stored)
+    talk.comes(says_hello("c", view(5, 4, "bcd")))
+    assert talk.machine.phase is Phase.STALE
+    talk.says("a", Heartbeat(AB.id, HEAD.seq, HEAD.step, chain=X))
+    talk.passes(10 * GRACE_S)
+    assert len(talk.stored) == before
+    assert talk.heard("a", Refused)
+
+
+@pytest.mark.parametrize("by", ["heartbeat", "entered"])
+def test_what_a_member_learns_later_counts_as_well(by: str) -> None:
+    """A header that was under way carries a view that the copy lacks, when the member is back already."""
+    talk = Talk(rebuild=False, chain=stored(A, AB, chain=X))
+    talk.comes(says_hello("a", AB))
+    later = ViewId(1, 3)
+    told = (
+        Heartbeat(AB.id, 2, 1, chain=X, known=later) if by == "heartbeat" else Entered(later, 2, 1, HEAD.hash, chain=X)
+    )
+    talk.says("a", told)
+    assert talk.machine.phase is Phase.STALE
+    assert "view 1.3" in talk.reason
+
+
+def test_a_term_that_another_scheduler_took_before_shows_a_copy() -> None:
+    talk = Talk(rebuild=False, chain=stored(A, chain=X, term=2))
+    talk.comes(says_hello("a", A, term=2))
+    assert talk.machine.phase is Phase.STALE
+    again = Talk(rebuild=False, chain=stored(A, chain=X, term=2))
+    again.comes(says_hello("a", A, term=1))
+    again.comes(says_hello("a", A, term=2))  # it has heard of it here, and its stream broke
+    assert again.machine.phase is Phase.RUNNING
+
+
+# ------------------------------------------------------------------------------------------------ hearing first
+
+
+def test_a_scheduler_that_has_just_started_decides_nothing_before_all_could_come() -> None:
+    """Of {A, B}, who are in the copy, B went on with C and D; A is the first to come, then nobody for a while."""
+    talk = Talk(rebuild=False, chain=stored(A, AB, chain=X, hears_s=1.0))
+    talk.comes(says_hello("a", AB))
+    talk.feed(fx.Gone("b~2", "its process is gone"))
+    talk.passes(0.8)
+    assert not talk.stored
+    assert talk.said.get(talk.conns["a"], []) == []
+    assert "listens" in talk.reason
+    talk.comes(says_hello("c", view(4, 3, "bcd")))
+    assert talk.machine.phase is Phase.STALE
+    assert talk.heard("a", Refused)
+
+
+def test_when_nobody_knows_more_who_was_held_back_is_heard() -> None:
+    talk = Talk(rebuild=False, chain=stored(A, AB, chain=X, hears_s=1.0))
+    talk.comes(says_hello("a", AB))
+    talk.comes(says_hello("b", A))
+    talk.passes(1.2)
+    assert talk.heard("a", Welcome)
+    assert talk.heard("b", Welcome)
+
+
+def test_on_an_empty_store_newcomers_are_welcomed_and_found_nothing_before_all_could_come() -> None:
+    talk = Talk(rebuild=False, chain=fx.Chain(1, NO_VIEW, id=Y, hears_s=1.0))
+    talk.comes(replace(hello("d", new=True), term=0))
+    (welcome,) = talk.heard("d", Welcome)
+    assert welcome.chain == Y  # type: ignore[attr-defined]
+    talk.says("d", Ready())
+    talk.passes(0.8)
+    assert not talk.stored
+    talk.passes(0.4)
+    (founded,) = talk.views()
+    assert founded.chain == Y
+
+
+# ------------------------------------------------------------------------------------------------ rebuilding
+
+
+def test_a_stale_store_is_rebuilt_on_the_operators_word_and_keeps_what_it_has() -> None:
+    later = of(X, view(6, 5, "bcd"))
+    talk = Talk(chain=stored(A, AB, chain=X, rebuild=True))
+    talk.comes(says_hello("b", later))
+    assert talk.machine.phase is Phase.REBUILDING
+    assert talk.conns["b"] in talk.closed
+    for name in "bcd":
+        talk.comes(says_hello(name, later))
+        assert talk.heard(name, Recall)
+        talk.says(name, Entered(later.id, HEAD.seq, HEAD.step, HEAD.hash, chain=X))
+        talk.says(name, Recollection(later, None, ViewId(1, 7)))
+    for name in "bcd":
+        talk.promises(name, later)
+    (first,) = talk.views()
+    assert first.ids() == later.ids()
+    assert first.predecessor == AB.id
+    assert first.id.number > 7
+    assert first.chain == X
+    assert [v.id for v in talk.machine.chain] == [A.id, AB.id, first.id]
+    talk.comes(says_hello("a", A))  # whom the copy knows, and the others do not
+    assert talk.heard("a", Fence)
+
+
+def test_an_empty_store_takes_the_id_of_the_chain_that_is_rebuilt() -> None:
+    talk = Talk(chain=fx.Chain(1, NO_VIEW, rebuild=True, id=Y))
+    abc = of(X, ABC)
+    for name in "abc":
+        talk.comes(says_hello(name, abc))
+        talk.says(name, Entered(abc.id, HEAD.seq, HEAD.step, HEAD.hash, chain=X))
+        talk.says(name, Recollection(abc, None, NO_VIEW))
+    for name in "abc":
+        talk.promises(name, abc)
+    assert talk.machine.chain_id == X
+    assert talk.views()[0].chain == X
+
+
+def test_members_of_two_chains_are_not_mixed() -> None:
+    talk = Talk(chain=fx.Chain(1, NO_VIEW, rebuild=True, id="00000000"))
+    for name, chain in (("a", X), ("b", Y), ("c", X)):
+        talk.comes(says_hello(name, of(chain, ABC), chain))
+        talk.says(name, Recollection(of(chain, ABC), None, NO_VIEW))
+    talk.passes(5 * GRACE_S)
+    assert not talk.stored
+    assert X[:8] in talk.reason
+    assert Y[:8] in talk.reason
+
+
+def test_what_lies_before_a_rebuilt_view_is_over_and_not_lacking() -> None:
+    first = replace(ABC, id=ViewId(2, 11), predecessor=AB.id, reason="rebuilt from the reports of a~1, b~2, c~3")
+    talk = Talk(rebuild=False, chain=stored(A, AB, first, chain=X, term=3))
+    talk.comes(says_hello("d", view(9, 8, "d")))
+    assert talk.heard("d", Fence)
+    assert talk.machine.phase is Phase.RUNNING

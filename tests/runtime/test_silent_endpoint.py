@@ -1,0 +1,175 @@
+"""Somebody has the scheduler's port and says nothing, or nobody has it: newcomers wait, and say for whom."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from chaos_lightning.errors import SchedulerUnreachableError
+from chaos_lightning.membership.types import Settings
+from chaos_lightning.observe.events import EventLog
+from chaos_lightning.runtime import hosting, listener, waiting
+from chaos_lightning.runtime.hosting import ensure_scheduler, look
+from chaos_lightning.runtime.listener import is_another_kind, who_listens
+from chaos_lightning.runtime.mailbox import Mailbox
+from chaos_lightning.runtime.options import MEMORY, SchedulerOptions
+from chaos_lightning.runtime.waiting import Waiting
+
+sys.path.insert(0, str(Path(__file__).parent))
+from served import PATIENCE_S, attending, serving
+from until_support import until
+
+
+class Said(logging.Handler):
+    """Lines of the log, as events to wait on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def said() -> Iterator[Said]:
+    handler = Said()
+    logger = logging.getLogger("chaos_lightning")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+@pytest.fixture
+def scheduler() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen([*command, "--store", MEMORY], stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+        process.wait(PATIENCE_S)
+
+
+def place_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().partition(" at ")[2].split()[0]
+
+
+def freeze(process: subprocess.Popen[str]) -> Callable[[], None]:
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+    return lambda: process.send_signal(signal.SIGCONT)
+
+
+def exhaust(process: subprocess.Popen[str]) -> Callable[[], None]:
+    """It has not a descriptor left for another connection."""
+    soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    count = len(os.listdir(f"/proc/{process.pid}/fd"))
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (count, hard))
+    return lambda: resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(("hurt", "words"), [(freeze, "which is stopped"), (exhaust, "files open")])
+def test_a_scheduler_that_stands_still_is_waited_for_by_name(
+    scheduler: subprocess.Popen[str],
+    said: Said,
+    monkeypatch: pytest.MonkeyPatch,
+    hurt: Callable[[subprocess.Popen[str]], Callable[[], None]],
+    words: str,
+) -> None:
+    monkeypatch.setattr(hosting, "_ODD_LISTENER_PATIENCE_S", 0.0)
+    monkeypatch.setattr(hosting, "TELL_S", 0.1)
+    endpoint = place_of(scheduler)
+    heal = hurt(scheduler)
+    options = SchedulerOptions(listen=endpoint, settings=Settings())
+    results: list[object] = []
+    waits = threading.Thread(target=lambda: results.append(ensure_scheduler(options, timeout_s=PATIENCE_S)))
+    waits.start()
+    try:
+        until(
+            lambda: len([line for line in said.lines if f"pid {scheduler.pid} (" in line and words in line]) > 1,
+            "that it says for whom it waits, again and again",
+        )
+        assert "no answer at" in said.lines[-1]
+    finally:
+        heal()
+        waits.join(PATIENCE_S)
+    assert results == [None]  # it serves
+
+
+def test_who_gives_up_waits_no_more(scheduler: subprocess.Popen[str]) -> None:
+    endpoint = place_of(scheduler)
+    freeze(scheduler)
+    options = SchedulerOptions(listen=endpoint, settings=Settings())
+    assert ensure_scheduler(options, given_up=lambda: True) is None
+    with pytest.raises(SchedulerUnreachableError, match=rf"no answer at .*pid {scheduler.pid} .*which is stopped"):
+        ensure_scheduler(options, timeout_s=0.1)
+
+
+def test_a_crowd_before_a_frozen_scheduler_does_not_look_like_a_free_port() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        host, port = server.getsockname()
+        crowd = [socket.socket() for _ in range(4)]
+        try:
+            for one in crowd:
+                one.setblocking(False)
+                one.connect_ex((host, port))
+            assert look(f"{host}:{port}", "default", b"") == "silent"
+        finally:
+            for one in crowd:
+                one.close()
+
+
+def test_only_who_hangs_up_or_speaks_otherwise_is_of_another_kind() -> None:
+    with serving() as served:
+        assert not is_another_kind("127.0.0.1", served.server.port)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert not is_another_kind("127.0.0.1", port, 0.1)
+        assert who_listens(port).startswith(f"pid {os.getpid()} (")
+
+        def speak() -> None:
+            for _ in range(2):  # the first one has hung up by now
+                with closing(server.accept()[0]) as talk:
+                    talk.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        speaker = threading.Thread(target=speak)
+        speaker.start()
+        assert is_another_kind("127.0.0.1", port)
+        speaker.join(PATIENCE_S)
+    assert who_listens(port) == ""
+    assert listener._inodes(port) == set()
+
+
+def test_a_newcomer_that_nobody_answers_says_so_every_few_seconds(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "SEVERED_S", 0.0)
+    monkeypatch.setattr(waiting, "UNHEARD_S", 0.05)
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+        mail = Mailbox("m", endpoint=f"127.0.0.1:{port}")
+        speaker = Waiting(mail, EventLog(None))
+        with attending(mail.endpoint, "m") as client:
+            client.states.wait(lambda s: s.startswith("waits: no scheduler answered at"))
+            speaker.stream(client.states.seen[0])
+            stop = threading.Timer(PATIENCE_S, lambda: mail.post(left="in vain"))
+            stop.start()
+            try:
+                with mail.changed:
+                    mail.wait(lambda: len(said.lines) > 1, "admission", float("inf"))
+            finally:
+                stop.cancel()
+    for line in said.lines:
+        assert line.startswith(f"m: waits for admission: no scheduler answered at 127.0.0.1:{port}")
