@@ -144,6 +144,10 @@ class Lookout:
         self._rate_bps = self.best_bps
         self._fell_at: float | None = None
 
+    def made(self, now: float) -> None:
+        """The link was made. It is behind until it is heard of, for its first probe may come to nothing."""
+        self._fell_at = now
+
     def heard(self, rate_bps: float, now: float) -> None:
         """The link carries so much now."""
         changed = not _near(rate_bps, self._rate_bps)

@@ -1,9 +1,9 @@
 """What this member knows of its links: latency and rate for the scheduler, bytes and rates for the event log.
 
 Theory of operation. Rates come from two sources. A probe measures a link when it is made, and when nothing was heard of
-its rate for `RENEW_S`, or for much less if it fell behind (`Lookout`); the meter learns from the job's own bytes, those
-of state transfers included. Each result becomes a LinkReport, and the last one of each link is kept, so that a
-scheduler that was restarted can be told again.
+its rate for `RENEW_S`, or for much less if it fell behind or its first probe came to nothing (`Lookout`); the meter
+learns from the job's own bytes, those of state transfers included. Each result becomes a LinkReport, and the last one
+of each link is kept, so that a scheduler that was restarted can be told again.
 
 Links between processes of one machine are not measured: their bytes cross no medium. Unless the medium is emulated, by
 a table of rates (transport/pacing.py) or a relay (testing/relay.py); such links send nothing by reference either, since
@@ -116,6 +116,7 @@ class Measuring:
         self._links[peer] = link
         self._share(peer, link.sock, link.pace)
         if self._measured(peer, link):
+            self._lookouts.setdefault(peer, Lookout(RENEW_S)).made(time.monotonic())
             self._meter.watch(peer, link.sock)
             self._probe(peer, link, "link made")
 
@@ -188,7 +189,9 @@ class Measuring:
                 continue
             if self._measured(peer, link):
                 why = f"nothing was heard of its rate for {RENEW_S:g} s"
-                if lookout is not None and lookout.behind:
+                if peer not in self.reports:
+                    why = "not measured yet"
+                elif lookout is not None and lookout.behind:
                     why = f"it carried {lookout.best_bps / 1e6:.3g} Mbit/s before"
                 self._probe(peer, link, why)
 

@@ -49,8 +49,6 @@ _EXTENSIONS = 5
 """How often an answer is waited for anew, because the job's own traffic was before it."""
 _GOES_ON_NBYTES = 4 << 10
 """More than pings: the link carries something."""
-_GOES_ON_NBYTES = 4 << 10
-"""More than pings: the link carries something."""
 
 
 class Op(enum.IntEnum):

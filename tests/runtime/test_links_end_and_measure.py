@@ -17,7 +17,9 @@ from chaos_lightning.membership.types import ViewId
 from chaos_lightning.runtime.measuring import RENEW_S
 from chaos_lightning.transport.frames import FrameType
 from chaos_lightning.transport.handshake import RELAY, Greeting, dial
+from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.pacing import EMULATE, IDLE_PART
+from chaos_lightning.transport.probe import Probes
 from chaos_lightning.transport.reference import Stamp
 
 Build = Callable[[str], dict[str, Node]]
@@ -191,6 +193,26 @@ def test_a_link_is_measured_by_both_ends_when_it_is_made(build: Build) -> None:
         assert 0 < report.rate_bps < 60e6, "the kernel lets no more through"
         assert report.latency_s > 0
         assert node.do(node.links.reports) == node.reports[:1]
+
+
+def test_a_link_whose_first_probe_came_to_nothing_is_probed_again_soon(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a link that the job keeps busy; it stayed unmeasured for a minute."""
+    measure = Probes.measure
+
+    def all_but_the_first(self: Probes, peer: str, link: Link, why: str) -> None:
+        if why != "link made":
+            measure(self, peer, link, why)
+
+    monkeypatch.setattr(Probes, "measure", all_but_the_first)
+    nodes = build("ab")
+    emulate(nodes, 40e6)
+    connect(nodes, "ab")
+    beat(nodes)
+    for node in nodes.values():
+        node.wait(lambda node=node: node.reports, "a second probe")
+        assert node.reports[0].evidence.startswith("probe (not measured yet")
 
 
 def test_links_within_a_machine_are_not_measured(build: Build) -> None:
