@@ -51,6 +51,9 @@ SERVER_OPTIONS: Options = [
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
+    # Who connects and says nothing would hold a descriptor of the scheduler's for two minutes, or for ever.
+    ("grpc.server_handshake_timeout_ms", 5000),
+    ("grpc.max_connection_idle_ms", 10000),
 ]
 
 

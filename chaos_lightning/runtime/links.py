@@ -52,6 +52,8 @@ EXPECT_S = 1.0
 FINISH_S = 30.0
 """A link that is not wanted any more has so long to deliver what was queued."""
 _MAX_HANDSHAKES = 64
+_FULL_PAUSE_S = 0.2
+"""Before the next attempt where this process has too many files open."""
 _MAX_WAITING_MESSAGES = 4096
 
 
@@ -270,8 +272,12 @@ class Links:
         while not self._closed:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._closed:
+                    return
+                self._refused(f"a connection could not be taken: {error.strerror}")
+                time.sleep(_FULL_PAUSE_S)
+                continue
             if not self._slots.acquire(blocking=False):
                 self._refused(f"more than {_MAX_HANDSHAKES} handshakes at once; one was closed unheard")
                 sock.close()

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
+import resource
 import signal
 import sys
 import time
@@ -61,12 +63,20 @@ def _seat(options: SchedulerOptions, *, followed: bool) -> EtcdSeat | None:
     )
 
 
+def _take_all_descriptors() -> None:
+    """Each connection needs one, and the usual soft limit of 1,024 is no more than a crowd of strangers."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS allows fewer than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def run(options: SchedulerOptions) -> int:
     """Serves until the job is finished, idleness, a signal or a failure; returns the exit code."""
     from chaos_lightning.observe.events import EventLog
     from chaos_lightning.runtime.server import CANNOT_LEAD, serve
     from chaos_lightning.runtime.server_config import ServerConfig
 
+    _take_all_descriptors()
     host, port = split_endpoint(options.listen)
     if options.in_etcd and host in WILDCARDS and not options.advertise:
         raise ConfigurationError(

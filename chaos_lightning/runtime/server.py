@@ -418,6 +418,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             connection.outbox.put_nowait(Pulse())  # from the first moment on, silence means something
         self._connections[connection.number] = connection
         self._inbox.put_nowait(fx.Opened(connection.number))
+        patience_s = self.config.hello_timeout_s
+        patience = asyncio.get_running_loop().call_later(patience_s, self._expect_hello, connection)
         tasks: list[asyncio.Task[Any]] = []
         abrupt = True
         try:
@@ -440,10 +442,17 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         except (asyncio.CancelledError, grpc.aio.AioRpcError, grpc.aio.UsageError):
             raise
         finally:
+            patience.cancel()
             for task in tasks:
                 task.cancel()
             del self._connections[connection.number]
             self._inbox.put_nowait(fx.Closed(connection.number, abrupt))
+
+    def _expect_hello(self, connection: Connection) -> None:
+        """Whoever has not said by now who it is takes a place that somebody may need."""
+        if not connection.name:
+            self._strangers.note(connection.peer, f"no hello within {self.config.hello_timeout_s:g} s (Attend)")
+            connection.cut.set()
 
     async def _read(self, connection: Connection, context: Any) -> bool:
         """Feeds what the member says; True if it said goodbye before the stream ended."""

@@ -23,6 +23,7 @@ class ServerConfig:
         rebuild: The chain is lost: begin it anew from what members report (PROTOCOL.md 14a).
         gives_way: It was started by a member, on a store that may not be the job's: it ends where members of another
             chain knock and none of its own is here, so that one on the right store can have the endpoint.
+        hello_timeout_s: A stream that has said no Hello by then is closed: it takes a place of somebody who would.
         linger_s: How long a finished scheduler goes on answering while streams are open.
     """
 
@@ -33,6 +34,7 @@ class ServerConfig:
     settings: Settings = field(default_factory=Settings)
     tick_s: float = 0.0
     idle_timeout_s: float = 0.0
+    hello_timeout_s: float = 5.0
     linger_s: float = 5.0
     rebuild: bool = False
     gives_way: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import threading
 import time
@@ -46,6 +48,30 @@ def greet(node: Node, me: str) -> socket.socket:
     """As somebody who knows the token; what it says on its link is a ping."""
     greeting = Greeting("job", me, node.id, "link")
     return dial("127.0.0.1", node.links.port, greeting, token=b"token", deadline_s=DEADLINE_S)
+
+
+def test_a_process_that_had_no_descriptor_left_takes_links_again() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    node = Node("b~2")
+    try:
+        node.expect("c~3")
+        with socket.socket() as stranger:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free_descriptor(), hard))
+            try:
+                stranger.connect(("127.0.0.1", node.links.port))
+                node.wait(lambda: any("could not be taken" in line for line in node.refused))
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        with greet(node, "c~3"):
+            node.wait_up("c~3")
+    finally:
+        node.close()
+
+
+def lowest_free_descriptor() -> int:
+    found = os.dup(0)
+    os.close(found)
+    return found
 
 
 def test_who_is_not_expected_gets_no_link_though_it_knows_the_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import queue
 import resource
 import signal
 import socket
@@ -17,9 +19,13 @@ from pathlib import Path
 import pytest
 
 from chaos_lightning.errors import SchedulerUnreachableError
-from chaos_lightning.membership.types import Settings
+from chaos_lightning.membership.effects import MessageIn
+from chaos_lightning.membership.types import Heartbeat, Settings, Welcome
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.runtime import hosting, listener, waiting
+from chaos_lightning.runtime.access import split_endpoint
+from chaos_lightning.runtime.channel import fetch_status
+from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerStub
 from chaos_lightning.runtime.hosting import ensure_scheduler, look
 from chaos_lightning.runtime.listener import is_another_kind, who_listens
 from chaos_lightning.runtime.mailbox import Mailbox
@@ -27,8 +33,10 @@ from chaos_lightning.runtime.options import MEMORY, SchedulerOptions
 from chaos_lightning.runtime.waiting import Waiting
 
 sys.path.insert(0, str(Path(__file__).parent))
-from served import PATIENCE_S, attending, serving
+from served import PATIENCE_S, Facts, attending, serving
 from until_support import until
+
+import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 
 class Said(logging.Handler):
@@ -130,6 +138,55 @@ def test_a_crowd_before_a_frozen_scheduler_does_not_look_like_a_free_port() -> N
         finally:
             for one in crowd:
                 one.close()
+
+
+def test_connections_that_say_nothing_do_not_keep_newcomers_out(scheduler: subprocess.Popen[str]) -> None:
+    host, port = split_endpoint(place_of(scheduler))
+    count, room = len(os.listdir(f"/proc/{scheduler.pid}/fd")), 40
+    resource.prlimit(scheduler.pid, resource.RLIMIT_NOFILE, (count + room, count + room))
+    with contextlib.ExitStack() as crowd:
+        for _ in range(2 * room):
+            crowd.enter_context(socket.create_connection((host, port), timeout=PATIENCE_S))
+        with pytest.raises(SchedulerUnreachableError):  # else the test shows nothing
+            fetch_status(f"{host}:{port}", timeout_s=0.5)
+
+        def answers() -> bool:
+            with contextlib.suppress(SchedulerUnreachableError):
+                return bool(fetch_status(f"{host}:{port}", timeout_s=1.0))
+            return False
+
+        until(answers, "that somebody who speaks is heard")
+
+
+def test_streams_that_say_nothing_are_closed_and_told() -> None:
+    told: Facts[dict[str, object]] = Facts()
+    log = EventLog(None)
+    log.emit = lambda name, **fields: told.add({"name": name, **fields})  # type: ignore[assignment,method-assign]
+    with serving(hello_timeout_s=0.2, log=log) as served, grpc.insecure_channel(served.endpoint) as channel:
+        silent: queue.SimpleQueue[object] = queue.SimpleQueue()
+        call = SchedulerStub(channel).Attend(iter(silent.get, None), timeout=PATIENCE_S)
+        assert list(call) == []  # the stream has ended
+        silent.put(None)
+        refused = told.wait(lambda event: event["name"] == "refused")
+        assert "no hello within 0.2 s" in str(refused["reason"])
+        with attending(served.endpoint) as client:
+            client.messages.wait_for(Welcome)
+            last = len(told.seen)
+            served.events.wait(lambda event: isinstance(event, MessageIn) and isinstance(event.message, Heartbeat), 20)
+            assert not [event for event in told.seen[last:] if event["name"] == "refused"]
+
+
+def test_a_scheduler_takes_all_the_descriptors_that_it_may_have() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with_few = ["sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh"]
+    command = [*with_few, sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen([*command, "--store", MEMORY], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            place_of(process)  # it has started
+            assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+        finally:
+            process.kill()
+            process.wait(PATIENCE_S)
 
 
 def test_only_who_hangs_up_or_speaks_otherwise_is_of_another_kind() -> None:
