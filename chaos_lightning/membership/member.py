@@ -165,7 +165,8 @@ class MemberMachine(Observing):
         self.role = message.role
         if self.view is None and message.chain != self._chain:
             # Of another chain than the scheduler before: numbers of that one mean nothing here (PROTOCOL.md 7).
-            self._chain, self._term, self.promised, self.waiting_view = message.chain, 0, NO_VIEW, None
+            self._chain, self._term, self._known = message.chain, 0, NO_VIEW
+            self.promised, self.waiting_view = NO_VIEW, None
         self._term = max(self._term, message.term)
         if self.member_id != message.member.id:
             if self.view is not None:

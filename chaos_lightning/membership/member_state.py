@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from typing import Any
+from typing import Any, Self
 
 from chaos_lightning.membership.effects import (
     Connect,
@@ -84,6 +84,7 @@ class MemberState:
         self.notice = ""
         self._term = 0
         self._chain = ""
+        self._known = NO_VIEW
         self.closing_is_stable = False
         self.links: dict[str, bool] = {}
         self.stimulus_log: deque[tuple[float, MemberEvent | Digest]] = deque(maxlen=log_length)
@@ -148,7 +149,18 @@ class MemberState:
     @property
     def known(self) -> ViewId:
         """The highest number that this member was told of or has promised: the job's chain has it (14a)."""
-        return max(self.promised, self.waiting_view.id if self.waiting_view is not None else NO_VIEW, self._entered_id)
+        waiting = self.waiting_view.id if self.waiting_view is not None else NO_VIEW
+        return max(self._known, self.promised, waiting, self._entered_id)
+
+    def anew(self) -> Self:
+        """The machine with which the same process joins again (PROTOCOL.md 11).
+
+        It holds nothing and has promised nothing, but knows still what was in the job's store: it may be the only one
+        to tell that to a scheduler on an older copy, which takes it for a member (14a).
+        """
+        machine = type(self)(linger_timeout_s=self._linger_timeout_s, log_length=self.stimulus_log.maxlen or 0)
+        machine._chain, machine._term, machine._known = self.chain, self.term, self.known
+        return machine
 
     def knowledge(self) -> dict[str, Any]:
         """What a Hello tells beside who says it: id, chain and view, as far as there are any, and the highest numbers.

@@ -110,7 +110,7 @@ class Shell:
 
     def reset(self) -> None:
         """A fresh machine: the member joins again with nothing (PROTOCOL.md 11)."""
-        self.machine = MemberMachine()
+        self.machine = self.machine.anew()
         self.reducer = None
         self.transfer.arrived()
         if self.links is not None:

@@ -431,7 +431,7 @@ class Node(Connected):
             self.observation.stop()
             self.observation = None
         self.keeper, self.newcomer_since = self.keeper_class(self), -1.0
-        self.machine = self.machine_class()
+        self.machine = self.machine.anew()
         self.plane = self._make_plane()
         self.wanted, self.unsent, self.training = frozenset(), {}, False
         self.routing = self.routing_class(self)

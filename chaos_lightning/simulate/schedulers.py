@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from chaos_lightning.errors import StoreError
 from chaos_lightning.membership.scheduler import Phase, SchedulerMachine
+from chaos_lightning.runtime.election import WATCHED_S
 from chaos_lightning.runtime.store import Tip
 from chaos_lightning.simulate.host import AGAIN_S, HostTrap, SchedulerHost, Seat
 from chaos_lightning.simulate.store import Backup
@@ -68,8 +69,9 @@ class Schedulers:
         self.newest: Backup | None = None
         """The job's own store, while another one is in its place."""
         self._backup = Backup(Tip())
-        self.replaced = False
-        """Another store was put in the place of the chain's since a scheduler started."""
+        self._watched = False
+        """Who stands by has seen a leader live that found the chain where it is (runtime/election.py)."""
+        self._led_since = 0.0
         self._hosts: list[SchedulerHost] = []
         world.store.remote = world.plan.candidates > 1
         self.leader = self._start()
@@ -100,6 +102,7 @@ class Schedulers:
         except StoreError:
             world.store.leader = leader
             raise
+        self._led_since = world.kernel.now
         host.on_note = lambda note: world.heed(host, note)
         host.on_answer = lambda token, granted: world.edges.answered(token, granted)
         host.on_end = lambda: self._ended(host)
@@ -109,9 +112,7 @@ class Schedulers:
 
     def _hears_s(self) -> float:
         """Nobody looks for the first one, and one that stood by has seen the chain live."""
-        watched = self.several and not self.replaced
-        self.replaced = False
-        return 0.0 if watched or not self._hosts else HEARS_S
+        return 0.0 if self._watched or not self._hosts else HEARS_S
 
     def found_by_chance(self) -> SchedulerHost | None:
         """Whom a member that looks for the leader finds: whoever takes itself for it."""
@@ -159,6 +160,8 @@ class Schedulers:
     def _release(self, host: SchedulerHost) -> None:
         if self._world.store.leader == host.seat.number:
             self._world.store.leader = 0
+            led_s = self._world.kernel.now - self._led_since
+            self._watched = self._watched or (self.several and led_s > WATCHED_S)
 
     def crash(self, host: SchedulerHost, lasts: float) -> None:
         """SIGKILL, or its machine is gone."""
@@ -225,7 +228,7 @@ class Schedulers:
         """The leader's machine is gone, and the chain with it; another scheduler begins with nothing."""
         self._world.say("the scheduler's machine is gone, and the chain with it")
         self._world.store.lose()
-        self.replaced = True
+        self._watched, self._led_since = False, self._world.kernel.now
         self.crash(host, lasts)
 
     def _replace(self, host: SchedulerHost, lasts: float, backup: Backup, words: str) -> None:
@@ -234,7 +237,6 @@ class Schedulers:
         self._world.say(f"the scheduler dies, and {words} takes the place")
         self.newest = self.newest or store.backup()
         store.restore(backup)
-        self.replaced = True
         self._end_all(host, lasts)
 
     def _bring_back(self, host: SchedulerHost, lasts: float) -> None:
@@ -243,7 +245,7 @@ class Schedulers:
             return
         self._world.say("the operator brings the job's own store back")
         self._world.store.restore(self.newest)
-        self.newest, self.replaced = None, True
+        self.newest = None
         self._end_all(host, lasts)
 
     def _end_all(self, host: SchedulerHost, lasts: float) -> None:
@@ -251,7 +253,7 @@ class Schedulers:
         for other in self._hosts:
             if other.alive and other is not host:
                 other.crash()
-        self._world.store.leader = 0
+        self._world.store.leader, self._watched = 0, False
         self.crash(host, lasts)
 
     def _rebuild(self) -> None:

@@ -11,6 +11,7 @@ from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.scheduler import Phase
 from chaos_lightning.membership.types import (
+    GENESIS,
     NO_VIEW,
     Decide,
     Entered,
@@ -120,6 +121,25 @@ def test_a_newcomer_forgets_the_numbers_of_the_chain_before() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ an older copy
+
+
+def test_who_was_put_out_comes_again_and_still_knows_what_was_in_the_jobs_store() -> None:
+    """Else a copy that knows of it alone would take everybody for dead, and found the job again beside the others."""
+    machine = MemberMachine()
+    rules = Settings()
+    beats = (rules.heartbeat_interval_s, rules.heartbeat_timeout_s)
+    machine.on(1.0, fx.ControlIn(Welcome(NAMES["a"], 2, "founder", "", *beats, chain=X)))
+    machine.on(1.1, fx.ControlIn(Decide(of(X, A), GENESIS, reason="founded")))
+    machine.on(1.2, fx.ControlIn(Prepare(ViewId(2, 3), "")))
+    machine.on(1.3, fx.ControlIn(Fence("a~1 is out of the job")))
+    again = machine.anew()
+    assert again.knowledge() == {"resume": "", "view": NO_VIEW, "term": 2, "chain": X, "known": ViewId(2, 3)}
+    assert again.promised == NO_VIEW
+    talk = Talk(rebuild=False, chain=stored(A, chain=X, term=3))
+    talk.comes(replace(hello("a", new=True), **again.knowledge()))
+    assert talk.machine.phase is Phase.STALE
+    again.on(2.0, fx.ControlIn(Welcome(NAMES["d"], 1, "joiner", "", *beats, chain=Y)))
+    assert again.knowledge()["known"] == NO_VIEW, "it is of another chain now"
 
 
 def test_a_member_of_the_last_stored_view_that_stands_in_a_later_one_stops_everything() -> None:
