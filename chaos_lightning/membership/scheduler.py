@@ -613,7 +613,7 @@ class SchedulerMachine(Keeping):
         """Nobody holds the training state any more: the next newcomers found the job again."""
         self._note("notice", text=f"{reason}; the next members found the job again from their own state")
         ruling = ruling or Ruling(base=None)
-        self.phase, self._decision, self._announced, self._returning = Phase.FOUNDING, None, None, False
+        self._decision, self._announced, self._returning = None, None, False
         self._again = ""
         self._expected = frozenset()
         for peer in self.peers.values():
@@ -621,6 +621,7 @@ class SchedulerMachine(Keeping):
                 peer.standing = Standing.READY
             peer.way, peer.caught_up = "", False
         self._sort_out([*self._members(), *self._leavers()], None, ruling)
+        self.phase = Phase.FOUNDING  # not before all are sorted: those that are newcomers again say what the job is
         # One of them that comes back before others found the job holds its state, and says what it is.
         self._vouched = False
         self._forget_terms()
