@@ -147,6 +147,8 @@ def _show(facts: dict[str, Any]) -> None:
 
     console = Console()
     machine = facts.get("machine", {})
+    if facts.get("owed"):
+        console.print(f"owes: {facts['owed']}", highlight=False, markup=False)
     if facts.get("role") == "standby":
         console.print(f"job [bold]{facts['job']}[/bold] at {facts['endpoint']}: stands by", highlight=False)
         _show_seat(console, facts)

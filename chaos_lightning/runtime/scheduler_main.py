@@ -15,6 +15,7 @@ import resource
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,7 +96,10 @@ def run(options: SchedulerOptions) -> int:
         gives_way=options.hosted and not options.in_etcd,
     )
 
+    servers: list[SchedulerServer] = []
+
     def on_started(server: SchedulerServer) -> None:
+        servers.append(server)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.end, f"stopped by {number.name}")
@@ -117,6 +121,7 @@ def run(options: SchedulerOptions) -> int:
             if seat is None or not failed:
                 break
             _say(f"scheduler of job {options.settings.job} stands by again: {reason}")
+            config = replace(config, owed=servers.pop().owed if servers else config.owed)
             first = False
             look = CANNOT_LEAD in reason  # what lies in etcd may be damaged: then it must not be tried for ever
             time.sleep(_AGAIN_S)

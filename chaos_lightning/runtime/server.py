@@ -38,7 +38,7 @@ from chaos_lightning.runtime.link_keys import KeyIssuer
 from chaos_lightning.runtime.machine import Machine, MachineFactory, real_machine
 from chaos_lightning.runtime.process_table import rebooted, same_machine_verdict
 from chaos_lightning.runtime.seat import Seat
-from chaos_lightning.runtime.server_config import ServerConfig
+from chaos_lightning.runtime.server_config import Owed, ServerConfig
 from chaos_lightning.runtime.store import Store, StoreFactory
 from chaos_lightning.runtime.strangers import Strangers, name_of_caller
 
@@ -48,6 +48,8 @@ _MAX_OUTBOX = 4096
 """Messages that wait for one member; more means that it has not read for a long time, and its stream is cut."""
 CANNOT_LEAD = "it was elected and cannot lead"
 _STORE_PATIENCE_S = 5.0
+"""A store that takes nothing for so long ends the scheduler; the end of a job alone is owed for as long as it lives."""
+_LONGEST_STORE_PAUSE_S = 5.0
 HEARS_S = 1.2
 """A member that looks for its only scheduler comes within `agent.LONGEST_PAUSE_S`, and the time that a call takes."""
 HEARS_SEVERAL_S = 1.5
@@ -82,6 +84,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self.port = config.port
         self.failed = False
         """Whether the reason of `ended` is a failure (store lost, deposed, error of ours)."""
+        self.owed = config.owed
+        """The end of a job that its store has not taken yet."""
         self._open_store = open_store
         self._opened: Store | None = None
         self._events = events
@@ -181,7 +185,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             store.take_term()
             if self._seat is not None:
                 self.config = replace(self.config, settings=self._seat.rules(self.config.settings))
-            found = store.load()
+            found = self._with_owed(store, store.load())
             # The operator's word was about what lay there then, not about what others have led by since.
             watched = self._seat is not None and self._seat.watched()
             rebuild = self.config.rebuild and not (found.views and watched)
@@ -204,6 +208,21 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._machine = self._make_machine(self.config.settings, chain)
         self._begin(self._drive(), "scheduler machine")
         return chain
+
+    def _with_owed(self, store: Store, found: fx.Chain) -> fx.Chain:
+        """The chain with the end that this process could not write down when it led last.
+
+        Where the chain has gone on since, others know better, and it is forgotten.
+        """
+        if (owed := self.owed) is None:
+            return found
+        last = str(found.views[-1].id) if found.views else ""
+        if not found.finished and (found.id, last) == (owed.chain, owed.view):
+            if not (outcome := store.append(owed.effect)).ok:
+                raise StoreError(f"the end of the job was not accepted: {outcome.detail}")
+            found = replace(found, finished=True)
+        self.owed = None
+        return found
 
     def _hears_s(self, chain: fx.Chain) -> float:
         """How long members that know more than this chain may take to find this scheduler (PROTOCOL.md 14a)."""
@@ -267,7 +286,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
 
     def _look_for_idleness(self) -> None:
         now = time.monotonic()
-        if self._connections or (self._seat is not None and self._seat.stands_by()):
+        if self._connections or self.owed or (self._seat is not None and self._seat.stands_by()):
             self._idle_since = now
         idle = now - self._idle_since
         if self._done_reason and not self._connections and not self._stays:
@@ -320,7 +339,9 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         for effect in self._machine.on(time.monotonic(), event):
             match effect:
                 case fx.Persist():
-                    outcomes.append(await self._persist(effect))
+                    # All members are done: nobody could decide it again. (An operator asks again.)
+                    final = effect.kind == "finish" and not isinstance(event, fx.Reset)
+                    outcomes.append(await self._persist(effect, final=final))
                 case fx.Send(number, message):
                     self._send(number, message)
                 case fx.Close(number, reason):
@@ -354,25 +375,39 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
                         self._done(reason)
         return outcomes
 
-    async def _persist(self, effect: fx.Persist) -> fx.Stored:
+    async def _persist(self, effect: fx.Persist, *, final: bool = False) -> fx.Stored:
         loop = asyncio.get_running_loop()
-        started = time.monotonic()
+        started, pause_s, told = time.monotonic(), 0.2, ""
         while True:
             try:
                 outcome = await loop.run_in_executor(self._disk, self._store.append, effect)
                 break
             except StoreError as error:
-                self._events.emit("error", text=str(error), where="store")
-                if time.monotonic() - started > _STORE_PATIENCE_S:
+                if str(error) != told or not final:
+                    self._events.emit("error", text=str(error), where="store")
+                    told = str(error)
+                if final:
+                    self._owe(effect, str(error))
+                    pause_s = min(1.5 * pause_s, _LONGEST_STORE_PAUSE_S)
+                elif time.monotonic() - started > _STORE_PATIENCE_S:
                     raise
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(pause_s)
         seconds = round(time.monotonic() - started, 6)
         self._events.emit(
             "stored", kind=effect.kind, number=effect.number, ok=outcome.ok, detail=outcome.detail, seconds=seconds
         )
-        if not outcome.ok:
+        if outcome.ok:
+            self.owed = None
+        else:
+            if final:
+                self._owe(effect, outcome.detail)
             self.end(f"{effect.kind} {effect.number} was not accepted by the store: {outcome.detail}", failed=True)
         return fx.Stored(effect.token, outcome.ok, outcome.detail)
+
+    def _owe(self, effect: fx.Persist, reason: str) -> None:
+        assert self._machine is not None
+        now = self._machine.snapshot()
+        self.owed = Owed(effect, str(now.get("chain", "")), str(now.get("view", "")), reason)
 
     def _send(self, number: int, message: ToMember) -> None:
         if (connection := self._connections.get(number)) is None:
@@ -500,6 +535,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             "uptime_s": round(time.time() - self._started, 3),
             "streams": [{"peer": c.peer, "name": c.name} for c in self._connections.values()],
             "finished": bool(self._done_reason),
+            "owed": f"the end of the job, which its store has not taken: {self.owed.reason}" if self.owed else "",
             "min_nodes": settings.min_nodes,
             "max_nodes": settings.max_nodes,
             "machine": self._machine.snapshot() if self._machine is not None else {},

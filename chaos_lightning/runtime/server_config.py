@@ -4,8 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from chaos_lightning.membership.effects import Persist
 from chaos_lightning.membership.types import Settings
 from chaos_lightning.runtime.credentials import Secret
+
+
+@dataclass(frozen=True)
+class Owed:
+    """The end of a job that its store has not taken yet.
+
+    Attributes:
+        effect: What is to be appended.
+        chain: Id of the chain that it ends.
+        view: The chain's last view, as text.
+        reason: Why the store has not taken it.
+    """
+
+    effect: Persist
+    chain: str
+    view: str
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +42,7 @@ class ServerConfig:
         gives_way: It was started by a member, on a store that may not be the job's: it ends where members of another
             chain knock and none of its own is here, so that one on the right store can have the endpoint.
         hello_timeout_s: A stream that has said no Hello by then is closed: it takes a place of somebody who would.
+        owed: What this process could not write down when it led last.
         linger_s: How long a finished scheduler goes on answering while streams are open.
     """
 
@@ -38,6 +57,7 @@ class ServerConfig:
     linger_s: float = 5.0
     rebuild: bool = False
     gives_way: bool = False
+    owed: Owed | None = None
 
 
-__all__ = ["ServerConfig"]
+__all__ = ["Owed", "ServerConfig"]

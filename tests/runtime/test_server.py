@@ -6,9 +6,12 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +39,12 @@ from chaos_lightning.runtime import chaos_pb2
 from chaos_lightning.runtime.channel import CLIENT_OPTIONS, drain, fetch_status
 from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerStub
 from chaos_lightning.runtime.memory_store import MemoryStore
+from chaos_lightning.runtime.sqlite_store import SqliteStore
 from chaos_lightning.runtime.store import Appended
 
 sys.path.insert(0, str(Path(__file__).parent))
-from served import PATIENCE_S, Served, attending, serving, welcome
+from served import PATIENCE_S, Facts, Served, attending, serving, welcome
+from until_support import until
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = b"a long enough token \xff"
@@ -248,6 +253,48 @@ def test_a_store_that_stays_broken_ends_the_scheduler(monkeypatch: pytest.Monkey
         assert failed
         assert "the disk is full" in reason
         assert all("stored" not in getattr(m, "text", "") for m in client.messages.seen)
+
+
+def finishing(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
+    """The job is over when a member asks to leave."""
+    if isinstance(event, fx.MessageIn) and isinstance(event.message, Leave):
+        return [fx.Persist(1, "finish", ViewId(1, 1))]
+    return [fx.SchedulerDone("the job is finished")] if isinstance(event, fx.Stored) else None
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_the_end_of_a_job_is_owed_for_as_long_as_the_store_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, comes_back: bool
+) -> None:
+    monkeypatch.setattr("chaos_lightning.runtime.server._STORE_PATIENCE_S", 0.0)
+    monkeypatch.setattr("chaos_lightning.runtime.sqlite_store._BUSY_TIMEOUT_S", 0.1)
+    path, tries = tmp_path / "chain.sqlite", Facts[fx.Persist]()
+
+    class Counting(SqliteStore):
+        def append(self, effect: fx.Persist) -> Appended:
+            tries.add(effect)
+            return super().append(effect)
+
+    with serving(finishing, open_store=lambda: Counting(path, "default")) as served:
+        with attending(served.endpoint) as client, closing(sqlite3.connect(path, isolation_level=None)) as other:
+            client.states.wait(lambda s: s == "connected")
+            other.execute("BEGIN IMMEDIATE")
+            client.agent.send(Leave("x"))
+            tries.wait_for(fx.Persist, 2)
+            served.server.config = replace(served.server.config, idle_timeout_s=0.05)
+            client.close()  # members do not linger for ever
+            until(lambda: not fetch_status(served.endpoint)["streams"], "nobody is here")
+            tries.wait_for(fx.Persist, len(tries.seen) + 2)
+            until(lambda: "database is locked" in fetch_status(served.endpoint)["owed"], "that it says what it owes")
+            if not comes_back:
+                served.loop.call_soon_threadsafe(served.server.end, "stopped by SIGTERM")
+                assert served.wait_ended() == ("stopped by SIGTERM", False)
+                return
+            assert served.outcome is None
+            other.execute("ROLLBACK")
+        assert served.wait_ended() == ("the job is finished", False)
+    with SqliteStore(path, "default", read_only=True) as store:
+        assert store.tip().finished
 
 
 def test_a_deposed_scheduler_ends() -> None:

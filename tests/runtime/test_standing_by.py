@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from served import PATIENCE_S, Facts, ScriptedMachine, serving
+from etcd_for_tests import servers
+from served import PATIENCE_S, Facts, ScriptedMachine, Served, serving
 from test_store import decide
 from until_support import until
 
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.types import Settings, ViewId
+from chaos_lightning.runtime import scheduler_main
 from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.connection import Connection, present
 from chaos_lightning.runtime.etcd_client import read_address
@@ -21,8 +26,10 @@ from chaos_lightning.runtime.etcd_servers import EtcdServers
 from chaos_lightning.runtime.etcd_store import EtcdStore
 from chaos_lightning.runtime.machine import real_machine
 from chaos_lightning.runtime.memory_store import MemoryStore
+from chaos_lightning.runtime.options import SchedulerOptions
 from chaos_lightning.runtime.seat import EtcdSeat
 from chaos_lightning.runtime.server import CANNOT_LEAD
+from chaos_lightning.runtime.server_config import Owed, ServerConfig
 from chaos_lightning.runtime.store import Store
 
 
@@ -146,6 +153,70 @@ def test_only_a_process_that_has_not_led_before_begins_a_finished_job_anew(
             assert seat.rules(given) == (old if followed else given)
         finally:
             seat.close()
+
+
+class Finishing(ScriptedMachine):
+    """Its job is over as soon as it is asked for a drain."""
+
+    def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
+        return [fx.Persist(1, "finish", ViewId(1, 1))] if isinstance(event, fx.Drain) else super().on(now, event)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {**super().snapshot(), "chain": self.chain.id, "view": ""}
+
+
+@pytest.mark.parametrize("gone_on", [False, True])
+def test_the_end_of_a_job_is_carried_to_the_next_time_that_this_process_leads(
+    tmp_path: Path, job: str, *, gone_on: bool
+) -> None:
+    settings = Settings(job=job)
+    with servers(tmp_path, 1) as etcd:
+        address, (server,) = read_address(etcd.address), etcd.servers
+
+        def lead(**changes: Any) -> AbstractContextManager[Served]:
+            seat = EtcdSeat(address, job, followed="owed" in changes, lease_s=2)
+            return serving(seat=seat, open_store=seat.open_store, settings=settings, machine=make, **changes)
+
+        def make(settings: Settings, chain: fx.Chain) -> ScriptedMachine:
+            return Finishing(settings, chain, served)
+
+        with lead() as served:
+            until(lambda: served.server.status()["role"] == "leader", "an election")
+            etcd.kill(server)
+            served.feed(fx.Drain("x"))
+            until(lambda: served.server.status()["owed"], "that it says what it owes")
+            assert served.wait_ended()[1]  # its lease ended with etcd
+            owed = served.server.owed
+        assert owed is not None
+        etcd.run(server)
+        etcd.wait_ready(PATIENCE_S)
+        if gone_on:
+            with EtcdStore(etcd.client(), job) as store:
+                chain_of_one_view(store)
+        with lead(owed=owed) as served:
+            until(lambda: served.server.status()["role"] == "leader", "another election")
+            assert served.server.owed is None
+        with EtcdStore(etcd.client(), job) as store:
+            assert store.tip().finished != gone_on
+
+
+def test_a_process_that_stands_by_again_knows_what_it_owes(monkeypatch: pytest.MonkeyPatch) -> None:
+    owed, seen = Owed(fx.Persist(1, "finish", ViewId(1, 1)), "chain", "1.1", "away"), []
+
+    async def serve(config: ServerConfig, *_: Any, on_started: Callable[[Any], None], **__: Any) -> tuple[str, bool]:
+        seen.append(config.owed)
+        if len(seen) == 1:
+            on_started(SimpleNamespace(end=None, status=lambda: dict.fromkeys(STATUS, ""), owed=owed))
+        return "it leads no more", len(seen) < 3
+
+    monkeypatch.setattr("chaos_lightning.runtime.server.serve", serve)
+    monkeypatch.setattr(scheduler_main, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(scheduler_main, "_seat", lambda *_, **__: SimpleNamespace(check=lambda _: "", open_store=None))
+    assert scheduler_main.run(SchedulerOptions(listen="127.0.0.1:1", settings=Settings())) == 0
+    assert seen == [None, owed, owed]
+
+
+STATUS = ("job", "endpoint", "pid", "min_nodes", "max_nodes", "term", "store")
 
 
 def test_a_leader_that_fails_with_any_error_ends() -> None:
