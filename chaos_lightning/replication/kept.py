@@ -58,6 +58,11 @@ class Record:
         """Of the bytes."""
         return self.folder / self.name
 
+    @property
+    def state_hash(self) -> str:
+        """Of the tensors, as their keeper had them."""
+        return decode_table(self.table.encode()).state_hash
+
 
 def write(folder: Path, head: str, seq: int, state: StateAccess, said: Mapping[str, Any]) -> Record:
     """Keeps the state, which must be still, in this folder.

@@ -21,6 +21,7 @@ from chaos_lightning.membership.types import Header, Hello, Kept, View, kept_hea
 from chaos_lightning.observe.events import Event, EventLog, committed_fields
 from chaos_lightning.replication import kept as files
 from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.replication.table import state_hash
 from chaos_lightning.runtime.access import split_endpoint
 from chaos_lightning.runtime.codec import decode, encode
 from chaos_lightning.runtime.config import ON_LAST_EXIT, EngineConfig
@@ -85,6 +86,7 @@ class Keeping:
         age_s = max(0.0, time.time() - float(record.said.get("time", 0.0)))
         # For readers of the logs this slot joins the two parts of the run.
         self._events.emit(Event.COMMITTED, **committed_fields(header, duration_s=0.0))
+        self._say_hash(header, state_hash(state.tensors()))
         self._events.emit(
             Event.RESUMED_KEPT, step=header.step, seq=header.seq, keeper=kept.member, path=str(record.path)
         )
@@ -123,6 +125,7 @@ class Keeping:
         for other in self._records():
             if other.folder != folder and other.said.get("job") == self._job and _older(other, header):
                 files.remove(other.folder)
+        self._say_hash(header, record.state_hash)
         self._events.emit(Event.KEPT, step=last.step, seq=header.seq, head=header.hash, path=str(record.path))
         _log.warning(
             "%s: the training state of job %s at step %d is kept in %s; the next start goes on from it",
@@ -137,6 +140,10 @@ class Keeping:
                 files.remove(record.folder)
 
     # ------------------------------------------------------------------ inside
+
+    def _say_hash(self, header: Header, value: str) -> None:
+        """The audit compares what was kept with what is gone on from."""
+        self._events.emit(Event.STATE_HASH, seq=header.seq, step=header.step, head=header.hash, hash=value)
 
     def _records(self) -> list[files.Record]:
         found = []

@@ -52,4 +52,7 @@ def test_a_fit_that_the_last_member_left_goes_on_as_if_it_had_not(
     assert mine == [line for line in lines if "starts" not in line][-len(mine) :]
     assert len(mine) < len(lines)
     assert first["step"] <= second["step"]
+    said = [r for r in job.harness.records if r.name == "state_hash" and r["head"] == kept["head"]]
+    assert {r.member for r in said} == {"a~1", "b~2"}, "for whoever reads the logs: what was kept is what came back"
+    assert len({r["hash"] for r in said}) == 1
     assert not list((tmp_path / "kept").rglob("kept.json"))  # the job is finished
