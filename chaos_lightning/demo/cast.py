@@ -1,10 +1,11 @@
 """The demo's nodes: real torchrun agents with real workers, started, hurt and ended by their own process ids.
 
-Theory of operation. A node is what a user starts on one machine: a torchrun agent in a session of its own, whose
-worker trains. All of them, and the scheduler that the first one starts, inherit a mark in their environment that only
-this demo knows. Whatever happens, `close` ends exactly the processes that bear it (testing/edge_marks.py). Should the
-demo itself be killed, the kernel ends the agents (PR_SET_PDEATHSIG), workers notice that their agent is gone, and the
-scheduler ends when it has been without members for a while.
+Theory of operation. A node is what a user starts on one machine: a torchrun agent in a session of its own, whose worker
+trains; a node with several workers is started by `chaos-lightning run`. All of them, and the scheduler that the first
+one starts, inherit a mark in their environment that only this demo knows. Whatever happens, `close` ends exactly the
+processes that bear it (testing/edge_marks.py). Should the demo itself be killed, the kernel ends the agents
+(PR_SET_PDEATHSIG), workers notice that their agent is gone, and the scheduler ends when it has been without members for
+a while.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +37,11 @@ POLITE_S = 4.0
 
 class NodeDied(ChaosError):
     """A node ended that nobody had touched."""
+
+
+def before(name: str) -> str:
+    """Under which name the exit code stands of a node that was started again since then."""
+    return f"{name} before"
 
 
 def free_port() -> int:
@@ -64,23 +71,27 @@ def last_words(child: Child, lines: int = 12) -> str:
 
 @dataclass(slots=True)
 class Cast:
-    """All nodes of one demo, by name; the member behind node "edge-1" is "edge-1-0".
+    """All nodes of one demo, by name; the first worker of node "edge-1" is the member "edge-1-0".
 
     Attributes:
         folder: Everything is written below it.
         arguments: For the training script.
         min_nodes: torchrun's --nnodes=MIN:8.
+        workers: How many workers these nodes have; all others have one.
         endpoint: Of the scheduler that the first node starts.
-        nodes: Agents by node name.
+        nodes: Agents by node name; of a node that was started again, the one that was started last.
+        earlier: The agents before them.
         fallen: Nodes that were killed on purpose.
-        left: Nodes that were asked to leave.
+        left: Nodes that were asked to leave, and were not started again.
     """
 
     folder: Path
     arguments: tuple[str, ...] = ()
     min_nodes: int = 2
+    workers: Mapping[str, int] = field(default_factory=dict)
     endpoint: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
     nodes: dict[str, Child] = field(default_factory=dict)
+    earlier: dict[str, Child] = field(default_factory=dict)
     fallen: set[str] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
     _mark: Mark = field(default_factory=lambda: Mark(name=MARK))
@@ -97,17 +108,34 @@ class Cast:
 
     # ------------------------------------------------------------------------------------------------ starting
 
-    def command(self, name: str = "") -> list[str]:
-        """What a user would type on this machine, but for `torchrun` being called by its module."""
+    def workers_of(self, name: str) -> int:
+        """How many workers this node has."""
+        return self.workers.get(name, 1)
+
+    def options(self, name: str) -> list[str]:
+        """What this node's agent is told."""
+        several = [f"--nproc-per-node={self.workers_of(name)}"] if self.workers_of(name) > 1 else []
         return [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--rdzv-backend=chaos", f"--rdzv-endpoint={self.endpoint}", f"--nnodes={self.min_nodes}:8"),
+            *("--rdzv-backend=chaos", f"--rdzv-endpoint={self.endpoint}", f"--nnodes={self.min_nodes}:8", *several),
             *("--max-restarts=3", f"--rdzv-conf=idle_timeout_s=30,store={self.folder / 'chain.sqlite'}"),
-            *("-m", "chaos_lightning.demo.train", "--folder", str(self.folder), *self.arguments),
         ]
 
+    def words(self, name: str) -> str:
+        """What a user would type on this machine."""
+        program = "torchrun" if self.workers_of(name) == 1 else "chaos-lightning run"
+        return " ".join([program, *self.options(name), "train.py"])
+
+    def command(self, name: str) -> list[str]:
+        """The same, but for programs being called by their modules."""
+        program = ["torch.distributed.run"] if self.workers_of(name) == 1 else ["chaos_lightning.cli", "run"]
+        script = ("-m", "chaos_lightning.demo.train", "--folder", str(self.folder), *self.arguments)
+        return [sys.executable, "-m", *program, *self.options(name), *script]
+
     def start(self, name: str) -> None:
-        """Starts a node of this name."""
+        """Starts a node of this name, perhaps again after it has ended."""
+        if name in self.nodes:
+            self.earlier[name] = self.nodes[name]
+            self.left.discard(name)
         environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("CHAOS_", "TORCHELASTIC_"))},
             "PYTHONUNBUFFERED": "1",
@@ -134,6 +162,11 @@ class Cast:
         self._signal(worker, signal.SIGKILL)
         self.nodes[name].send(signal.SIGKILL)
 
+    def kill_worker(self, member: str, worker: int) -> None:
+        """SIGKILL for one worker of a node; its agent and its siblings live."""
+        self._log.emit(Event.FAULT_INJECTED, kind="sigkill", node=member, pid=worker)
+        self._signal(worker, signal.SIGKILL)
+
     def freeze(self, name: str, worker: int, seconds: float) -> None:
         """SIGSTOP for the worker, to be followed by `thaw` after so many seconds."""
         self._note("sigstop", name, pid=worker, seconds=seconds)
@@ -145,15 +178,27 @@ class Cast:
         self._signal(worker, signal.SIGCONT)
 
     def interrupt(self, name: str) -> None:
-        """Ctrl+C at the node's torchrun."""
+        """Ctrl+C at the node's agent."""
+        self._ask(name, signal.SIGINT)
+
+    def terminate(self, name: str) -> None:
+        """SIGTERM for the node's agent."""
+        self._ask(name, signal.SIGTERM)
+
+    def _ask(self, name: str, number: signal.Signals) -> None:
         self.left.add(name)
-        self._note("sigint", name, pid=self.nodes[name].pid)
-        self.nodes[name].send(signal.SIGINT)
+        self._note(number.name.lower(), name, pid=self.nodes[name].pid)
+        self.nodes[name].send(number)
 
     def kill_scheduler(self, pid: int) -> None:
         """SIGKILL for a scheduler that one of the nodes has started."""
         self._log.emit(Event.FAULT_INJECTED, kind="scheduler_sigkill", node="scheduler", pid=pid)
         self._signal(pid, signal.SIGKILL)
+
+    def end_scheduler(self, pid: int) -> None:
+        """SIGTERM for a scheduler that one of the nodes has started."""
+        self._log.emit(Event.FAULT_INJECTED, kind="scheduler_sigterm", node="scheduler", pid=pid)
+        self._signal(pid, signal.SIGTERM)
 
     def note(self, kind: str, name: str) -> None:
         """Something that was done to others than the nodes."""
@@ -178,15 +223,16 @@ class Cast:
                 raise NodeDied(f"{child.words()}; all that it said is in {child.log}; at last:\n{last_words(child)}")
 
     def exit_codes(self) -> dict[str, int | None]:
-        """Of all torchrun agents; None while one runs, negative for a signal."""
-        return {name: child.poll() for name, child in self.nodes.items()}
+        """Of all agents; None while one runs, negative for a signal."""
+        codes = {name: child.poll() for name, child in self.nodes.items()}
+        return codes | {before(name): child.poll() for name, child in self.earlier.items()}
 
     # ------------------------------------------------------------------------------------------------ ending
 
     def close(self) -> int:
         """Ends everything that bears the mark; returns how many processes had to be ended."""
         ended = self._mark.end(POLITE_S)
-        for child in self.nodes.values():
+        for child in (*self.nodes.values(), *self.earlier.values()):
             if not child.running:
                 child.release()
         self._log.close()

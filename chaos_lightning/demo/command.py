@@ -22,7 +22,19 @@ from rich.console import Console
 from chaos_lightning.demo import proof
 from chaos_lightning.demo.cast import Cast
 from chaos_lightning.demo.screen import Screen
-from chaos_lightning.demo.story import FOUNDERS, FROZEN, FULL, JOINS, KILLED, LEAVES, QUICK, Story
+from chaos_lightning.demo.story import (
+    AGAIN,
+    FOUNDERS,
+    FROZEN,
+    FULL,
+    JOINS,
+    KILLED,
+    LAST,
+    LEAVES,
+    QUICK,
+    SEVERAL,
+    Story,
+)
 from chaos_lightning.errors import ChaosError, ConfigurationError
 
 NETWORK = "network.png"
@@ -44,17 +56,26 @@ def demo(
         bool, typer.Option("--plan", help="Only print what happens, as a fault plan, to simulate or to test with.")
     ] = False,
 ) -> None:
-    """Train on this machine while nodes join, die, freeze and leave; then prove that nothing was lost."""
+    """Train on this machine while nodes join, die, freeze, all leave and return; then prove that nothing was lost."""
     plot = QUICK if quick else FULL
     if plan:
         print(plot.plan)
         return
     folder = prepare(directory)
-    cast = Cast(folder, (*plot.arguments, f"--accelerator={accelerator}"))
+    arguments = (*plot.arguments, f"--accelerator={accelerator}")
+    cast = Cast(folder, arguments, min_nodes=1, workers={SEVERAL: 2})  # the last one is to train alone
 
     def prove(codes: ExitCodes) -> list[proof.Check]:
         expected = proof.Expected(
-            founders=FOUNDERS, joins=JOINS, killed=KILLED, frozen=FROZEN, leaves=LEAVES, exit_codes=codes
+            founders=FOUNDERS,
+            joins=JOINS,
+            killed=KILLED,
+            frozen=FROZEN,
+            leaves=LEAVES,
+            exit_codes=codes,
+            several=SEVERAL,
+            last=LAST,
+            again=AGAIN,
         )
         return proof.prove(folder, expected)
 
@@ -178,8 +199,8 @@ def judge(
 
 def tidy(folder: Path) -> None:
     """Leaves event logs and report."""
-    for name in ("out", "checkpoints", "etcd"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    for path in (*(folder / name for name in ("out", "checkpoints", "etcd")), *folder.glob("*-kept")):
+        shutil.rmtree(path, ignore_errors=True)
     for path in (*folder.glob("chain.sqlite*"), *folder.glob("final-*.json"), *folder.glob("*.log"), folder / "enough"):
         path.unlink(missing_ok=True)
 

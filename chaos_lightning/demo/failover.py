@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,14 +50,12 @@ class Candidates(Cast):
     etcd: str = ""
     places: dict[str, str] = field(default_factory=lambda: {n: f"127.0.0.1:{free_port()}" for n in FOUNDERS})
 
-    def command(self, name: str = FOUNDERS[0]) -> list[str]:
+    def options(self, name: str) -> list[str]:
         own = self.places.get(name, self.places[FOUNDERS[0]])
         others = [place for place in self.places.values() if place != own]
         return [
-            *(sys.executable, "-m", "torch.distributed.run"),
             *("--rdzv-backend=chaos", f"--rdzv-endpoint={','.join((own, *others))}", f"--nnodes={self.min_nodes}:8"),
             *("--max-restarts=3", f"--rdzv-conf=idle_timeout_s=30,store={self.etcd.replace(',', '+')}"),
-            *("-m", "chaos_lightning.demo.train", "--folder", str(self.folder), *self.arguments),
         ]
 
 
@@ -104,11 +101,7 @@ class FailoverStory(Story):
         at, term = self._kill_scheduler(leading)
         self.cast.kill(KILLED, worker)
         self._elected(at, term)
-        self._without(member)
-        slot = self._wait(
-            f"a step after the death of {KILLED}",
-            lambda: next((s for s in self.timeline.recent(50) if s.first > at and member not in s.who), None),
-        )
+        slot = self._step_without(member, at)
         self._say("good", f"step {slot.step} was committed by the others {duration(slot.first - at)} after the kill")
         self._rest()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from rich.markup import escape
@@ -18,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chaos_lightning.demo import LOSS
+from chaos_lightning.demo.cast import before
 from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe import folds
 from chaos_lightning.observe.events import Event, Record, read_events
@@ -48,7 +50,10 @@ class Expected:
 
     Attributes:
         founders, joins, killed, frozen, leaves: Who was to do what.
-        exit_codes: Of the torchrun agents; None if one still ran.
+        exit_codes: Of the agents; None if one still ran. `before(name)` has that of a node that was started again.
+        several: A founder with two workers, of which the second one is killed; "" for none.
+        last: Who left as the last one; "" if nobody did.
+        again: Who was started again after that.
     """
 
     founders: tuple[str, ...]
@@ -57,11 +62,23 @@ class Expected:
     frozen: str
     leaves: str
     exit_codes: Mapping[str, int | None]
+    several: str = ""
+    last: str = ""
+    again: tuple[str, ...] = ()
 
     @property
     def staying(self) -> tuple[str, ...]:
         """Nodes that are there at the end."""
-        return tuple(n for n in (*self.founders, self.joins) if n not in (self.killed, self.leaves))
+        return self.again or tuple(n for n in (*self.founders, self.joins) if n not in (self.killed, self.leaves))
+
+    @property
+    def founding(self) -> set[str]:
+        """The founders' workers."""
+        return {f"{n}-0" for n in self.founders} | ({f"{self.several}-1"} if self.several else set())
+
+    def code(self, name: str) -> int | None:
+        """With which this node's first agent ended."""
+        return self.exit_codes.get(before(name), self.exit_codes.get(name))
 
 
 def prove(folder: Path, expected: Expected) -> list[Check]:
@@ -71,10 +88,14 @@ def prove(folder: Path, expected: Expected) -> list[Check]:
     one = _Proof(folder, timeline, records, expected)
     return [
         one.founded(),
+        one.sibling(),
+        one.worker(),
         one.joined(),
         one.killed(),
         one.frozen(),
         one.left(),
+        one.kept(),
+        one.resumed(),
         one.finished(),
         one.steps(),
         one.samples(),
@@ -122,7 +143,7 @@ class _Proof:
     def founded(self) -> Check:
         names = self.expected.founders
         lives = {name: self._lives(name) for name in names}
-        slots = [s for s in self.timeline.chain() if {node_of(m) for m in s.who} == {f"{n}-0" for n in names}]
+        slots = [s for s in self.timeline.chain() if {node_of(m) for m in s.who} == self.expected.founding]
         start = min((r.t for r in self.records), default=0.0)
         born = max((x[0].born for x in lives.values() if x), default=0.0)
         what = f"{len(names)} torchrun nodes start the job"
@@ -153,10 +174,45 @@ class _Proof:
         recovery = self._recovery(name, "sigkill")
         if recovery is None or recovery.seconds is None:
             return Check(what, "the logs show no step after it", False)
-        code = self.expected.exit_codes.get(name)
+        code = self.expected.code(name)
         noticed = "" if recovery.noticed is None else f"noticed after {duration(recovery.noticed - recovery.at)}; "
         text = f"{noticed}all {recovery.survivors} survivors held the next step after {duration(recovery.seconds)}"
         return Check(what, f"{text}: {HOW[recovery.how]}", code == -9 and recovery.survivors >= 2)
+
+    def sibling(self) -> Check:
+        name = self.expected.several
+        what = f"SIGKILL of one of {name}'s two workers: its sibling trains on, and the job is not founded again"
+        recovery, back = self._recovery(name, "sigkill", 1), self._back()
+        if recovery is None or back is None or back.contributed is None:
+            return Check(what, "the logs show no such worker that came back", False)
+        chain = [s for s in self.timeline.chain() if s.kind == "step" and s.first <= back.contributed]
+        steps = [s for s in chain if s.first > recovery.at]
+        numbers = [s.step for s in chain[-len(steps) - 1 :]]
+        mine = [x for x in self._lives(name) if x.born <= back.contributed]
+        with_it = [s for s in steps if s.who and mine and mine[0].member in s.who]
+        founded = [r for r in self._foundings() if recovery.at < r.t <= back.contributed]
+        code = self.expected.code(name)
+        text = (
+            f"{', '.join(x.member for x in mine)} in process {', '.join(str(self._pid(x)) for x in mine)} was in "
+            f"{len(with_it)} of {len(steps)} steps until the worker was back; "
+            f"{'none' if len(numbers) > 1 and _whole(numbers) else 'SOME'} lost; {len(founded)} foundings; "
+            f"{name}'s exit code {code}"
+        )
+        good = bool(steps) and len(with_it) == len(steps) and _whole(numbers) and len(mine) == 1
+        return Check(what, text, good and not founded and code == 0)
+
+    def worker(self) -> Check:
+        name = self.expected.several
+        what = f"{name}'s agent starts that worker again, and it joins the others"
+        recovery, back = self._recovery(name, "sigkill", 1), self._back()
+        if recovery is None or back is None or back.contributed is None:
+            return Check(what, "it did not come back", False)
+        first, second = (self.timeline.lives[x.member] for x in (recovery, back))
+        text = (
+            f"{back.member} in process {self._pid(second)} instead of {self._pid(first)}; {_transfer(back)}; "
+            f"contributed {duration(back.contributed - recovery.at)} after the kill"
+        )
+        return Check(what, text, first.source != second.source and back.nbytes > 0)
 
     def frozen(self) -> Check:
         name = self.expected.frozen
@@ -183,12 +239,57 @@ class _Proof:
     def left(self) -> Check:
         name = self.expected.leaves
         what = f"Ctrl+C at {name}'s torchrun is a polite leave"
-        lives, code = self._lives(name), self.expected.exit_codes.get(name)
-        last = lives[-1] if lives else None
+        lives, code = self._lives(name), self.expected.code(name)
+        last = lives[0] if lives else None
         if last is None or last.end != "left" or last.ended is None or last.leaving is None:
             return Check(what, f"it ended as {last.end if last else 'nothing'!r}; torchrun's exit code {code}", False)
         text = f"out {duration(last.ended - last.leaving)} after the wish; its torchrun ended with exit code {code}"
         return Check(what, text, code == 0)
+
+    def kept(self) -> Check:
+        name = self.expected.last
+        what = f"{name}, the last member, leaves, and keeps the training state in a file; the scheduler ends, too"
+        kept = self._one(Event.KEPT)
+        life = self.timeline.lives.get(kept.member) if kept is not None else None
+        if kept is None or life is None:
+            return Check(what, "nobody kept it", False)
+        earlier = [s for s in self.timeline.chain() if s.first <= kept.t]
+        ended = [r for r in self.records if r.name == "scheduler_ended" and kept.t < r.t < self._next_lead(kept)]
+        code = self.expected.code(name)
+        text = f"{kept.member} at step {kept.get('step')}; it ended as {life.end!r}, its torchrun with exit code {code}"
+        text += "; the scheduler ended after that" if ended else "; the scheduler did not end"
+        good = bool(earlier) and earlier[-1].step == kept["step"] and set(earlier[-1].who) == {kept.member}
+        return Check(what, text, good and life.node == f"{name}-0" and life.end == "left" and code == 0 and bool(ended))
+
+    def resumed(self) -> Check:
+        names = self.expected.again
+        what = f"{' and '.join(names)} start again: the job goes on at that step, from that state"
+        kept, resumed = self._one(Event.KEPT), self._one(Event.RESUMED_KEPT)
+        if kept is None or resumed is None:
+            return Check(what, "nobody went on from it", False)
+        hashes = {
+            r.member: str(r["hash"])
+            for r in self.records
+            if r.name == Event.STATE_HASH and r["head"] == kept["head"] and r.member in (kept.member, resumed.member)
+        }
+        steps = [s for s in self.timeline.chain() if s.first > kept.t and s.kind == "step"]
+        who = {node_of(m) for s in steps for m in s.who}
+        founded = [str(r.get("reason")) for r in self._foundings()]
+        text = (
+            f"{resumed.member} at step {resumed.get('step')}; state hash "
+            + (" and then ".join(value[:12] for value in hashes.values()) or "of nobody")
+            + f"; next step {steps[0].step if steps else None}; foundings: 1 and {len(founded) - 1} from the kept state"
+        )
+        good = (
+            resumed["step"] == kept["step"]
+            and len(hashes) == 2
+            and len(set(hashes.values())) == 1
+            and bool(steps)
+            and steps[0].step == kept["step"] + 1
+            and who == {f"{n}-0" for n in names}
+            and [f"kept at step {kept['step']}" in words for words in founded] == [False, True]
+        )
+        return Check(what, text, good)
 
     def finished(self) -> Check:
         names = self.expected.staying
@@ -262,11 +363,40 @@ class _Proof:
 
     # ------------------------------------------------------------------------------------------------ helpers
 
-    def _lives(self, name: str) -> list[Life]:
-        return sorted((x for x in self.timeline.lives.values() if x.node == f"{name}-0"), key=lambda x: x.born)
+    def _lives(self, name: str, worker: int = 0) -> list[Life]:
+        mine = (x for x in self.timeline.lives.values() if x.node == f"{name}-{worker}")
+        return sorted(mine, key=lambda x: x.born)
 
-    def _recovery(self, name: str, kind: str) -> folds.Recovery | None:
-        return next((r for r in folds.recoveries(self.timeline) if r.node == f"{name}-0" and r.kind == kind), None)
+    def _recovery(self, name: str, kind: str, worker: int = 0) -> folds.Recovery | None:
+        found = folds.recoveries(self.timeline)
+        return next((r for r in found if r.node == f"{name}-{worker}" and r.kind == kind), None)
+
+    def _back(self) -> folds.Join | None:
+        """How the worker that was killed came in again."""
+        return next((j for j in folds.joins(self.timeline) if j.node == f"{self.expected.several}-1" and j.again), None)
+
+    def _pid(self, life: Life) -> object:
+        return next((r.get("pid") for r in self.records if r.name == Event.OPENED and r.source == life.source), None)
+
+    def _one(self, name: Event) -> Record | None:
+        """The only event of this name from members."""
+        found = [r for r in self.records if r.name == name and r.own]
+        return found[0] if len(found) == 1 else None
+
+    def _foundings(self) -> list[Record]:
+        """Views that no earlier view led to."""
+        views = [r for r in self.records if r.name == Event.VIEW and r.source.startswith("scheduler")]
+        return [r for r in views if str(r.get("reason")).startswith("founded")]
+
+    def _next_lead(self, after: Record) -> float:
+        """When the next scheduler began to lead."""
+        leads = [r.t for r in self.records if r.name == "scheduler_started" and r.t > after.t]
+        return min(leads, default=float("inf"))
+
+
+def _whole(numbers: Sequence[int]) -> bool:
+    """Each is the one before and one."""
+    return all(b == a + 1 for a, b in pairwise(numbers))
 
 
 def _transfer(join: folds.Join) -> str:

@@ -49,7 +49,7 @@ class Sleepers(Cast):
 
     script = NODE
 
-    def command(self, name: str = "") -> list[str]:
+    def command(self, name: str) -> list[str]:
         return [sys.executable, "-c", self.script]
 
 
