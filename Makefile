@@ -45,7 +45,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$$pip --no-build-isolation --editable '.[dev]'
 	touch $@
 
-demo: $(STAMP) ## train on this machine while members die and join: see it survive
+demo: $(STAMP) ## train on this machine while members die, join, all leave and return: see it survive
 	@$(BIN)/chaos-lightning demo $(ARGS)
 
 demo-edge: $(STAMP) ## train on six emulated machines whose links change, fail and return

@@ -13,7 +13,7 @@ import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from chaos_lightning.testing.owners import owner_of_port
+from chaos_lightning.testing.owners import owner_of
 
 _RESET = struct.pack("ii", 1, 0)
 _READ_NBYTES = 1 << 16
@@ -147,7 +147,7 @@ class SharedDoor(Door):
             self._shut_for.discard(name)
 
     def _barred(self, near: socket.socket) -> bool:
-        name = owner_of_port(near.getpeername()[1], self._pids())
+        name = owner_of(near, self._pids())
         with self._lock:
             self._names = {sock: n for sock, n in self._names.items() if sock.fileno() >= 0}
             self._names[near] = name

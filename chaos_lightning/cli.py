@@ -46,7 +46,7 @@ COMMANDS: dict[str, Command] = {
     "top": Command("chaos_lightning.observe.cli_top:top", "Watch a job live."),
     "report": Command("chaos_lightning.observe.cli_report:report", "Write a page about a run from its event logs."),
     "audit": Command("chaos_lightning.observe.cli_report:audit", "Check from the event logs that the contract held."),
-    "demo": Command("chaos_lightning.demo.command:demo", "Train here while nodes join, die, freeze and leave."),
+    "demo": Command("chaos_lightning.demo.command:demo", "Train here while nodes join, die, freeze, leave and return."),
     "demo-edge": Command("chaos_lightning.demo.edge:demo_edge", "Train over links that change, fail and return."),
     "demo-failover": Command(
         "chaos_lightning.demo.failover:demo_failover", "Train while schedulers and etcd servers are killed."

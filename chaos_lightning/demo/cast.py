@@ -29,7 +29,7 @@ from chaos_lightning.transport.pacing import EMULATE
 
 MARK = "CHAOS_DEMO"
 NEWCOMER = "edge-4"
-LINK_RATES_BPS = {"edge-1": 100e6, "edge-2": 300e6, "edge-3": 600e6}
+LINK_RATES_BPS = {"edge-1": 600e6, "edge-2": 100e6, "edge-3": 300e6}
 """The newcomer's links are uneven, as edge networks are: their sockets are paced (transport/pacing.py)."""
 POLITE_S = 4.0
 """Between SIGTERM and SIGKILL at the end, s."""
@@ -199,6 +199,10 @@ class Cast:
         """SIGTERM for a scheduler that one of the nodes has started."""
         self._log.emit(Event.FAULT_INJECTED, kind="scheduler_sigterm", node="scheduler", pid=pid)
         self._signal(pid, signal.SIGTERM)
+
+    def runs(self, pid: int) -> bool:
+        """Whether this process of the demo's has not ended."""
+        return pid in self._mark.alive()
 
     def note(self, kind: str, name: str) -> None:
         """Something that was done to others than the nodes."""

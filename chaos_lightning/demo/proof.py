@@ -358,7 +358,7 @@ class _Proof:
 
     def learned(self) -> Check:
         losses = [number(r.get("loss")) for r in self.records if r.name == LOSS]
-        text = "validation loss " + " > ".join(f"{loss:.3f}" for loss in losses) + " nats per byte"
+        text = "validation loss " + ", ".join(f"{loss:.3f}" for loss in losses) + " nats per byte"
         return Check("the model learns", text, len(losses) > 1 and losses[-1] < losses[0])
 
     # ------------------------------------------------------------------------------------------------ helpers

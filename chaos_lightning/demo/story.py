@@ -236,18 +236,14 @@ class Story:
         self._event(Event.LEFT, LAST)
         self._say("good", f"{LAST} left, and kept the training state at step {kept.get('step')} in a file")
         scheduler = integer(fetch_status(self.cast.endpoint, timeout_s=self.plot.act_deadline_s)["pid"])
-        asked = len(self._records)
         self._say("do", "SIGTERM for the scheduler, too: nothing of the job is to be left")
         self.cast.end_scheduler(scheduler)
-        self._wait("the end of the scheduler", lambda: self._ended(asked))
+        self._wait("the end of the scheduler", lambda: not self.cast.runs(scheduler))
         codes = {name: self._exit(name) for name in (SEVERAL, LAST)}
         self._say(
             "bad" if any(codes.values()) else "good",
             "nothing runs any more; exit codes: " + ", ".join(f"{name} {code}" for name, code in codes.items()),
         )
-
-    def _ended(self, after: int) -> bool:
-        return any(r.name == Event.CLOSED and r.source.startswith("scheduler") for r in self._records[after:])
 
     def _all_begins_again(self) -> None:
         """The same commands."""

@@ -25,7 +25,7 @@ def a_job(folder: Path, relay: LinkRelay | None = None) -> Iterator[Job]:
             yield job
         finally:
             job.close()
-            end_schedulers(harness.logs)
+            end_schedulers(harness)
 
 
 @pytest.fixture

@@ -176,10 +176,15 @@ def who_leads(job: Job) -> dict[str, Any]:
     return job.harness.wait_until(told, f"a scheduler that leads at {job.endpoint}")
 
 
-def end_schedulers(logs: Path) -> None:
+def end_schedulers(harness: Harness) -> None:
     """A hosted scheduler outlives its members on purpose; a test's must not outlive the test."""
-    for log in logs.glob("scheduler-*.jsonl"):
+    for log in harness.logs.glob("scheduler-*.jsonl"):
         with log.open() as lines:
             pid = json.loads(next(lines))["pid"]
+        mine = [name for name, child in harness.children.items() if child.pid == pid]
+        if mine and not harness.children[mine[0]].running:
+            continue  # how it ended is the harness's to judge
+        # The signal may meet one that is ending by itself and handles it no more.
+        harness.declare(*mine)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)

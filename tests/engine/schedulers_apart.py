@@ -19,7 +19,7 @@ from engine_job import Job, says, who_leads
 from chaos_lightning.runtime.access import split_endpoint
 from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
-from chaos_lightning.testing.owners import owner_of_port
+from chaos_lightning.testing.owners import owner_of
 from chaos_lightning.testing.relay import LinkRelay, _Connection, pair_of
 
 OTHERS = "others"
@@ -37,9 +37,9 @@ class SchedulerPath(LinkRelay):
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-            sock, peer = self._listener.accept()
+            sock, _ = self._listener.accept()
             connection = _Connection(sock)
-            name = owner_of_port(peer[1], self._pids()) or OTHERS
+            name = owner_of(sock, self._pids()) or OTHERS
             connection.names = (name, self._candidate)
             connection.pair = pair_of(*connection.names)
             connection.address = self._endpoint
