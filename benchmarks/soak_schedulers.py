@@ -55,6 +55,8 @@ AGE_S = (4.0, 9.0)
 """How old a copy of the chain is when it takes its place."""
 SETTLED_S = 2.0
 """Whoever came back takes so long to be as good as before."""
+HEARD_ALL_S = 6.0
+"""Schedulers that start anew on the job's own store take no longer to be up and to hear all members."""
 
 
 @dataclass
@@ -91,7 +93,7 @@ class Control:
 
     @property
     def stale(self) -> bool:
-        """A store that lacks the chain is in its place, or about to be: links are to be left alone."""
+        """A store that lacks the chain is in its place, about to be, or was just now: links are to be left alone."""
         return False
 
     def turn(self, *, calm: bool) -> None:
@@ -125,6 +127,8 @@ class Several(Control):
         self._copied_at: float | None = None
         self._age_s = 0.0
         self._waits_for_calm = False
+        self._ruled_at = 0.0
+        """When the job's own schedulers rule again after a store that lacked the chain (CLOCK_MONOTONIC, s)."""
         self._empties = 0
 
     def way(self, name: str) -> Door | Ways:
@@ -136,7 +140,8 @@ class Several(Control):
 
     @property
     def stale(self) -> bool:
-        return (self._away is not None and self._away.kind in STALE_KINDS) or self._waits_for_calm
+        taken = self._away is not None and self._away.kind in STALE_KINDS
+        return taken or self._waits_for_calm or time.monotonic() < self._ruled_at
 
     def turn(self, *, calm: bool) -> None:
         now = time.monotonic()
@@ -198,6 +203,8 @@ class Several(Control):
         self._away = away
 
     def _bring_back(self, away: Away) -> None:
+        if away.kind in STALE_KINDS:
+            self._ruled_at = time.monotonic() + HEARD_ALL_S
         if away.kind == "old_snapshot":
             self._swap_data("newer")
         elif away.impostor is not None:

@@ -216,7 +216,7 @@ class Agent(threading.Thread):
     def _keep_talking(self) -> None:
         deadline = time.monotonic() + self._connect_timeout_s
         failures = 0
-        told = ""
+        told, turned_away = "", False
         while not self._stopping:
             if self._answered:
                 told = self._revive_error = ""
@@ -228,8 +228,10 @@ class Agent(threading.Thread):
             if self._admitted:
                 # A member in the job trains on, whatever stands at the scheduler's place meanwhile.
                 deadline = float("inf")
-                if self._answered or isinstance(reason, RefusedError):
+                refused = isinstance(reason, RefusedError)
+                if self._answered or refused or turned_away:
                     told = self._tell(f"lost: {reason}", told)
+                turned_away = refused
             elif isinstance(reason, RefusedError):
                 self._on_state(f"failed: {reason}")
                 return

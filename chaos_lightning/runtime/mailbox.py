@@ -30,9 +30,9 @@ class Mailbox:
     step: int = 0
     endpoint: str = ""
     lost: str = ""
-    """Why the scheduler cannot be reached, while that is so."""
+    """Why no scheduler serves this member, while that is so."""
     on_lost: Callable[[str, float, float], None] = lambda what, waited_s, left_s: None
-    """Told by whoever waits while the scheduler cannot be reached: for what, how long it has, how long it will."""
+    """Told by whoever waits while no scheduler serves it: for what, how long it has, how long it will."""
     greeting: str = ""
     """Role and reason of the scheduler's last welcome."""
     giving_up: bool = False
@@ -84,7 +84,7 @@ class Mailbox:
             what: The same in words.
             deadline: By `time.monotonic()`.
             advice: What the user can do if it does not come.
-            tells: The user hears of it if this waits for long and the scheduler cannot be reached.
+            tells: The user hears of it if this waits for long and no scheduler serves this member.
 
         Raises:
             FencedError, RefusedError, DepartedError, ChaosError: This member is out, or its I/O thread is broken.
@@ -122,7 +122,7 @@ class Mailbox:
         else:
             greeting = "; the scheduler has not welcomed it"
         said = f"; the scheduler says: {self.notice}" if self.notice else ""
-        said += f"; the scheduler cannot be reached ({self.lost})" if self.lost else ""
+        said += f"; no scheduler serves it ({self.lost})" if self.lost else ""
         status = f"`chaos-lightning status --endpoint {self.endpoint}`" if self.endpoint else "`chaos-lightning status`"
         return (
             f"{self.who()} waited in vain for {what}{at} ({view}, step {self.step}){greeting}{said}; "

@@ -7,10 +7,10 @@ for a header in order to leave: it says so, gives the scheduler a moment to rele
 
 A newcomer that reaches no scheduler says so every few seconds, with the cause.
 
-A member that cannot reach it hears nothing of it, and as a rule need not, for training goes on without it. Only when
-a slot does not commit meanwhile (after a death, or on one side of a graph that was cut in two), such a member says of
-itself what it waits for and whom it does not reach: once for each wait with links that are down, and once until the
-scheduler is back where a slot is only slow.
+A member that no scheduler serves, because none answers or because it lacks the job's chain, hears nothing of it, and as
+a rule need not, for training goes on without it. Only when a slot does not commit meanwhile (after a death, or on one
+side of a graph that was cut in two), such a member says of itself what it waits for and whom it does not reach: once
+for each wait with links that are down, and once until the scheduler is back where a slot is only slow.
 """
 
 from __future__ import annotations
@@ -81,14 +81,15 @@ class Waiting:
             self._told_severed = self._told_slow = False
             self._unheard_at = None
             self._mail.post(lost="")
-        elif state.startswith("lost: ") and not self._refused:  # who is refused has reached it
+        elif state.startswith("lost: ") and (self._mail.view is not None or not self._refused):
+            # A refusal that is not final tells a newcomer what it waits for; a member waits for its slot.
             self._mail.post(lost=state.removeprefix("lost: "))
         elif state.startswith("waits: "):
             self._unheard_at = float("-inf") if self._unheard_at is None else self._unheard_at
             self._mail.post(lost=state.removeprefix("waits: "))
 
     def _lost(self, what: str, waited_s: float, left_s: float) -> None:
-        """The training thread waits, and the scheduler cannot be reached."""
+        """The training thread waits, and no scheduler serves this member."""
         if self._unheard_at is not None:
             self._unheard(what, waited_s, left_s, self._unheard_at)
             return
@@ -101,7 +102,7 @@ class Waiting:
             self._told_slow = True
         else:
             return
-        text = f"waits for {what}: the scheduler at {self._mail.endpoint} cannot be reached ({self._mail.lost})"
+        text = f"waits for {what}: no scheduler serves it at {self._mail.endpoint} ({self._mail.lost})"
         text += f", and no link to {', '.join(severed)} stands" if severed else ""
         text += f"; it goes on, or joins again, when the scheduler is back, and gives up in {left_s:.0f} s"
         self._events.emit("notice", text=text, waiting=True)

@@ -93,6 +93,28 @@ def test_a_lost_scheduler_is_found_again_and_the_member_resumes() -> None:
         assert seen == ["connected", seen[1]] * 3 or len(seen) == 6
 
 
+def test_who_was_refused_hears_when_nobody_answers_any_more() -> None:
+    """A scheduler that lacks the chain took the place of the job's own, and went."""
+    port, refusal = free_port(), Refused("the chain is lost", retry=True)
+
+    def refuse(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
+        return [fx.Send(event.conn, refusal)] if hellos(event) else None  # type: ignore[union-attr]
+
+    with attending(f"127.0.0.1:{port}") as client:
+        with serving(port=port):
+            client.states.wait(lambda s: s == "connected")
+        with serving(refuse, port=port):
+            client.states.wait(lambda s: s == "lost: the scheduler said: the chain is lost")
+        client.states.wait(lambda _: client.states.seen[-1].startswith("lost: no scheduler answered"))
+        states = [s.partition(" at ")[0] for s in client.states.seen if not s.startswith("waits")]
+        assert states == [
+            "connected",
+            "lost: no scheduler answered",
+            "lost: the scheduler said: the chain is lost",
+            "lost: no scheduler answered",
+        ]
+
+
 def test_what_could_not_be_sent_is_dropped_not_repeated() -> None:
     port = free_port()
     with attending(f"127.0.0.1:{port}") as client:

@@ -1,4 +1,4 @@
-"""Who waits while the scheduler cannot be reached says so itself: once, and only if there is something to say."""
+"""Who waits while no scheduler serves it says so itself: once, and only if there is something to say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from chaos_lightning.errors import DeadlineError
-from chaos_lightning.membership.types import Refused
+from chaos_lightning.membership.types import NO_VIEW, Refused, View, ViewId
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.runtime import waiting
 from chaos_lightning.runtime.mailbox import Mailbox
@@ -48,7 +48,7 @@ def test_it_is_said_once_per_loss_of_the_scheduler(caplog: pytest.LogCaptureFixt
         speaker.stream("connected")
     assert [r.levelno for r in caplog.records] == [logging.WARNING] * 2
     for part in (
-        "m: waits for the commit of slot 5 (step): the scheduler at h:1 cannot be reached (no scheduler answered)",
+        "m: waits for the commit of slot 5 (step): no scheduler serves it at h:1 (no scheduler answered)",
         "and no link to a~1, b~2 stands",
     ):
         assert part in caplog.messages[0]
@@ -72,7 +72,7 @@ def test_a_slow_slot_before_does_not_silence_it_when_a_link_is_down_later(
         wait(mail)
         wait(mail)
         speaker.over("the job goes on after step 5")
-    said = [m for m in caplog.messages if "cannot be reached" in m]
+    said = [m for m in caplog.messages if "no scheduler serves it" in m]
     assert ["no link to a~1" in m for m in said] == [False, True, True]
 
 
@@ -86,8 +86,22 @@ def test_who_leaves_or_is_refused_says_nothing_of_the_kind(caplog: pytest.LogCap
     mail, speaker = member(["a~1"])
     speaker.hear(Refused("m is in the job already", True))
     speaker.stream("lost: the scheduler said: m is in the job already")
-    assert "cannot be reached" not in wait(mail)
+    assert "no scheduler serves it" not in wait(mail)
     assert caplog.messages == ["m: m is in the job already"]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_member_that_a_foreign_scheduler_has_refused_says_that_it_is_cut_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mail, speaker = member(["a~1"])
+    mail.post(view=View(ViewId(1, 1), NO_VIEW, ()))
+    speaker.hear(Refused("the chain is lost", True))
+    speaker.stream("lost: the scheduler said: the chain is lost")
+    speaker.stream(LOST)
+    wait(mail)
+    assert caplog.messages[0] == "m: the chain is lost"
+    assert "no scheduler serves it at h:1 (no scheduler answered), and no link to a~1 stands" in caplog.messages[1]
 
 
 @pytest.mark.usefixtures("hasty")
@@ -132,12 +146,12 @@ def test_a_slow_slot_is_told_of_though_all_links_of_this_member_stand(
     speaker.stream(LOST)
     wait(mail)
     (said,) = caplog.messages
-    assert "cannot be reached (no scheduler answered); it goes on" in said
+    assert "no scheduler serves it at h:1 (no scheduler answered); it goes on" in said
 
 
 def test_the_error_after_a_vain_wait_names_the_scheduler_that_was_not_reached() -> None:
     mail, speaker = member()
     speaker.stream(LOST)
-    assert "; the scheduler cannot be reached (no scheduler answered);" in wait(mail)
+    assert "; no scheduler serves it (no scheduler answered);" in wait(mail)
     speaker.stream("connected")
-    assert "cannot be reached" not in wait(mail)
+    assert "no scheduler serves it" not in wait(mail)
