@@ -15,6 +15,8 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.observe.events import Record
 from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
 
+RULINGS = ("prepare", "decide", "view", "fenced", "left", "rejoin")
+
 
 def end(job: Job, name: str) -> None:
     """This scheduler is killed."""
@@ -29,8 +31,19 @@ def copy(job: Job, name: str, to: str) -> None:
 
 def nothing_was_decided(job: Job, since: Record) -> None:
     decided = [r for r in job.harness.records if r.node == "default" and r.t > since.t]
-    names = ("prepare", "decide", "view", "fenced", "left", "rejoin")
-    assert not [r for r in decided if r.name in names], [r for r in decided if r.name in names]
+    assert not [r for r in decided if r.name in RULINGS], [r for r in decided if r.name in RULINGS]
+
+
+def first_ruling(job: Job, after: Record) -> Record:
+    """What the scheduler there does first: it stops everything, or it decides."""
+
+    def found() -> Record | None:
+        since = [r for r in job.harness.records if r.t > after.t]
+        stops = ("chain_stale", "chain_foreign")
+        rules = [r for r in since if r.name in stops or (r.name in RULINGS and r.node == "default")]
+        return rules[0] if rules else None
+
+    return job.harness.wait_until(found, "a ruling of the scheduler")
 
 
 def first_day(job: Job) -> Record:
@@ -56,7 +69,8 @@ def test_a_leftover_chain_of_the_day_before_harms_nobody(job: Job) -> None:
     before = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="b", after=day1)
     end(job, "day2")
     begin(job, "leftover", store="day1")
-    told = job.harness.wait_for("chain_foreign", after=before)
+    told = first_ruling(job, before)
+    assert told.name == "chain_foreign", told
     assert told["chain"] != told["here"]
     for chain in (told["chain"], told["here"]):
         assert chain[:8] in machine(job)["reason"]
@@ -95,7 +109,8 @@ def test_a_backup_that_knows_only_who_was_put_out_since_forks_nothing_and_can_be
     before = without_a(job)
     begin(job, "stale", store="backup")
     job.harness.cont("a")
-    told = job.harness.wait_for("chain_stale", after=before)
+    told = first_ruling(job, before)
+    assert told.name == "chain_stale", told
     goes_on(job, "b", told)
     goes_on(job, "c", told)
     facts: dict[str, Any] = machine(job)
@@ -111,6 +126,75 @@ def test_a_backup_that_knows_only_who_was_put_out_since_forks_nothing_and_can_be
     back = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="b", after=rebuilt)
     equal(job, "bca", back)
     job.leave(*"bca")
+
+
+def test_a_backup_that_knows_one_of_three_members_has_nobody_train_alone(job: Job) -> None:
+    """It knows a and b; a left, c and d came since."""
+    begin(job, "chain")
+    train(job, *"ab")
+    end(job, "chain")
+    copy(job, "chain", "backup")
+    begin(job, "again", store="chain")
+    for name in "cd":
+        job.start(name, settings=SETTINGS, **SPEC)
+        job.harness.wait_for("joined", node=name)
+    all_in = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 4, node="b")
+    job.harness.terminate("a")
+    before = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="b", after=all_in)
+    assert job.harness.wait_exit("a") == 0
+    end(job, "again")
+    begin(job, "stale", store="backup")
+    told = first_ruling(job, before)
+    assert told.name == "chain_stale", told
+    for name in "bcd":
+        assert len(goes_on(job, name, told)["contributors"]) == 3
+    nothing_was_decided(job, before)
+    end(job, "stale")
+    begin(job, "rebuilder", "--rebuild", store="backup")
+    rebuilt = job.harness.wait_for("decide", lambda r: str(r["reason"]).startswith("rebuilt"), after=told)
+    assert {m[0] for m in rebuilt["members"]} == {"b", "c", "d"}
+    equal(job, "bcd", goes_on(job, "b", rebuilt))
+    job.leave(*"bcd")
+
+
+HOSTS: dict[str, Any] = {"state_hash_every": 10}
+"""Of members that may start a scheduler, on the default store of this machine, where nothing is."""
+
+
+def test_members_leave_the_endpoint_to_the_scheduler_that_has_their_chain(job: Job) -> None:
+    begin(job, "operators")
+    for name in "ab":
+        job.start(name, settings=HOSTS, **SPEC)
+        job.harness.wait_for("joined", node=name)
+    before = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="a")
+    end(job, "operators")
+
+    def refrains() -> bool:
+        said = [r for r in job.harness.records if r.name == "scheduler" and "holds none. Start one" in r["state"]]
+        return {r.node for r in said} == {"a", "b"}
+
+    job.harness.wait_until(lambda: refrains() or job.served(), "what the members do about it")
+    assert not job.served()
+    begin(job, "again", store="operators")
+    job.start("c", settings=HOSTS, **SPEC)
+    joined = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="c", after=before)
+    equal(job, "abc", joined)
+    job.leave(*"abc")
+
+
+def test_a_scheduler_that_a_newcomer_began_gives_the_endpoint_up_to_the_one_that_has_the_chain(job: Job) -> None:
+    """The newcomer knows of no chain, and so begins one where the operator's scheduler was."""
+    begin(job, "operators")
+    before = train(job, *"ab")
+    end(job, "operators")
+    job.start("c", settings=HOSTS, **SPEC)
+    job.harness.wait_until(job.served, "the newcomer's scheduler")
+    job.harness.wait_until(lambda: not job.served(), "the end of the newcomer's scheduler")
+    begin(job, "again", store="operators")
+    joined = job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="c", after=before)
+    equal(job, "abc", joined)
+    assert len(job.foundings()) == 1
+    job.leave(*"abc")
 
 
 @pytest.mark.slow  # etcd three times, and four generations of schedulers
@@ -129,7 +213,8 @@ def test_an_older_snapshot_of_etcd_decides_nothing_and_can_be_rebuilt(job: Job, 
         killed(job, "uv")
     with EtcdServers(tmp_path / "snapshot", 1) as servers:
         candidates(job, servers, "wx")
-        told = job.harness.wait_for("chain_stale", after=before)
+        told = first_ruling(job, before)
+        assert told.name == "chain_stale", told
         for name in "abc":
             goes_on(job, name, told)
         nothing_was_decided(job, before)

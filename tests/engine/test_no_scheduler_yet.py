@@ -1,0 +1,14 @@
+"""A newcomer comes before its scheduler: it says so while it waits, and it waits as long as it was told to."""
+
+from __future__ import annotations
+
+from engine_job import Job
+
+
+def test_a_newcomer_says_that_no_scheduler_answers_and_joins_when_one_does(job: Job) -> None:
+    job.start("a", settings={"host_scheduler": False})
+    first = job.harness.wait_for("notice", lambda r: "no scheduler answered at" in r["text"], node="a")
+    assert job.endpoint in first["text"]
+    job.harness.wait_for("notice", lambda r: "no scheduler answered at" in r["text"], node="a", after=first)
+    job.serve(min_nodes=1)
+    job.finish("a")
