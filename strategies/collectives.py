@@ -33,6 +33,8 @@ Gather = Callable[[str, bytes], list[tuple[str, bytes]] | None]
 
 _OWN = os.path.dirname(os.path.abspath(__file__))
 _SKIPPED = ("strategy.py", "collectives.py", "parallel.py", "strategy.py", "apply_func.py", "contextlib.py")
+LOG_DIR = "trainer.py:log_dir"
+"""Where `trainer.log_dir` broadcasts, which it does wherever it is asked for."""
 _LOGGED = {hook: f"values logged in {hook} with sync_dist=True" for hook in ("training_step", "validation_step")}
 
 
@@ -155,6 +157,10 @@ class Collectives:
         return all(answers) if every else any(answers)
 
     # ------------------------------------------------------------------ inside training_step
+
+    @property
+    def in_step(self) -> bool:
+        return self._in_step
 
     def enter_step(self, hook: str = "training_step") -> None:
         self._in_step, self._hook, self._waiting = True, hook, []

@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import IterableDataset
 
 from chaos_lightning.data.loader import ElasticLoader
+from chaos_lightning.errors import UnsupportedError
 from chaos_lightning.membership.types import GENESIS, Header, View
 from chaos_lightning.runtime.engine import Engine
 from chaos_lightning.strategies.loops import epoch_of
@@ -77,7 +78,14 @@ class TrainLoader:
 
     def __next__(self) -> Any:
         self._session.rest()
-        return next(self.begin())
+        batch = next(self.begin())
+        if batch is None:
+            raise UnsupportedError(
+                "the training loader's collate_fn gave None, and Lightning passes such a batch over, while the others "
+                "wait for this member's part in the step. Leave such samples out of the data set, or return None from "
+                "training_step"
+            )
+        return batch
 
     @property
     def under_way(self) -> bool:

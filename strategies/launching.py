@@ -34,6 +34,8 @@ class Launcher(_Launcher):
         session = self._strategy.session
         if trainer is not None and session is not None and session.departed:
             trainer.state.status = TrainerStatus.INTERRUPTED
+            # Not sooner: Lightning aborts where it reads this within fit.
+            trainer._signal_connector.received_sigterm |= session.terminated
         return result
 
     def kill(self, signum: Any) -> None:

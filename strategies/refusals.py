@@ -110,7 +110,7 @@ TABLE: tuple[Refusal, ...] = (
         "search callbacks",
         "they train on their own before fit, which others would have to take part in; run the search with one "
         "process first",
-        _callbacks(BatchSizeFinder, LearningRateFinder),
+        lambda t: "" if t.fast_dev_run else _callbacks(BatchSizeFinder, LearningRateFinder)(t),
     ),
     Refusal(
         "callbacks that change what is trained",

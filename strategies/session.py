@@ -85,6 +85,7 @@ class Session:
         gone: It did, and others go on without it.
         evaluating: The validation loader that is being dealt out at the moment.
         stepped: Number and header hash of the last committed optimizer step.
+        terminated: SIGTERM has asked this member to leave.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Session:
         self.config = config
         self._place = place
         self.in_job = False
-        self.departed = self.gone = False
+        self.departed = self.gone = self.terminated = False
         self.stepped = (0, "")
         self.evaluating: EvalLoader | None = None
         self._options = options
@@ -123,6 +124,8 @@ class Session:
         self._boundary_asked = False
         self._promotion_due = False
         self._keep_due = False
+        self._log_dir = ("", "")
+        """The writer that has told where it logs, and what it said."""
 
     # ------------------------------------------------------------------ parts
 
@@ -234,7 +237,11 @@ class Session:
         trainer = self.trainer
         engine = Engine(self.config)
         self._engine = self._source.engine = engine
-        extra = {"syncs": lambda: sorted(self.collectives.syncs), "gradients": lambda: self.stepper.gradients()}
+        extra = {
+            "syncs": lambda: sorted(self.collectives.syncs),
+            "gradients": lambda: self.stepper.gradients(),
+            "log_dir": lambda: self._log_dir,
+        }
         self._state = LightningState(trainer, self.elastic, trainer.strategy.reduce, extra, self._adopt_extra)
         self._stepper = Stepper(
             engine, trainer, self._state, lambda: self.elastic.current, lambda: self.elastic.spent()
@@ -243,7 +250,7 @@ class Session:
         engine.prepare(sections=self._stepper.sections, buffers=self._stepper.buffers)
         epoch = epoch_of(trainer)
         if self._options.leave_on_signals:
-            self._signals = Signals(engine.leave)
+            self._signals = Signals(self._leave, trainer._signal_connector)
         try:
             engine.join(
                 fingerprint={**fingerprint_of(trainer, self.elastic), **self._estimate_words()},
@@ -289,6 +296,8 @@ class Session:
         self.in_job = True
         fresh = engine.role == "founder" and not engine.resumed
         start_clocks(trainer, fresh=engine.role == "founder")
+        if engine.role == "founder":
+            self._log_dir = ("", "")  # what was kept with a state is of the job before
         self._samples.begin(engine.header.ledger)
         self._observe(fresh=fresh)
         if not fresh and epoch_of(trainer) != epoch_before:
@@ -309,6 +318,7 @@ class Session:
     def _adopt_extra(self, extra: Mapping[str, Any]) -> None:
         self.collectives.syncs = set(extra["syncs"])
         self.stepper.adopt_gradients(extra["gradients"])
+        self._log_dir = extra["log_dir"]
 
     # ------------------------------------------------------------------ the rest point
 
@@ -342,10 +352,26 @@ class Session:
         if self.departed:
             raise StopIteration
         self._promote_if_due(fresh=False)
+        self._tell_log_dir()
         self.stepper.prove()
         assert self._loader is not None
         self._loader.begin()
         self._refit()
+
+    def _tell_log_dir(self) -> None:
+        """All members learn where the writer logs, whenever there is another one: `trainer.log_dir` may be asked for in
+        training_step, where nothing can be exchanged."""
+        if self.trainer.loggers and len(self.members) > 1 and self._log_dir[0] != self.members[0]:
+            told = str(self.trainer.log_dir)
+            self._log_dir = (next(iter(self.members), ""), told)
+
+    def log_dir(self, own: Any) -> Any:
+        """What `trainer.log_dir` is within a step: the writer's, as it was told last.
+
+        Args:
+            own: This member's, which is its answer where it is the writer or nobody logs.
+        """
+        return own if self._environment.global_rank() == 0 or not self._log_dir[0] else self._log_dir[1]
 
     def _give_up_window(self) -> bool:
         """Whether a new pass begins although a window is open: `on_train_batch_start` returned -1 and so ended the
@@ -516,6 +542,10 @@ class Session:
         refit(self.trainer, self._total())
 
     # ------------------------------------------------------------------ going
+
+    def _leave(self, reason: str) -> None:
+        self.terminated |= "SIGTERM" in reason
+        self.engine.leave(reason)
 
     def fenced(self, error: FencedError) -> None:
         """The state is void from here on; get to the next rest point without anybody's help."""

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
@@ -49,6 +50,9 @@ from chaos_lightning.strategies.state import LightningState, reduced_buffers
 
 IDLE_KEY = "chaos_idle"
 """In `outputs` of `on_train_batch_end`: this member had no samples in this micro-batch."""
+
+_CAME_TO_NOTHING = "`training_step` returned `None`. If this was on purpose, ignore this warning..."
+"""Lightning's words, said here since Lightning sees a loss without a graph instead."""
 
 
 def sections_of(module: LightningModule, optimizers: list[Optimizer]) -> list[Section]:
@@ -137,6 +141,8 @@ class Stepper:
             with self._watch():
                 output = run()
         if output is None:
+            if not idle:
+                Closure.warning_cache.warn(_CAME_TO_NOTHING)
             self._skip_backward = True
             self._window.append(0.0)
             return {"loss": torch.zeros((), device=self._module.device), IDLE_KEY: idle}

@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.utilities.distributed import ReduceOp
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.connectors.data_connector import _worker_check
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.runtime.config import EngineConfig
 from chaos_lightning.strategies import results
-from chaos_lightning.strategies.collectives import Collectives
+from chaos_lightning.strategies.collectives import LOG_DIR, Collectives, call_site
 from chaos_lightning.strategies.companion import Companion
 from chaos_lightning.strategies.environment import ChaosEnvironment, local_rank
 from chaos_lightning.strategies.evaluation import EvalLoader, can_be_dealt, whole
@@ -178,12 +179,16 @@ class ChaosStrategy(ParallelStrategy):
         """Loaders of fit are dealt out among members; those of validate, test and predict run on this process alone."""
         if self.session is None:
             return dataloader
-        if self.session.trainer.training:
+        trainer = self.session.trainer
+        if trainer.training:
+            # Lightning checks what it gets from here, which is no DataLoader of torch's.
+            _worker_check(trainer, dataloader, "train_dataloader")
             return self.session.wrap(dataloader)
         everything = whole(dataloader)
         wanted = self.deals_validation or everything is not dataloader
-        if wanted and can_be_dealt(everything, self.session.trainer):
-            return EvalLoader(everything, self.session.trainer, self.session)
+        if wanted and can_be_dealt(everything, trainer):
+            _worker_check(trainer, dataloader, "val_dataloader")
+            return EvalLoader(everything, trainer, self.session)
         return everything
 
     def on_train_start(self) -> None:
@@ -303,6 +308,8 @@ class ChaosStrategy(ParallelStrategy):
         self.collectives.barrier(name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self.session is not None and self.collectives.in_step and call_site() == LOG_DIR:
+            return self.session.log_dir(obj)
         return self.collectives.broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:

@@ -47,6 +47,7 @@ def bare(tmp_path: Path) -> Trainer:
     [
         "_accelerator_connector.use_distributed_sampler",
         "_accelerator_connector._num_nodes_flag",
+        "_signal_connector.received_sigterm",
         "_val_check_time_interval",
         "should_stop",
         "fit_loop.epoch_progress.current.processed",

@@ -100,6 +100,21 @@ def test_all_findings_come_at_once(tmp_path: Path) -> None:
         trainer(tmp_path, callbacks=callbacks).fit(Regression(), loader())
 
 
+def test_a_search_that_fast_dev_run_leaves_out_is_not_refused(tmp_path: Path) -> None:
+    model = Regression()
+    with pytest.warns(UserWarning, match="Skipping learning rate finder"):
+        trainer(tmp_path, fast_dev_run=1, callbacks=[LearningRateFinder()]).fit(model, loader())
+    assert len(model.seen) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*train_dataloader yielded None")
+def test_a_batch_that_is_none_is_named(tmp_path: Path) -> None:
+    """Lightning passes it over, and so would be the only member without a step."""
+    nothing = loader(collate_fn=lambda rows: None)
+    with pytest.raises(UnsupportedError, match="collate_fn gave None"):
+        trainer(tmp_path).fit(Regression(), nothing)
+
+
 def test_several_training_loaders(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="2 training loaders"):
         trainer(tmp_path).fit(Regression(), [loader(), loader()])

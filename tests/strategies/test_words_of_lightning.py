@@ -6,6 +6,7 @@ import pickle
 import re
 import signal
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from strategy_models import Regression, WithMetrics, loader, trainer, weights
 from torch.utils.data import DataLoader
 
@@ -209,14 +213,15 @@ def test_a_plain_loop_is_refused_before_it_joins(model: Any, optimizer: Any, wor
 
 
 class Leaves(pl.Callback):
-    """Ctrl+C at the end of a batch."""
+    """Ctrl+C at the end of a batch, or another signal."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, number: int = signal.SIGINT) -> None:
         self.step = step
+        self.number = number
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == self.step:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(self.number)
             for thread in threading.enumerate():
                 if thread.name == "chaos-leave":
                     thread.join(20.0)
@@ -277,15 +282,27 @@ class Answers(Regression):
         return None if batch_idx == 1 else {"loss": loss, "answers": self.net(batch[0]), "names": ["x"], "number": 3}
 
 
+@pytest.fixture
+def nothing_said() -> Iterator[None]:
+    """Lightning says once in a process that training_step returned None."""
+    Closure.warning_cache.clear()
+    yield
+    Closure.warning_cache.clear()
+
+
+@pytest.mark.usefixtures("nothing_said")
 @pytest.mark.filterwarnings("ignore:.*training_step. returned .None")
 def test_outputs_of_a_batch_that_came_to_nothing(tmp_path: Path) -> None:
     plain, ours = Outputs(), Outputs()
     fitted(tmp_path, Answers(), loader(), callbacks=[plain], strategy="auto")
-    fitted(tmp_path, Answers(), loader(), callbacks=[ours])
+    Closure.warning_cache.clear()
+    with pytest.warns(UserWarning, match="training_step` returned `None"):
+        fitted(tmp_path, Answers(), loader(), callbacks=[ours])
     assert [sorted(o) for o in ours.seen] == [sorted(o) for o in plain.seen]
     assert ours.seen[1] == {}
 
 
+@pytest.mark.filterwarnings("ignore:.*training_step. returned .None")
 def test_outputs_of_an_idle_member_have_no_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last batch's loss, and of all that has one value per sample nothing: joining them to a list adds none."""
     outputs = Outputs()
@@ -305,6 +322,46 @@ def test_outputs_of_an_idle_member_have_no_samples(tmp_path: Path, monkeypatch: 
     assert idle["answers"].shape == (0, 1)
     assert (idle["names"], idle["number"]) == ([], 3)
     assert torch.cat([o["answers"] for o in outputs.seen if "answers" in o]).shape == (16, 1)
+
+
+# --- what Lightning says ---
+
+
+@pytest.mark.parametrize("stage", ["train", "val"])
+def test_few_workers_are_hinted_at(tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check looks at torch's DataLoader, and fit has other loaders."""
+    monkeypatch.setattr("lightning.fabric.utilities.data._num_cpus_available", lambda: 4)
+    with pytest.warns(PossibleUserWarning, match=f"The '{stage}_dataloader' does not have many workers"):
+        fitted(tmp_path, Regression(), loader(), loader(8))
+
+
+class AsksForItsFolder(Regression):
+    """As Lightning's documentation of `trainer.log_dir` has it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.folder = self.trainer.log_dir
+        return super().training_step(batch, batch_idx)
+
+
+def test_log_dir_within_training_step(tmp_path: Path) -> None:
+    model = AsksForItsFolder()
+    run = fitted(tmp_path, model, loader(), logger=CSVLogger(tmp_path))
+    assert model.folder == run.log_dir == str(tmp_path / "lightning_logs" / "version_0")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_handler_of_the_users_is_called(tmp_path: Path, number: int) -> None:
+    """And the job is left all the same."""
+    seen: list[int] = []
+    before = signal.signal(number, lambda number, frame: seen.append(number))
+    try:
+        run = fitted(tmp_path, Regression(), loader(), callbacks=[Leaves(4, number)])
+    finally:
+        signal.signal(number, before)
+    assert seen == [number]
+    assert run.interrupted
+    assert run.global_step == 4
+    assert run.received_sigterm is (number == signal.SIGTERM)
 
 
 # --- copies ---
