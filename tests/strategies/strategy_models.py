@@ -60,6 +60,18 @@ class Regression(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), self.lr)
 
 
+class AsksForItsFolder(Regression):
+    """As Lightning's documentation of `trainer.log_dir` has it; notes what it was told, by the step."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.logged: list[tuple[int, str]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.logged.append((self.trainer.global_step, self.trainer.log_dir))
+        return super().training_step(batch, batch_idx)
+
+
 def weights(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -283,6 +284,43 @@ def test_validation_comes_when_the_writers_clock_says_so(job: Job) -> None:
     for report in reports:
         steps = [line.split(":")[0] for line in report["trace"] if line.startswith("validation")]
         assert steps == ["validation at step 3", "validation at step 7"]
+
+
+def folders(job: Job, *reports: dict[str, Any]) -> set[str]:
+    """What `trainer.log_dir` was within training steps, by whose folder it is; the same to all who made a step."""
+    told: dict[int, set[str]] = {}
+    for report in reports:
+        for step, folder in report["logged"]:
+            told.setdefault(step, set()).add(str(Path(folder).relative_to(job.out / "csv")).partition("/")[0])
+    assert {len(names) for names in told.values()} == {1}, told
+    return set.union(*told.values())
+
+
+def test_founders_are_told_where_the_writer_logs(job: Job) -> None:
+    job.fresh(min_nodes=2)
+    for name in "ab":
+        job.start(name, log_as=name, model="AsksForItsFolder", callbacks=("log",), min_nodes=2)
+    a, b = job.finish("a", "b")
+    assert folders(job, a, b) == {"a" if a["rank"] == 0 else "b"}
+
+
+@pytest.mark.parametrize("join_by", ["pause", "replay"])
+def test_newcomers_and_heirs_are_told_where_the_writer_logs(job: Job, join_by: str) -> None:
+    """Each member logs to a folder of its own. b comes to a, then c to both, then the writer dies."""
+    spec = {"epochs": 40, "samples": 48, "model": "AsksForItsFolder", "callbacks": ("log",)}
+    job.start("a", log_as="a", gates={2: job.gate("start")}, worlds={2: job.gate("two"), 3: job.gate("a")}, **spec)
+    job.harness.wait_step(2)
+    job.start("b", log_as="b", **spec)
+    job.wait_admitted("b")
+    job.open("start")
+    admitted = job.harness.wait_for("joined", node="b")
+    job.start("c", log_as="c", options={"join_by": join_by}, **spec)
+    job.harness.wait_for("way_in", lambda r: r.member.startswith("c~"), after=admitted)
+    job.open("two")
+    job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3 and r["kind"] == "step", node="c")
+    job.harness.kill("a")
+    b, c = job.finish("b", "c")
+    assert folders(job, b, c) == {"a", "b"}
 
 
 def test_no_thread_outlives_fit(job: Job) -> None:

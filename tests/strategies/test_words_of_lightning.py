@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
-from strategy_models import Regression, WithMetrics, loader, trainer, weights
+from strategy_models import AsksForItsFolder, Regression, WithMetrics, loader, trainer, weights
 from torch.utils.data import DataLoader
 
 import chaos_lightning  # noqa: F401  (registers "chaos")
@@ -335,18 +335,11 @@ def test_few_workers_are_hinted_at(tmp_path: Path, stage: str, monkeypatch: pyte
         fitted(tmp_path, Regression(), loader(), loader(8))
 
 
-class AsksForItsFolder(Regression):
-    """As Lightning's documentation of `trainer.log_dir` has it."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.folder = self.trainer.log_dir
-        return super().training_step(batch, batch_idx)
-
-
 def test_log_dir_within_training_step(tmp_path: Path) -> None:
     model = AsksForItsFolder()
     run = fitted(tmp_path, model, loader(), logger=CSVLogger(tmp_path))
-    assert model.folder == run.log_dir == str(tmp_path / "lightning_logs" / "version_0")
+    assert run.log_dir == str(tmp_path / "lightning_logs" / "version_0")
+    assert {folder for _, folder in model.logged} == {run.log_dir}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
