@@ -244,7 +244,12 @@ class Session:
         }
         self._state = LightningState(trainer, self.elastic, trainer.strategy.reduce, extra, self._adopt_extra)
         self._stepper = Stepper(
-            engine, trainer, self._state, lambda: self.elastic.current, lambda: self.elastic.spent()
+            engine,
+            trainer,
+            self._state,
+            lambda: self.elastic.current,
+            lambda: self.elastic.spent(),
+            self._pass_is_over,
         )
         self._samples = SampleCount(trainer.lr_scheduler_configs)
         engine.prepare(sections=self._stepper.sections, buffers=self._stepper.buffers)
@@ -405,7 +410,7 @@ class Session:
         with self.stepper.stepping():
             result = closure()
         number = self.stepper.number(optimizer)
-        if not self.stepper.holds_average(number):
+        if not self.stepper.holds_average(number) or self.stepper.assigned(number):
             self._average(number)
         self.stepper.stepped(number)
         return result
@@ -457,8 +462,13 @@ class Session:
     def manual_backward(self, run: Callable[[], None]) -> None:
         """One backward pass of manual optimization and its average, or none if this member is out of the job."""
         if self.in_job:
-            with contextlib.suppress(NoStep):
-                self.stepper.manual_backward(run, self._average)
+            self.stepper.manual_backward(run)
+
+    def _pass_is_over(self) -> None:
+        """The average of what a backward pass of manual optimization reached."""
+        with contextlib.suppress(NoStep):
+            for number in self.stepper.reached:
+                self._average(number)
 
     def applies(self, optimizer: Optimizer) -> bool:
         """Whether a step may be taken although this member is out of the job: the others take it, too."""

@@ -20,8 +20,10 @@ stand-in batch, with weight 0 and without effect on gradients, metrics and logs.
 Under manual optimization nobody knows after which backward pass the user looks at `.grad`, clips it or steps. So each
 pass ends with the average, as with DDP: one slot for each optimizer whose parameters it reached, weighted by the
 micro-batch that it is of. What had been accumulated before is an average already, the same on all members, and stays
-what it is. The optimizer then steps without a slot. Only gradients that came about in another way (a plain
-`loss.backward()`, or assigned by hand) are averaged when their optimizer steps.
+what it is. The optimizer then steps without a slot. A plain `loss.backward()` within training_step ends so, too: its
+first gradient asks autograd to call back when the pass is over. Only gradients that came about in another way (assigned
+by hand, or outside of training_step) are averaged when their optimizer steps. One that was assigned may have been made
+of the average; then it is the same on all members, and its average is itself.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from chaos_lightning.collectives.layout import Section
@@ -79,6 +82,7 @@ class Stepper:
         state: For state hashes.
         current: What the loader says about the present micro-batch.
         spent: What a contribution made now spends.
+        pass_is_over: Manual optimization: takes the slots of the optimizers that a backward pass `reached`.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class Stepper:
         state: LightningState,
         current: Callable[[], MicroBatch | None],
         spent: Callable[[], tuple[Spent, ...]],
+        pass_is_over: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._trainer = trainer
@@ -95,6 +100,9 @@ class Stepper:
         self._state = state
         self._current = current
         self._spent = spent
+        self._pass_is_over = pass_is_over
+        self._awaits_pass = False
+        """Manual optimization: whether the next gradient is a plain pass's first one."""
         self.sections = sections_of(self._module, trainer.optimizers)
         self._trained = {id(p) for s in self.sections for _, p in s.params}
         reduced = reduced_buffers(self._module)
@@ -109,6 +117,8 @@ class Stepper:
         """Manual optimization: optimizers whose gradients have changed since they were averaged."""
         self._averaged: set[int] = set()
         """Manual optimization: optimizers whose gradients have been averaged since they stepped."""
+        self._averages: dict[int, Tensor] = {}
+        """Manual optimization: the last average of each parameter's gradient, by the parameter's id."""
         self._hooks = [] if self.automatic else self._watch_gradients()
         self._skip_backward = False
         self._stepping = False
@@ -135,7 +145,11 @@ class Stepper:
         self.would_sync = False
         if not self.automatic:
             self._present = 0.0 if idle else self._weight(part, batch, batch_idx)
-            return self._run_idle(run) if idle else run()
+            self._awaits_pass = True
+            try:
+                return self._run_idle(run) if idle else run()
+            finally:
+                self._awaits_pass = False
         output = None
         if not idle:
             with self._watch():
@@ -254,6 +268,7 @@ class Stepper:
         self._hash = ""
         self._reached.discard(number)
         self._averaged.add(number)
+        self._note_averages(number)
         self.forget_window()
         return header
 
@@ -262,40 +277,67 @@ class Stepper:
     def _watch_gradients(self) -> list[Any]:
         """Hooks that tell which optimizers a backward pass reached."""
 
-        def reached(number: int) -> Callable[[Tensor], None]:
-            return lambda _: self._reached.add(number)
+        def reaches(number: int) -> Callable[[Tensor], None]:
+            return lambda _: self._reaches(number)
 
         return [
-            param.register_post_accumulate_grad_hook(reached(number))  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(reaches(number))  # type: ignore[no-untyped-call]
             for number, section in enumerate(self.sections)
             for _, param in section.params
         ]
 
-    def manual_backward(self, run: Callable[[], None], average: Callable[[int], None]) -> None:
-        """One backward pass of the user's, and the average of what it reached.
+    def _reaches(self, number: int) -> None:
+        """A backward pass has come to a parameter of this optimizer."""
+        self._reached.add(number)
+        if self._awaits_pass:
+            self._awaits_pass = False
+            Variable._execution_engine.queue_callback(self._plain_pass_is_over)  # type: ignore[attr-defined]
 
-        Args:
-            run: The pass.
-            average: Takes the slot of one optimizer; may raise, and then nothing means anything any more.
-        """
+    def _plain_pass_is_over(self) -> None:
+        self._awaits_pass = True
+        self._pass_is_over()
+
+    @property
+    def reached(self) -> tuple[int, ...]:
+        """Manual optimization: optimizers whose gradients have changed since they were averaged, in order."""
+        return tuple(sorted(self._reached))
+
+    def manual_backward(self, run: Callable[[], None]) -> None:
+        """One backward pass of `LightningModule.manual_backward`, and the average of what it reached."""
         kept = None
         if self._present == 0.0:
             # What a stand-in batch gives must not add to what is there; nor is anything else there if nobody has more.
             kept = [(p, p.grad) for s in self.sections for _, p in s.params]
             for param, _ in kept:
                 param.grad = None
-        run()
-        for number in sorted(self._reached):
-            average(number)
+        awaited, self._awaits_pass = self._awaits_pass, False
+        try:
+            run()
+        finally:
+            self._awaits_pass = awaited
+        self._pass_is_over()
         if kept is not None:
             unweighed = self._engine.header.total_weight <= 0
             for param, grad in kept:
                 if unweighed or param.grad is None:
                     param.grad = grad
+            for number in self._averaged:
+                self._note_averages(number)
 
     def holds_average(self, number: int) -> bool:
         """Whether this optimizer's gradients are an average that it has not stepped with."""
         return number in self._averaged and number not in self._reached and not self.automatic
+
+    def assigned(self, number: int) -> bool:
+        """Whether somebody has put another gradient in the place of an average."""
+        return any(
+            param.grad is not None and param.grad is not self._averages.get(id(param))
+            for _, param in self.sections[number].params
+        )
+
+    def _note_averages(self, number: int) -> None:
+        if not self.automatic:
+            self._averages |= {id(p): p.grad for _, p in self.sections[number].params if p.grad is not None}
 
     def stepped(self, number: int) -> None:
         """This optimizer steps: gradients that are assigned to it from here on are this member's own."""
@@ -322,6 +364,8 @@ class Stepper:
                 grad = given["grads"].get(name)
                 param.grad = grad.to(param.device) if grad is not None else None
         self._averaged, self._reached = set(given["averaged"]), set()
+        for number in self._averaged:
+            self._note_averages(number)
 
     def close(self) -> None:
         """Removes the hooks."""
