@@ -1,7 +1,8 @@
 """The cluster as Lightning sees it: rank and world size come live from the view, not from RANK and WORLD_SIZE.
 
-Theory of operation. Three phases. *Outside a job* (validate, test, predict, or before fit) this process is rank 0 of
-1 and works alone. *Setting up* for fit, it is what it expects to be at its first batch (place.py), and collectives do
+Theory of operation. Three phases. *Outside a job* this process is rank 0 of 1 and works alone. So it does in validate,
+test and predict before fit, but one of those that run the script writes: the others count as what they expect to be
+in fit. *Setting up* for fit, it is what it expects to be at its first batch (place.py), and collectives do
 nothing. Once it has left the job, or was put out, it must not look like the writer: it is rank 1 of 2. *In the
 job* rank and world size are those of the view at the last committed slot; the training thread sets them, so they never
 change under its feet.

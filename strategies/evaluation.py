@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
+from chaos_lightning.errors import UnsupportedError
 from chaos_lightning.strategies import results
 from chaos_lightning.strategies.data import themselves
 
@@ -45,6 +46,22 @@ def whole(loader: Any) -> Any:
     rank and a world size that change, and dealing out is what such a sampler is for."""
     if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
         return _update_dataloader(loader, SequentialSampler(loader.dataset), mode=RunningStage.VALIDATING)
+    return loader
+
+
+def unsharded(loader: Any) -> Any:
+    """For validate, test and predict, in which each process works alone: a loader over all samples.
+
+    Raises:
+        UnsupportedError: It was cut by a rank and a world size in a way that cannot be undone.
+    """
+    loader = whole(loader)
+    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if isinstance(inner, DistributedSampler) and inner.num_replicas > 1:
+        raise UnsupportedError(
+            "a loader of validate, test or predict uses DistributedSampler, which shards by rank, while each process "
+            "works alone on it; give it a plain sampler"
+        )
     return loader
 
 

@@ -8,6 +8,9 @@ the next one rank 1, and so on. Alone with `min_nodes=1` that is the truth. Wher
 somebody is waiting already, only the scheduler's machine has a rank 0, so that there is one at most; with a scheduler
 elsewhere there is none, and who becomes the writer makes up at its first batch for what Lightning writes as rank 0.
 
+Who validates, tests or predicts before fit takes such a place, too, so that one of the processes writes, and keeps it
+until fit: else one that comes when another is through would write as well. All Trainers of a process share it.
+
 The founders' order in the job is the order in which they come, so a founder may get another rank at its first batch.
 """
 
@@ -16,6 +19,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import weakref
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -33,7 +38,7 @@ _MOST_FOUNDERS = 4096
 
 
 class Place:
-    """The place of one process in one fit, until it enters the job.
+    """The place of one process in one fit, until it enters the job, or until the object is no longer needed.
 
     Attributes:
         rank: Its own.
@@ -41,8 +46,8 @@ class Place:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._lock: FileIO | None = None
-        self._path = Path()
+        self.leave: Callable[[], object] = lambda: None
+        """The job says from here on who this process is. Idempotent."""
         status = _status(config)
         members = _members(status)
         if members:
@@ -69,20 +74,39 @@ class Place:
                 number += 1
                 continue
             if _is(file, path):
-                self._lock, self._path = file, path
+                self.leave = weakref.finalize(self, _release, file, path, os.getpid())
                 break
             file.close()  # whoever had it took the file away with it
         return number
 
-    def leave(self) -> None:
-        """The job says from here on who this process is. Idempotent."""
-        if self._lock is not None:
-            file, self._lock = self._lock, None
-            # Explicitly: a process forked meanwhile, such as a loader's worker, has the file open, too.
-            with contextlib.suppress(OSError):
-                self._path.unlink()
-            fcntl.flock(file, fcntl.LOCK_UN)
-            file.close()
+
+_evaluating: weakref.WeakValueDictionary[Path, Place] = weakref.WeakValueDictionary()
+
+
+def place_to_evaluate(config: EngineConfig) -> Place:
+    """Of this process before it trains; whoever evaluates holds it."""
+    key = _path(config, 0)
+    place = _evaluating.get(key)
+    if place is None:
+        place = _evaluating[key] = Place(config)
+    return place
+
+
+def end_evaluating(config: EngineConfig) -> None:
+    """This process is about to take a place in a fit."""
+    place = _evaluating.pop(_path(config, 0), None)
+    if place is not None:
+        place.leave()
+
+
+def _release(file: FileIO, path: Path, owner: int) -> None:
+    """Unlocks explicitly: a process forked meanwhile, such as a loader's worker, has the file open, too. In such a one
+    nothing is done."""
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()
 
 
 def _is(file: FileIO, path: Path) -> bool:

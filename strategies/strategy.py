@@ -7,6 +7,7 @@ of fit there is no session, and everything behaves as on a single device.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -26,16 +27,18 @@ from chaos_lightning.strategies import results
 from chaos_lightning.strategies.collectives import LOG_DIR, Collectives, call_site
 from chaos_lightning.strategies.companion import Companion
 from chaos_lightning.strategies.environment import ChaosEnvironment, local_rank
-from chaos_lightning.strategies.evaluation import EvalLoader, can_be_dealt, whole
+from chaos_lightning.strategies.evaluation import EvalLoader, can_be_dealt, unsharded, whole
 from chaos_lightning.strategies.launching import Launcher
 from chaos_lightning.strategies.loops import agree_on_validation, batches_begun
 from chaos_lightning.strategies.options import ChaosOptions
-from chaos_lightning.strategies.place import Place
+from chaos_lightning.strategies.place import Place, end_evaluating, place_to_evaluate
 from chaos_lightning.strategies.preparing import DataTurn
 from chaos_lightning.strategies.refusals import check_host_version, refuse, refuse_loaders, warn_ignored
 from chaos_lightning.strategies.saving import agree, explained, save
 from chaos_lightning.strategies.schedules import go_by_step
 from chaos_lightning.strategies.session import DataMode, NoStep, Session
+
+_log = logging.getLogger("chaos_lightning")
 
 
 class ChaosStrategy(ParallelStrategy):
@@ -87,12 +90,15 @@ class ChaosStrategy(ParallelStrategy):
         self.session: Session | None = None
         self.collectives = Collectives(self._gather, self._device)
         self._turn = DataTurn(self.environment)
+        self._place: Place | None = None
+        """Of this process among those that evaluate before fit."""
+        self._has_fitted = False
         self._deal_validation: bool | None = None
         self._unroute: Callable[[], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a Trainer has no part in the job."""
-        return {**vars(self), "session": None, "_unroute": None}
+        return {**vars(self), "session": None, "_unroute": None, "_place": None}
 
     # ------------------------------------------------------------------ where this process runs
 
@@ -143,8 +149,13 @@ class ChaosStrategy(ParallelStrategy):
         # Without one, as after `strategy.connect(model)` by hand, there is nothing but a model to save.
         trainer: Trainer | None = model._trainer
         self.session = None
-        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+        if trainer is None:
             return
+        if trainer.state.fn != TrainerFn.FITTING:
+            if trainer.state.fn is not None:
+                self._evaluate()
+            return
+        self._has_fitted = True
         check_host_version()
         # Samples are dealt here; a DistributedSampler would shard a second time.
         connector = trainer._accelerator_connector
@@ -152,10 +163,29 @@ class ChaosStrategy(ParallelStrategy):
             self._deal_validation = connector.use_distributed_sampler
         connector.use_distributed_sampler = False
         trainer.callbacks[:] = [Companion(self), *(c for c in trainer.callbacks if not isinstance(c, Companion))]
-        config = EngineConfig.build({**self._given, **self.options.for_engine()})
+        config = self._config()
+        end_evaluating(config)
         place = Place(config)
         self.environment.place(place.rank, place.world_size)
         self.session = Session(trainer, config, place, self.options, self.data, self.environment, self.collectives)
+
+    def _config(self) -> EngineConfig:
+        return EngineConfig.build({**self._given, **self.options.for_engine()})
+
+    def _evaluate(self) -> None:
+        """validate, test and predict evaluate everything in every process. So that one of those that run this script
+        writes, each has before fit the place that it would have in fit, and keeps it; after fit it is what fit made
+        it."""
+        if self._has_fitted or self._place is not None:
+            return
+        self._place = place_to_evaluate(self._config())
+        self.environment.place(self._place.rank, self._place.world_size)
+        if self._place.rank:
+            _log.warning(
+                "this process evaluates all data, and logs and writes nothing: it would be rank %d of job %r, and rank "
+                "0 writes. To evaluate beside the job, use another strategy, or another job name",
+                self._place.rank, self._config().job,
+            )  # fmt: skip
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -178,7 +208,7 @@ class ChaosStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Loaders of fit are dealt out among members; those of validate, test and predict run on this process alone."""
         if self.session is None:
-            return dataloader
+            return unsharded(dataloader)
         trainer = self.session.trainer
         if trainer.training:
             # Lightning checks what it gets from here, which is no DataLoader of torch's.

@@ -154,6 +154,18 @@ def slow_acceptor() -> None:
     Links._accept_all = accept_all  # type: ignore[method-assign]
 
 
+def evaluate(trainer: pl.Trainer, model: pl.LightningModule, samples: int, batch: int) -> dict[str, Any]:
+    """validate, test and predict before fit, on data that the user shards by rank; the last time with a word of it."""
+    held_out = models.data(samples)
+    rows = {}
+    for name in ("validate", "test"):
+        sampler = DistributedSampler(held_out, trainer.world_size, trainer.global_rank, shuffle=False)
+        (rows[name],) = getattr(trainer, name)(model, DataLoader(held_out, batch, sampler=sampler), verbose=False)
+    predicted = trainer.predict(model, DataLoader(held_out, batch))
+    who = (trainer.global_rank, trainer.world_size, trainer.is_global_zero)
+    return {"who": who, **rows, "predicted": sum(len(p) for p in predicted)}
+
+
 def make_model(spec: dict[str, Any]) -> pl.LightningModule:
     return getattr(models, spec.get("model", "Regression"))(**spec.get("model_args", {}))
 
@@ -163,7 +175,7 @@ def member(spec: dict[str, Any]) -> None:
 
     Args:
         spec: name, port, out (folder of the report); samples, batch, val_samples, val_batch, val_loaders, epochs,
-            gates, batches, by_rank (validation data are),
+            gates, batches, by_rank (validation data are), evaluates (before fit, on as many data and by rank),
             model, model_args, trainer, options, data, callbacks ("checkpoint", "steps", "stopping", "log"),
             every_n_train_steps and ckpt_dir (of "steps"), plan (of faults),
             dies_writing ("half", "whole"), room (for so many checkpoints; then the disk is full, and the report is what
@@ -237,6 +249,9 @@ def member(spec: dict[str, Any]) -> None:
         )
     val_samples, val_batch = spec.get("val_samples", 8), spec.get("val_batch", 4)
     held_out = [models.loader(val_samples, val_batch) for _ in range(spec.get("val_loaders", 1))]
+    evaluated: dict[str, Any] = {}
+    if spec.get("evaluates"):
+        evaluated = evaluate(trainer, model, val_samples, val_batch)
     before = set(threading.enumerate())
     if "room" in spec:
         full_disk(spec["room"])
@@ -258,6 +273,7 @@ def member(spec: dict[str, Any]) -> None:
     torch.save(
         {
             "val_loss": val_loss,
+            "evaluated": evaluated,
             "threads": threads,
             "validated": getattr(model, "validated", 0),
             "weights": models.weights(model),

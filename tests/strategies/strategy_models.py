@@ -134,6 +134,16 @@ class Counting(Regression):
         self.log("val_max", y.max(), reduce_fx="max", on_step=True, on_epoch=True, sync_dist=True)
 
 
+class Evaluated(Counting):
+    """Can be tested and asked, too."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_count", float(len(batch[0])), reduce_fx="sum")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+
 class Gan(pl.LightningModule):
     """Two optimizers, manual optimization, a scheduler stepped by hand, toggled parameters."""
 

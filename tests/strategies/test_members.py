@@ -286,6 +286,29 @@ def test_validation_comes_when_the_writers_clock_says_so(job: Job) -> None:
         assert steps == ["validation at step 3", "validation at step 7"]
 
 
+def test_one_of_several_processes_writes_what_it_evaluates_before_fit(job: Job) -> None:
+    """All run one script, which validates, tests and predicts before it trains; the third one comes late. Each judges
+    all data, one logs."""
+    job.fresh(min_nodes=2)
+    spec = {
+        "samples": 48, "model": "Evaluated", "val_samples": 22, "evaluates": True, "min_nodes": 2,
+        "callbacks": ("log",),
+    }  # fmt: skip
+    job.start("a", gates={2: job.gate("a")}, log_as="a", **spec)
+    job.harness.wait_for("notice", lambda r: "min_nodes=2" in str(r.get("text")), node="a")
+    job.start("b", log_as="b", **spec)
+    job.harness.wait_step(2, node="a")
+    job.start("c", log_as="c", **spec)
+    job.wait_admitted("c")
+    job.open("a")
+    reports = job.finish("a", "b", "c")
+    assert [r["evaluated"]["who"] for r in reports] == [(0, 2, True), (1, 2, False), (2, 3, False)]
+    for report in reports:
+        evaluated = report["evaluated"]
+        assert evaluated["validate"]["val_count"] == evaluated["test"]["test_count"] == evaluated["predicted"] == 22
+    assert [(job.out / "csv" / name).exists() for name in "abc"] == [True, False, False]
+
+
 def folders(job: Job, *reports: dict[str, Any]) -> set[str]:
     """What `trainer.log_dir` was within training steps, by whose folder it is; the same to all who made a step."""
     told: dict[int, set[str]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelSummary, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from strategy_models import Counting, Regression, data, loader, trainer, weights
+from strategy_models import Counting, Evaluated, Regression, data, loader, trainer, weights
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 import chaos_lightning  # noqa: F401
+from chaos_lightning.errors import UnsupportedError
 from chaos_lightning.strategies import ChaosStrategy
 from chaos_lightning.strategies.writer import StableLog, open_loggers
 
@@ -75,6 +77,33 @@ def test_who_is_alone_is_the_writer_from_the_start(tmp_path: Path) -> None:
     assert set(ranks.seen.values()) == {(0, 1)}
     fit.validate(model, loader(8), verbose=False)
     assert ranks.seen["setup validate"] == (0, 1)
+
+
+def test_all_trainers_of_a_process_evaluate_and_train_as_one(tmp_path: Path) -> None:
+    """Two evaluate before fit, a third one trains, a fourth one evaluates after it: each is the writer."""
+    seen: list[Any] = []
+    kept = []
+    for hook in ("validate", "test", "fit", "validate"):
+        ranks = Ranks()
+        run = trainer(tmp_path, callbacks=[ranks])
+        model = Evaluated()
+        if hook == "fit":
+            run.fit(model, loader(), loader(8))
+        else:
+            getattr(run, hook)(model, loader(8), verbose=False)
+        seen.append(set(ranks.seen.values()))
+        kept.append(run)
+    assert seen == [{(0, 1)}] * 4
+    copy = pickle.loads(pickle.dumps(kept[0].strategy))
+    assert copy.global_rank == 0
+
+
+def test_a_loader_that_is_cut_by_rank_is_refused_where_it_cannot_be_made_whole(tmp_path: Path) -> None:
+    sharded = DistributedSampler(data(22), num_replicas=2, rank=1)
+    with pytest.raises(UnsupportedError, match="shards by rank"):
+        trainer(tmp_path).predict(Evaluated(), DataLoader(data(22), 4, sampler=sharded))
+    (rows,) = trainer(tmp_path).test(Evaluated(), DataLoader(data(22), 4, sampler=sharded), verbose=False)
+    assert rows["test_count"] == 22
 
 
 @pytest.mark.usefixtures("newcomer")
