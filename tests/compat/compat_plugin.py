@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import os
 import socket
 from collections.abc import Generator, Iterator
@@ -74,6 +75,11 @@ class Compat:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self._write({**self._outcome, "built": self._built})
+
+    def pytest_sessionfinish(self) -> None:
+        """A test that ran out of time may have left processes that wait for each other, and Python for them."""
+        for child in multiprocessing.active_children():
+            child.terminate()
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._out is not None:

@@ -52,6 +52,24 @@ TESTS = """
 """
 
 
+def test_what_a_test_leaves_running_holds_nothing_up(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python waits for such a process at its end."""
+    pytester.makepyfile(
+        test_tiny="""
+        import multiprocessing
+        import time
+
+        def test_leaves_a_process():
+            multiprocessing.Process(target=time.sleep, args=(600.0,)).start()
+        """
+    )
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{Path(__file__).parents[2]}")
+    assert pytester.runpytest_subprocess("-p", "compat_plugin", "-p", "no:cacheprovider", timeout=200.0).ret == 0
+
+
 def test_tests_train_with_chaos_and_say_how_it_ended(
     pytester: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
