@@ -126,12 +126,15 @@ class Manual(Model):
         clip: Arguments of `clip_gradients`.
         optimizers: One for all parameters, or two, each for a layer.
         every: Micro-batches whose gradients are summed for a step.
+        plain: Whether backward passes are torch's own, and not `manual_backward`.
     """
 
-    def __init__(self, clip: Mapping[str, Any] | None = None, optimizers: int = 1, every: int = 1) -> None:
+    def __init__(
+        self, clip: Mapping[str, Any] | None = None, optimizers: int = 1, every: int = 1, plain: bool = False
+    ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.clip, self.count, self.every = clip, optimizers, every
+        self.clip, self.count, self.every, self.plain = clip, optimizers, every, plain
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         found = self.optimizers()
@@ -140,7 +143,10 @@ class Manual(Model):
             if len(steps) > 1:
                 self.toggle_optimizer(optimizer)
             loss = self.loss(batch)
-            self.manual_backward(loss / self.every)
+            if self.plain:
+                (loss / self.every).backward()
+            else:
+                self.manual_backward(loss / self.every)
             if (batch_idx + 1) % self.every == 0:
                 if self.clip is not None:
                     self.clip_gradients(optimizer, **self.clip)
@@ -301,6 +307,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         name="clipping by value, manual",
         model=lambda: Manual({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    ),
+    Feature(
+        name="clipping by norm, manual, after `loss.backward()`",
+        model=lambda: Manual({"gradient_clip_val": 0.05, "gradient_clip_algorithm": "norm"}, every=2, plain=True),
     ),
     Feature(name="StepLR by epochs", model=_scheduled(lambda o, t: _lr.StepLR(o, 1, 0.5))),
     Feature(name="StepLR by steps", model=_scheduled(_by_step(lambda o: _lr.StepLR(o, 4, 0.5)))),
@@ -508,7 +518,7 @@ def judged(folder: Path, number: int, feature: Feature, world: int) -> Row:
         if (path := folder / f"{how}-{kind}-{number}").exists() and (found := _read(path))
     }
     if any("missing" in result for result in members):
-        return Row(feature, world, f"not tried: {next(r['missing'] for r in members if 'missing' in r)}", True)
+        return Row(feature, world, absent(next(r["missing"] for r in members if "missing" in r)), True)
     refusals = {result.get("refused", "") for result in members}
     if refusals != {""}:
         held = len(refusals) == 1 and all("facts" not in result for result in members)
@@ -535,6 +545,13 @@ def said(refusal: str) -> str:
     """The part of a refusal that names the feature and the reason."""
     lines = [line.removeprefix("- ") for line in refusal.splitlines() if line.startswith("- ")]
     return lines[0] if lines else refusal
+
+
+def absent(words: str) -> str:
+    """What Lightning says of a package that it would need, in fewer words."""
+    packages = re.findall(r"Requirement '(\w+)' not met", words)
+    needed = " or ".join(f"`{name}`" for name in sorted(packages)) or words
+    return f"not tried: needs {needed}, which chaos-lightning does not need and is not installed here"
 
 
 def rows(folder: Path, deadline_s: float, only: str = "") -> list[Row]:
@@ -571,7 +588,7 @@ def described(found: Sequence[Row]) -> str:
         against = "one process, Lightning's strategy and `chaos`" if feature.plain else "one process with `chaos`"
         if feature.parts:
             against = "one process that accumulates the same micro-batches, Lightning's strategy"
-        same = "refused" in two.words and two.words == three.words
+        same = two.words.startswith(("refused", "not tried")) and two.words == three.words
         cells = [feature.name, feature.numbers, against if "equal" in two.words else "",
                  compat_run.one_line(two.words), "the same" if same else compat_run.one_line(three.words)]  # fmt: skip
         out.append("| " + " | ".join(cells) + " |")

@@ -32,6 +32,13 @@ def test_equal_members_are_equal(tmp_path: Path) -> None:
     assert (row.held, row.words) == (True, "equal (0e+00)")
 
 
+def test_a_package_that_is_not_here_is_named(tmp_path: Path) -> None:
+    words = "Neither is available. Requirement 'tensorboardX' not met. HINT: ... Requirement 'tensorboard' not met."
+    row = judged(tmp_path, {"missing": words, "refused": "", "error": words})
+    assert row.held
+    assert row.words.startswith("not tried: needs `tensorboard` or `tensorboardX`, which")
+
+
 def test_one_number_of_one_member_that_differs_is_seen(tmp_path: Path) -> None:
     row = judged(tmp_path, {"facts": EQUAL}, {"facts": {**EQUAL, "weights": [1.0, 2.00001]}})
     assert not row.held
