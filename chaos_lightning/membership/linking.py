@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 
+from chaos_lightning.membership import nodes
 from chaos_lightning.membership.effects import Answer, Chain, LinkWish
 from chaos_lightning.membership.roster import NEWCOMER, Peer, Standing, has_place
 from chaos_lightning.membership.scheduler_state import Phase, SchedulerState
@@ -149,7 +150,19 @@ class Linking(SchedulerState, ABC):
         ready = [p for p in here if not self._speaks_alone(p, [*anchors, *here])]
         if not anchors:
             return self._together(ready) if len(ready) > 1 else ready
-        return [p for p in ready if any(self._usable(p, m) for m in anchors)]
+        return [p for p in ready if any(self._leads(p, m) for m in anchors)]
+
+    def _staying(self) -> int:
+        """How many nodes of the latest view do not leave."""
+        return nodes.count(p.member for p in self._members() if not p.leaving)
+
+    def _few(self) -> bool:
+        """Whether fewer than min_nodes can go on, so that newcomers count over any link that stands (14)."""
+        return self.phase is Phase.HOLDING or self._staying() < max(1, self.settings.min_nodes)
+
+    def _leads(self, newcomer: Peer, member: Peer) -> bool:
+        """Whether it can come in by its link to this one; by a link that carries nothing only where it is needed."""
+        return self._usable(newcomer, member, patient=not self._few())
 
     def _reachable(self, members: Sequence[str]) -> list[Peer]:
         """Newcomers that are ready and links lead to from these members, over each other if need be.
@@ -163,10 +176,10 @@ class Linking(SchedulerState, ABC):
 
     def _strand(self, newcomers: list[Peer], members: list[Peer]) -> None:
         """Takes their places from newcomers that no link leads to, and gives one to whom a link leads again."""
-        anchors = [m.id for m in members] or list(self._best_part(newcomers))
+        anchors = self._anchors(newcomers, members)
         for peer in newcomers:
             others = (self.peers[m] for m in anchors)
-            if peer.id in anchors or any(m.id in peer.up and self._usable(peer, m) for m in others):
+            if peer.id in anchors or any(m.id in peer.up and self._leads(peer, m) for m in others):
                 peer.asked.pop(_NO_LINK, None)
                 if peer.stranded and has_place(peer.member, self.peers, self.settings):
                     peer.stranded = False
@@ -175,15 +188,33 @@ class Linking(SchedulerState, ABC):
             elif self.now - peer.asked.setdefault(_NO_LINK, self.now) > NEIGHBOUR_PATIENCE_S:
                 peer.stranded = True
 
+    def _anchors(self, newcomers: list[Peer], members: list[Peer]) -> Sequence[str]:
+        """To one of these a newcomer must have a link.
+
+        That is a member; where fewer than min_nodes are in, also another newcomer that is linked to one, over others if
+        need be. Who has no place holds nobody together.
+        """
+        placed = [p for p in newcomers if not p.stranded]
+        ids = [m.id for m in members]
+        if not members:
+            return self._best_part(placed) or self._best_part(newcomers)
+        if not self._few():
+            return ids
+        here = [*members, *placed]
+        return [m for g in parts([p.id for p in here], self._linked(here)) if set(ids).intersection(g) for m in g]
+
     def _best_part(self, newcomers: list[Peer]) -> tuple[str, ...]:
         """Of newcomers that are to found the job the largest part that links hold together."""
         ids = [p.id for p in newcomers]
-        linked = frozenset(
+        return next(iter(ranked(parts(ids, self._linked(newcomers)), ids)), ())
+
+    def _linked(self, peers: list[Peer]) -> frozenset[Pair]:
+        """Pairs of which an end has said that their link stands."""
+        return frozenset(
             pair(a.id, b.id)
-            for a, b in combinations(newcomers, 2)
+            for a, b in combinations(peers, 2)
             if (b.id in a.up or a.id in b.up) and self._usable(a, b, patient=False)
         )
-        return next(iter(ranked(parts(ids, linked), ids)), ())
 
     def _speaks_alone(self, peer: Peer, others: Iterable[Peer]) -> bool:
         """Whether it says that a link stands of which its other end, which would say so, has not said a word yet.
@@ -450,7 +481,7 @@ class Linking(SchedulerState, ABC):
         """Newcomers that are ready but have no link to a member learn what they wait for."""
         members = self._living()
         for peer in newcomers if members else ():
-            if peer.standing is Standing.LINKING or any(self._usable(peer, m) for m in members):
+            if peer.standing is Standing.LINKING or any(self._leads(peer, m) for m in members):
                 peer.asked.pop("", None)
                 continue
             if self.now - peer.asked.setdefault("", self.now) > NEIGHBOUR_PATIENCE_S:

@@ -194,6 +194,8 @@ class Rewiring(Serving):
             self._cut[member] = f"no link leads to {whom} ({len(best[0])} of {len(order)} members)"
         if not self._cut:
             self._cut_at = None
+        for member in order:  # if too few are left, a newcomer that links them takes the place of one that is cut off
+            self.peers[member].stranded = member in self._cut
         return {m: reports[m] for m in best[0]}
 
     # ------------------------------------------------------------------ links that come and go in good order

@@ -331,7 +331,7 @@ class SchedulerMachine(Keeping):
     def _near(self, ready: list[Peer], latest: View, leaving: list[str]) -> list[Peer]:
         """Newcomers with a link to a member that stays, if any stays."""
         staying = [self.peers[m] for m in latest.ids() if m not in leaving]
-        return [p for p in ready if not staying or any(self._usable(p, m) for m in staying)]
+        return [p for p in ready if not staying or any(self._leads(p, m) for m in staying)]
 
     def _loose(self, latest: View, leaving: list[str]) -> list[str]:
         """Those of the leavers that can go without parting the others; all of them if there are none."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from chaos_lightning.membership import nodes
 from chaos_lightning.membership.judging import Judging
 from chaos_lightning.membership.roster import Peer, Standing
 from chaos_lightning.membership.types import CatchUp, Observers, View
@@ -53,7 +52,7 @@ class Serving(Judging):
 
     def _too_few(self) -> str:
         """Words if so few members stay that newcomers must not take their time; "" otherwise."""
-        staying = nodes.count(p.member for p in self._members() if not p.leaving)
+        staying = self._staying()
         if staying >= max(1, self.settings.min_nodes):
             return ""
         return f"{staying} of min_nodes={self.settings.min_nodes} nodes stay: nobody would train meanwhile"

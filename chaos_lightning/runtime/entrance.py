@@ -92,6 +92,8 @@ class Entrance:
                 if self._transfer.fetch(*pull, state, deadline):
                     self._transfer.mixed = ""
                     self._transfer.arrived()
+                    # Its donors may die before the next slot: then it is the one that others get this state from.
+                    self._transfer.publish(pull[0], state, window.layout)
                     loaded = fx.StateLoaded(pull[0].hash)
                     self._shell.loop.call(partial(self._shell.feed, loaded))
                     return Place("joiner", *pull)

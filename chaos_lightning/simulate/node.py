@@ -234,6 +234,7 @@ class Node(Connected):
         """A pull is complete and checked; so many ranges were not here already."""
         self.state, self.lineage = state, lineage
         self.world.oracle.loaded(self.machine.member_id, lineage, header, state)
+        self.publish(header)
         if self.observation is not None and self.observation.caught_up:
             self.world.oracle.replayed(self.machine.member_id, header, moved, self.world.plan.replaying.calm)
         self.feed(fx.StateLoaded(header.hash))

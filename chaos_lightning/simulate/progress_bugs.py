@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Peer
 from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.membership.types import Report
 from chaos_lightning.simulate.planting import Bug, hooks_of
-from chaos_lightning.simulate.sparse import bridge_plan, bridging_plan, flapping_link_plan, stranded_plan
+from chaos_lightning.simulate.sparse import bridge_plan, bridging_plan, flapping_link_plan, needed_plan, stranded_plan
 
 
 class AnnouncedScheduler(SchedulerMachine):
@@ -37,6 +40,23 @@ class StubbornScheduler(SchedulerMachine):
         return ()
 
 
+class ClingingScheduler(SchedulerMachine):
+    """Keeps the places of members that are cut off, though too few are left without them."""
+
+    def _side(self, reports: Mapping[str, Report]) -> Mapping[str, Report] | None:
+        side = super()._side(reports)
+        for member in reports:
+            self.peers[member].stranded = False
+        return side
+
+
+class ChoosyScheduler(SchedulerMachine):
+    """Lets nobody in by a link that carries nothing, though too few are left."""
+
+    def _few(self) -> bool:
+        return False
+
+
 PROGRESS_BUGS: dict[str, Bug] = {
     "31-announced": Bug(
         rule="31",
@@ -61,6 +81,18 @@ PROGRESS_BUGS: dict[str, Bug] = {
         what="members that are cut off wait for min_nodes, though newcomers link them",
         hooks=hooks_of(scheduler=StubbornScheduler),
         plan=bridge_plan,
+    ),
+    "31-clinging": Bug(
+        rule="31",
+        what="members that are cut off keep their places from the newcomer that links them",
+        hooks=hooks_of(scheduler=ClingingScheduler),
+        plan=needed_plan,
+    ),
+    "31-choosy": Bug(
+        rule="31",
+        what="a newcomer waits outside because its link carries nothing, though it is needed",
+        hooks=hooks_of(scheduler=ChoosyScheduler),
+        plan=needed_plan,
     ),
 }
 """By name."""

@@ -234,6 +234,37 @@ def bridge_plan(seed: int) -> Plan:
     )
 
 
+def needed_plan(seed: int) -> Plan:
+    """All that are in are needed, and one is lost; the only newcomer that can help has no place, or an idle link."""
+    random = Random(seed * 173 + 13)
+    plan = sparse_plan(seed)
+    names = [f"n{i}" for i in range(random.choice((2, 3)))]
+    at = random.uniform(0.4, 0.6)
+    idle = random.random() < 0.5
+    faults: tuple[Fault, ...]
+    if idle:
+        linked = [*combinations(names, 2), ("j0", names[0])]
+        faults = (
+            Fault(action="rate", node="j0", other=names[0], at=0.05, rate_bps=0.0),
+            Fault(action=random.choice(("kill", "drain")), node=names[-1], at=at),
+        )
+    else:
+        linked = list(pairwise(names)) + [("j0", n) for n in names]
+        faults = (Fault(action="cut", node=names[0], other=names[1], at=at, lasts=80.0),)
+    there = {frozenset(e) for e in linked}
+    return replace(
+        plan,
+        settings=replace(plan.settings, min_nodes=len(names), max_nodes=len(names) + idle),
+        program=replace(plan.program, window_s=0.03, length=40 * len(names), gather_every=0),
+        nodes=tuple(NodeSpec(name=n) for n in (*names, "j0")),
+        starts=(*(0.001 * (i + 1) for i in range(len(names))), 0.2),
+        faults=faults,
+        unlinked=tuple(e for e in combinations((*names, "j0"), 2) if frozenset(e) not in there),
+        measured=idle,
+        slow_links=(),
+    )
+
+
 SPARSE: tuple[Callable[[int], Plan], ...] = (
     sparse_plan,
     sparse_plan,

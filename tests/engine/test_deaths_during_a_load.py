@@ -32,3 +32,23 @@ def test_a_third_member_dies_while_a_newcomer_loads(job: Job, victim: str, when:
     assert len({(r["hash"], r["step"]) for r in reports}) == 1, reports
     out = [r for r in job.harness.records if r.name in ("fenced", "rejoin")]
     assert not [r for r in out if not r.member.startswith(f"{victim}~")], out
+
+
+def test_who_has_just_loaded_hands_the_state_on_when_its_only_donor_dies(job: Job) -> None:
+    """Of three founders the first has the state, the second gets it, and the first dies before the third has it."""
+    gate = job.gate("c")
+    for name in "abc":
+        given = {"load_gate": gate} if name == "c" else {}
+        job.start(name, settings={"min_nodes": 3 if name == "a" else 1}, epochs=20, **given)
+        job.harness.wait_for("welcomed", node=name)
+    job.harness.wait_for("joined", node="b")
+    job.harness.wait_for("notice", lambda r: r.get("text") == "about to pull", node="c")
+    job.harness.kill("a")
+    death = job.harness.wait_for("death", lambda r: r.member.startswith("a~"))
+    job.start("d", epochs=20)
+    job.harness.wait_for("decide", node="default", after=death)
+    job.open(gate)
+    job.harness.wait_for("joined", node="c")
+    reports = job.finish("b", "c", "d")
+    assert len({(r["hash"], r["step"]) for r in reports}) == 1, reports
+    assert not [r for r in job.harness.records if r.name in ("fenced", "rejoin")]
