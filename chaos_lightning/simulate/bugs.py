@@ -38,6 +38,7 @@ from chaos_lightning.simulate.link_bugs import LINK_BUGS
 from chaos_lightning.simulate.misjudging import (
     CredulousScheduler,
     DeafScheduler,
+    FaithfulScheduler,
     HastyJudge,
     ImpatientScheduler,
     RashScheduler,
@@ -50,6 +51,7 @@ from chaos_lightning.simulate.plans import (
     KINDS,
     blip_plan,
     busy_plan,
+    edited_plan,
     forgetful_plan,
     half_sent_plan,
     last_holder_plan,
@@ -405,6 +407,12 @@ BUGS: dict[str, Bug] = {
         what="broken connections prove that the last holder is dead",
         hooks=hooks_of(scheduler=CredulousScheduler),
         plan=blip_plan,
+    ),
+    "12b-faithful": Bug(
+        rule="12b",
+        what="what the job is, its dead members say",
+        hooks=hooks_of(scheduler=FaithfulScheduler),
+        plan=edited_plan,
     ),
     "14a-memory": Bug(
         rule="14a",

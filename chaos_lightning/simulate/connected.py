@@ -51,6 +51,8 @@ class NodeSpec:
     """It has room for a copy of the state."""
     neighbours: tuple[str, ...] = ()
     """Names in its Hello; empty: whoever it can reach."""
+    script: str = "same"
+    """What it runs; members must run the same."""
 
 
 @dataclass(slots=True)
@@ -187,7 +189,7 @@ class Connected(Process):
             quota=spec.quota,
             accumulate=1,
             package="1",
-            fingerprint=(("script", "same"),),
+            fingerprint=(("script", spec.script),),
             neighbours=spec.neighbours,
             **self.machine.knowledge(),
             replay="" if spec.replay else "it was told to join by pause",

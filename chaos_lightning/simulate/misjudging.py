@@ -1,4 +1,4 @@
-"""Schedulers that misjudge who is dead: the planted bugs of rules 12 and 12a (see bugs.py)."""
+"""Schedulers that misjudge who is dead: the planted bugs of rules 12, 12a and 12b (see bugs.py)."""
 
 from __future__ import annotations
 
@@ -84,3 +84,13 @@ class UnforgivingScheduler(DeafScheduler):
         if gap > 3 * self.settings.heartbeat_interval_s:
             for peer in self.peers.values():
                 peer.heard -= gap
+
+
+class FaithfulScheduler(SchedulerMachine):
+    """Turns away who is of another program than the members were, whoever of them lives."""
+
+    def _authorities(self) -> list[Peer]:
+        return [p for p in self.peers.values() if not p.differs]
+
+    def _forget_terms(self) -> None:
+        pass

@@ -223,6 +223,26 @@ def forgetful_plan(seed: int) -> Plan:
     return replace(plan, faults=faults, settings=settings, program=program)
 
 
+def edited_plan(seed: int) -> Plan:
+    """All members die, and an edited script comes in their place; the scheduler may die meanwhile (PROTOCOL.md 12b)."""
+    random = Random(seed * 37 + 19)
+    plan = random_plan(seed, ("join",), damage=0.0)
+    old, new = [f"n{i}" for i in range(random.choice((1, 2)))], [f"j{i}" for i in range(random.choice((1, 2)))]
+    at = random.uniform(0.1, 0.3)
+    faults = [Fault(action="kill", node=n, at=at) for n in old]
+    if random.random() < 0.3:
+        faults.append(Fault(action="sched-crash", at=at + random.uniform(0.0, 1.0), lasts=0.1))
+    host = random.choice(("h0", "h1"))
+    return replace(
+        plan,
+        settings=replace(plan.settings, min_nodes=1, max_nodes=16),
+        nodes=(*(NodeSpec(name=n, host=host) for n in old), *(NodeSpec(name=n, host=host, script="new") for n in new)),
+        starts=(*(random.uniform(0.0, 0.02) for _ in old), *(at + random.uniform(0.05, 1.0) for _ in new)),
+        faults=tuple(faults),
+        slow_links=(),
+    )
+
+
 def last_holder_plan(seed: int) -> Plan:
     """Everybody who holds the state freezes or dies while newcomers wait, or come; as a rule the last one wakes up.
 
