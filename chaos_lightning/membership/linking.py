@@ -197,7 +197,8 @@ class Linking(SchedulerState, ABC):
         placed = [p for p in newcomers if not p.stranded]
         ids = [m.id for m in members]
         if not members:
-            return self._best_part(placed) or self._best_part(newcomers)
+            best = self._best_part(newcomers)
+            return self._best_part([p for p in placed if p.id in best]) or best
         if not self._few():
             return ids
         here = [*members, *placed]
