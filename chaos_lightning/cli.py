@@ -125,15 +125,23 @@ def _root() -> None:
     """Training that keeps going while machines, links and servers come and go."""
 
 
+def _say(error: ChaosError) -> None:
+    """It may quote what others said."""
+    from chaos_lightning.observe.units import printable
+
+    for line in f"error: {error}".splitlines():
+        print(printable(line), file=sys.stderr)
+
+
 def main() -> None:
     """Entry point: errors of ours are one line, not a traceback. Exit codes: 1 failed, 2 wrong usage."""
     try:
         app()
     except ConfigurationError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(error)
         sys.exit(2)
     except ChaosError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(error)
         sys.exit(1)
 
 

@@ -18,7 +18,7 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.observe import folds
 from chaos_lightning.observe.fields import node_of
 from chaos_lightning.observe.timeline import Life, Timeline
-from chaos_lightning.observe.units import amount, duration, time_unit
+from chaos_lightning.observe.units import amount, duration, printable, time_unit
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e8ec"
 BLUE, ORANGE, GREEN, RED, SKY, PINK, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#b9c2cc"
@@ -168,7 +168,7 @@ def draw_members(ax: Any, timeline: Timeline) -> None:
             marks.add(life.end)
             x = (life.ended - timeline.origin) / scale
             ax.plot([x], [y], marker=shape, color=colour, markersize=9, zorder=7, clip_on=False, mec="white", mew=1)
-    ax.set_yticks(range(len(nodes)), nodes, parse_math=False)
+    ax.set_yticks(range(len(nodes)), printable(nodes), parse_math=False)
     ax.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
     ax.set_ylim(len(nodes) - 0.45, -0.65)
     ax.set_xlim(0, max((timeline.stop - timeline.origin) / scale, 1e-9))
@@ -274,7 +274,9 @@ def draw_joins(ax: Any, timeline: Timeline) -> None:
     labelled: set[str] = set()
 
     def bar(y: int, left: float, width: float, name: str, fill: str, **more: Any) -> None:
-        ax.barh(y, width, left=left, height=0.56, color=fill, label=None if name in labelled else name, **more)
+        ax.barh(
+            y, width, left=left, height=0.56, color=fill, label=None if name in labelled else printable(name), **more
+        )
         labelled.add(name)
 
     for y, join in enumerate(shown):
@@ -291,7 +293,9 @@ def draw_joins(ax: Any, timeline: Timeline) -> None:
         if join.pause > 0:
             text += f"; others waited {duration(join.pause)}"
         ax.text(left + widest / unit * 0.015, y, text, va="center", fontsize=8.5, color=INK)
-    ax.set_yticks(range(len(shown)), [j.node + (" (again)" if j.again else "") for j in shown], parse_math=False)
+    ax.set_yticks(
+        range(len(shown)), [printable(j.node) + (" (again)" if j.again else "") for j in shown], parse_math=False
+    )
     ax.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
     ax.set_ylim(len(shown) - 0.4, -0.6)
     ax.set_xlim(0, widest / unit * 1.75)
@@ -335,7 +339,7 @@ def draw_recoveries(ax: Any, timeline: Timeline) -> None:
             color=INK,
         )
     names = [f"{r.node}: {r.kind}" + (f" in {r.phase}" if r.phase else "") for r in shown]
-    ax.set_yticks(range(len(shown)), names, parse_math=False)
+    ax.set_yticks(range(len(shown)), printable(names), parse_math=False)
     ax.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
     ax.set_ylim(len(shown) - 0.4, -0.6)
     ax.set_xlim(0, widest / scale * 1.35)

@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from chaos_lightning.observe.units import printable
+
 
 def report(
     logs: Annotated[Path, typer.Argument(help="Log directory of a run (log_dir), or one event file.")],
@@ -31,9 +33,9 @@ def report(
     except (FileNotFoundError, ConfigurationError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    typer.echo(written.summary)
+    typer.echo(printable(written.summary))
     for line in written.violations:
-        typer.echo(f"VIOLATED  {line}")
+        typer.echo(printable(f"VIOLATED  {line}"))
     typer.echo(f"{written.page}\n{written.picture}")
 
 
@@ -56,7 +58,8 @@ def audit(
     except FileNotFoundError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    typer.echo(verdict(findings))
+    for line in verdict(findings).splitlines():
+        typer.echo(printable(line))
     if violations(findings):
         raise typer.Exit(1)
     if all(f.verdict == NOT_SHOWN for f in findings):

@@ -21,7 +21,7 @@ from chaos_lightning.observe.fields import node_of
 from chaos_lightning.observe.jobs import jobs, latest
 from chaos_lightning.observe.reader import read_events
 from chaos_lightning.observe.timeline import Life, Timeline
-from chaos_lightning.observe.units import amount, duration, part
+from chaos_lightning.observe.units import amount, duration, part, printable
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -149,7 +149,8 @@ def render(timeline: Timeline, findings: Sequence[auditing.Finding], *, title: s
 
 
 def _e(text: object) -> str:
-    return html.escape(str(text))
+    """Words of others, as text: neither the page nor a terminal that shows its source obeys them."""
+    return html.escape(printable(" ".join(str(text).splitlines())))
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = (), empty: str) -> str:

@@ -150,14 +150,15 @@ def _show(facts: dict[str, Any]) -> None:
     if facts.get("owed"):
         console.print(f"owes: {facts['owed']}", highlight=False, markup=False)
     if facts.get("role") == "standby":
-        console.print(f"job [bold]{facts['job']}[/bold] at {facts['endpoint']}: stands by", highlight=False)
+        console.print(f"job {facts['job']} at {facts['endpoint']}: stands by", highlight=False, markup=False)
         _show_seat(console, facts)
         return
     console.print(
-        f"job [bold]{facts['job']}[/bold] at {facts['endpoint']}: {machine.get('phase', '?')}, "
+        f"job {facts['job']} at {facts['endpoint']}: {machine.get('phase', '?')}, "
         f"view {machine.get('view', '-')} (term {facts['term']}{_chain_of(machine)}), "
         f"{facts['min_nodes']} to {facts['max_nodes']} members",
         highlight=False,
+        markup=False,
     )
     if machine.get("reason"):
         console.print(f"because: {machine['reason']}", highlight=False, markup=False)
@@ -280,7 +281,7 @@ def reset(
     options = SchedulerOptions(
         listen=split_endpoints(endpoint)[0], settings=check_settings(Settings(job=job)), store=store
     )
-    print(reset_job(endpoint, options, Credentials.load(keys_dir, token_file), force=force))
+    print(printable(reset_job(endpoint, options, Credentials.load(keys_dir, token_file), force=force)))
 
 
 class LinkAction(enum.StrEnum):
@@ -303,7 +304,8 @@ def link(
     """
     from chaos_lightning.runtime.channel import change_link
 
-    print(change_link(endpoint, a, b, add=action is LinkAction.ADD, token=Credentials.load(keys_dir, token_file)))
+    token = Credentials.load(keys_dir, token_file)
+    print(printable(change_link(endpoint, a, b, add=action is LinkAction.ADD, token=token)))
 
 
 def version() -> None:

@@ -464,3 +464,34 @@ def test_names_and_reasons_do_not_command_the_terminal() -> None:
     lines = out.getvalue()
     assert "a\N{REPLACEMENT CHARACTER}]0;owned" in lines
     assert not set(lines) & set("\x1b\x07\x9b\u202e\r")
+
+
+EVIL = "a<img src=x onerror=alert(1)>&$\\x$[red]\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
+"""HTML, a formula that is none, markup, commands to a terminal, another direction of writing."""
+
+
+@pytest.mark.parametrize("command", ["report", "audit"])
+def test_names_and_reasons_do_not_command_who_reads_about_a_run(tmp_path: Path, command: str) -> None:
+    run = Script()
+    run.found([EVIL, "b"])
+    run.steps(3)
+    run.join(EVIL + "2")
+    run.steps(3)
+    run.kill(f"{EVIL}~1")
+    run.say("b~1", "notice", text=EVIL)
+    run.slot(hashes=True)
+    run.say("b~1", "published", seq=run.seq, head=run.head, hash=EVIL)
+    logs = run.write(tmp_path)
+    app = typer.Typer()
+    app.command("report")(cli_report.report)
+    app.command("audit")(cli_report.audit)
+    given = ["--out", str(tmp_path), "--title", EVIL] if command == "report" else []
+    told = CliRunner().invoke(app, [command, str(logs), *given], catch_exceptions=False)
+    assert "\N{REPLACEMENT CHARACTER}[2J" in told.output  # of the violation that the last lines are
+    pages = [told.output]
+    if command == "report":
+        pages.append((tmp_path / "report.html").read_text())
+        assert "<img src=x" not in pages[1]
+        assert "&lt;img src=x" in pages[1]
+    for page in pages:
+        assert not set(page) & set("\x1b\x07\x9b\u202e")

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from chaos_lightning import cli
+from chaos_lightning.errors import RefusedError
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.types import Settings, Welcome
 from chaos_lightning.runtime import scheduler_main
@@ -164,6 +165,30 @@ def test_status_of_an_empty_job() -> None:
         result = run("status", "--endpoint", served.endpoint)
         assert result.exit_code == 0
         assert "nobody is here yet" in result.output
+
+
+def test_what_a_scheduler_says_does_not_command_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "a[/bold][red]\x1b[2J\x9b31m\u202e"
+    facts = {"job": evil, "endpoint": "h:1", "term": evil, "min_nodes": 1, "max_nodes": 2, "owed": evil}
+    machine = {"phase": evil, "view": evil, "reason": evil, "chain": evil, "members": [{"id": evil, "host": evil}]}
+    monkeypatch.setattr("chaos_lightning.runtime.channel.fetch_status", lambda *_, **__: facts | {"machine": machine})
+    monkeypatch.setattr("chaos_lightning.runtime.channel.change_link", lambda *_, **__: evil)
+    monkeypatch.setattr("chaos_lightning.runtime.resetting.reset_job", lambda *_, **__: evil)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RefusedError(evil)
+
+    monkeypatch.setattr("chaos_lightning.runtime.channel.drain", refuse)
+    for words in (["status"], ["link", "add", "a", "b"], ["reset"], ["drain", "a"]):
+        monkeypatch.setattr(sys, "argv", ["chaos-lightning", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        assert ended.value.code == (words[0] == "drain"), said
+        assert "[/bold]" in said.out + said.err
+        assert not set(said.out + said.err) & set("\x1b\x9b\u202e")
 
 
 def test_drain_tells_whom_it_asked() -> None:
