@@ -16,6 +16,7 @@ import contextlib
 import errno
 import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 
 from chaos_lightning.errors import ChaosError, StateError
+from chaos_lightning.replication.parts import part_of, sweep
 
 if TYPE_CHECKING:
     from chaos_lightning.strategies.strategy import ChaosStrategy
@@ -63,21 +65,22 @@ def explained(error: Exception, checkpoint: dict[str, Any], path: str) -> Except
     return more
 
 
-def agree(strategy: ChaosStrategy, path: str, error: Exception | None) -> None:
-    """All members learn how the writer fared, and raise if it failed.
+def agree(strategy: ChaosStrategy, path: str, error: Exception | None, *, tried: bool) -> bool:
+    """All members learn how the writer fared, and raise if it failed; False if it died before it could tell.
 
     Args:
         strategy: In the job or out of it.
         path: Of the checkpoint.
         error: What kept this member from writing it.
+        tried: This member is the writer.
 
     Raises:
         StateError: Another member was to write the file, and could not.
     """
     name = strategy.session.config.name if strategy.session is not None else ""
     mine = "" if error is None else f"{name} could not write the checkpoint {path}: {type(error).__name__}: {error}"
-    answers = strategy.collectives.exchange("outcome of saving", mine)
-    said = next((words for words in answers or () if words), "")
+    answers = strategy.collectives.exchange("outcome of saving", [mine, tried])
+    said = next((words for words, _ in answers or () if words), "")
     if said:
         # Who holds this header knows that all hold the one before: nobody is left who would go on and try it again.
         with contextlib.suppress(ChaosError):
@@ -89,6 +92,7 @@ def agree(strategy: ChaosStrategy, path: str, error: Exception | None) -> None:
         raise error
     elif said:
         raise StateError(f"{said}. Training ends on all members")
+    return answers is None or any(wrote for _, wrote in answers)
 
 
 def save(strategy: ChaosStrategy, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
@@ -105,8 +109,9 @@ def save(strategy: ChaosStrategy, checkpoint: dict[str, Any], filepath: Any, sto
     if type(io) is not TorchCheckpointIO or not _is_local_file_protocol(path):
         io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         return
-    folder, name = os.path.split(path)
-    beside = os.path.join(folder, f".{name}.{mark}.{os.getpid()}.part")
+    place = Path(path)
+    sweep(place.parent)
+    beside = str(part_of(place.with_name(f"{place.name}.{mark}")))
     try:
         io.save_checkpoint(checkpoint, beside, storage_options=storage_options)
         os.replace(beside, path)

@@ -368,13 +368,15 @@ class ChaosStrategy(ParallelStrategy):
         if self.session is not None and (self.session.void or self.session.gone):
             self.session.say_unsaved(str(filepath))
             return
-        failed: Exception | None = None
-        if self.is_global_zero:
-            try:
-                save(self, checkpoint, filepath, storage_options)
-            except Exception as error:
-                failed = explained(error, checkpoint, str(filepath))
-        agree(self, str(filepath), failed)
+        while True:  # until a writer has lived to tell: then callbacks note down a file that is there
+            failed: Exception | None = None
+            if writes := self.is_global_zero:
+                try:
+                    save(self, checkpoint, filepath, storage_options)
+                except Exception as error:
+                    failed = explained(error, checkpoint, str(filepath))
+            if agree(self, str(filepath), failed, tried=writes):
+                return
 
     # ------------------------------------------------------------------ the end
 

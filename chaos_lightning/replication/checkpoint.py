@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 from chaos_lightning.errors import ConfigurationError, StateError, WireError
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.bulk import Frame, Type
+from chaos_lightning.replication.parts import part_of, sweep
 
 if TYPE_CHECKING:
     from chaos_lightning.replication.board import Board
@@ -96,8 +97,8 @@ class CheckpointWriter:
         return json.dumps({"name": path.name, "nbytes": source.nbytes}).encode()
 
     def _write(self, path: Path, source: Source, tick: Callable[[], None]) -> None:
-        # The folder is shared by machines, whose processes may have the same id.
-        part = self.folder / f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.part"
+        sweep(self.folder)
+        part = part_of(path)
         pace = Pace(self.disk_bps, tick)
         try:
             with part.open("wb", buffering=0) as file:

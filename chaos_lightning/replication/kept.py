@@ -23,6 +23,7 @@ from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.checkpoint import CheckpointWriter
 from chaos_lightning.replication.manifest import decode_values, encode_manifest, fitting
 from chaos_lightning.replication.memory import region, synchronize
+from chaos_lightning.replication.parts import part_of, sweep
 from chaos_lightning.replication.policy import cut_jobs
 from chaos_lightning.replication.published import lay_out
 from chaos_lightning.replication.pull import StateSink
@@ -162,15 +163,16 @@ def _fill(record: Record, table: StateTable, named: list[tuple[str, torch.Tensor
 
 def remove(folder: Path) -> None:
     """Nothing is kept there any more; the record goes first."""
-    for path in [folder / RECORD, *folder.glob("*.state"), *folder.glob(".*.part")]:
+    for path in [folder / RECORD, *folder.glob("*.state")]:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
+    sweep(folder)
     with contextlib.suppress(OSError):
         folder.rmdir()
 
 
 def _replace(path: Path, data: bytes) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = part_of(path)
     with part.open("wb") as file:
         file.write(data)
         file.flush()

@@ -1,0 +1,48 @@
+"""Files that are being written beside their place, named by their writer; what dead writers left is removed.
+
+Theory of operation. A part's name says of which machine and process its writer is. Who writes next into the same folder
+removes what no living process of this machine writes any more. Of a writer on another machine (or where there is no
+process table) only time tells: its part is removed once nothing has been written to it for a day.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import time
+from pathlib import Path
+
+from chaos_lightning.runtime.process_table import host_identity, start_time
+
+OLD_S = 24 * 3600.0
+_PART = re.compile(r"\..+\.(?P<host>[0-9a-f]{16})-(?P<pid>[0-9]{1,10})-(?P<start>[0-9]{1,20})-[0-9a-f]{8}\.part")
+
+
+def part_of(path: Path) -> Path:
+    """Where this process writes what is to be at `path`; another name each time."""
+    pid = os.getpid()
+    return path.with_name(f".{path.name}.{_here()}-{pid}-{start_time(pid)}-{os.urandom(4).hex()}.part")
+
+
+def sweep(folder: Path) -> None:
+    """Removes the parts in this folder whose writers are gone; never one of a writer that lives or may live."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob(".*.part"):
+            named = _PART.fullmatch(path.name)
+            if named is not None and _is_left(path, named["host"], int(named["pid"]), int(named["start"])):
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+
+
+def _here() -> str:
+    return hashlib.blake2b(host_identity().encode(), digest_size=8).hexdigest()
+
+
+def _is_left(path: Path, host: str, pid: int, start: int) -> bool:
+    if host == _here() and start:
+        return start_time(pid) != start
+    with contextlib.suppress(OSError):
+        return time.time() - path.stat().st_mtime > OLD_S
+    return False

@@ -1,0 +1,92 @@
+"""Parts of files that a writer's death left behind, and those of writers that live."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chaos_lightning.replication import parts
+from chaos_lightning.replication.checkpoint import CheckpointWriter, file_name
+from chaos_lightning.replication.parts import part_of, sweep
+from chaos_lightning.strategies import saving
+
+WRITE = """
+import sys
+from pathlib import Path
+from chaos_lightning.replication.parts import part_of
+part = part_of(Path(sys.argv[1]))
+part.write_bytes(b"half")
+print(part, flush=True)
+sys.stdin.read()
+"""
+
+
+class Source:
+    head, seq, nbytes = "0" * 16, 1, 4
+
+    def read(self, start: int, stop: int) -> list[memoryview]:
+        return [memoryview(b"data")[start:stop]]
+
+
+def test_the_part_of_a_dead_writer_goes_and_that_of_a_living_one_stays(tmp_path: Path) -> None:
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITE, str(tmp_path / "model.ckpt")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        dead, alive = [Path(w.stdout.readline().strip()) for w in writers if w.stdout is not None]
+        for path in (dead, alive):
+            os.utime(path, (0, 0))  # how old it is says nothing about a writer on this machine
+        writers[0].kill()
+        writers[0].wait()
+        mine, foreign = part_of(tmp_path / "other.ckpt"), tmp_path / ".somebody-elses.part"
+        for path in (mine, foreign):
+            path.write_bytes(b"")
+        sweep(tmp_path)
+        assert sorted(tmp_path.iterdir()) == sorted([alive, mine, foreign])
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+
+
+def test_the_part_of_a_writer_elsewhere_goes_when_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("CHAOS_HOST", "elsewhere")
+        old, young = part_of(tmp_path / "a"), part_of(tmp_path / "a")
+    for path in (old, young):
+        path.write_bytes(b"")
+    os.utime(old, (0, 0))
+    sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == [young]
+
+
+@pytest.mark.parametrize("kind", ["checkpoint for a newcomer", "checkpoint of Lightning"])
+def test_the_next_writer_removes_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    with monkeypatch.context() as dead:
+        dead.setattr(parts, "start_time", lambda pid: 1)  # a process before this one had its number
+        left = part_of(tmp_path / "model.ckpt")
+    left.write_bytes(b"half")
+    if kind == "checkpoint of Lightning":
+        name = "model.ckpt"
+        saving.save(_Strategy(), {"a": 1}, tmp_path / name, None)  # type: ignore[arg-type]
+    else:
+        name = file_name(Source.head, Source.seq)
+        CheckpointWriter(tmp_path).save(Source(), lambda: None)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+class _Strategy:
+    session = None
+
+    def __init__(self) -> None:
+        self.checkpoint_io = saving.TorchCheckpointIO()
