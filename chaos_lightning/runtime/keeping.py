@@ -9,6 +9,7 @@ sees to it that only one of its own chain is gone on from, and that nobody takes
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -36,10 +37,26 @@ def folder_of(config: EngineConfig) -> Path | None:
         return None
     if config.on_last_exit not in ON_LAST_EXIT:
         return Path(config.on_last_exit) / config.job
-    store = os.environ.get("CHAOS_STORE", "")
+    return folder_beside(os.environ.get("CHAOS_STORE", ""), config.job, config.endpoints[0])
+
+
+def folder_beside(store: str, job: str, endpoint: str) -> Path:
+    """Beside the chain's file, or where that of a scheduler at this endpoint would be by default."""
     if store and store != MEMORY and not store.startswith(ETCD):
-        return Path(store).parent / f"{config.job}-kept"
-    return default_store(config.job, split_endpoint(config.endpoints[0])[1]).parent / "kept"
+        return Path(store).parent / f"{job}-kept"
+    return default_store(job, split_endpoint(endpoint)[1]).parent / "kept"
+
+
+def forget(folder: Path, job: str, chain: str) -> list[Path]:
+    """Removes what members of this chain kept in the folder; returns what was there."""
+    found = []
+    for path in sorted(folder.glob(f"*/{files.RECORD}")):
+        with contextlib.suppress(StateError):  # what cannot be read is nobody's, and is named when a member comes
+            record = files.read(path.parent)
+            if (record.said.get("job"), record.said.get("chain")) == (job, chain):
+                files.remove(record.folder)
+                found.append(record.folder)
+    return found
 
 
 class Keeping:

@@ -4,10 +4,13 @@ Theory of operation. Where a scheduler serves the job, it is asked: it knows who
 away and begins with an empty one. Where none does, the chain's file on this machine is ended in the same way, once its
 lock says that no scheduler has it. Who was in the last view may train on all the same, for that needs no scheduler:
 this machine's process table tells of those that were on it, and of the others nothing is known, so the operator must
-say that they are gone.
+say that they are gone. Training states that members of that chain kept beside it on this machine (runtime/keeping.py)
+are removed; elsewhere they stay, and are not used, since they are of another chain.
 """
 
 from __future__ import annotations
+
+import os
 
 from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.membership.effects import Persist
@@ -33,10 +36,11 @@ def reset_job(endpoint: str, options: SchedulerOptions, secret: Secret, *, force
         SchedulerUnreachableError: Nobody answers, and the chain is another machine's.
         ConfigurationError, StoreError: The chain cannot be ended here.
     """
-    from chaos_lightning.runtime.channel import reset
+    from chaos_lightning.runtime.channel import fetch_status, reset
 
     try:
-        return reset(endpoint, force=force, token=secret)
+        chain = str(fetch_status(endpoint, secret).get("machine", {}).get("chain", ""))
+        done = reset(endpoint, force=force, token=secret)
     except SchedulerUnreachableError as error:
         here = any(is_local(split_endpoint(place)[0]) for place in split_endpoints(endpoint))
         if options.store == MEMORY or not (options.store or here):
@@ -44,8 +48,21 @@ def reset_job(endpoint: str, options: SchedulerOptions, secret: Secret, *, force
                 f"{error}. Without a scheduler, run this on the machine where the chain's file is, or name the store: "
                 "--store"
             ) from error
+    else:
+        return done + _forget_kept(options, chain)
     with _open(options) as store:
-        return _end(store, force)
+        chain = store.tip().chain
+        return _end(store, force) + _forget_kept(options, chain)
+
+
+def _forget_kept(options: SchedulerOptions, chain: str) -> str:
+    """Nobody goes on from a state of the chain that was ended: what its members kept on this machine goes, in words."""
+    from chaos_lightning.runtime.keeping import folder_beside, forget
+
+    job, stores = options.settings.job, ("", options.store, os.environ.get("CHAOS_STORE", ""))
+    folders = dict.fromkeys(folder_beside(store, job, options.listen) for store in stores)
+    gone = [str(path) for folder in folders for path in (forget(folder, job, chain) if chain else ())]
+    return f". The training state that was kept for it in {', '.join(gone)} is removed" if gone else ""
 
 
 def _open(options: SchedulerOptions) -> Store:

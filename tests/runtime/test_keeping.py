@@ -1,0 +1,128 @@
+"""The state that a last member keeps in a file: what a founder makes of a damaged one, and of a disk that is full."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from served import hello
+
+from chaos_lightning.errors import StateError
+from chaos_lightning.membership.effects import Persist
+from chaos_lightning.membership.types import GENESIS, NO_VIEW, Hello, Kept, Member, Settings, View, ViewId
+from chaos_lightning.observe.events import EventLog
+from chaos_lightning.replication import ModuleState, StateAccess
+from chaos_lightning.runtime.config import EngineConfig
+from chaos_lightning.runtime.keeping import Keeping
+from chaos_lightning.runtime.options import SchedulerOptions, default_store
+from chaos_lightning.runtime.resetting import reset_job
+from chaos_lightning.runtime.sqlite_store import SqliteStore
+
+ENDPOINT = "127.0.0.1:9"
+"""Where nobody listens."""
+MEMBER = Member("a~1", "a", "host", "127.0.0.1", 1)
+
+
+def state(seed: int = 0) -> StateAccess:
+    torch.manual_seed(seed)
+    return ModuleState(torch.nn.Linear(64, 64))
+
+
+def values(of: StateAccess) -> list[torch.Tensor]:
+    return [tensor.clone() for _, tensor in of.tensors()]
+
+
+def keeping() -> Keeping:
+    return Keeping(EngineConfig(endpoint=ENDPOINT), EventLog(None))
+
+
+def keep(what: StateAccess, chain: str = "chain", member: str = "a~1") -> Kept | None:
+    return keeping().keep(GENESIS, View(ViewId(1, 1), NO_VIEW, (MEMBER,), chain=chain), member, said(), what)
+
+
+def said() -> Hello:
+    return hello("a")
+
+
+def folder() -> Path:
+    return default_store("default", 9).parent / "kept"
+
+
+def test_a_kept_state_is_gone_on_from() -> None:
+    kept, fresh = keep(state(1)), state(2)
+    assert kept is not None
+    founder = keeping()
+    assert founder.offer(said()) == kept
+    founder.load(kept.header, fresh)
+    assert all(torch.equal(a, b) for a, b in zip(values(fresh), values(state(1)), strict=True))
+
+
+def test_a_damaged_state_is_put_aside_and_told() -> None:
+    kept = keep(state(1))
+    assert kept is not None
+    (path,) = folder().glob("*/*.state")
+    with path.open("r+b") as file:
+        file.seek(100)
+        file.write(b"damaged")
+    founder = keeping()
+    assert founder.offer(said()) == kept  # its length is right; the bytes are looked at when they are needed
+    with pytest.raises(StateError, match=r"cannot be used: .* put aside as .*\.bad\. Start again"):
+        founder.load(kept.header, state(2))
+    assert keeping().offer(said()) is None
+    assert [p.name for p in folder().iterdir()] == ["a~1.bad"]
+
+
+@pytest.mark.parametrize("what", ["short", "no record", "a record of nonsense"])
+def test_half_of_a_state_is_none(caplog: pytest.LogCaptureFixture, what: str) -> None:
+    assert keep(state(1)) is not None
+    (path,), (record,) = folder().glob("*/*.state"), folder().glob("*/kept.json")
+    if what == "short":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif what == "no record":
+        record.unlink()
+    else:
+        record.write_text('{"version": 1, "said": []}')
+    with caplog.at_level(logging.WARNING):
+        assert keeping().offer(said()) is None
+    assert ("is not used" in caplog.text) == (what != "no record")
+
+
+@contextmanager
+def no_room(nbytes: int) -> Iterator[None]:
+    """No file may be larger."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_told_and_leaves_the_older_state(caplog: pytest.LogCaptureFixture) -> None:
+    older = keep(state(1))
+    with caplog.at_level(logging.ERROR), no_room(1000):
+        assert keep(ModuleState(torch.nn.Linear(65, 65))) is None
+    assert "was the last one with the training state at step 0, and" in caplog.text
+    assert "File too large" in caplog.text
+    assert not list(folder().glob("*/.*.part"))
+    assert keeping().offer(said()) == older
+
+
+def test_who_ends_a_job_removes_what_was_kept_of_its_chain(tmp_path: Path) -> None:
+    path = tmp_path / "chain.sqlite"
+    with SqliteStore(path, "default") as store:
+        term = store.take_term()
+        view = View(ViewId(term, 1), NO_VIEW, (MEMBER,))
+        assert store.append(Persist(1, "view", view.id, view)).ok
+        chain = store.tip().chain
+    options = SchedulerOptions(listen=ENDPOINT, settings=Settings(job="default"), store=str(path))
+    assert keep(state(1), chain="another") is not None
+    assert keep(state(2), chain=chain, member="b~2") is not None
+    words = reset_job(ENDPOINT, options, b"", force=True)
+    assert f"The training state that was kept for it in {folder() / 'b~2'} is removed" in words
+    assert [p.name for p in folder().iterdir()] == ["a~1"]
