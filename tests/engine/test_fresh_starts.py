@@ -29,6 +29,26 @@ def test_an_edited_script_begins_anew_where_the_one_before_was_killed(job: Job) 
     assert len(job.foundings()) == 2
 
 
+def test_after_the_death_of_all_at_once_whoever_founds_the_job_again_says_what_is_lost(job: Job) -> None:
+    job.serve(min_nodes=2)
+    gate = job.gate("both")
+    for name in "ab":
+        job.start(name, gates={5: gate})
+        job.harness.declare(name)
+    for name in "ab":
+        job.harness.wait_step(5, node=name)
+    for name in "ab":
+        job.harness.kill(name)
+    for name in "cd":
+        job.start(name)
+    job.finish(*"cd")
+    for name in "cd":
+        words = job.harness.children[name].log.read_text()
+        assert "the job begins anew, from what it was started with: founded again by" in words
+        assert "the state that it had" in words
+        assert "is lost" in words
+
+
 def test_who_may_live_is_waited_for_until_the_operator_ends_its_job(job: Job) -> None:
     """Frozen, it is the last that holds the state; another program waits, and says what can be done."""
     job.start("a", gates={5: job.gate("a")})
