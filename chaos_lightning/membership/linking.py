@@ -183,7 +183,7 @@ class Linking(SchedulerState, ABC):
                 peer.asked.pop(_NO_LINK, None)
                 if peer.stranded and has_place(peer.member, self.peers, self.settings):
                     peer.stranded = False
-                elif peer.stranded:
+                elif peer.stranded and members:  # founders are told why the job does not begin
                     self._tell(f"on standby: {self.settings.max_nodes} members are in", [peer])
             elif self.now - peer.asked.setdefault(_NO_LINK, self.now) > NEIGHBOUR_PATIENCE_S:
                 peer.stranded = True
