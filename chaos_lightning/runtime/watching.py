@@ -94,7 +94,12 @@ class Watching:
         close_in_children(mine.fileno())
         mine.setblocking(False)
         self._control = mine
-        self._loop.call(lambda: self._loop.register(mine.fileno(), select.EPOLLIN, lambda _: self._hear(mine)))
+
+        def register() -> None:
+            if mine.fileno() >= 0:  # else closed since
+                self._loop.register(mine.fileno(), select.EPOLLIN, lambda _: self._hear(mine))
+
+        self._loop.call(register)
         return mine
 
     def _hear(self, control: socket.socket) -> None:

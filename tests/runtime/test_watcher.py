@@ -14,6 +14,8 @@ import pytest
 
 from chaos_lightning.runtime import watcher
 from chaos_lightning.runtime.process_table import start_time
+from chaos_lightning.runtime.watching import Watching
+from chaos_lightning.transport.loop import IoLoop
 
 KEY = bytes(range(watcher.KEY_NBYTES))
 DEADLINE_S = 20.0
@@ -150,3 +152,17 @@ def test_a_signal_to_the_members_terminal_does_not_end_it(mine: Beside) -> None:
     mine.control.send(b"Qb~1")
     assert len(accepted.recv(100)) == 26
     accepted.close()
+
+
+def test_a_job_that_ends_while_its_watcher_is_started_leaves_the_loop_whole() -> None:
+    crashes: list[BaseException] = []
+    loop = IoLoop("loop", crashes.append)
+    watching = Watching(loop, lambda why: pytest.fail(why))
+    dialled, accepted = connection()
+    watching.add("b~1", dialled, KEY, dialled=True)
+    watching.close()
+    accepted.close()
+    loop.start()  # only now: what was handed in before the end is done after it
+    done = loop.call_and_wait(lambda: None, DEADLINE_S)
+    loop.stop()
+    assert (crashes, done) == ([], True)
