@@ -567,7 +567,7 @@ class SchedulerMachine(Keeping):
         elif self.phase is Phase.FINISHED:
             why = "the job is finished already; the next one by its name begins when this scheduler ends, in a moment"
         elif lost and not force:
-            why = f"{lost}. To begin another job all the same: --force"
+            why = f"{lost}. To begin another job all the same: --force" if self.chain else lost
         elif not self.chain:
             why = "there is nothing to end: no view of this job was decided yet"
         elif lives and not force:

@@ -22,6 +22,7 @@ from chaos_lightning.membership.types import (
     Member,
     OpenLinks,
     Ready,
+    Refused,
     Released,
     Settings,
     View,
@@ -35,7 +36,7 @@ from chaos_lightning.runtime.resetting import reset_job
 from chaos_lightning.runtime.sqlite_store import SqliteStore
 
 sys.path.insert(0, str(Path(__file__).parent))
-from served import PATIENCE_S, Client, attending, serving
+from served import PATIENCE_S, Client, attending, hello, serving
 from until_support import until
 
 NOBODY = "127.0.0.1:9"
@@ -92,6 +93,16 @@ def test_a_job_whose_member_lives_is_ended_by_force_and_the_next_one_begins_at_t
     with SqliteStore(old, "default", read_only=True) as store:
         assert store.tip().finished
         assert [v.ids() for v in store.load().views] == [("a~1",)]
+
+
+def test_nothing_is_promised_for_an_empty_store_beside_members_that_lack_their_chain() -> None:
+    """With --force there would be nothing to end, either."""
+    stands = hello("a", resume="a~1", view=ViewId(1, 7), term=1, chain="0123456789abcdef")
+    with serving(machine=real_machine) as served, attending(served.endpoint, hello_factory=lambda: stands) as member:
+        member.messages.wait_for(Refused)
+        with pytest.raises(RefusedError, match=r"is lost: a~1 in view 1\.7.*--rebuild") as refused:
+            reset_job(served.endpoint, SchedulerOptions(listen=NOBODY), b"", force=False)
+        assert "--force" not in str(refused.value)
 
 
 def test_newcomers_that_wait_at_a_dead_job_found_the_next_one(chain: Path) -> None:
