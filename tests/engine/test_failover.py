@@ -17,7 +17,8 @@ from chaos_lightning.observe.events import Record
 from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
 from chaos_lightning.runtime.server import HEARS_SEVERAL_S
 
-SPEC: dict[str, Any] = {"epochs": 1000, "step_s": 0.01}
+SPEC: dict[str, Any] = {"epochs": 1000, "step_s": 0.04}
+"""Slow steps: the test reads what is logged of each in the process whose threads relay members' heartbeats."""
 SETTINGS: dict[str, Any] = {"state_hash_every": 10, "host_scheduler": False}
 
 
