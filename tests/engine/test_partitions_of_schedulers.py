@@ -210,7 +210,7 @@ def test_of_two_halves_the_one_that_reaches_the_leader_goes_on(routed_apart: Apa
     trains_on(job, "ab", decided)
     for name in "cd":
         said = job.harness.wait_for("notice", lambda r: bool(r.get("waiting")), node=name, after=before)
-        assert "cannot be reached" in str(said["text"])
+        assert "no scheduler serves it" in str(said["text"])
     assert apart.facts(first)["role"] == "leader", "as many on both sides: it stays"
     commits = [r for r in job.harness.records if r.name == "committed"]
     one_chain(commits)
@@ -244,7 +244,7 @@ def test_without_a_majority_of_etcd_nobody_leads_and_training_goes_on(apart: Apa
     trains_on(job, "abc", ended, steps=30)
     job.harness.kill("c")
     said = job.harness.wait_for("notice", lambda r: bool(r.get("waiting")), node="a", after=ended)
-    assert "cannot be reached" in str(said["text"])
+    assert "no scheduler serves it" in str(said["text"])
     waiting = here(job)
     assert not [r for r in job.harness.records if r.name == "decide" and r.t > ended.t]
     for server in dead:
