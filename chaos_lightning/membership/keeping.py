@@ -34,6 +34,7 @@ class Keeping(Rebuilding):
         self._note("kept", member=peer.id, step=kept.header.step, view=str(kept.header.view))
         if self._told is None or _age(kept) > _age(self._told[0]):
             self._told = (kept, peer.member.host, self.now)
+            self._said_anew.clear()
 
     def _writing(self) -> list[Peer]:
         """Members that were let go, and may be writing the state down."""
@@ -59,9 +60,8 @@ class Keeping(Rebuilding):
         kept, host, since = self._told
         if not self._is_of_this_chain(kept) or any(_age(k) >= _age(kept) for _, k in self._offers(newcomers)):
             return None
-        for peer in [p for p in newcomers if p.member.host == host]:
-            if peer.kept is None or _age(peer.kept) < _age(kept):  # it came before the state was written
-                self._fence(peer, "the training state was kept on its machine since it came: it says hello anew")
+        if self._without_it(newcomers, kept, host):
+            return None
         limit_s = self.settings.last_holder_timeout_s
         if self.now - since > limit_s:
             return None
@@ -69,6 +69,23 @@ class Keeping(Rebuilding):
             f"the job waits for a member on the machine of {kept.member}, where the training state at step "
             f"{kept.header.step} was kept: start one there; {limit_s:g} s after that the job begins anew without it"
         )
+
+    def _without_it(self, newcomers: Sequence[Peer], kept: Kept, host: str) -> bool:
+        """Whether somebody on the machine of the kept state does not go on from it.
+
+        A hello may be older than the file, so each process there is asked to say it anew, once. Then it is believed:
+        its script was edited or has loaded a checkpoint, or the file is gone, and its own terminal says so.
+        """
+        there = [p for p in newcomers if p.member.host == host]
+        for peer in [p for p in there if _process(p) not in self._said_anew]:
+            self._said_anew.add(_process(peer))
+            self._fence(peer, "a training state was kept on its machine: it says hello anew")
+            there.remove(peer)
+        self._without = "".join(
+            f"; {kept.member} kept one at step {kept.header.step}, and {p.id} on that machine does not go on from it"
+            for p in there[:1]
+        )
+        return bool(there)
 
     def _offers(self, peers: Sequence[Peer]) -> list[tuple[Peer, Kept]]:
         """Newcomers that have a state of this chain on their machine, the newest first."""
@@ -89,7 +106,7 @@ class Keeping(Rebuilding):
 
     def _founding_base(self, first: Peer) -> tuple[Header, str]:
         """What the job is founded on, and what becomes of the state that it had, in words."""
-        lost = f"the state that it had{self._reached_words()} is lost" if self.chain else ""
+        lost = f"the state that it had{self._reached_words()} is lost{self._without}" if self.chain else ""
         kept = first.kept
         if kept is None or not self._is_of_this_chain(kept):
             return GENESIS, lost
@@ -111,6 +128,10 @@ class Keeping(Rebuilding):
                 text = f"the training state that {kept.member} kept at step {kept.header.step} on this machine is of "
                 self._note("notice", text=f"{peer.id}: {text}another run, and is not used")
                 self._send(peer, Notice(f"{text}another run of this job, and is not used", waiting=True))
+
+
+def _process(peer: Peer) -> tuple[str, int, int]:
+    return (peer.member.host, peer.member.pid, peer.member.pid_start)
 
 
 def _age(kept: Kept) -> tuple[ViewId, int]:

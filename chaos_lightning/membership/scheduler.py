@@ -508,7 +508,7 @@ class SchedulerMachine(Keeping):
         self._append(view)
         self._chain_begun()
         if self.phase is Phase.FOUNDING:
-            self._told, self._reached = None, ruling.base.step
+            self._told, self._without, self._reached = None, "", ruling.base.step
             self._backoff.founded(ruling.base.seq)
         self.phase, self._returning, self._announced = Phase.RUNNING, False, None
         self._decision = Decide(view, ruling.base, ruling.hand_on, ruling.sources, view.reason)

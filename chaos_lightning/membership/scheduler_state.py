@@ -120,6 +120,10 @@ class SchedulerState:
         self._out: list[SchedulerEffect] = []
         self._told: tuple[Kept, str, float] | None = None
         """The newest state that a member said it kept, on which machine, and when."""
+        self._said_anew: set[tuple[str, int, int]] = set()
+        """Processes of that machine that said hello anew since then: machine, pid and start."""
+        self._without = ""
+        """Who on that machine does not go on from it, in words."""
         self._reached = chain.step
         """Optimizer steps that the job is known to have committed."""
         for member in chain.views[-1].members if chain.views and not chain.finished else ():

@@ -49,6 +49,22 @@ def test_after_the_death_of_all_at_once_whoever_founds_the_job_again_says_what_i
         assert "is lost" in words
 
 
+def test_an_edited_script_begins_anew_where_the_one_before_was_interrupted(job: Job) -> None:
+    """The state that the first one kept does not fit, and its scheduler still knows of it."""
+    job.start("a", gates={5: (gate := job.gate("a"))})
+    job.harness.wait_step(5)
+    job.harness.terminate("a")
+    job.open(gate)
+    job.harness.wait_for("kept", node="a")
+    assert job.harness.wait_exit("a") == 0
+    job.start("b", width=16)
+    job.finish("b")
+    assert "does not fit" in job.harness.children["b"].tail()
+    begun = job.foundings()[-1]
+    assert "is lost; a~1 kept one at step" in begun
+    assert "on that machine does not go on from it" in begun
+
+
 def test_who_may_live_is_waited_for_until_the_operator_ends_its_job(job: Job) -> None:
     """Frozen, it is the last that holds the state; another program waits, and says what can be done."""
     job.start("a", gates={5: job.gate("a")})

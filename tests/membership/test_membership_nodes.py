@@ -13,6 +13,7 @@ from chaos_lightning.membership.types import (
     NO_VIEW,
     Decide,
     Entered,
+    Fence,
     Header,
     Heartbeat,
     Hello,
@@ -60,8 +61,10 @@ class Room:
                 case fx.Persist(token):
                     self.feed(fx.Stored(token, True))
 
-    def come(self, conn: int, name: str, node: str = "", kept: Kept | None = None) -> None:
-        said = Hello("default", name, f"host-{name}", "127.0.0.1", 1, conn, 1, 1, 1, "0", (), node=node, kept=kept)
+    def come(self, conn: int, name: str, node: str = "", kept: Kept | None = None, pid: int = 0) -> None:
+        said = Hello(
+            "default", name, f"host-{name}", "127.0.0.1", 1, pid or conn, 1, 1, 1, "0", (), node=node, kept=kept
+        )
         self.feed(fx.Opened(conn))
         self.feed(fx.MessageIn(conn, said))
         self.feed(fx.MessageIn(conn, Ready()))
@@ -136,6 +139,25 @@ def test_founders_wait_for_the_machine_on_which_the_state_lies() -> None:
     decision = room.last(3, Decide)
     assert isinstance(decision, Decide)
     assert (decision.base, decision.view.members[0].name) == (kept.header, "a")
+
+
+def test_who_comes_to_that_machine_and_does_not_go_on_from_the_state_founds_the_job() -> None:
+    """Its script was edited, it loads a checkpoint, or the file is gone: it is asked once, and then believed."""
+    room, kept = left_alone()
+    room.feed(fx.MessageIn(1, kept))
+    room.feed(fx.Closed(1, abrupt=False))
+    room.come(2, "b")
+    room.come(3, "a")
+    assert isinstance(room.last(3, Fence), Fence), "its hello may be older than the file"
+    room.feed(fx.Closed(3, abrupt=False))
+    assert room.last(2, Decide) is None
+    room.come(4, "a", pid=3)
+    assert room.last(4, Fence) is None
+    decision = room.last(2, Decide)
+    assert isinstance(decision, Decide)
+    assert decision.base.seq == 0
+    assert "a~1 kept one at step 7" in decision.view.reason
+    assert f"{room.ids[4]} on that machine does not go on from it" in decision.view.reason
 
 
 def test_without_it_the_job_begins_anew_in_the_end_and_says_what_is_lost() -> None:
