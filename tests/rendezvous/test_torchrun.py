@@ -178,10 +178,10 @@ def test_agents_join_a_running_job_and_nobody_is_restarted(torchrun: Callable[..
     assert (start["min_nodes"], start["max_nodes"], start["endpoint"]) == (1, 2, endpoint)
     assert (start["RANK"], start["WORLD_SIZE"]) == ("1", "2")
     first.wait("view")
-    second = torchrun("--nproc-per-node=1", conf="node=two", nodes="1:2")
-    assert second.wait("welcome")["role"] == "joiner"
-    third = torchrun("--nproc-per-node=1", conf="node=three", nodes="1:2")
-    assert third.wait("welcome")["role"] == "standby"  # two nodes with three workers are all that may be in
+    # Both come at once: these workers link to nobody, and who cannot for a while holds no place.
+    second, third = (torchrun("--nproc-per-node=1", conf=f"node={name}", nodes="1:2") for name in ("two", "three"))
+    roles = sorted(agent.wait("welcome")["role"] for agent in (second, third))
+    assert roles == ["joiner", "standby"], "two nodes with three workers are all that may be in"
     facts = fetch_status(endpoint, TOKEN.encode())
     assert (facts["job"], facts["min_nodes"], facts["max_nodes"]) == ("job", 1, 2)
     with pytest.raises(RefusedError):
