@@ -7,9 +7,12 @@ torchrun's own code: options are parsed by its parser, workers are started by `t
 environment that its agent makes, and output, log folders and error files are made as there. What workers
 need to find their job comes from the rendezvous handler, as under torchrun.
 
-The first SIGINT, SIGTERM, SIGHUP or SIGQUIT is passed on to all workers, which leave the job politely, and none is
-started again; the second one, or patience that is at an end, ends them. The exit code is 0 if every worker ended well
-in the end, else that of the first one that was given up.
+Who waits for a scheduler, at a start or a restart, does so in a thread, and the others are looked after meanwhile. A
+restart that fails counts as a failure of its worker; where no worker was ever started, it ends the command.
+
+At the first SIGINT, SIGTERM, SIGHUP or SIGQUIT all workers are asked to leave the job politely (by SIGINT or SIGTERM,
+the signals that they know), and none is started again; the second one, or patience that is at an end, ends them. The
+exit code is 0 if every worker ended well in the end, else that of the first one that was given up.
 """
 
 from __future__ import annotations
@@ -18,9 +21,12 @@ import argparse
 import logging
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from string import Template
 from types import FrameType
@@ -28,12 +34,17 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import PContext, SignalException, start_processes
 from torch.distributed.elastic.multiprocessing.api import Std
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousInfo,
+    RendezvousParameters,
+)
 from torch.distributed.elastic.utils.api import macros
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
-from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.rendezvous.handler import BACKEND, create_handler
 
 logger = logging.getLogger("chaos_lightning.rendezvous")
@@ -147,6 +158,8 @@ class Node:
         self._again = False
         self._asked_at = 0.0
         self._first_code = 0
+        self._seeking: tuple[Worker, Future[RendezvousInfo]] | None = None
+        """Who is about to be started, once a scheduler is found."""
 
     def run(self) -> int:
         """Until all workers have ended for good; the exit code."""
@@ -189,16 +202,20 @@ class Node:
         if not result.is_failed():
             worker.code = 0
             return
-        code = next(iter(result.failures.values())).exitcode
+        self._failed(worker, next(iter(result.failures.values())).exitcode)
+
+    def _failed(self, worker: Worker, code: int, error: str = "") -> None:
+        """It has ended with this exit code, or could not be started because of this error."""
+        words = error or _words(code)
         if self._asked is None and worker.restarts < self._config.max_restarts:
-            self._put_off(worker, code)
+            self._put_off(worker, f"{'could not be started' if error else 'ended'} ({words})")
             return
         worker.code = code or 1
         self._first_code = self._first_code or _exit_code(worker.code)
         why = "on its way out" if self._asked is not None else f"after {worker.restarts} restarts; the others train on"
-        self._say(f"worker {worker.rank} failed {why} ({_words(code)})")
+        self._say(f"worker {worker.rank} failed {why} ({words})")
 
-    def _put_off(self, worker: Worker, code: int) -> None:
+    def _put_off(self, worker: Worker, what: str) -> None:
         now = time.monotonic()
         worker.failures = 1 if now - worker.began > STEADY_S else worker.failures + 1
         worker.restarts += 1
@@ -206,19 +223,45 @@ class Node:
         worker.due = now + pause_s
         others = sum(w.context is not None for w in self._workers)
         self._say(
-            f"worker {worker.rank} ended ({_words(code)}); it is started again in {pause_s:g} s "
+            f"worker {worker.rank} {what}; it is started again in {pause_s:g} s "
             f"(restart {worker.restarts} of {self._config.max_restarts}); {others} other(s) of this node go on"
         )
 
+    def _seek(self) -> Future[RendezvousInfo]:
+        """Looks for the job, which may take as long as a worker would wait for its scheduler."""
+        outcome: Future[RendezvousInfo] = Future()
+
+        def look() -> None:
+            try:
+                outcome.set_result(self._handler.next_rendezvous())
+            except Exception as error:  # of any kind: whoever asks for the result gets it
+                outcome.set_exception(error)
+
+        threading.Thread(target=look, name="chaos-rendezvous", daemon=True).start()
+        return outcome
+
     def _start(self, worker: Worker) -> None:
+        """Begins to start it, or ends to; one at a time, as all share one environment."""
+        if self._seeking is None:
+            worker.began = time.monotonic()
+            self._seeking = worker, self._seek()
+        whose, outcome = self._seeking
+        if whose is not worker or not outcome.done():
+            return
+        self._seeking = None
         try:
-            info = self._handler.next_rendezvous()
+            self._begin(worker, outcome.result())
         except RendezvousClosedError as error:
             again = " again" if worker.restarts else ""
             self._say(f"worker {worker.rank} is not started{again}: {error}")
             worker.code = 0 if worker.restarts else 1  # as of a process that is refused
             self._first_code = self._first_code or worker.code
-            return
+        except (RendezvousConnectionError, ChaosError, OSError, subprocess.SubprocessError) as error:
+            if not any(w.context is not None or w.restarts for w in self._workers):
+                raise
+            self._failed(worker, 1, str(error))
+
+    def _begin(self, worker: Worker, info: RendezvousInfo) -> None:
         config, rank, store = self._config, worker.rank, info.bootstrap_store_info
         assert store is not None
         workers = str(config.nproc_per_node)
@@ -253,6 +296,8 @@ class Node:
         worker.began = time.monotonic()
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
+        if self._asked is not None:
+            self._ask(worker)  # it was not there yet
 
     def _logs(self, rank: int) -> Any:
         """torchrun's log settings for one worker, which is local rank 0 of its own group."""
@@ -273,9 +318,14 @@ class Node:
             self._again = True
             return
         self._asked, self._asked_at = signal.Signals(number), time.monotonic()
-        pids = [pid for w in self._workers if w.context is not None for pid in w.context.pids().values()]
-        self._say(f"{self._asked.name}: asking {len(pids)} worker(s) to leave the job; once more ends them at once")
-        for pid in pids:
+        running = sum(w.context is not None for w in self._workers)
+        self._say(f"{self._asked.name}: asking {running} worker(s) to leave the job; once more ends them at once")
+        for worker in self._workers:
+            self._ask(worker)
+
+    def _ask(self, worker: Worker) -> None:
+        number = signal.SIGINT if self._asked is signal.SIGINT else signal.SIGTERM
+        for pid in worker.context.pids().values() if worker.context is not None else ():
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
