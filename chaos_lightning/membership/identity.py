@@ -253,7 +253,7 @@ class Identity(Rewiring):
             "is decided by it; training goes on without a scheduler. Start one on the store that holds the rest; if "
             "that is gone for good, start one on this store by `chaos-lightning scheduler --rebuild`: it goes on from "
             "what more than half of the members of their last view report, and whoever knows of a later one and does "
-            "not report is put out"
+            f"not report is put out. If what {who} knows is to be forgotten, end it, and start this scheduler again"
         )
         self._note("chain_stale", member=who, lacks=lacking, ends=str(ends), chain=self.chain_id, text=self._stale)
         self._void_write()

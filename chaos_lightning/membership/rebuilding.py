@@ -40,6 +40,7 @@ class Rebuilding(Identity):
         if chain.rebuild and self.phase is Phase.FOUNDING:
             self.phase = Phase.REBUILDING
         self._may_rebuild = chain.rebuild
+        """The operator's word: it is used up as soon as the job goes on by the chain, as it is or rebuilt."""
         self._prefix: tuple[View, ...] = ()
         """What an older copy holds: the rebuilt view follows it."""
         self._recalled: dict[str, Recollection] = {}
@@ -292,6 +293,7 @@ class Rebuilding(Identity):
 
     def _chain_begun(self) -> None:
         """A view is in the store: if it is the first of a rebuilt chain, then what was before is over."""
+        self._may_rebuild = False
         if self._before is None:
             return
         self._waits = ""

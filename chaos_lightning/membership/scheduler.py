@@ -281,6 +281,7 @@ class SchedulerMachine(Keeping):
         self._returning = False
         if self._promised or any(p.entered != latest.id for p in members):
             return self._recover("the scheduler was restarted and not all members may move in the last view")
+        self._may_rebuild = False  # all are here and lack nothing: whoever knows more later is of another part
         self._note("notice", text=f"all members of view {latest.id} are back")
         return True
 

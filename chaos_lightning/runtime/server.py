@@ -331,6 +331,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         loop = asyncio.get_running_loop()
         place = await loop.run_in_executor(self._disk, self._store.begin_again)
         self._events.emit("notice", text=f"an operator has ended the job; its chain is {place}")
+        self.config = replace(self.config, rebuild=False)  # that word was about the chain that is put away
         await self._lead()
 
     async def _feed(self, event: fx.SchedulerEvent) -> list[fx.SchedulerEvent]:

@@ -268,6 +268,37 @@ def test_a_stale_store_is_rebuilt_on_the_operators_word_and_keeps_what_it_has() 
     assert talk.heard("a", Fence)
 
 
+def test_the_operators_word_is_used_up_once_the_job_goes_on_by_the_chain_as_it_is() -> None:
+    """Hours later one that was frozen knows a later view: that is no reason to put out all that trained since."""
+    talk = Talk(chain=stored(A, AB, chain=X, rebuild=True))
+    for name in "ab":
+        talk.comes(says_hello(name, AB))
+        talk.says(name, Entered(AB.id, 50, 50, HEAD.hash, chain=X))
+    talk.passes(5.0)
+    talk.comes(says_hello("d", view(9, 2, "d")))
+    assert talk.machine.phase is Phase.STALE
+    assert "an older copy, or another scheduler leads: d~4 knows of view 1.9" in talk.reason
+    assert not any(talk.heard(name, kind) for name in "ab" for kind in HARM)
+    assert all(talk.heard(name, Refused) for name in "ab")
+
+
+def test_the_operators_word_is_used_up_by_the_rebuilt_chain() -> None:
+    talk = Talk(chain=stored(A, chain=X, rebuild=True))
+    talk.comes(says_hello("b", AB))
+    for name in "ab":
+        talk.comes(says_hello(name, AB))
+        talk.says(name, Entered(AB.id, HEAD.seq, HEAD.step, HEAD.hash, chain=X))
+        talk.says(name, Recollection(AB, None, AB.id))
+    for name in "ab":
+        talk.promises(name, AB)
+    (rebuilt,) = talk.views()
+    for name in "ab":
+        talk.says(name, Entered(rebuilt.id, HEAD.seq, HEAD.step, HEAD.hash, chain=X))
+    talk.comes(says_hello("d", replace(view(9, 2, "d"), id=ViewId(7, 9)), term=7))
+    assert talk.machine.phase is Phase.STALE
+    assert not any(talk.heard(name, Fence) for name in "ab")
+
+
 def test_an_empty_store_takes_the_id_of_the_chain_that_is_rebuilt() -> None:
     talk = Talk(chain=fx.Chain(1, NO_VIEW, rebuild=True, id=Y))
     abc = of(X, ABC)

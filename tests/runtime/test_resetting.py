@@ -121,6 +121,19 @@ def test_newcomers_that_wait_at_a_dead_job_found_the_next_one(chain: Path) -> No
             waiting.close()
 
 
+def test_the_word_to_rebuild_is_over_with_the_job_that_it_was_about(chain: Path) -> None:
+    a_chain(chain, host="elsewhere")
+    opened = lambda: SqliteStore(chain, "default", exclusive=True)  # noqa: E731
+    with serving(machine=real_machine, open_store=opened, rebuild=True) as served:
+        waiting = Client(served.endpoint, "b")
+        waiting.answer = answer
+        try:
+            assert "had a~1 in it" in reset_job(served.endpoint, SchedulerOptions(listen=NOBODY), b"", force=True)
+            assert [m.name for m in waiting.messages.wait_for(Decide).view.members] == ["b"]
+        finally:
+            waiting.close()
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
