@@ -147,6 +147,7 @@ class Trainer:
         seed: int = 0,
         extra: Mapping[str, Stateful | nn.Module] | None = None,
         reduced_buffers: Sequence[str] = (),
+        loaded: bool | None = None,
     ) -> Iterator[Any]:
         """Joins the job, then yields this member's batches until the epochs are spent.
 
@@ -161,6 +162,8 @@ class Trainer:
             seed: Keys the order of samples; equal on all members.
             extra: Further state that newcomers receive (schedulers, averaged copies).
             reduced_buffers: Names of buffers that forward passes change (BatchNorm's are found by themselves).
+            loaded: Model and optimizer hold a checkpoint, which no state that the last member kept (`on_last_exit`) may
+                replace. None: if the optimizer's state has steps; weights alone may be what a training begins with.
         """
         if self._state is not None:
             raise ConfigurationError("prepare() was called before; one Trainer trains one model")
@@ -191,6 +194,7 @@ class Trainer:
                     accumulate=1,
                     state=self._state,
                     replay=ModuleReplay(self._state),
+                    loaded=has_stepped(optimizer) if loaded is None else loaded,
                 )
         except DepartedError:
             if not engine.leaving:
@@ -390,6 +394,11 @@ def refuse(model: nn.Module, optimizer: Optimizer) -> None:
             found.append(f"{words}: newcomers need the parameters' shapes; run one batch through it first")
     if found:
         raise UnsupportedError("prepare() does not support:\n" + "\n".join(f"- {line}" for line in found))
+
+
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's state comes out of a training. Some have a state of zeros from the start."""
+    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
 
 
 def norm_buffers(model: nn.Module) -> set[str]:

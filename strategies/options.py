@@ -36,7 +36,7 @@ class ChaosOptions:
         neighbours: Nodes or members to have links with, separated by commas or +; all that can be reached by default.
         links: How data links are protected: checksum, authenticated, encrypted, or auto (docs/links.md).
         on_last_exit: Where the last member that goes keeps the training state, from which the next start goes on:
-            "checkpoint" (beside the chain's file), a folder, or "none".
+            "checkpoint" (beside the chain's file), a folder, or "none". `fit(ckpt_path=...)` goes before it.
         seed: Seed of the sample order; equal on all members. None takes `seed_everything`'s, else 0.
         leave_on_signals: Whether SIGINT and SIGTERM leave the job politely instead of aborting.
     """

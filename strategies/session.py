@@ -263,6 +263,7 @@ class Session:
                 accumulate=trainer.accumulate_grad_batches,
                 state=self._state,
                 replay=LightningReplay(trainer),
+                loaded=trainer.ckpt_path is not None or trainer.global_step > 0,
             )
         except RefusedError as error:
             raise RefusedError(f"{error}{advice(str(error), self.config)}") from error

@@ -111,6 +111,7 @@ class Engine:
         self._window: Window | None = None
         self._hello: Hello | None = None
         self._replay: Replay | None = None
+        self._loaded = False
         self._keeping = Keeping(config, self.events)
         self._entrance = Entrance(self._shell, self._mail, self._transfer, self._keeping.load)
         self._unserved: Header | None = None
@@ -157,6 +158,7 @@ class Engine:
         accumulate: int,
         state: StateAccess,
         replay: Replay | None = None,
+        loaded: bool = False,
     ) -> Header:
         """Enters the job: hello, links, view, and the state if others already have it.
 
@@ -166,6 +168,7 @@ class Engine:
             accumulate: Micro-batches per optimizer step; must equal the job's.
             state: The training state that a newcomer receives, a founder publishes.
             replay: How this member's steps are replayed; without it, it comes in by a pause.
+            loaded: `state` holds a checkpoint already, which no state that a last member kept may replace (14c).
 
         Returns:
             The header that this member's state stands on (GENESIS for a new job).
@@ -190,7 +193,7 @@ class Engine:
             layout=window.layout,
             no_replay=no_replay(self.config, replay),
         )
-        self._replay = replay
+        self._replay, self._loaded = replay, loaded
         pauses = iter(NO_DONOR_PAUSES_S)
         while True:
             self._call_on()
@@ -271,7 +274,7 @@ class Engine:
     def _make_hello(self) -> Hello:
         assert self._hello is not None
         said = replace(self._hello, **self._shell.machine.knowledge())
-        return said if said.view != NO_VIEW else replace(said, kept=self._keeping.offer(said))
+        return said if said.view != NO_VIEW else replace(said, kept=self._keeping.offer(said, loaded=self._loaded))
 
     def _admission(self, state: StateAccess, deadline: float) -> Header:
         """Waits until this member stands in a view; a joiner gets the state on the way."""
@@ -496,7 +499,7 @@ class Engine:
         self.events.emit("rejoin", old_id=self.member_id)
         self._forget()
         whose = {"fingerprint": dict(said.fingerprint), "quota": said.quota, "accumulate": said.accumulate}
-        return self.join(**whose, state=state, replay=self._replay)  # type: ignore[arg-type]
+        return self.join(**whose, state=state, replay=self._replay, loaded=self._loaded)  # type: ignore[arg-type]
 
     def _forget(self) -> None:
         """Back to before the hello: a fresh machine, no view, no published state (PROTOCOL.md 11)."""

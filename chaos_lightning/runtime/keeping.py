@@ -3,8 +3,9 @@
 Theory of operation. The folder is the job's on this machine: beside the chain's file, or where `on_last_exit` says.
 Each keeper has a folder of its own in there, so that two that go at once do not write over each other. A hello names
 the newest state that fits: written for this job by the same program with the same settings. What does not fit is named
-on the terminal, once, and left alone. A state stays until a newer one is kept or the job is finished: the scheduler
-sees to it that only one of its own chain is gone on from, and that nobody takes an older one for the newest.
+on the terminal, once, and left alone; so are all where the script has loaded a checkpoint of its own.
+A state stays until a newer one is kept or the job is finished: the scheduler sees to it that only one of its own chain
+is gone on from, and that nobody takes an older one for the newest.
 """
 
 from __future__ import annotations
@@ -71,8 +72,11 @@ class Keeping:
 
     # ------------------------------------------------------------------ coming
 
-    def offer(self, hello: Hello) -> Kept | None:
-        """The newest state on this machine that fits what this process would train."""
+    def offer(self, hello: Hello, *, loaded: bool = False) -> Kept | None:
+        """The newest state on this machine that fits what this process would train.
+
+        None if its script has `loaded` a state of its own: what the user asked for by name counts.
+        """
         found = []
         for record in self._records():
             try:
@@ -80,7 +84,17 @@ class Keeping:
             except ChaosError as error:
                 self._warn(f"{error}; it is not used. Remove {record.folder} to be rid of it")
         self._offered = max(found, key=lambda f: (f[0].header.view, f[0].header.seq), default=None)
-        return self._offered[0] if self._offered is not None else None
+        if self._offered is None:
+            return None
+        kept, record = self._offered
+        if loaded:
+            self._offered = None
+            self._warn(
+                f"this process starts from what its script has loaded; the state that {kept.member} kept at step "
+                f"{kept.header.step} ({record.path}) is not used. To go on from it, start without a checkpoint"
+            )
+            return None
+        return kept
 
     def load(self, header: Header, state: StateAccess) -> None:
         """This member founds the job from the state that it offered.

@@ -22,6 +22,7 @@ from chaos_lightning.runtime.keeping import Keeping
 from chaos_lightning.runtime.options import SchedulerOptions, default_store
 from chaos_lightning.runtime.resetting import reset_job
 from chaos_lightning.runtime.sqlite_store import SqliteStore
+from chaos_lightning.trainer import has_stepped
 
 ENDPOINT = "127.0.0.1:9"
 """Where nobody listens."""
@@ -60,6 +61,26 @@ def test_a_kept_state_is_gone_on_from() -> None:
     assert founder.offer(said()) == kept
     founder.load(kept.header, fresh)
     assert all(torch.equal(a, b) for a, b in zip(values(fresh), values(state(1)), strict=True))
+
+
+def test_what_the_script_has_loaded_counts(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where it is older: who asks for a checkpoint by name gets it."""
+    kept = keep(state(1))
+    with caplog.at_level(logging.WARNING):
+        assert keeping().offer(said(), loaded=True) is None
+    assert "this process starts from what its script has loaded; the state that a~1 kept at step 0" in caplog.text
+    assert "is not used. To go on from it, start without a checkpoint" in caplog.text
+    assert keeping().offer(said()) == kept
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
+def test_an_optimizer_that_has_stepped_is_told_from_a_fresh_one(kind: type[torch.optim.Optimizer]) -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = kind([weight], **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+    assert not has_stepped(optimizer)
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert has_stepped(optimizer)
 
 
 def test_a_damaged_state_is_put_aside_and_told() -> None:

@@ -67,9 +67,16 @@ class EngineDouble:
         self.layout = Layout(sections, buffers)
 
     def join(
-        self, *, fingerprint: Mapping[str, str], quota: int, accumulate: int, state: Any, replay: Any = None
+        self,
+        *,
+        fingerprint: Mapping[str, str],
+        quota: int,
+        accumulate: int,
+        state: Any,
+        replay: Any = None,
+        loaded: bool = False,
     ) -> Header:
-        self.fingerprint, self.state = dict(fingerprint), state
+        self.fingerprint, self.state, self.loaded = dict(fingerprint), state, loaded
         self.member_id = f"{self.name}~{len(self.log)}"
         me = Member(self.member_id, self.name, "here", "127.0.0.1", 1, quota=quota)
         self.view = self.ruling_view = View(ViewId(1, 1), NO_VIEW, (me,), accumulate=accumulate)

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from engine_double import EngineDouble
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from strategy_models import Regression, loader, trainer, weights
 
@@ -97,6 +98,7 @@ def test_whole_job_resumes_exactly_once(tmp_path: Path, stop: int) -> None:
     second = Regression()
     again = trainer(tmp_path, max_epochs=2)
     again.fit(second, loader(), ckpt_path=tmp_path / f"step={stop}.ckpt")
+    assert [engine.loaded for engine in EngineDouble.made] == [False, True]
     whole = Regression()
     fitted(tmp_path, whole, loader(), max_epochs=2)
     assert torch.equal(torch.cat(first.seen + second.seen), torch.cat(whole.seen))

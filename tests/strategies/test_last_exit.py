@@ -56,3 +56,20 @@ def test_a_fit_that_the_last_member_left_goes_on_as_if_it_had_not(
     assert {r.member for r in said} == {"a~1", "b~2"}, "for whoever reads the logs: what was kept is what came back"
     assert len({r["hash"] for r in said}) == 1
     assert not list((tmp_path / "kept").rglob("kept.json"))  # the job is finished
+
+
+def test_a_checkpoint_that_the_script_names_is_what_fit_starts_from(job: Job, tmp_path: Path) -> None:
+    """Not a state that the last member kept, whichever is newer."""
+    spec: dict[str, Any] = {"callbacks": ("steps",), "options": {"on_last_exit": str(tmp_path / "kept")}}
+    job.start("a", **spec, gates={7: job.gate("a")})
+    job.harness.wait_step(7)
+    job.harness.terminate("a")
+    job.harness.wait_for("leave")
+    job.open("a")
+    assert job.harness.wait_exit("a") == 0
+    assert job.harness.wait_for("kept", node="a")["step"] >= 7
+    job.start("b", **spec, ckpt=str(job.out / "ckpt" / "step=5.ckpt"))
+    (second,) = job.finish("b", audit=False)
+    assert job.harness.wait_for("resumed", node="b")["step"] == 5
+    assert "starts from what its script has loaded" in job.harness.children["b"].log.read_text()
+    assert second["step"] == 18
