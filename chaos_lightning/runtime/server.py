@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -47,6 +48,8 @@ import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 _MAX_OUTBOX = 4096
 """Messages that wait for one member; more means that it has not read for a long time, and its stream is cut."""
 CANNOT_LEAD = "it was elected and cannot lead"
+_NOT_THE_JOBS = ("chain_lost", "chain_foreign", "chain_stale")
+"""What the machine notes when a member knows of what the store lacks (membership/identity.py)."""
 _STORE_PATIENCE_S = 5.0
 """A store that takes nothing for so long ends the scheduler; the end of a job alone is owed for as long as it lives."""
 _LONGEST_STORE_PAUSE_S = 5.0
@@ -101,6 +104,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._started = time.time()
         self._ended: asyncio.Future[str] | None = None
         self._done_reason = ""
+        self._gives_way_at = math.inf
+        """When (monotonic, s) this one ends, unless members of its own chain are here by then."""
         self._renews = False
         self._stays = False
         """Whether a finished scheduler answers for `linger_s` also while nobody is connected."""
@@ -283,6 +288,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
                 self._tick_waits = True
                 self._inbox.put_nowait(fx.SchedulerTick())
             self._look_for_idleness()
+            self._give_way_if_due()
 
     def _look_for_idleness(self) -> None:
         now = time.monotonic()
@@ -311,14 +317,21 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         except StoreError as error:
             self.end(f"the store failed: {error}", failed=True)
 
-    def _give_way(self) -> None:
-        """A member of a chain that this store lacks has come."""
+    def _returning_s(self, name: str) -> float:
+        """How long members of the store's own chain may take to come back."""
+        return self.config.settings.reconnect_grace_s if name == "chain_foreign" else 0.0
+
+    def _give_way_if_due(self) -> None:
+        """A member has come that knows of what this store lacks."""
+        if time.monotonic() < self._gives_way_at:
+            return
+        self._gives_way_at = math.inf
         assert self._machine is not None
         here = self._machine.snapshot().get("members", ())
-        if self.config.gives_way and not any(member["connected"] for member in here):  # type: ignore[attr-defined]
+        if not any(member["connected"] for member in here):  # type: ignore[attr-defined]
             self.end(
-                f"it gives the endpoint up: members stand in a chain that {self._store.place} lacks; start a scheduler "
-                "on the store that holds it",
+                f"it gives the endpoint up: members know what {self._store.place} lacks; start a scheduler on the "
+                "store that holds it",
                 failed=True,
             )
 
@@ -351,8 +364,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
                         connection.outbox.put_nowait(None)
                 case fx.Note(name, fields):
                     self._events.emit(name, **dict(fields))
-                    if name == "chain_lost":
-                        self._give_way()
+                    if self.config.gives_way and name in _NOT_THE_JOBS:
+                        self._gives_way_at = time.monotonic() + self._returning_s(name)
                 case fx.Look(member):
                     sight = same_machine_verdict(member)
                     if sight.certain:

@@ -19,13 +19,14 @@ import pytest
 
 from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.membership.effects import Persist
-from chaos_lightning.membership.types import NO_VIEW, OpenLinks, Ready, Refused, Settings, View, ViewId
+from chaos_lightning.membership.types import NO_VIEW, Member, OpenLinks, Ready, Refused, Settings, View, ViewId
 from chaos_lightning.runtime import hosting
 from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.config import EngineConfig
 from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
 from chaos_lightning.runtime.hosting import HostedScheduler, ensure_scheduler, look
 from chaos_lightning.runtime.machine import real_machine
+from chaos_lightning.runtime.memory_store import MemoryStore
 from chaos_lightning.runtime.options import MEMORY, SchedulerOptions
 from chaos_lightning.runtime.scheduler_main import main, open_store
 from chaos_lightning.runtime.sqlite_store import SqliteStore
@@ -277,6 +278,41 @@ def test_a_hosted_scheduler_that_lacks_the_chain_gives_the_endpoint_up() -> None
             finally:
                 if own is not None:
                     own.close()
+
+
+def leftover(chain: str) -> MemoryStore:
+    """Its chain has one view, whose member is not about."""
+    store = MemoryStore()
+    view = View(ViewId(store.take_term(0, chain), 1), NO_VIEW, (Member("z~1", "z", "elsewhere", "10.0.0.9", 1),))
+    assert store.append(Persist(1, "view", view.id, view)).ok
+    return store
+
+
+@pytest.mark.parametrize("chain", ["fedcba9876543210", "0123456789abcdef"])
+def test_a_hosted_scheduler_on_a_leftover_or_an_older_copy_gives_the_endpoint_up(chain: str) -> None:
+    """The one of another day's chain once its own members had time to come back."""
+    stands = hello("a", resume="a~1", view=ViewId(1, 7), term=1, chain="0123456789abcdef")
+    rules = Settings(reconnect_grace_s=0.2)
+    made = lambda: leftover(chain)  # noqa: E731
+    with serving(machine=real_machine, gives_way=True, open_store=made, settings=rules) as served:
+        with attending(served.endpoint, "a", hello_factory=lambda: stands):
+            reason, failed = served.wait_ended()
+        assert failed
+        assert "gives the endpoint up" in reason
+
+
+def test_a_hosted_scheduler_whose_own_members_are_here_stays() -> None:
+    stands = hello("a", resume="a~1", view=ViewId(1, 7), term=1, chain="0123456789abcdef")
+    rules = Settings(reconnect_grace_s=0.2)
+    with serving(machine=real_machine, gives_way=True, settings=rules) as served:
+        own = founder(served.endpoint, "b", job="default")
+        try:
+            own.messages.wait(lambda m: type(m).__name__ == "Decide")
+            with attending(served.endpoint, "a", hello_factory=lambda: stands) as member:
+                member.messages.wait(lambda m: isinstance(m, Refused), count=3)
+            assert served.outcome is None
+        finally:
+            own.close()
 
 
 def finished_chain(path: Path) -> None:
