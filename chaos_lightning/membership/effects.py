@@ -392,3 +392,5 @@ class Chain:
     """For so long after its start the scheduler listens who may know more, before it decides anything (14a)."""
     step: int = 0
     """The last optimizer step that a decision in it names: the job had come so far, or further."""
+    ended: tuple[str, ...] = ()
+    """Chains that lay here before, the last few: who stands in one of them is let go (14a)."""

@@ -29,7 +29,18 @@ from chaos_lightning.membership.effects import Chain, Close, Send
 from chaos_lightning.membership.rewiring import Rewiring
 from chaos_lightning.membership.roster import Peer, Standing, same_process, short
 from chaos_lightning.membership.scheduler_state import Phase
-from chaos_lightning.membership.types import NO_VIEW, Entered, Heartbeat, Hello, Member, Refused, Settings, View, ViewId
+from chaos_lightning.membership.types import (
+    NO_VIEW,
+    Entered,
+    Heartbeat,
+    Hello,
+    Member,
+    Refused,
+    Released,
+    Settings,
+    View,
+    ViewId,
+)
 
 KNOCKS_S = 3.0
 """A member that is sent away comes back within this time, as long as it lives."""
@@ -54,6 +65,7 @@ class Identity(Rewiring):
         """Hellos that wait until everybody was heard who may know more."""
         self._stale = ""
         """What the store lacks, and what can be done, in words."""
+        self._ended = chain.ended
 
     @property
     @abstractmethod
@@ -105,6 +117,10 @@ class Identity(Rewiring):
 
     def _at_odds(self, peer: Peer, message: Entered | Heartbeat) -> bool:
         """A member says something that does not fit the store: then it is not heeded."""
+        if message.chain in self._ended and peer.conn is not None:
+            self._turn_home(peer.conn, message.chain)
+            self._drop(peer)
+            return True
         if self._rebuilds or not self.chain:
             return False
         if self._is_another(message.chain):  # it was let in by a view of the chain that it knew before
@@ -123,6 +139,9 @@ class Identity(Rewiring):
 
     def _on_hello(self, conn: int, hello: Hello) -> None:
         if hello.job == self.settings.job:
+            if hello.chain in self._ended and hello.view != NO_VIEW:
+                self._turn_home(conn, hello.chain)
+                return
             if self.phase is Phase.STALE:
                 self._out.append(Send(conn, Refused(self._stale, retry=True)))
                 return
@@ -138,6 +157,12 @@ class Identity(Rewiring):
                     self._held.append((conn, hello))
                     return
         self._hear(conn, hello)
+
+    def _turn_home(self, conn: int, chain: str) -> None:
+        """Its stream was down when an operator ended its job."""
+        words = f"an operator has ended the job that it was in, chain {short(chain)}"
+        self._out.append(Send(conn, Released(words, asked=True)))
+        self._out.append(Close(conn, words))
 
     def _hear(self, conn: int, hello: Hello) -> None:
         """Somebody of this chain or of none, or the store holds no view."""

@@ -118,6 +118,7 @@ class EtcdStore(Store):
                     finished=bool(document["finished"]),
                     last=last,
                     chain=self._id_in(document),
+                    ended=tuple(map(str, document.get("ended", ()))),  # none before there were any
                 )
             except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise StoreError(f"{self.place}: the key tip holds no tip of a chain: {error!r}") from error
@@ -247,7 +248,7 @@ class EtcdStore(Store):
     def begin_again(self) -> str:
         gone = "deleted (etcd keeps no chains of jobs that are over)"
         known = self._read()
-        tip = with_term(Tip(term=known.tip.term))
+        tip = with_term(known.tip.begun_again())
         if self._write(known, tip, delete(self._key("entry/")), count=0):
             return gone
         # The client asks anew where an answer got lost: then it is our own write that stands in the way.
@@ -324,5 +325,6 @@ def _tip_bytes(tip: Tip, count: int) -> bytes:
             "finished": tip.finished,
             "count": count,
             "chain": tip.chain,
+            "ended": tip.ended,
         }
     ).encode()

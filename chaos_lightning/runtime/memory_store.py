@@ -50,7 +50,7 @@ class MemoryStore(Store):
     def begin_again(self) -> str:
         shelf = self._open()
         with shelf.changed:
-            shelf.tip = Tip(term=shelf.tip.term)
+            shelf.tip = shelf.tip.begun_again()
             shelf.entries.clear()
         return "forgotten, as it was in memory"
 

@@ -43,6 +43,7 @@ CREATE TABLE IF NOT EXISTS entry (
     revision INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, term INTEGER NOT NULL, number INTEGER NOT NULL,
     view BLOB, base BLOB, hand_on INTEGER NOT NULL, wish TEXT, wall REAL NOT NULL
 );
+CREATE TABLE IF NOT EXISTS ended (chain TEXT NOT NULL);
 """
 
 
@@ -182,7 +183,14 @@ class SqliteStore(Store):
             finished=db.execute("SELECT COUNT(*) FROM entry WHERE kind='finish'").fetchone()[0] > 0,
             last=last[0] if last else None,
             chain=db.execute("SELECT chain FROM job").fetchone()[0] if self._has_id else self._former_id(),
+            ended=self._ended(db),
         )
+
+    def _ended(self, db: sqlite3.Connection) -> tuple[str, ...]:
+        """None in a file of before, which is only read."""
+        if not db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name='ended'").fetchone()[0]:
+            return ()
+        return tuple(chain for (chain,) in db.execute("SELECT chain FROM ended ORDER BY rowid"))
 
     def tip(self) -> Tip:
         with self._lock:
@@ -245,14 +253,15 @@ class SqliteStore(Store):
 
     def begin_again(self) -> str:
         with self._lock:
-            term = self.tip().term
+            tip = self.tip().begun_again()
             self._connection().close()
             self._db = None
             archived = archive(self.path)
             try:
                 self._open(read_only=False)
                 with self._transaction() as db:
-                    db.execute("UPDATE job SET term = ?", (term,))
+                    db.execute("UPDATE job SET term = ?", (tip.term,))
+                    db.executemany("INSERT INTO ended VALUES (?)", [(chain,) for chain in tip.ended])
             except sqlite3.Error as error:
                 raise StoreError(f"{self.path}: {error}") from error
         return f"archived as {archived}"

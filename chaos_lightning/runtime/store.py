@@ -30,6 +30,10 @@ from chaos_lightning.runtime.codec import encode
 EntryKind = Literal["reserve", "view", "link", "finish"]
 
 
+MAX_ENDED = 16
+"""So many chains that were put away are remembered: members of older ones are long gone."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One durable decision."""
@@ -66,6 +70,13 @@ class Tip:
     last: Entry | None = None
     chain: str = ""
     """The chain's id; "": nobody has taken a term yet."""
+    ended: tuple[str, ...] = ()
+    """Ids of the last chains that were put away here, oldest first."""
+
+    def begun_again(self) -> Tip:
+        """Of the empty chain that follows this one."""
+        ended = (*self.ended, self.chain) if self.chain else self.ended
+        return Tip(term=self.term, ended=ended[-MAX_ENDED:])
 
 
 def with_term(tip: Tip, above: int = 0, chain: str = "") -> Tip:
@@ -200,6 +211,7 @@ class Store(abc.ABC):
             id=tip.chain,
             numbers=tuple(e.number for e in entries if e.kind in ("reserve", "view")),
             step=reached(entries),
+            ended=tip.ended,
         )
 
     @abc.abstractmethod
@@ -218,11 +230,10 @@ StoreFactory = Callable[[], Store]
 
 def advance(tip: Tip, entry: Entry) -> Tip:
     """The tip after this entry."""
-    return Tip(
-        term=tip.term,
+    return replace(
+        tip,
         highest=max(tip.highest, entry.number),
         last_view=entry.number if entry.kind == "view" else tip.last_view,
         finished=tip.finished or entry.kind == "finish",
         last=entry,
-        chain=tip.chain,
     )

@@ -268,6 +268,31 @@ def test_a_stale_store_is_rebuilt_on_the_operators_word_and_keeps_what_it_has() 
     assert talk.heard("a", Fence)
 
 
+@pytest.mark.parametrize("holds_views", [False, True])
+def test_a_member_of_a_chain_that_an_operator_ended_is_let_go_and_nobody_waits_for_it(*, holds_views: bool) -> None:
+    """Its stream was down while the job was ended."""
+    chain = stored(A) if holds_views else fx.Chain(2, NO_VIEW, id=Y)
+    talk = Talk(rebuild=False, chain=replace(chain, ended=(X,)))
+    talk.comes(says_hello("b", AB))
+    (released,) = talk.heard("b", Released)
+    assert released == Released(f"an operator has ended the job that it was in, chain {X[:8]}", asked=True)
+    assert not talk.heard("b", Refused)
+    if not holds_views:
+        talk.comes(replace(hello("d", new=True), term=0))
+        talk.says("d", Ready())
+        assert [v.members[0].name for v in talk.views()] == ["d"]
+
+
+def test_who_was_in_no_view_of_a_chain_that_an_operator_ended_founds_the_next_job() -> None:
+    talk = Talk(rebuild=False, chain=fx.Chain(2, NO_VIEW, id=Y, ended=(X,)))
+    talk.comes(says_hello("b", None))
+    assert not talk.heard("b", Released)
+    talk.passes(4.0)
+    talk.comes(says_hello("b", None))
+    talk.says("b", Ready())
+    assert [v.members[0].name for v in talk.views()] == ["b"]
+
+
 def test_the_operators_word_is_used_up_once_the_job_goes_on_by_the_chain_as_it_is() -> None:
     """Hours later one that was frozen knows a later view: that is no reason to put out all that trained since."""
     talk = Talk(chain=stored(A, AB, chain=X, rebuild=True))

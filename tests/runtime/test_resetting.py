@@ -105,6 +105,22 @@ def test_nothing_is_promised_for_an_empty_store_beside_members_that_lack_their_c
         assert "--force" not in str(refused.value)
 
 
+def test_a_member_that_comes_back_after_the_reset_is_let_go_and_stops_no_next_job(chain: Path) -> None:
+    """Its stream was down at that moment; the scheduler was started anew since."""
+    options = a_chain(chain, host="elsewhere")
+    with SqliteStore(chain, "default") as store:
+        stands = {"resume": "a~1", "view": store.load().views[-1].id, "term": 1, "chain": store.tip().chain}
+    assert "archived as" in reset_job(NOBODY, options, b"", force=True)
+    opened = lambda: SqliteStore(chain, "default", exclusive=True)  # noqa: E731
+    with serving(machine=real_machine, open_store=opened) as served:
+        back = lambda: hello("a", job="default", **stands)  # noqa: E731
+        with attending(served.endpoint, "a", hello_factory=back) as member:
+            assert member.messages.wait_for(Released).asked
+        with attending(served.endpoint, "b") as second:
+            second.answer = answer
+            assert [m.name for m in second.messages.wait_for(Decide).view.members] == ["b"]
+
+
 def test_newcomers_that_wait_at_a_dead_job_found_the_next_one(chain: Path) -> None:
     """None has to be started anew for that."""
     a_chain(chain, host="elsewhere")

@@ -24,7 +24,7 @@ from chaos_lightning.membership.types import GENESIS, NO_VIEW, Header, Kind, Led
 from chaos_lightning.runtime.etcd_store import EtcdStore
 from chaos_lightning.runtime.memory_store import MemoryStore, Shelf
 from chaos_lightning.runtime.sqlite_store import FileLock, SqliteStore, archive
-from chaos_lightning.runtime.store import Entry, Store, Tip, advance
+from chaos_lightning.runtime.store import MAX_ENDED, Entry, Store, Tip, advance
 
 Open = Callable[[], Store]
 MEMBERS = (Member("a~1", "a", "host", "127.0.0.1", 4000), Member("b~2", "b", "host", "127.0.0.1", 4001, 7, 8, 9))
@@ -248,6 +248,23 @@ def test_a_chain_that_is_over_is_put_away_and_none_of_its_terms_outranks_the_nex
                 assert (old.tip().finished, [v.id for v in old.load().views]) == (True, [ViewId(term, 1)])
     with opened() as store:
         assert len(store.load().views) == 1
+
+
+def test_the_last_chains_that_were_put_away_are_remembered(opened: Open) -> None:
+    """Members of them may still come; the next scheduler tells them so."""
+    ended = []
+    for _ in range(MAX_ENDED + 1):
+        with opened() as store:
+            term = store.take_term()
+            ended.append(store.tip().chain)
+            assert store.append(Persist(1, "finish", ViewId(term, 1))).ok
+            store.begin_again()
+    with opened() as store:
+        store.take_term()
+        assert store.load().ended == tuple(ended[1:])
+        assert store.load().id not in ended
+        assert store.append(Persist(1, "reserve", ViewId(store.term, 1))).ok
+        assert store.load().ended == tuple(ended[1:])
 
 
 def test_a_store_that_took_no_term_cannot_write(opened: Open) -> None:
