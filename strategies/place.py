@@ -7,6 +7,7 @@ right after one. Those of one machine agree by lock files: the first is rank 0 o
 the next one rank 1, and so on. Alone with `min_nodes=1` that is the truth. Where several founders are wanted, or
 somebody is waiting already, only the scheduler's machine has a rank 0, so that there is one at most; with a scheduler
 elsewhere there is none, and who becomes the writer makes up at its first batch for what Lightning writes as rank 0.
+Of several schedulers' machines, that of the last one named counts, whoever leads: all go by the same one.
 
 Who validates, tests or predicts before fit takes such a place, too, so that one of the processes writes, and keeps it
 until fit: else one that comes when another is through would write as well. All Trainers of a process share it.
@@ -54,7 +55,8 @@ class Place:
             self.rank, self.world_size = members, members + 1
             return
         least = max(1, config.min_nodes)
-        here = is_local(split_endpoint(config.endpoints[0])[0])
+        # With the chain in etcd each machine names its own candidate first, and all of them the same one last.
+        here = is_local(split_endpoint(config.endpoints[-1])[0])
         if not here and (least > 1 or status.get("streams")):
             self.rank, self.world_size = 1, max(2, least)
             return
