@@ -74,8 +74,8 @@ class EngineConfig:
             token alone is not enough), else checksums (docs/links.md). It must be the job's, or auto.
         on_last_exit: What the last member does with the training state when it goes before the job is finished:
             "checkpoint" keeps it beside the chain's file (by default in ~/.local/state/chaos-lightning/JOB-PORT), a
-            folder keeps it there, "none" lets it go. Whoever founds the job again goes on from it, and says so, unless
-            its script has loaded a checkpoint.
+            folder keeps it there, in JOB-PORT, "none" lets it go. Whoever founds the job again goes on from it, and
+            says so, unless its script has loaded a checkpoint.
     """
 
     endpoint: str = DEFAULT_ENDPOINT

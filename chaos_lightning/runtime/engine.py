@@ -477,7 +477,7 @@ class Engine:
             if self.header.kind is not Kind.CLOSING:  # else the others closed the job in a slot that this one yielded
                 self._slot(Kind.CLOSING, name="closing")
             self.events.emit("finished", seq=self.header.seq, step=self.header.step)
-            self._keeping.clear()
+            self._keeping.clear(self.view.chain if self.view is not None else "")
         self.wait_released()
 
     def wait_released(self, timeout_s: float = 10.0) -> None:

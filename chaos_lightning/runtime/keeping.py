@@ -1,11 +1,13 @@
 """One member's part in a state that the last one keeps in a file (PROTOCOL.md 14c): where, when, and whether it fits.
 
 Theory of operation. The folder is the job's on this machine: beside the chain's file, or where `on_last_exit` says.
-Each keeper has a folder of its own in there, so that two that go at once do not write over each other. A hello names
-the newest state that fits: written for this job by the same program with the same settings. What does not fit is named
-on the terminal, once, and left alone; so are all where the script has loaded a checkpoint of its own.
-A state stays until a newer one is kept or the job is finished: the scheduler sees to it that only one of its own chain
-is gone on from, and that nobody takes an older one for the newest.
+Each keeper has a folder of its own in there, so that two that go at once do not write over each other. Views compare
+within a chain only, so each run removes nothing but its own states, and a hello names one of the chain that this
+process was told of, else of the one that was kept last. It is the newest that fits: written for this job by the same
+program with the same settings. What does not fit is named on the terminal, once, and left alone; so are all where the
+script has loaded a checkpoint of its own. A state stays until a newer one of its chain is kept or that job is finished:
+the scheduler sees to it that only one of its own chain is gone on from, and that nobody takes an older one for the
+newest.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ def folder_of(config: EngineConfig) -> Path | None:
     if config.on_last_exit == "none":
         return None
     if config.on_last_exit not in ON_LAST_EXIT:
-        return Path(config.on_last_exit) / config.job
+        return Path(config.on_last_exit) / f"{config.job}-{split_endpoint(config.endpoints[0])[1]}"
     return folder_beside(os.environ.get("CHAOS_STORE", ""), config.job, config.endpoints[0])
 
 
 def folder_beside(store: str, job: str, endpoint: str) -> Path:
     """Beside the chain's file, or where that of a scheduler at this endpoint would be by default."""
     if store and store != MEMORY and not store.startswith(ETCD):
-        return Path(store).parent / f"{job}-kept"
+        return Path(f"{store}-kept")
     return default_store(job, split_endpoint(endpoint)[1]).parent / "kept"
 
 
@@ -83,10 +85,14 @@ class Keeping:
                 found.append((self._checked(record, hello), record))
             except ChaosError as error:
                 self._warn(f"{error}; it is not used. Remove {record.folder} to be rid of it")
-        self._offered = max(found, key=lambda f: (f[0].header.view, f[0].header.seq), default=None)
-        if self._offered is None:
+        if not found:
+            self._offered = None
             return None
-        kept, record = self._offered
+        # Views of different chains do not compare: the chain that this process was told of, else the one kept last.
+        chains = [kept.chain for kept, _ in sorted(found, key=lambda f: float(f[1].said.get("time", 0.0)))]
+        chain = hello.chain if hello.chain in chains else chains[-1]
+        mine = [f for f in found if f[0].chain == chain]
+        kept, record = self._offered = max(mine, key=lambda f: (f[0].header.view, f[0].header.seq))
         if loaded:
             self._offered = None
             self._warn(
@@ -154,7 +160,8 @@ class Keeping:
             _log.error("%s was the last one with the training state at step %d, and %s", member, last.step, error)
             return None
         for other in self._records():
-            if other.folder != folder and other.said.get("job") == self._job and _older(other, header):
+            whose = (other.said.get("job"), other.said.get("chain"))
+            if other.folder != folder and whose == (self._job, view.chain) and _older(other, header):
                 files.remove(other.folder)
         self._say_hash(header, record.state_hash)
         self._events.emit(Event.KEPT, step=last.step, seq=header.seq, head=header.hash, path=str(record.path))
@@ -164,11 +171,10 @@ class Keeping:
         )  # fmt: skip
         return Kept(header, member, view.chain)
 
-    def clear(self) -> None:
-        """The job is finished: nothing is to be gone on from."""
-        for record in self._records():
-            if record.said.get("job") == self._job:
-                files.remove(record.folder)
+    def clear(self, chain: str) -> None:
+        """The job is finished: nothing of this chain is to be gone on from."""
+        if self._folder is not None:
+            forget(self._folder, self._job, chain)
 
     # ------------------------------------------------------------------ inside
 

@@ -6,6 +6,7 @@ import logging
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from chaos_lightning.membership.types import GENESIS, NO_VIEW, Hello, Kept, Memb
 from chaos_lightning.observe.events import EventLog
 from chaos_lightning.replication import ModuleState, StateAccess
 from chaos_lightning.runtime.config import EngineConfig
-from chaos_lightning.runtime.keeping import Keeping
+from chaos_lightning.runtime.keeping import Keeping, folder_of
 from chaos_lightning.runtime.options import SchedulerOptions, default_store
 from chaos_lightning.runtime.resetting import reset_job
 from chaos_lightning.runtime.sqlite_store import SqliteStore
@@ -42,8 +43,9 @@ def keeping() -> Keeping:
     return Keeping(EngineConfig(endpoint=ENDPOINT), EventLog(None))
 
 
-def keep(what: StateAccess, chain: str = "chain", member: str = "a~1") -> Kept | None:
-    return keeping().keep(GENESIS, View(ViewId(1, 1), NO_VIEW, (MEMBER,), chain=chain), member, said(), what)
+def keep(what: StateAccess, chain: str = "chain", member: str = "a~1", view: int = 1) -> Kept | None:
+    stood = View(ViewId(1, view), NO_VIEW, (MEMBER,), chain=chain)
+    return keeping().keep(GENESIS, stood, member, said(), what)
 
 
 def said() -> Hello:
@@ -61,6 +63,29 @@ def test_a_kept_state_is_gone_on_from() -> None:
     assert founder.offer(said()) == kept
     founder.load(kept.header, fresh)
     assert all(torch.equal(a, b) for a, b in zip(values(fresh), values(state(1)), strict=True))
+
+
+def test_states_of_several_chains_are_not_compared_by_their_views() -> None:
+    """A chain's views begin anew: the state of the run before, in view 1.9, is not the newer one."""
+    before = keep(state(1), chain="day1", member="a~9", view=9)
+    now = keep(state(2), chain="day2", view=1)
+    assert keeping().offer(said()) == now, "the one written last"
+    assert keeping().offer(replace(said(), chain="day1")) == before, "or the one of the chain that it was told of"
+    newer = keep(state(3), chain="day2", member="b~2", view=2)
+    assert keeping().offer(said()) == newer
+    assert sorted(p.name for p in folder().iterdir()) == ["a~9", "b~2"], "only what is older in this chain is removed"
+    keeping().clear("day2")
+    assert [p.name for p in folder().iterdir()] == ["a~9"]
+
+
+def test_jobs_of_one_name_do_not_share_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    stated = [folder_of(EngineConfig(endpoint=f"127.0.0.1:{port}", on_last_exit="/data/kept")) for port in (9, 10)]
+    stored = []
+    for store in ("/data/a.sqlite", "/data/b.sqlite"):
+        monkeypatch.setenv("CHAOS_STORE", store)
+        stored.append(folder_of(EngineConfig(endpoint=ENDPOINT)))
+    assert [str(p) for p in stated] == ["/data/kept/default-9", "/data/kept/default-10"]
+    assert [str(p) for p in stored] == ["/data/a.sqlite-kept", "/data/b.sqlite-kept"]
 
 
 def test_what_the_script_has_loaded_counts(caplog: pytest.LogCaptureFixture) -> None:
