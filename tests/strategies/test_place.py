@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from chaos_lightning.runtime.config import EngineConfig
-from strategies import place
-from strategies.place import Place
+from chaos_lightning.strategies import place
+from chaos_lightning.strategies.place import Place
 
 OWN, NAMED = "127.0.0.1:9", "192.0.2.1:9"
 """This machine, and another one."""
