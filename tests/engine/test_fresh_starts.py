@@ -77,3 +77,16 @@ def test_who_may_live_is_waited_for_until_the_operator_ends_its_job(job: Job) ->
     assert "a~1" in reset_job(job.endpoint, SchedulerOptions(listen=job.endpoint), b"", force=False)
     job.finish("b")
     assert len(job.foundings()) == 2
+
+
+def test_who_begins_a_dead_job_anew_says_what_is_lost(job: Job) -> None:
+    """Nobody was left who could keep the state, as with a second node whose only worker was killed."""
+    job.serve(min_nodes=1)
+    job.start("a", gates={5: job.gate("a")})
+    job.harness.wait_step(5)
+    job.harness.kill("a")
+    job.start("b")
+    job.finish("b")
+    assert len(job.foundings()) == 2
+    assert "the job begins anew, from what it was started with" in job.harness.children["b"].tail()
+    assert "is lost" in job.harness.children["b"].tail()
