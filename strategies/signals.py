@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -29,11 +30,12 @@ class Signals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        print(
-            f"{name}: leaving the job after the present step, or at once while waiting; once more aborts",
-            file=sys.stderr,
-            flush=True,
-        )
+        with contextlib.suppress(OSError, RuntimeError):  # the terminal is closed, or something is being printed
+            print(
+                f"{name}: leaving the job after the present step, or at once while waiting; once more aborts",
+                file=sys.stderr,
+                flush=True,
+            )
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Thread(target=self._leave, args=(f"signal {name}",), name="chaos-leave", daemon=True).start()
