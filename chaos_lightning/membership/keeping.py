@@ -31,6 +31,8 @@ class Keeping(Rebuilding):
         self._say_goodbye(peer, Released(reason, asked=True, keep=True))
 
     def _on_kept(self, peer: Peer, kept: Kept) -> None:
+        if peer.keeps_since is None and not peer.leaving:
+            return  # the state is the job's, and its members go on
         self._note("kept", member=peer.id, step=kept.header.step, view=str(kept.header.view))
         if self._told is None or _age(kept) > _age(self._told[0]):
             self._told = (kept, peer.member.host, self.now)
@@ -52,9 +54,8 @@ class Keeping(Rebuilding):
         if writing := self._writing():
             return f"the job waits for {', '.join(p.id for p in writing)}, which may be writing its training state down"
         newcomers = [p for p in self.peers.values() if p.standing in NEWCOMER]
-        ready = self._ready()
-        if any(p not in ready for p, _ in self._offers(newcomers)[:1]):
-            return ""
+        if (awaited := self._wait_for_offer(newcomers)) is not None:
+            return awaited
         if self._told is None:
             return None
         kept, host, since = self._told
@@ -69,6 +70,28 @@ class Keeping(Rebuilding):
             f"the job waits for a member on the machine of {kept.member}, where the training state at step "
             f"{kept.header.step} was kept: start one there; {limit_s:g} s after that the job begins anew without it"
         )
+
+    def _wait_for_offer(self, newcomers: Sequence[Peer]) -> str | None:
+        """Who has the newest state is waited for until it is ready, but not without end: it may be stopped, or cut off.
+
+        All hear of it once that takes longer than the way into a job does. In the end it is sent away, once, so that it
+        holds no place among the founders.
+        """
+        ready, limit_s = self._ready(), self.settings.last_holder_timeout_s
+        for peer in ready:
+            self._unready.pop(_process(peer), None)
+        for peer, kept in self._offers(newcomers):
+            if peer in ready:
+                return None
+            since = self._unready.setdefault(_process(peer), self.now)
+            what = f"the training state that {kept.member} kept at step {kept.header.step}"
+            if self.now - since <= limit_s:
+                text = f"the job waits for {peer.id}, which has {what}, to get ready: {limit_s:g} s at most; then it "
+                return f"{text}begins without it" if self.now - since > self.settings.heartbeat_timeout_s else ""
+            if since > float("-inf"):
+                self._unready[_process(peer)] = float("-inf")
+                self._fence(peer, f"it has {what}, and did not get ready within {limit_s:g} s: it says hello anew")
+        return None
 
     def _without_it(self, newcomers: Sequence[Peer], kept: Kept, host: str) -> bool:
         """Whether somebody on the machine of the kept state does not go on from it.

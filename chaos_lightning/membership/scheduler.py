@@ -134,6 +134,7 @@ class SchedulerMachine(Keeping):
             self.detector.shift(now, gap)
             self._shift_links(gap)
             self._shift_rebuilding(gap)
+            self._unready = {m: at + gap for m, at in self._unready.items()}
             self._backoff.shift(gap)
             if self._bridges_since is not None:
                 self._bridges_since += gap
@@ -510,6 +511,7 @@ class SchedulerMachine(Keeping):
         self._chain_begun()
         if self.phase is Phase.FOUNDING:
             self._told, self._without, self._reached = None, "", ruling.base.step
+            self._unready.clear()
             self._backoff.founded(ruling.base.seq)
         self.phase, self._returning, self._announced = Phase.RUNNING, False, None
         self._decision = Decide(view, ruling.base, ruling.hand_on, ruling.sources, view.reason)

@@ -122,6 +122,8 @@ class SchedulerState:
         """The newest state that a member said it kept, on which machine, and when."""
         self._said_anew: set[tuple[str, int, int]] = set()
         """Processes of that machine that said hello anew since then: machine, pid and start."""
+        self._unready: dict[tuple[str, int, int], float] = {}
+        """Since when (s) such processes with a kept state have not been ready; -inf: they were sent away for it."""
         self._without = ""
         """Who on that machine does not go on from it, in words."""
         self._reached = chain.step

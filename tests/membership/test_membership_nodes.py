@@ -21,6 +21,7 @@ from chaos_lightning.membership.types import (
     Kind,
     Leave,
     Member,
+    Notice,
     Ready,
     Released,
     Settings,
@@ -172,6 +173,65 @@ def test_without_it_the_job_begins_anew_in_the_end_and_says_what_is_lost() -> No
     assert isinstance(decision, Decide)
     assert decision.base.seq == 0
     assert "(at step 7 or later) is lost" in decision.view.reason
+
+
+def test_who_offers_the_kept_state_and_never_gets_ready_is_named_and_not_waited_for_without_end() -> None:
+    """It was stopped after its hello, say, or no link leads to it."""
+    room, kept = left_alone(Settings(last_holder_timeout_s=5.0))
+    room.feed(fx.MessageIn(1, kept))
+    room.feed(fx.Closed(1, abrupt=False))
+    said = Hello("default", "c", "host-c", "127.0.0.1", 1, 3, 1, 1, 1, "0", (), kept=kept)
+    room.feed(fx.Opened(3))
+    room.feed(fx.MessageIn(3, said))
+    room.come(2, "b")
+    for _ in range(40):
+        room.now += 0.1
+        room.feed(fx.MessageIn(2, Heartbeat(NO_VIEW, 0, 0)))
+    told = room.last(2, Notice)
+    assert isinstance(told, Notice)
+    assert "waits for c~2, which has the training state that a~1 kept at step 7" in told.text
+    assert room.last(2, Decide) is None
+    for _ in range(20):
+        room.now += 0.1
+        room.feed(fx.MessageIn(2, Heartbeat(NO_VIEW, 0, 0)))
+    decision = room.last(2, Decide)
+    assert isinstance(decision, Decide)
+    assert decision.base.seq == 0
+    assert "(at step 7 or later) is lost" in decision.view.reason
+    assert "did not get ready within 5 s" in str(room.last(3, Fence))
+
+
+def test_an_older_kept_state_is_gone_on_from_where_the_newest_ones_holder_never_gets_ready() -> None:
+    room, kept = left_alone(Settings(last_holder_timeout_s=5.0))
+    room.feed(fx.MessageIn(1, kept))
+    room.feed(fx.Closed(1, abrupt=False))
+    said = Hello("default", "c", "host-c", "127.0.0.1", 1, 3, 1, 1, 1, "0", (), kept=kept)
+    room.feed(fx.Opened(3))
+    room.feed(fx.MessageIn(3, said))
+    older = replace(kept, header=replace(kept.header, seq=3, step=3))
+    room.come(2, "b", kept=older)
+    for _ in range(60):
+        room.now += 0.1
+        room.feed(fx.MessageIn(2, Heartbeat(NO_VIEW, 0, 0)))
+    decision = room.last(2, Decide)
+    assert isinstance(decision, Decide)
+    assert decision.base == older.header
+
+
+def test_a_kept_state_is_believed_only_of_who_leaves() -> None:
+    """A training member that says so, or a newcomer, has the others wait for a state that there is not."""
+    room = Room(Settings())
+    room.come(1, "a")
+    view = room.enter(1, 7, 7).view
+    room.feed(fx.Opened(2))
+    room.feed(fx.MessageIn(2, Hello("default", "e", "host-e", "127.0.0.1", 1, 2, 1, 1, 1, "0", ())))
+    last = Header(seq=10**9, kind=Kind.STEP, step=7, view=view.id, prev_hash="x", next_view=view.id)
+    for conn in (1, 2):
+        room.feed(fx.MessageIn(conn, Kept(kept_header(last, view.id), room.ids[1], view.chain)))
+        room.feed(fx.Closed(conn, abrupt=True))
+    room.feed(fx.Gone(room.ids[1], "its process is gone"))
+    room.come(3, "b")
+    assert isinstance(room.last(3, Decide), Decide)
 
 
 @pytest.mark.parametrize(
