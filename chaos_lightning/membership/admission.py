@@ -339,7 +339,8 @@ class Admission(Linking):
         if peer.keeps_since is not None and self.phase is Phase.FOUNDING:
             self._drop(peer)
             return
-        if peer.standing not in (Standing.MEMBER, Standing.LEAVER) or self.phase is Phase.FINISHED:
+        inside = peer.standing in (Standing.MEMBER, Standing.LEAVER) or (abrupt and self._is_written(peer))
+        if not inside or self.phase is Phase.FINISHED:
             self._drop(peer)
         elif not abrupt:
             self._die(peer, "it closed its control stream in good order", proven=True)

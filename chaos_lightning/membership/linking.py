@@ -249,8 +249,7 @@ class Linking(SchedulerState, ABC):
         if before is None:
             return
         lost = [p for p in self._view_pairs(before) - self._view_pairs(view) if all(view.find(m) for m in p)]
-        for gone in lost:
-            one, other = sorted(gone)
+        for one, other in sorted(map(sorted, lost)):
             fact = self.topology.fact(one, other)
             fact.failures += 1 if fact.down or fact.idle else 0
             for me, them in ((one, other), (other, one)):

@@ -213,6 +213,10 @@ class SchedulerState:
         peer = self.peers.get(member)
         return peer is not None and peer.standing in (Standing.MEMBER, Standing.LEAVER) and peer.alive
 
+    def _is_written(self, peer: Peer) -> bool:
+        """Whether the view on its way to the store names it: a header may bring it that view without its stream."""
+        return self._persisting is not None and self._writes is not None and self._writes.find(peer.id) is not None
+
     def _members(self) -> list[Peer]:
         """Peers of the latest view, in rank order; dead ones included, as long as no view excluded them."""
         ids = self.latest.ids() if self.latest is not None else ()

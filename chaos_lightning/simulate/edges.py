@@ -116,8 +116,7 @@ class Edges:
             raise Violation(f"view {view.id} is in parts: {parts(view.ids(), pairs)}")
         # A better plan for the same members over the same links decides nothing about links.
         replanned = len(chain) > 1 and chain[-2].ids() == view.ids() and links_of(chain[-2]) == pairs
-        for ends in pairs:
-            one, other = sorted(ends)
+        for one, other in sorted(map(sorted, pairs)):
             here, there = self._name(view, one), self._name(view, other)
             cut_s = self._world.fabric.cut_s(here, there)
             if pair(here, there) in self._removed and not replanned:

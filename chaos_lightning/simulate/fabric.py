@@ -120,7 +120,7 @@ class Fabric:
 
     def wants(self, me: str, wanted: frozenset[str], before: frozenset[str]) -> None:
         """`me` wants links to exactly these."""
-        for gone in before - wanted:
+        for gone in sorted(before - wanted):
             self.bye(me, gone)
         for peer in sorted(wanted):
             self._dial(me, peer)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,3 +41,19 @@ def test_run_is_a_function_of_its_seed(seed: int) -> None:
     assert one.run() == other.run()
     assert [v.id for v in one.store.views] == [v.id for v in other.store.views]
     assert one.oracle.external == other.oracle.external
+
+
+@pytest.mark.parametrize("seed", [113, 149])
+def test_run_is_the_same_in_every_process(seed: int) -> None:
+    """Python orders a set of strings anew in each process; these seeds were told differently by that."""
+
+    def told(order: int) -> str:
+        command = [sys.executable, "-m", "chaos_lightning.simulate", "--tell", str(seed)]
+        given = {**os.environ, "PYTHONHASHSEED": str(order)}
+        return subprocess.run(command, env=given, capture_output=True, check=True, text=True, timeout=120).stdout
+
+    assert told(0) == told(1)
+
+
+def test_newcomer_whose_stream_breaks_while_its_view_is_stored_is_not_put_out() -> None:
+    assert simulate(any_plan(2498)).violation == ""
