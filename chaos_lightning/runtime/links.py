@@ -49,6 +49,8 @@ ASK_S = 1.5 * PING_INTERVAL_S
 """A peer that has been silent for so long is asked about: the answer is there when the scheduler asks."""
 EXPECT_S = 1.0
 """Who dials may have been told of this link so much earlier."""
+WATCH_AGAIN_S = 5.0
+"""After a connection between watchers broke, or was not made: until another one is tried."""
 FINISH_S = 30.0
 """A link that is not wanted any more has so long to deliver what was queued."""
 _MAX_HANDSHAKES = 64
@@ -125,7 +127,7 @@ class Links:
         """With the neighbour that each came from."""
         self._measuring = Measuring(loop.later, owner.measured)
         self._host = host_identity()
-        self._watching = Watching(loop, refused)
+        self._watching = Watching(loop, refused, self._watch_broke)
         self.relayed = 0
         """Letters of others that were passed on."""
         self._slots = threading.Semaphore(_MAX_HANDSHAKES)
@@ -248,10 +250,21 @@ class Links:
                 sock = dial(member.address, member.port, greeting, token=self._secret.tokens(), keys=self.keys)
             except (OSError, ChaosError) as error:
                 self._refused(f"{member.id} cannot be watched: {error}")
+                self._loop.call(lambda: self._watch_broke(member.id))
             else:
                 self._hand_over(member.id, sock, dialled=True)
 
         threading.Thread(target=work, name=f"chaos-watch-{member.id}", daemon=True).start()
+
+    def _watch_broke(self, peer: str) -> None:
+        """Who dialled makes another connection, as long as the link stands: with a new link there is one anyway."""
+
+        def again() -> None:
+            if not self._closed and peer in self._links and peer in self._wanted:
+                self._watch(self._wanted[peer], self.me)
+
+        if youth(self.me) > youth(peer):
+            self._loop.later(WATCH_AGAIN_S, again)
 
     def _hand_over(self, peer: str, sock: socket.socket, *, dialled: bool) -> None:
         session = session_of(sock)

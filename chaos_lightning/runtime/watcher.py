@@ -34,6 +34,10 @@ KEY_NBYTES = 32
 _FRAME = struct.Struct("<c8sc16s")
 """Question or answer, number of the question, state, keyed hash."""
 _STATES = {"runs": b"R", "stopped": b"S", "gone": b"G", "": b"?"}
+LOST = b"L"
+"""Told to the member: the connection to this neighbour's watcher is broken."""
+_KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+"""It may carry nothing for hours (s, s, probes): firewalls forget idle ones, and dead ones must show."""
 STATES = {code: state for state, code in _STATES.items()}
 _MAX_MESSAGE = 4096
 
@@ -80,6 +84,9 @@ class _Neighbour:
         self._asked = b""
         self._buffer = b""
         sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def ask(self) -> None:
         self._asked = os.urandom(8)
@@ -162,7 +169,7 @@ class Watcher:
             try:
                 self._neighbours[rest].ask()
             except OSError:
-                self._drop(rest)
+                self._lose(rest)
         elif order == b"D":
             self._drop(rest)
         elif order in (b"", b"E"):
@@ -176,11 +183,19 @@ class Watcher:
         except BlockingIOError:
             return
         except OSError:
-            self._drop(neighbour.peer)
+            self._lose(neighbour.peer)
             return
-        if answer and self._until == float("inf"):
+        if answer:
+            self._tell(answer, neighbour.peer)
+
+    def _tell(self, what: bytes, peer: bytes) -> None:
+        if self._until == float("inf"):
             with contextlib.suppress(OSError):  # a member that does not read has no use for it
-                self._control.send(answer + neighbour.peer, socket.MSG_DONTWAIT)
+                self._control.send(what + peer, socket.MSG_DONTWAIT)
+
+    def _lose(self, peer: bytes) -> None:
+        self._drop(peer)
+        self._tell(LOST, peer)
 
     def _drop(self, peer: bytes) -> None:
         neighbour = self._neighbours.pop(peer, None)

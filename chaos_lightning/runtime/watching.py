@@ -3,7 +3,8 @@
 Theory of operation. The own watcher is started with the first neighbour on another machine; on one machine the process
 table is at hand. Whoever greets hands the neighbour's connection over (`add`) and keeps none. When a link falls
 silent its neighbour is asked about (`ask`); the answer counts for `FRESH_S`. Where there is no watcher - it cannot be
-started, it was killed, its connection broke - there is no answer, and silence is all there is (PROTOCOL.md 12).
+started, it was killed, its connection broke - there is no answer, and silence is all there is (PROTOCOL.md 12). Who
+greeted is told of a broken connection, so that it makes another.
 """
 
 from __future__ import annotations
@@ -39,11 +40,15 @@ class Watching:
     Args:
         loop: Reads what the watcher tells.
         failed: Told why there is no watcher.
+        broken: Told, by the loop, whose watcher there is no connection to any more.
     """
 
-    def __init__(self, loop: IoLoop, failed: Callable[[str], None]) -> None:
+    def __init__(self, loop: IoLoop, failed: Callable[[str], None], broken: Callable[[str], None]) -> None:
         self._loop = loop
         self._failed = failed
+        self._broken = broken
+        self._handed: set[str] = set()
+        """Neighbours whose connections the own watcher has, as far as is known."""
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -65,6 +70,7 @@ class Watching:
         with sock, self._lock:
             control = self._started()
             if control is not None:
+                self._handed.add(peer)
                 with contextlib.suppress(OSError):
                     socket.send_fds(control, [order], [sock.fileno()])
 
@@ -114,17 +120,24 @@ class Watching:
                 if not message:
                     self._lost(control)
                     return
-                state = watcher.STATES.get(message[:1], "")
-                self._said[message[1:].decode(errors="replace")] = (state, time.monotonic())
+                peer = message[1:].decode(errors="replace")
+                if message[:1] == watcher.LOST:
+                    self._handed.discard(peer)
+                    self._broken(peer)
+                else:
+                    self._said[peer] = (watcher.STATES.get(message[:1], ""), time.monotonic())
 
     def _lost(self, control: socket.socket) -> None:
-        """The watcher has ended; with the next link there will be another one."""
+        """The watcher has ended; with the next connection there will be another one."""
         self._loop.unregister(control.fileno())
         with self._lock:
             control.close()
             self._control = None
             if self._process is not None:
                 self._process.poll()
+            handed, self._handed = self._handed, set()
+        for peer in handed:
+            self._broken(peer)
 
     def _order(self, order: bytes) -> None:
         if self._control is not None:
@@ -138,6 +151,7 @@ class Watching:
     def drop(self, peer: str) -> None:
         """This neighbour is none any more."""
         self._said.pop(peer, None)
+        self._handed.discard(peer)
         self._order(b"D" + peer.encode())
 
     def sight(self, peer: str) -> Sight:

@@ -11,8 +11,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from links_support import Node, connect
+from until_support import until
 
-from chaos_lightning.runtime import watcher
+from chaos_lightning.runtime import links, watcher
 from chaos_lightning.runtime.process_table import start_time
 from chaos_lightning.runtime.watching import Watching
 from chaos_lightning.transport.loop import IoLoop
@@ -154,10 +156,48 @@ def test_a_signal_to_the_members_terminal_does_not_end_it(mine: Beside) -> None:
     accepted.close()
 
 
+def test_a_connection_that_breaks_is_told_to_the_member_and_an_idle_one_is_kept_alive(mine: Beside) -> None:
+    """It carries nothing for hours: a firewall that forgot it would be noticed when it is needed."""
+    dialled, accepted = connection()
+    mine.add("b~1", dialled.dup(), dialled=True)
+    mine.control.send(b"Qb~1")
+    accepted.recv(100)
+    with dialled:
+        assert dialled.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert dialled.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+    accepted.close()
+    assert mine.control.recv(100) == b"Lb~1"
+
+
+@pytest.mark.parametrize("whose", ["a~1", "b~2"])
+def test_a_watcher_that_died_is_replaced_while_the_link_stands(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a busy process is taken for a dead one from then on."""
+    monkeypatch.setattr(links, "WATCH_AGAIN_S", 0.05)
+    a, b = Node("a~1"), Node("b~2")
+    try:
+        connect({"a": a, "b": b}, "ab")
+
+        def sees(one: Node, other: str) -> bool:
+            one.do(lambda: one.links._watching.ask(other))
+            return one.links.sight(other).alive
+
+        until(lambda: sees(a, "b~2") and sees(b, "a~1"), "both watchers")
+        watched = (a if whose == "a~1" else b).links._watching
+        assert watched._process is not None
+        watched._process.kill()
+        watched._process.wait(DEADLINE_S)
+        for one in (a, b):
+            one.do(one.links._watching._said.clear)
+        until(lambda: watched._process.poll() is None and sees(a, "b~2") and sees(b, "a~1"), "both watchers again")
+    finally:
+        a.close()
+        b.close()
+
+
 def test_a_job_that_ends_while_its_watcher_is_started_leaves_the_loop_whole() -> None:
     crashes: list[BaseException] = []
     loop = IoLoop("loop", crashes.append)
-    watching = Watching(loop, lambda why: pytest.fail(why))
+    watching = Watching(loop, lambda why: pytest.fail(why), lambda peer: None)
     dialled, accepted = connection()
     watching.add("b~1", dialled, KEY, dialled=True)
     watching.close()
