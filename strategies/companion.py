@@ -61,6 +61,7 @@ class Companion(Callback):
         session = self._strategy.session
         if session is not None and session.departed:
             # fit's loop ends at a StopIteration, without the epoch-end hooks that would judge half an epoch.
+            session.end_epoch()
             unfinish_epoch(trainer)
             raise StopIteration
         results.agree(

@@ -163,12 +163,13 @@ def loops_manifest(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def rolled_back(manifest: dict[str, Any], batches: int) -> dict[str, Any]:
+def rolled_back(manifest: dict[str, Any], batches: int, *, ended: bool = False) -> dict[str, Any]:
     """Counters as they stood before the last `batches` micro-batches, which no step has used.
 
     Args:
         manifest: From `loops_manifest`, at a rest point or within a batch whose step did not take place.
         batches: Of these, 0 at a rest point.
+        ended: The epoch was ended after its last batch without what follows that: it is to be made up for.
     """
     loops = {key: copy.deepcopy(value) for key, value in manifest["loops"].items()}
     for counts in (loops["epoch_loop.batch_progress"][scope] for scope in ("total", "current")):
@@ -177,7 +178,18 @@ def rolled_back(manifest: dict[str, Any], batches: int) -> dict[str, Any]:
     optimizer = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
     for counts in (optimizer[what][scope] for what in ("step", "zero_grad") for scope in ("total", "current")):
         counts.update(dict.fromkeys(counts, counts["completed"]))
-    return {**manifest, "loops": loops, "skip_next_val": False}
+    if ended:
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+        for counts in (loops["epoch_progress"][scope] for scope in ("total", "current")):
+            counts["processed"] -= 1
+    return {**manifest, "loops": loops, "skip_next_val": False, "ended": ended}
+
+
+def make_up_for_end(trainer: Trainer) -> None:
+    """What follows an epoch's last batch and was left out: validation, schedulers, loggers."""
+    fit_loop = trainer.fit_loop
+    assert fit_loop._data_fetcher is not None
+    fit_loop.epoch_loop.on_advance_end(fit_loop._data_fetcher)
 
 
 def _finite(value: float) -> float | None:

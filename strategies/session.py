@@ -46,6 +46,7 @@ from chaos_lightning.strategies.loops import (
     batches_begun,
     epoch_of,
     forget_agreement,
+    make_up_for_end,
     refit,
     skip_validation,
     start_clocks,
@@ -340,6 +341,10 @@ class Session:
             raise StopIteration
         if not self.in_job:
             return
+        if self.state.ended:
+            self.state.ended = False
+            make_up_for_end(self.trainer)
+            raise StopIteration
         if not self.elastic.at_rest and not self._give_up_window():
             self._check_stepped()
             return
@@ -591,11 +596,16 @@ class Session:
                 save_logs(self.trainer)
             skip_validation(self.trainer)
 
-    def _keep(self) -> None:
+    def _keep(self, *, ended: bool = False) -> None:
         """If this was the last member, the state outlives it."""
         self._keep_due = False
         with self.alone():
-            self.engine.keep(KeptState(self.state, self.elastic.uncommitted))
+            self.engine.keep(KeptState(self.state, self.elastic.uncommitted, ended=ended))
+
+    def end_epoch(self) -> None:
+        """This member has left, and the epoch's end is not judged: there is no rest point after its last batch."""
+        if self._keep_due:
+            self._keep(ended=True)
 
     def say_unsaved(self, path: str) -> None:
         """A checkpoint was asked for that this member does not write."""

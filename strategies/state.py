@@ -74,6 +74,8 @@ class LightningState:
         self._reduce = reduce
         self._extra = extra
         self._adopt_extra = adopt_extra
+        self.ended = False
+        """What was taken over ends with an epoch's last batch, and what follows that is to be made up for."""
 
     # ------------------------------------------------------------------ tensors
 
@@ -171,6 +173,7 @@ class LightningState:
         if manifest["precision"]:
             trainer.precision_plugin.load_state_dict(manifest["precision"])
         adopt_loops(trainer, manifest["loops"])
+        self.ended = bool(manifest["loops"].get("ended"))
         for callback in trainer.callbacks:
             if callback.state_key in manifest["callbacks"]:
                 _adopt_callback(callback, manifest["callbacks"][callback.state_key])
@@ -191,16 +194,18 @@ class KeptState:
     Args:
         state: Of this member.
         batches: How many these are.
+        ended: It is kept at the end of an epoch, after its last batch.
     """
 
-    def __init__(self, state: LightningState, batches: int) -> None:
+    def __init__(self, state: LightningState, batches: int, *, ended: bool = False) -> None:
         self._state = state
         self._batches = batches
+        self._ended = ended
         self.tensors, self.prepare, self.adopt = state.tensors, state.prepare, state.adopt
 
     def manifest(self) -> dict[str, object]:
         manifest = self._state.manifest()
-        return {**manifest, "loops": rolled_back(manifest["loops"], self._batches)}  # type: ignore[arg-type]
+        return {**manifest, "loops": rolled_back(manifest["loops"], self._batches, ended=self._ended)}  # type: ignore[arg-type]
 
 
 def _check_count(what: str, theirs: Any, mine: Any) -> None:

@@ -20,6 +20,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, DistributedSampler
 
 from chaos_lightning.callbacks import FaultInjectorCallback
+from chaos_lightning.runtime import engine as engine_module
+from chaos_lightning.runtime.engine import Engine
 from chaos_lightning.runtime.links import Links
 from chaos_lightning.strategies import ChaosStrategy
 
@@ -166,6 +168,20 @@ def evaluate(trainer: pl.Trainer, model: pl.LightningModule, samples: int, batch
     return {"who": who, **rows, "predicted": sum(len(p) for p in predicted)}
 
 
+def leave_at(step: int) -> None:
+    """This process asks to leave as that step has been committed, and before the optimizer has made it."""
+    real = Engine.step
+    engine_module.MAY_GO_S = 40.0
+
+    def committed(self: Engine, **more: Any) -> Any:
+        header = real(self, **more)
+        if header.step == step:
+            self.leave("as told")
+        return header
+
+    Engine.step = committed  # type: ignore[method-assign]
+
+
 def make_model(spec: dict[str, Any]) -> pl.LightningModule:
     return getattr(models, spec.get("model", "Regression"))(**spec.get("model_args", {}))
 
@@ -178,6 +194,7 @@ def member(spec: dict[str, Any]) -> None:
             gates, batches, by_rank (validation data are), evaluates (before fit, on as many data and by rank),
             model, model_args, trainer, options, data, callbacks ("checkpoint", "steps", "stopping", "log"),
             every_n_train_steps and ckpt_dir (of "steps"), plan (of faults),
+            leaves_at (within this step),
             dies_writing ("half", "whole"), room (for so many checkpoints; then the disk is full, and the report is what
             fit raised).
     """
@@ -210,6 +227,8 @@ def member(spec: dict[str, Any]) -> None:
         callbacks.append(EarlyStopping("val_loss", patience=spec.get("patience", 3), min_delta=0.0))
     if spec.get("slow_acceptor"):
         slow_acceptor()
+    if "leaves_at" in spec:
+        leave_at(spec["leaves_at"])
     if "dies_writing" in spec:
         die_writing(spec["dies_writing"])
     strategy = ChaosStrategy(

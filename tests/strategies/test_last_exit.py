@@ -17,40 +17,54 @@ from chaos_lightning.runtime.channel import drain
 def test_a_fit_that_the_last_member_left_goes_on_as_if_it_had_not(
     job: Job, tmp_path: Path, way: str, windows: int
 ) -> None:
+    goes_on(job, tmp_path, way, 4, accumulate_grad_batches=windows)
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 1}, {"max_epochs": 2}, {"max_steps": 8}])
+def test_a_fit_that_is_left_in_the_last_step_of_its_epoch_goes_on(
+    job: Job, tmp_path: Path, limit: dict[str, int]
+) -> None:
+    """Nothing is fetched after it: the validation, the end of the epoch, and maybe that of fit are what is left."""
+    goes_on(job, tmp_path, "in the step", limit.get("max_steps", 13), **limit)
+
+
+def goes_on(job: Job, tmp_path: Path, way: str, stop: int, **trainer: Any) -> None:
     """Weights, trace and schedules of both parts together are those of one run without a break."""
     spec: dict[str, Any] = {
         "model": "Scheduled",
         "samples": 52,
-        "trainer": {"accumulate_grad_batches": windows},
-        "callbacks": ("stopping",),
+        "trainer": trainer,
+        "callbacks": () if "max_steps" in trainer else ("stopping",),  # no validation is due at a step in mid-epoch
         "options": {"on_last_exit": str(tmp_path / "kept")},
     }
-    job.start("a", **spec, gates={4: job.gate("a")})
-    job.harness.wait_step(4)
-    if way == "drained":
-        assert drain(job.options.listen, "a") == ("a",)
-        job.harness.wait_for("left", node="a")
+    if way == "in the step":
+        job.start("a", **spec, leaves_at=stop)
     else:
-        job.harness.terminate("a")
-        job.harness.wait_for("leave")
-    job.open("a")
+        job.start("a", **spec, gates={stop: job.gate("a")})
+        job.harness.wait_step(stop)
+        if way == "drained":
+            assert drain(job.options.listen, "a") == ("a",)
+            job.harness.wait_for("left", node="a")
+        else:
+            job.harness.terminate("a")
+            job.harness.wait_for("leave")
+        job.open("a")
     assert job.harness.wait_exit("a") == 0
     first = job.report("a")
     kept = job.harness.wait_for("kept", node="a")
     job.start("b", **spec)
     came = job.harness.wait_for("joined", node="b")
-    assert came["step"] == kept["step"] >= 4
+    assert came["step"] == kept["step"] >= stop
     (second,) = job.finish("b")
     assert f"goes on from step {kept['step']}: a~1 kept its training state" in job.harness.children["b"].tail()
     job.again()
     job.start("c", **spec)
     (whole,) = job.finish("c", audit=False)
-    assert second["step"] == whole["step"] > kept["step"]
+    assert second["step"] == whole["step"] >= kept["step"]
     assert torch.equal(second["weights"], whole["weights"])
-    lines = [line for line in whole["trace"] if line.startswith("epoch")]
-    mine = [line for line in second["trace"] if line.startswith("epoch") and "starts" not in line]
-    assert mine == [line for line in lines if "starts" not in line][-len(mine) :]
-    assert len(mine) < len(lines)
+    lines, mine = ([line for line in part["trace"] if "starts" not in line] for part in (whole, second))
+    assert mine == lines[len(lines) - len(mine) :]
+    assert len([line for line in first["trace"] if "starts" not in line]) + len(mine) >= len(lines)
     assert first["step"] <= second["step"]
     said = [r for r in job.harness.records if r.name == "state_hash" and r["head"] == kept["head"]]
     assert {r.member for r in said} == {"a~1", "b~2"}, "for whoever reads the logs: what was kept is what came back"
