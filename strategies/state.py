@@ -111,7 +111,7 @@ class LightningState:
             "callbacks": {c.state_key: _callback_state(c) for c in trainer.callbacks if _callback_state(c)},
             "module": self._module_keys(),
             "datamodule": _cloned(trainer.datamodule.state_dict()) if trainer.datamodule is not None else {},
-            "loops": loops_manifest(trainer),
+            "loops": {**loops_manifest(trainer), "ended": self.ended},
             "results": results.collections_manifest(trainer),
             "loader": self.loader.state_dict(),
             "extra": {name: get() for name, get in self._extra.items()},

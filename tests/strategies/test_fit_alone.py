@@ -104,3 +104,17 @@ def test_whole_job_resumes_exactly_once(tmp_path: Path, stop: int) -> None:
     assert torch.equal(torch.cat(first.seen + second.seen), torch.cat(whole.seen))
     assert torch.allclose(weights(second), weights(whole), rtol=1e-6)
     assert again.global_step == 12
+
+
+def test_who_founds_from_the_end_of_an_epoch_tells_the_others_that_its_rest_is_due(tmp_path: Path) -> None:
+    """They get the state from it, and must make the same collectives."""
+    told = []
+
+    class Asks(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            state = trainer.strategy.session.state  # type: ignore[attr-defined]
+            for state.ended in (True, False):
+                told.append(state.manifest()["loops"].get("ended"))
+
+    fitted(tmp_path, Regression(), loader(), max_steps=1, callbacks=[Asks()])
+    assert told == [True, False]
