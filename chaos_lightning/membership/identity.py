@@ -117,6 +117,8 @@ class Identity(Rewiring):
 
     def _at_odds(self, peer: Peer, message: Entered | Heartbeat) -> bool:
         """A member says something that does not fit the store: then it is not heeded."""
+        if message.view == NO_VIEW and (message.chain in self._ended or self._is_another(message.chain)):
+            return False  # a newcomer that has not read its welcome yet
         if message.chain in self._ended and peer.conn is not None:
             self._turn_home(peer.conn, message.chain)
             self._drop(peer)

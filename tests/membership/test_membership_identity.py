@@ -289,7 +289,9 @@ def test_who_was_in_no_view_of_a_chain_that_an_operator_ended_founds_the_next_jo
     assert not talk.heard("b", Released)
     talk.passes(4.0)
     talk.comes(says_hello("b", None))
+    talk.says("b", Heartbeat(NO_VIEW, 0, 0, chain=X))  # it has not read its welcome yet
     talk.says("b", Ready())
+    assert not talk.heard("b", Released)
     assert [v.members[0].name for v in talk.views()] == ["b"]
 
 
