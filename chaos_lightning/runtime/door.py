@@ -229,12 +229,13 @@ class Door:
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+            # A second cancellation may end any wait here: what must be given back is given back before.
             self._guests.discard(guest)
             del self._callers[name]
             writer.close()
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
             with contextlib.suppress(OSError, asyncio.CancelledError):
                 await writer.wait_closed()
 

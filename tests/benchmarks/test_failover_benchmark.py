@@ -172,6 +172,8 @@ def test_an_old_copy_takes_the_chains_place_only_when_it_is_old_and_no_link_is_h
     assert control.stale
     control.turn(calm=True)
     assert swaps[2:] == [("newer", "")]
+    assert control.stale, "until the job's own schedulers have heard all members"
+    monkeypatch.setattr(control, "_ruled_at", 0.0)
     assert not control.stale
 
 

@@ -95,7 +95,7 @@ def test_root_dies_after_its_header_reached_one_member(job: Job) -> None:
 def test_frozen_member_is_fenced_and_joins_again_in_the_same_process(job: Job) -> None:
     for name in "abc":
         job.start(name, settings={"min_nodes": 2}, epochs=60)
-    job.harness.wait_for("view", lambda r: len(r.get("members") or ()) == 3)
+    job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="a")  # nobody is still loading
     pid = job.harness.children["b"].pid
     job.harness.stop("b")
     death = job.harness.wait_for("death", lambda r: r.member.startswith("b~"))

@@ -58,7 +58,7 @@ def _proofs(role: bytes, *parts: bytes) -> dict[str, str]:
 
 def _answer(sock: socket.socket, data: bytes, *, dialled: bool) -> None:
     """The hostile end. Inputs that begin with P prove what they say, as one who knows token and key can."""
-    with contextlib.suppress(OSError, ValueError, struct.error, KeyError, TypeError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, struct.error, KeyError, TypeError, AttributeError, RecursionError):
         if data[:1] == b"P" and dialled:
             proofs = _proofs(b"dial", _received(sock), data[1:])
             said = {"hello": data[1:].decode("utf-8", "replace"), "proofs": {k: [v] for k, v in proofs.items()}}
