@@ -176,13 +176,24 @@ def rolled_back(manifest: dict[str, Any], batches: int, *, ended: bool = False) 
         begun = counts["ready"] - batches
         counts.update(dict.fromkeys(counts, begun))
     optimizer = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
-    for counts in (optimizer[what][scope] for what in ("step", "zero_grad") for scope in ("total", "current")):
+    steps = (optimizer["step"], optimizer["zero_grad"], loops["epoch_loop.manual_optimization.optim_step_progress"])
+    for counts in (progress[scope] for progress in steps for scope in ("total", "current")):
         counts.update(dict.fromkeys(counts, counts["completed"]))
     if ended:
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
         for counts in (loops["epoch_progress"][scope] for scope in ("total", "current")):
             counts["processed"] -= 1
     return {**manifest, "loops": loops, "skip_next_val": False, "ended": ended}
+
+
+def uncount(trainer: Trainer, manifest: dict[str, Any]) -> None:
+    """Puts the counters where `rolled_back` has them: a batch ran on, and its step did not take place."""
+    loops, epoch_loop = manifest["loops"], trainer.fit_loop.epoch_loop
+    epoch_loop.batch_progress.load_state_dict(loops["epoch_loop.batch_progress"])
+    automatic, manual = epoch_loop.automatic_optimization, epoch_loop.manual_optimization
+    automatic.optim_progress.load_state_dict(loops["epoch_loop.automatic_optimization.optim_progress"])
+    manual.optim_step_progress.load_state_dict(loops["epoch_loop.manual_optimization.optim_step_progress"])
+    epoch_loop._batches_that_stepped = loops["epoch_loop.state_dict"]["_batches_that_stepped"]
 
 
 def make_up_for_end(trainer: Trainer) -> None:

@@ -46,10 +46,13 @@ from chaos_lightning.strategies.loops import (
     batches_begun,
     epoch_of,
     forget_agreement,
+    loops_manifest,
     make_up_for_end,
     refit,
+    rolled_back,
     skip_validation,
     start_clocks,
+    uncount,
 )
 from chaos_lightning.strategies.options import ChaosOptions
 from chaos_lightning.strategies.place import Place
@@ -125,6 +128,8 @@ class Session:
         self._boundary_asked = False
         self._promotion_due = False
         self._keep_due = False
+        self._uncommitted: dict[str, Any] | None = None
+        """Counters without the batch in which this last member left: it runs on, and its step does not count."""
         self._log_dir = ("", "")
         """The writer that has told where it logs, and what it said."""
 
@@ -592,6 +597,8 @@ class Session:
             if self.gone:
                 self._step_aside()
             else:
+                if self.elastic.uncommitted:
+                    self._uncommitted = rolled_back(loops_manifest(self.trainer), self.elastic.uncommitted)
                 self.in_job = False
                 save_logs(self.trainer)
             skip_validation(self.trainer)
@@ -606,6 +613,8 @@ class Session:
         """This member has left, and the epoch's end is not judged: there is no rest point after its last batch."""
         if self._keep_due:
             self._keep(ended=True)
+        if self._uncommitted is not None:
+            uncount(self.trainer, self._uncommitted)
 
     def say_unsaved(self, path: str) -> None:
         """A checkpoint was asked for that this member does not write."""
