@@ -185,10 +185,11 @@ class MemberMachine(Observing):
         self._emit(ToScheduler(self._position()))
         if self._ready_sent and self.phase is Phase.WAITING:
             self._emit(ToScheduler(Ready()))
-        if self.pending_leave:
-            self._emit(ToScheduler(Leave(self.pending_leave)))
         if self.phase is Phase.CLOSED:
+            # No word of leaving: the job would count as left by its last member, and not as finished.
             self._emit(ToScheduler(Finished(self.seq, self.step)))
+        elif self.pending_leave:
+            self._emit(ToScheduler(Leave(self.pending_leave)))
 
     def _on_next_view(self, view: View) -> None:
         if view.id < self.promised or view.id <= self._entered_id:
