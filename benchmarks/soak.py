@@ -183,7 +183,7 @@ def disturbed(folder: Path, args: argparse.Namespace, epochs: int) -> tuple[Crew
                             crew.wake(process)
                 else:
                     driver.turn()
-                    schedulers.turn(calm=links.calm_now())
+                    schedulers.turn(calm=links.calm_now([p.name for p in crew.alive.values()]))
                 if watch.lasts(now, crew.over, len(crew.alive) if crew.over else crew.step):
                     names = ", ".join(f"{p.name} ({p.pid})" for p in crew.alive.values())
                     crew.undeclared.append(f"no progress for {args.stuck_s:g} s at step {crew.step}; alive: {names}")

@@ -142,9 +142,12 @@ class Links:
 
     # ------------------------------------------------------------------ time
 
-    def calm_now(self) -> bool:
-        """Whether no link is hurt but for slow ones, nor was just now."""
-        return not self._recent()
+    def calm_now(self, present: Collection[str]) -> bool:
+        """Whether no link between these is hurt but for slow ones, nor was just now.
+
+        A removed link whose end has left is never asked for again.
+        """
+        return not any(pair <= set(present) for hurt in self._recent() for pair in hurt.pairs)
 
     def turn(self, steady: Collection[str], present: Collection[str], *, strike: bool = True) -> None:
         """Mends what is due, and hurts something if it is time.

@@ -316,3 +316,11 @@ def test_a_door_that_is_shut_resets_what_stands_and_what_comes_until_it_is_opene
     door.close()
     with pytest.raises(ConnectionError):
         through(door)
+
+
+def test_links_of_who_has_left_do_not_keep_the_others_from_calm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A removed link is asked for again when both its ends are there, which may be never."""
+    net = Net(monkeypatch)
+    net.links.hurts.append(Hurt("remove", {frozenset("ab")}, (), 1.0, int(net.now * 1e9)))
+    assert not net.links.calm_now(NAMES)
+    assert net.links.calm_now(NAMES[1:])
