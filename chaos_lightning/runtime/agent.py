@@ -229,9 +229,10 @@ class Agent(threading.Thread):
                 # A member in the job trains on, whatever stands at the scheduler's place meanwhile.
                 deadline = float("inf")
                 refused = isinstance(reason, RefusedError)
-                if self._answered or refused or turned_away:
+                standby = isinstance(reason, StandbyError)  # it names the one that refused
+                if self._answered or refused or (turned_away and not standby):
                     told = self._tell(f"lost: {reason}", told)
-                turned_away = refused
+                turned_away = refused or (turned_away and standby)
             elif isinstance(reason, RefusedError):
                 self._on_state(f"failed: {reason}")
                 return

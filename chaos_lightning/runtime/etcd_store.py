@@ -39,7 +39,6 @@ from chaos_lightning.runtime.store import (
     advance,
     entry_of,
     former_id,
-    judge,
     with_term,
 )
 
@@ -225,7 +224,7 @@ class EtcdStore(Store):
         entry = _fitting(entry_of(effect))
         for _ in range(_RACES):
             known = self._known or self._read()
-            verdict = judge(known.tip, self.term, entry)
+            verdict = self._judge(known.tip, entry)
             if not verdict.ok or verdict.detail:
                 if self._known is None:
                     return verdict
@@ -235,7 +234,9 @@ class EtcdStore(Store):
             entry = replace(entry, revision=count)
             record = put(self._key(f"entry/{count:016d}"), _entry_bytes(entry))
             try:
-                if self._write(known, advance(known.tip, entry), record, count=count):
+                tip = advance(known.tip, entry)
+                if self._write(known, tip, record, count=count):
+                    self._seen = tip
                     return verdict
             except StoreError:
                 self._known = None  # it may have been written

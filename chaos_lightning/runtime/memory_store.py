@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from chaos_lightning.errors import StoreError
 from chaos_lightning.membership.effects import Persist
-from chaos_lightning.runtime.store import Appended, Entry, Store, Tip, advance, entry_of, judge, with_term
+from chaos_lightning.runtime.store import Appended, Entry, Store, Tip, advance, entry_of, with_term
 
 
 @dataclass(slots=True)
@@ -63,11 +63,11 @@ class MemoryStore(Store):
         shelf = self._open()
         entry = entry_of(effect)
         with shelf.changed:
-            verdict = judge(shelf.tip, self.term, entry)
+            verdict = self._judge(shelf.tip, entry)
             if verdict.ok and not verdict.detail:
                 entry = replace(entry, revision=len(shelf.entries) + 1)
                 shelf.entries.append(entry)
-                shelf.tip = advance(shelf.tip, entry)
+                self._seen = shelf.tip = advance(shelf.tip, entry)
                 shelf.changed.notify_all()
             return verdict
 

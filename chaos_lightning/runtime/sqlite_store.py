@@ -24,7 +24,7 @@ from chaos_lightning.errors import ConfigurationError, StoreError, WireError
 from chaos_lightning.membership.effects import LinkWish, Persist
 from chaos_lightning.membership.types import Header, View, ViewId
 from chaos_lightning.runtime.codec import decode, encode
-from chaos_lightning.runtime.store import Appended, Entry, Store, Tip, entry_of, former_id, judge, with_term
+from chaos_lightning.runtime.store import Appended, Entry, Store, Tip, advance, entry_of, former_id, with_term
 
 FORMAT = 3
 """1 had no wishes about links, 2 no id of the chain."""
@@ -233,7 +233,8 @@ class SqliteStore(Store):
     def append(self, effect: Persist) -> Appended:
         entry = entry_of(effect)
         with self._transaction() as db:
-            verdict = judge(self._tip(), self.term, entry)
+            tip = self._tip()
+            verdict = self._judge(tip, entry)
             if verdict.ok and not verdict.detail:
                 db.execute(
                     "INSERT INTO entry (kind, term, number, view, base, hand_on, wish, wall) "
@@ -249,6 +250,8 @@ class SqliteStore(Store):
                         time.time(),
                     ),
                 )
+        if verdict.ok:
+            self._seen = advance(tip, entry)
         return verdict
 
     def begin_again(self) -> str:

@@ -153,6 +153,16 @@ class Store(abc.ABC):
         self.job = job
         self.term = 0
         """The term taken by `take_term`; 0 for a store that is only read."""
+        self._seen: Tip | None = None
+        """As this scheduler saw the chain last, its own writes included."""
+
+    def _judge(self, tip: Tip, entry: Entry) -> Appended:
+        """`judge`, and whether an older copy took the store's place meanwhile: members have heard of what it lacks."""
+        seen = self._seen
+        if seen is not None and (tip.chain, tip.term) == (seen.chain, seen.term) and tip.highest < seen.highest:
+            return Appended(False, f"the store went back from {seen.highest} to {tip.highest}: this is an older copy")
+        self._seen = tip
+        return judge(tip, self.term, entry)
 
     @property
     @abc.abstractmethod

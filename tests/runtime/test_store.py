@@ -21,6 +21,7 @@ from etcd_for_tests import need_client
 from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.membership.effects import LinkWish, Persist
 from chaos_lightning.membership.types import GENESIS, NO_VIEW, Header, Kind, Ledger, Member, Spent, View, ViewId
+from chaos_lightning.runtime.etcd_client import put
 from chaos_lightning.runtime.etcd_store import EtcdStore
 from chaos_lightning.runtime.memory_store import MemoryStore, Shelf
 from chaos_lightning.runtime.sqlite_store import FileLock, SqliteStore, archive
@@ -562,3 +563,31 @@ def test_archiving_moves_the_chain_whole(tmp_path: Path) -> None:
     assert second is not None
     assert second != first
     assert not list(tmp_path.glob("*-wal"))
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_a_scheduler_writes_nothing_into_an_older_copy_that_took_its_stores_place(tmp_path: Path, kept: int) -> None:
+    """Members would promise the number, and the job's own store would lack it when it is back."""
+    with SqliteStore(tmp_path / "chain", "job") as store:
+        store.take_term()
+        assert store.append(reserve(ViewId(1, 1))).ok
+        assert store.append(decide(ViewId(1, 2))).ok
+        assert store.append(reserve(ViewId(1, 3))).ok
+        with sqlite3.connect(tmp_path / "chain") as db:
+            db.execute("DELETE FROM entry WHERE revision > ?", (kept,))
+        for entry in (reserve(ViewId(1, 4)), decide(ViewId(1, 4), ViewId(1, 2)), finish(ViewId(1, 4))):
+            refused = store.append(entry)
+            assert not refused.ok
+            assert refused.detail == f"the store went back from 1.3 to 1.{kept}: this is an older copy"
+
+
+def test_a_leader_writes_nothing_into_an_older_snapshot_of_etcd(request: pytest.FixtureRequest) -> None:
+    client = request.getfixturevalue("etcd").client("own")
+    with EtcdStore(client, f"job-{os.urandom(4).hex()}") as store:
+        store.take_term()
+        assert store.append(reserve(ViewId(1, 1))).ok
+        older = client.get(store._key("tip"))
+        assert store.append(decide(ViewId(1, 2))).ok
+        client.transact([], [put(store._key("tip"), older.value)])
+        refused = store.append(reserve(ViewId(1, 3)))
+        assert (refused.ok, refused.detail) == (False, "the store went back from 1.2 to 1.1: this is an older copy")
