@@ -77,17 +77,6 @@ class ShortsightedScheduler(SchedulerMachine):
         super().__init__(settings, replace(chain, views=chain.views[:-1] or chain.views))
 
 
-class MinorityScheduler(SchedulerMachine):
-    """Rebuilds a lost chain from whoever is there first."""
-
-    def _enough(self, here: int, view: View) -> bool:
-        return here > 0
-
-    def _turn_rebuilding(self) -> bool:
-        self._first_at = -1e9 if self._first_at is not None else None
-        return super()._turn_rebuilding()
-
-
 class IndifferentScheduler(SchedulerMachine):
     """Takes the numbers of any chain for its own's."""
 
@@ -104,6 +93,17 @@ class HurriedScheduler(SchedulerMachine):
     @property
     def _hearing(self) -> bool:
         return False
+
+
+class MinorityScheduler(HurriedScheduler):
+    """Rebuilds a lost chain from whoever is there first."""
+
+    def _enough(self, here: int, view: View) -> bool:
+        return here > 0
+
+    def _turn_rebuilding(self) -> bool:
+        self._first_at = -1e9 if self._first_at is not None else None
+        return super()._turn_rebuilding()
 
 
 class GullibleDetector(Detector):
@@ -155,6 +155,7 @@ FAILING_BUGS: dict[str, Bug] = {
         what="a lost chain is rebuilt from a minority's reports",
         hooks=hooks_of(scheduler=MinorityScheduler),
         plan=lost_plan,
+        control=hooks_of(scheduler=HurriedScheduler),
     ),
     "7-foreign": Bug(
         rule="7",
