@@ -29,7 +29,7 @@ def no_rows(value: Any) -> Any:
 
 
 class Companion(Callback):
-    """Inserted by the strategy; keeps no state of its own."""
+    """Inserted by the strategy for the time of fit; keeps no state of its own."""
 
     def __init__(self, strategy: ChaosStrategy) -> None:
         self._strategy = strategy

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import IterableDataset
 
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import UnsupportedError
 from chaos_lightning.membership.types import GENESIS, Header, View
 from chaos_lightning.runtime.engine import Engine
-from chaos_lightning.strategies.loops import epoch_of
+from chaos_lightning.strategies.loops import epoch_of, stopped_within_epoch
 
 if TYPE_CHECKING:
     from chaos_lightning.strategies.session import Session
@@ -71,6 +73,8 @@ class TrainLoader:
         self._trainer = trainer
         self._session = session
         self._batches: Iterator[Any] | None = None
+        self._placed = False
+        """A checkpoint has told where the data stood."""
 
     def __iter__(self) -> TrainLoader:
         self._batches = None
@@ -115,6 +119,16 @@ class TrainLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.elastic.load_state_dict(state)
         self._batches = None
+        self._placed = True
+
+    def warn_of_lost_place(self) -> None:
+        """Before the first batch: Lightning warns where a loader has no state; this one has, and got none."""
+        if self._trainer.ckpt_path is not None and not self._placed and stopped_within_epoch(self._trainer):
+            rank_zero_warn(
+                "You're resuming from a checkpoint that ended before the epoch ended, and that was not written with "
+                "chaos: it does not say which samples were used. The rest of this epoch trains on its first samples.",
+                category=PossibleUserWarning,
+            )
 
     def __reduce__(self) -> Any:
         """A copy is the user's loader: it has no part in the job."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, Timer, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, ThroughputMonitor, Timer, TQDMProgressBar
 from lightning.pytorch.loops import _Loop
 from lightning.pytorch.trainer.states import RunningStage
 
@@ -35,6 +35,13 @@ def batches_begun(trainer: Trainer) -> int:
 def epoch_of(trainer: Trainer) -> int:
     """The pass over the data that Lightning is in."""
     return int(trainer.fit_loop.epoch_progress.current.processed)
+
+
+def stopped_within_epoch(trainer: Trainer) -> bool:
+    """Whether the checkpoint that fit goes on from was written between two batches of one epoch, by what it says
+    itself: who wrote it may have had other members, or limits. To be asked before the first batch."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return trainer.fit_loop.restarted_mid_epoch and progress.current.processed > 0 and not progress.is_last_batch
 
 
 def limited(trainer: Trainer, total: float) -> float:
@@ -86,12 +93,16 @@ def refit(trainer: Trainer, total: float) -> bool:
 
 
 def _refit_bars(trainer: Trainer, total: float) -> None:
+    """Draws nothing where the total is the same."""
     bar = trainer.progress_bar_callback
     shown = None if math.isinf(total) else int(total)
     if isinstance(bar, TQDMProgressBar) and bar._train_progress_bar is not None:
-        bar.train_progress_bar.total = shown
+        if bar.train_progress_bar.total != shown:
+            bar.train_progress_bar.total = shown
     elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.train_progress_bar_id is not None:
-        bar.progress.update(bar.train_progress_bar_id, total=shown)
+        number = bar.train_progress_bar_id
+        if any(task.id == number and task.total != shown for task in bar.progress.tasks):
+            bar.progress.update(number, total=shown)
 
 
 def unfinish_epoch(trainer: Trainer) -> None:
@@ -120,6 +131,22 @@ def start_clocks(trainer: Trainer, *, fresh: bool) -> None:
             callback._start_time[RunningStage.TRAINING] = now
         elif isinstance(callback, ModelCheckpoint) and fresh:
             callback._last_time_checked = now
+
+
+def measure_anew(monitor: ThroughputMonitor) -> None:
+    """It starts its clocks on rank zero alone, where a stage starts; this member may become rank zero within one."""
+    for stage, throughput in monitor._throughputs.items():
+        throughput.reset()
+        monitor._lengths[stage] = monitor._samples[stage] = monitor._batches[stage] = 0
+        monitor._t0s[stage] = time.perf_counter()
+
+
+def refit_rates(trainer: Trainer, members: int) -> None:
+    """What all members do in a second is what this one does, times their number."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, ThroughputMonitor):
+            for throughput in callback._throughputs.values():
+                throughput.world_size = members
 
 
 def agree_on_validation(trainer: Trainer, broadcast: Callable[[bool], bool]) -> None:

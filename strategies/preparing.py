@@ -5,8 +5,7 @@ barrier: who is setting up knows nobody. So every process prepares data, under a
 the first one downloads, the next ones find everything there, as prepare_data is meant to be written anyway. A process
 alone on its machine takes no lock.
 
-The file lies where everybody may write: it is never followed as a link, must belong to this user, and holds the process
-id of whoever has the lock, for the message of those who wait.
+The lock file (runtime/lock_files.py) holds the process id of whoever has the lock, for the message of those who wait.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import re
-import stat
-import tempfile
 import time
 from pathlib import Path
 
-from chaos_lightning.errors import ConfigurationError, DeadlineError
+from chaos_lightning.errors import DeadlineError
+from chaos_lightning.runtime.lock_files import lock_path, open_lock
 from chaos_lightning.strategies.environment import ChaosEnvironment
 
 _log = logging.getLogger("chaos_lightning")
@@ -89,28 +86,3 @@ class DataTurn:
             file, self._file = self._file, None
             fcntl.flock(file, fcntl.LOCK_UN)
             os.close(file)
-
-
-def lock_path(job: str) -> Path:
-    """Of this user and job on this machine."""
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", job)
-    return Path(tempfile.gettempdir()) / f"chaos-lightning-{os.getuid()}-{name}.lock"
-
-
-def open_lock(path: Path) -> int:
-    """The lock file, made if need be; one that somebody else has put there is refused."""
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigurationError(
-            f"the lock file {path}, by which processes of this machine set up in turn, cannot be opened "
-            f"({error.strerror}); a link or another user's file there is not used: remove it, or set TMPDIR"
-        ) from error
-    status = os.fstat(file)
-    if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
-        return file
-    os.close(file)
-    raise ConfigurationError(
-        f"the lock file {path}, by which processes of this machine set up in turn, is not a file of this user "
-        f"(owner {status.st_uid}, expected {os.getuid()}): remove it, or set TMPDIR"
-    )

@@ -159,11 +159,17 @@ TABLE: tuple[Refusal, ...] = (
 )
 
 
+def _line(row: Refusal, found: str) -> str:
+    """What was found, and why it cannot be served; the feature's name in between, unless what was found has it."""
+    feature = "" if row.what in found else f"{row.what}: "
+    return f"- {found}: {feature}{row.why}"
+
+
 def refuse(trainer: Trainer, *, early: bool) -> None:
     """UnsupportedError with everything in this trainer that cannot be served."""
     found = [(row, words) for row in TABLE if row.early is early and (words := row.found(trainer))]
     if found:
-        lines = [f"- {words}: {row.what}: {row.why}" for row, words in found]
+        lines = [_line(row, words) for row, words in found]
         raise UnsupportedError("strategy chaos does not support:\n" + "\n".join(lines))
 
 

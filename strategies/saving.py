@@ -1,9 +1,10 @@
 """Checkpoint files: what is added to them, and how they are written.
 
 A checkpoint says of which committed step it is: the number and the hash of the header (PROTOCOL.md 4, 4a). The data's
-ledger is in it by the training loader's state. A local file is written beside its place under a name with that hash
-and then moved, so that a reader never sees half a file and two writers (one of them fenced, without knowing it yet)
-never write into the same one.
+ledger is in it by the training loader's state, which lies with ours and not where Lightning puts it: with another
+strategy the loader has no state, and Lightning refuses a checkpoint that brings one. A local file is written beside its
+place under a name with that hash and then moved, so that a reader never sees half a file and two writers (one of them
+fenced, without knowing it yet) never write into the same one.
 
 What cannot be written is everybody's error. If the writer alone failed, the next member would become the writer and
 fail at the next checkpoint, and so on to the last one. Going on without the file is no way out either: ModelCheckpoint
@@ -30,7 +31,22 @@ if TYPE_CHECKING:
     from chaos_lightning.strategies.strategy import ChaosStrategy
 
 KEY = "chaos_lightning"
+LOADERS = "combined_loader"
+"""Where Lightning keeps the states of training loaders."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What the loop of fit has put into a checkpoint; nothing, in one of weights only."""
+    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    return state
+
+
+def with_loaders(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint that was read, with the loader's state where Lightning looks for it."""
+    if LOADERS in (ours := checkpoint.get(KEY, {})):
+        _fit_loop(checkpoint)[LOADERS] = ours.pop(LOADERS)
+    return checkpoint
 
 
 class _Counter:
@@ -99,11 +115,17 @@ def save(strategy: ChaosStrategy, checkpoint: dict[str, Any], filepath: Any, sto
     """Writes a checkpoint; the caller has made sure that its step is stable and that this member is the writer."""
     session = strategy.session
     mark = "final"
+    # What is written a second time has the loaders' states with ours already.
+    ours = dict(checkpoint.get(KEY, {}))
+    if LOADERS in (loop := _fit_loop(checkpoint)):
+        ours[LOADERS] = loop.pop(LOADERS)
     if session is not None and session.entered:
         step, head = session.stepped
         mark = f"{step}-{head}"
-        checkpoint[KEY] = {"step": step, "head": head, "view": str(session.engine.header.next_view)}
+        ours |= {"step": step, "head": head, "view": str(session.engine.header.next_view)}
         session.note_checkpoint(str(filepath))
+    if ours:
+        checkpoint[KEY] = ours
     path = str(filepath)
     io = strategy.checkpoint_io
     if type(io) is not TorchCheckpointIO or not _is_local_file_protocol(path):

@@ -49,6 +49,7 @@ from chaos_lightning.strategies.loops import (
     loops_manifest,
     make_up_for_end,
     refit,
+    refit_rates,
     rolled_back,
     skip_validation,
     start_clocks,
@@ -90,6 +91,7 @@ class Session:
         evaluating: The validation loader that is being dealt out at the moment.
         stepped: Number and header hash of the last committed optimizer step.
         terminated: SIGTERM has asked this member to leave.
+        closed: fit is over.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class Session:
         self.config = config
         self._place = place
         self.in_job = False
-        self.departed = self.gone = self.terminated = False
+        self.departed = self.gone = self.terminated = self.closed = False
         self.stepped = (0, "")
         self.evaluating: EvalLoader | None = None
         self._options = options
@@ -185,6 +187,11 @@ class Session:
         if self._state is not None:
             self._state.loader = elastic
         return self._loader
+
+    def warn_of_lost_place(self) -> None:
+        """Of a checkpoint within an epoch that does not say where the data stood."""
+        if self._loader is not None:
+            self._loader.warn_of_lost_place()
 
     @contextmanager
     def estimating(self) -> Iterator[None]:
@@ -415,6 +422,9 @@ class Session:
     def average(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """Runs an optimizer's closure, then averages; `.grad` holds the result for all that comes after.
 
+        Returns:
+            What the closure gave; None if nobody had a loss, so that there are no gradients.
+
         Raises:
             NoStep: This member was fenced meanwhile or let go, or its state has drifted from the others'.
         """
@@ -424,7 +434,8 @@ class Session:
         if not self.stepper.holds_average(number) or self.stepper.assigned(number):
             self._average(number)
         self.stepper.stepped(number)
-        return result
+        # A scaler fails where there is no gradient; None is what tells it, as it does without the strategy.
+        return None if self.stepper.automatic and self.engine.header.total_weight <= 0 else result
 
     def _average(self, number: int) -> None:
         if not self.in_job:
@@ -518,6 +529,8 @@ class Session:
             return
         self._check_estimate()
         wrote = self._environment.global_rank() == 0
+        # Always: who was put out had another number meanwhile, which can be that of the world it comes back to.
+        refit_rates(self.trainer, engine.world_size)
         if self._environment.place(engine.rank, engine.world_size):
             self._promotion_due = True
             with self.alone():
@@ -660,6 +673,7 @@ class Session:
 
     def close(self) -> None:
         """Idempotent."""
+        self.closed = True
         self.abandon()
         forget_agreement(self.trainer)
         if self._stepper is not None:

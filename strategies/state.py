@@ -108,7 +108,7 @@ class LightningState:
             "eval": [n for n, m in module.named_modules() if not m.training],
             "schedulers": [_cloned(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
             "precision": _cloned(trainer.precision_plugin.state_dict()),
-            "callbacks": {c.state_key: _callback_state(c) for c in trainer.callbacks if _callback_state(c)},
+            "callbacks": {str(c.state_key): state for c in trainer.callbacks if (state := _callback_state(c))},
             "module": self._module_keys(),
             "datamodule": _cloned(trainer.datamodule.state_dict()) if trainer.datamodule is not None else {},
             "loops": {**loops_manifest(trainer), "ended": self.ended},
@@ -175,8 +175,8 @@ class LightningState:
         adopt_loops(trainer, manifest["loops"])
         self.ended = bool(manifest["loops"].get("ended"))
         for callback in trainer.callbacks:
-            if callback.state_key in manifest["callbacks"]:
-                _adopt_callback(callback, manifest["callbacks"][callback.state_key])
+            if str(callback.state_key) in manifest["callbacks"]:
+                _adopt_callback(callback, manifest["callbacks"][str(callback.state_key)])
         if manifest["module"]:
             _call_lightning_module_hook(
                 trainer, "on_load_checkpoint", {**self._checkpoint_stub(), **manifest["module"]}

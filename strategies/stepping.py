@@ -203,6 +203,8 @@ class Stepper:
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
         """Scales the loss by what its samples count, tells the engine before the window's last pass, and runs it."""
+        if len(self._window) == 1:
+            self._refuse_kept()
         weight = self._window[-1]
         self._unit = self._unit or weight
         factor = weight / self._unit if self._unit else 1.0
@@ -212,6 +214,22 @@ class Stepper:
             self._start_scaler(loss)
             return loss
         return run(loss if factor == 1.0 else loss * factor)
+
+    def _refuse_kept(self) -> None:
+        """Before a window's first pass: what the last step left must have been put away or zeroed. A newcomer would not
+        have it, so the others' part of the coming average would shrink.
+
+        Raises:
+            UnsupportedError: A parameter still has a gradient other than zero.
+        """
+        left = [(name, param.grad) for name, param in self.sections[0].params if param.grad is not None]
+        if left and torch.stack([grad.any() for _, grad in left]).any():  # waits for the device once
+            name = next(name for name, grad in left if grad.any())
+            raise UnsupportedError(
+                f"parameter {name!r} still has a gradient when the next step's first backward pass begins; gradients "
+                "that are kept over steps are not supported, since newcomers would not have them. Zero them in "
+                "optimizer_zero_grad, or use manual optimization, where newcomers get them"
+            )
 
     def _close_window(self, weight: float) -> float:
         """Before the last pass: earlier gradients get the factor that was not known then. Returns the last one's."""

@@ -34,7 +34,7 @@ from chaos_lightning.strategies.options import ChaosOptions
 from chaos_lightning.strategies.place import Place, end_evaluating, place_to_evaluate
 from chaos_lightning.strategies.preparing import DataTurn
 from chaos_lightning.strategies.refusals import check_host_version, refuse, refuse_loaders, warn_ignored
-from chaos_lightning.strategies.saving import agree, explained, save
+from chaos_lightning.strategies.saving import agree, explained, save, with_loaders
 from chaos_lightning.strategies.schedules import go_by_step
 from chaos_lightning.strategies.session import DataMode, NoStep, Session
 
@@ -98,7 +98,7 @@ class ChaosStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a Trainer has no part in the job."""
-        return {**vars(self), "session": None, "_unroute": None, "_place": None}
+        return {**super().__getstate__(), "session": None, "_unroute": None, "_place": None}
 
     # ------------------------------------------------------------------ where this process runs
 
@@ -119,7 +119,7 @@ class ChaosStrategy(ParallelStrategy):
     def is_distributed(self) -> bool:
         """Lightning honours `sync_dist=True` only then. Its DistributedSampler is kept away from fit in `connect`;
         outside of fit one process works alone, and the user's sampler stays."""
-        return self.session is not None
+        return self.session is not None and not self.session.closed
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -162,12 +162,13 @@ class ChaosStrategy(ParallelStrategy):
         if self._deal_validation is None:
             self._deal_validation = connector.use_distributed_sampler
         connector.use_distributed_sampler = False
-        trainer.callbacks[:] = [Companion(self), *(c for c in trainer.callbacks if not isinstance(c, Companion))]
         config = self._config()
         end_evaluating(config)
         place = Place(config)
         self.environment.place(place.rank, place.world_size)
         self.session = Session(trainer, config, place, self.options, self.data, self.environment, self.collectives)
+        # Last: teardown takes it out where there is a session.
+        trainer.callbacks[:] = [Companion(self), *(c for c in trainer.callbacks if not isinstance(c, Companion))]
 
     def _config(self) -> EngineConfig:
         return EngineConfig.build({**self._given, **self.options.for_engine()})
@@ -228,6 +229,9 @@ class ChaosStrategy(ParallelStrategy):
             return
         trainer = self.session.trainer
         refuse_loaders(trainer)
+        # Lightning does this where it makes the loader: for estimated_stepping_batches, before it reads the checkpoint.
+        trainer.fit_loop._load_combined_loader_states()
+        self.session.warn_of_lost_place()
         agree_on_validation(trainer, self.broadcast)
         val_loop = trainer.fit_loop.epoch_loop.val_loop
         if trainer.enable_validation and val_loop._combined_loader is None:
@@ -304,7 +308,8 @@ class ChaosStrategy(ParallelStrategy):
             # What a void member steps is thrown away, so torch need not warn that its schedule steps first.
             optimizer._opt_called = True  # type: ignore[attr-defined]
             return closure()
-        calls = 0
+        calls, number = 0, session.stepper.number(optimizer)
+        held = session.stepper.holds_average(number) and not session.stepper.assigned(number)
 
         def averaged() -> Any:
             nonlocal calls
@@ -321,7 +326,9 @@ class ChaosStrategy(ParallelStrategy):
             output = super().optimizer_step(optimizer, averaged, model, **kwargs)
         except NoStep:
             return session.stepper.nothing()
-        if not calls:
+        if not calls and held:
+            session.stepper.stepped(number)
+        elif not calls:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}.step did not call its closure, so there was nothing to average; its step "
                 "must take a closure and call it once"
@@ -378,6 +385,9 @@ class ChaosStrategy(ParallelStrategy):
             if agree(self, str(filepath), failed, tried=writes):
                 return
 
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return with_loaders(super().load_checkpoint(*args, **kwargs))
+
     # ------------------------------------------------------------------ the end
 
     def on_train_end(self) -> None:
@@ -396,6 +406,8 @@ class ChaosStrategy(ParallelStrategy):
             self._unroute = None
         if self.session is not None:
             self.session.close()
+            trainer = self.session.trainer
+            trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, Companion)]
             # The rank stays, so that one process saves the final model; the others are gone.
             rank = self.global_rank
             self.environment.place(rank, rank + 1)

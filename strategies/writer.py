@@ -16,9 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelSummary, ProgressBar
+from lightning.pytorch.callbacks import ModelSummary, ProgressBar, ThroughputMonitor
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.trainer import _log_hyperparams
+
+from chaos_lightning.strategies.loops import measure_anew
 
 
 class StableLog:
@@ -31,14 +33,15 @@ class StableLog:
     def __init__(self, alone: Callable[[], bool]) -> None:
         self._alone = alone
         self._waiting: list[Callable[[], None]] = []
-        self._held: list[Logger] = []
+        self._held: list[tuple[Logger, dict[str, Any]]] = []
+        """With what the user had put in place of `log_metrics`."""
 
     def hold(self, loggers: list[Logger]) -> None:
-        """From here on these loggers' `log_metrics` goes through here."""
-        for logger in loggers:
-            real = logger.log_metrics
-            logger.log_metrics = self._wrap(real)
-            self._held.append(logger)
+        """From here on these loggers' `log_metrics` goes through here, once where one is given twice."""
+        for logger in {id(logger): logger for logger in loggers}.values():
+            own = {name: value for name, value in vars(logger).items() if name == "log_metrics"}
+            self._held.append((logger, own))
+            logger.log_metrics = self._wrap(logger.log_metrics)
 
     def _wrap(self, real: Callable[..., None]) -> Callable[..., None]:
         def log_metrics(*args: Any, **kwargs: Any) -> None:
@@ -62,13 +65,14 @@ class StableLog:
     def release(self) -> None:
         """Loggers are the user's again; what still waits is dropped."""
         self._waiting.clear()
-        for logger in self._held:
+        for logger, own in self._held:
             vars(logger).pop("log_metrics", None)
+            vars(logger).update(own)
         self._held.clear()
 
 
 def open_loggers(trainer: Trainer, name: str, *, fresh: bool) -> None:
-    """This member writes from now on: its loggers open. Collectives must be switched off meanwhile.
+    """This member writes from now on: loggers open, and clocks of rank zero start. Collectives must be off meanwhile.
 
     Args:
         trainer: In fit.
@@ -80,6 +84,9 @@ def open_loggers(trainer: Trainer, name: str, *, fresh: bool) -> None:
             _own_folder(logger, name)
         if hasattr(logger, "experiment"):
             _ = logger.experiment
+    for callback in trainer.callbacks:
+        if isinstance(callback, ThroughputMonitor):
+            measure_anew(callback)
     if trainer.enable_autolog_hparams:
         _log_hyperparams(trainer)
 

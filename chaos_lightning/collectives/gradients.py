@@ -235,7 +235,9 @@ class Gradients:
         for place, index in enumerate(self._scope):
             slot = self._layout.slots[index]
             present = header.presence[place // 8] >> (place % 8) & 1 if header.presence else 0
-            slot.tensor.grad = self._memory.view(home, index) if present else None
+            # `.data`, since views of one memory share a version counter: a backward pass that adds to one gradient
+            # here, zeroed in place or kept, would count as a change of all others.
+            slot.tensor.grad = self._memory.view(home, index).data if present else None
         for index in self._layout.buffer_slots:
             buffer = self._layout.slots[index].tensor
             mean = self._memory.view(home, index)

@@ -34,7 +34,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from chaos_lightning.membership.roster import Peer
+from chaos_lightning.membership.roster import Peer, Process, process_of
 from chaos_lightning.membership.types import Member, Settings, Verdict
 
 NEIGHBOURS_ASKED = 2
@@ -121,9 +121,9 @@ class Detector:
         """After a scheduler's restart: until then an absent member is expected back, not suspected."""
         self.unheard_until = 0.0
         """After the scheduler was frozen: until then it learns, one by one, who has left it for that."""
-        self._gaps: dict[_Process, tuple[float, float]] = {}
+        self._gaps: dict[Process, tuple[float, float]] = {}
         """Of processes that broke a long silence: how long it was (s), and when."""
-        self._doubted: dict[_Process, float] = {}
+        self._doubted: dict[Process, float] = {}
         """Processes that were taken for dead for their silence alone, and since when they were silent."""
 
     def shift(self, now: float, gap: float) -> None:
@@ -151,24 +151,24 @@ class Detector:
 
     def returned(self, now: float, member: Member) -> None:
         """A process says hello; perhaps it was taken for dead for its silence."""
-        since = self._doubted.pop(_process(member), None)
+        since = self._doubted.pop(process_of(member), None)
         if since is not None:
             self._learn(now, member, now - since)
 
     def _doubt(self, now: float, peer: Peer, suspicion: Suspicion) -> None:
         self._doubted = {p: since for p, since in self._doubted.items() if now - since < FORGOTTEN_IN_S}
-        self._doubted[_process(peer.member)] = self._silent_since(peer, suspicion)
+        self._doubted[process_of(peer.member)] = self._silent_since(peer, suspicion)
 
     def _learn(self, now: float, member: Member, gap: float) -> None:
         if not self._settings.heartbeat_timeout_s < gap <= self._most_patience_s():
             return
         self._gaps = {p: (longest, at) for p, (longest, at) in self._gaps.items() if now - at < 10 * FORGOTTEN_IN_S}
         if gap > self._longest(now, member):
-            self._gaps[_process(member)] = (gap, now)
+            self._gaps[process_of(member)] = (gap, now)
 
     def _longest(self, now: float, member: Member) -> float:
         """The longest silence that this process has broken, as far as it still counts."""
-        gap, at = self._gaps.get(_process(member), (0.0, now))
+        gap, at = self._gaps.get(process_of(member), (0.0, now))
         return gap * math.exp2((at - now) / FORGOTTEN_IN_S)
 
     def _most_patience_s(self) -> float:
@@ -381,11 +381,3 @@ class Detector:
         if last or not others:
             others += [p for p in newcomers.values() if p.conn is not None]
         return [p.id for p in sorted(others, key=rank)[:NEIGHBOURS_ASKED]]
-
-
-_Process = tuple[str, int, int]
-
-
-def _process(member: Member) -> _Process:
-    """What stays the same when this very process joins again."""
-    return member.host, member.pid, member.pid_start

@@ -27,7 +27,7 @@ from dataclasses import replace
 
 from chaos_lightning.membership.effects import Chain, Close, Send
 from chaos_lightning.membership.rewiring import Rewiring
-from chaos_lightning.membership.roster import Peer, Standing, same_process, short
+from chaos_lightning.membership.roster import Peer, Process, Standing, process_of, same_process, short
 from chaos_lightning.membership.scheduler_state import Phase
 from chaos_lightning.membership.types import (
     NO_VIEW,
@@ -55,7 +55,7 @@ class Identity(Rewiring):
         super().__init__(settings, chain)
         self._knocked: dict[str, tuple[float, ViewId, str]] = {}
         """When (s) members of other chains were heard of last, the views that they stand in, and these chains."""
-        self._greeted: set[tuple[str, int, int]] = set()
+        self._greeted: set[Process] = set()
         """Processes that have said hello to this very scheduler: host, pid and start."""
         self._own: dict[str, Member] = {}
         """Newcomers that this very scheduler has welcomed: no view of a lost chain names them."""
@@ -110,7 +110,7 @@ class Identity(Rewiring):
         if not isinstance(message, Hello):
             return ""
         # Each term is taken once: who knows this one before it was greeted here has it from another store.
-        unheard = (message.host, message.pid, message.pid_start) not in self._greeted
+        unheard = process_of(message) not in self._greeted
         if message.term > self.term or (message.term == self.term and self.chain_id and unheard):
             return f"a scheduler with term {message.term}"
         return ""
@@ -168,7 +168,7 @@ class Identity(Rewiring):
 
     def _hear(self, conn: int, hello: Hello) -> None:
         """Somebody of this chain or of none, or the store holds no view."""
-        process = (hello.host, hello.pid, hello.pid_start)
+        process = process_of(hello)
         same = bool(hello.chain) and hello.chain == self.chain_id
         if not self.chain and not same and hello.term > 0 and process not in self._greeted:
             self._patient_until = self.now + KNOCKS_S
@@ -216,7 +216,7 @@ class Identity(Rewiring):
             self._knock(hello.resume, hello.view, hello.chain)
             self._out.append(Send(conn, Refused(self._lost_words(), retry=True)))
             return
-        process = (hello.host, hello.pid, hello.pid_start)
+        process = process_of(hello)
         if process not in self._greeted:
             self._patient_until = self.now + KNOCKS_S
         self._greeted.add(process)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chaos_lightning.membership.rebuilding import Rebuilding
-from chaos_lightning.membership.roster import NEWCOMER, Peer
+from chaos_lightning.membership.roster import NEWCOMER, Peer, process_of
 from chaos_lightning.membership.types import GENESIS, Header, Kept, Notice, Released, ViewId
 
 
@@ -79,18 +79,19 @@ class Keeping(Rebuilding):
         """
         ready, limit_s = self._ready(), self.settings.last_holder_timeout_s
         for peer in ready:
-            self._unready.pop(_process(peer), None)
+            self._unready.pop(process_of(peer.member), None)
         for peer, kept in self._offers(newcomers):
             if peer in ready:
                 return None
-            since = self._unready.setdefault(_process(peer), self.now)
+            since = self._unready.setdefault(process_of(peer.member), self.now)
+            if since is None:
+                continue
             what = f"the training state that {kept.member} kept at step {kept.header.step}"
             if self.now - since <= limit_s:
                 text = f"the job waits for {peer.id}, which has {what}, to get ready: {limit_s:g} s at most; then it "
                 return f"{text}begins without it" if self.now - since > self.settings.heartbeat_timeout_s else ""
-            if since > float("-inf"):
-                self._unready[_process(peer)] = float("-inf")
-                self._fence(peer, f"it has {what}, and did not get ready within {limit_s:g} s: it says hello anew")
+            self._unready[process_of(peer.member)] = None
+            self._fence(peer, f"it has {what}, and did not get ready within {limit_s:g} s: it says hello anew")
         return None
 
     def _without_it(self, newcomers: Sequence[Peer], kept: Kept, host: str) -> bool:
@@ -100,8 +101,8 @@ class Keeping(Rebuilding):
         its script was edited or has loaded a checkpoint, or the file is gone, and its own terminal says so.
         """
         there = [p for p in newcomers if p.member.host == host]
-        for peer in [p for p in there if _process(p) not in self._said_anew]:
-            self._said_anew.add(_process(peer))
+        for peer in [p for p in there if process_of(p.member) not in self._said_anew]:
+            self._said_anew.add(process_of(peer.member))
             self._fence(peer, "a training state was kept on its machine: it says hello anew")
             there.remove(peer)
         self._without = "".join(
@@ -151,10 +152,6 @@ class Keeping(Rebuilding):
                 text = f"the training state that {kept.member} kept at step {kept.header.step} on this machine is of "
                 self._note("notice", text=f"{peer.id}: {text}another run, and is not used")
                 self._send(peer, Notice(f"{text}another run of this job, and is not used", waiting=True))
-
-
-def _process(peer: Peer) -> tuple[str, int, int]:
-    return (peer.member.host, peer.member.pid, peer.member.pid_start)
 
 
 def _age(kept: Kept) -> tuple[ViewId, int]:

@@ -8,9 +8,10 @@ Theory of operation. Three moves, none of which moves training state:
   graph rides on the next header (`_turn_links`), as does a better plan over the same graph, once measurements say that
   it pays.
 - The graph falls apart. Nobody goes on for `CUT_PATIENCE_S` if a link that is dialled could mend it; then one part
-  goes on (`_side`): one that holds the training state, has the most members, and of equal ones the oldest member. Its
-  size must reach min_nodes, or all wait. All members have promised by then (PROTOCOL.md 8), so the others cannot go
-  on: they are put out, throw their state away, and come in again as newcomers when a link of theirs stands (11, 14b).
+  goes on (`_side`). It holds the training state and reaches min_nodes, with newcomers if need be, or all wait. Of
+  several it is the one with the most members, and of equal ones that with the oldest member. All members have
+  promised by then (PROTOCOL.md 8), so the others cannot go on: they are put out, throw their state away, and come in
+  again as newcomers when a link of theirs stands (11, 14b).
 
 The scheduler decides all this alone and stores it first, as any view (7). Members that it does not reach are judged by
 the detector and cannot complete a slot meanwhile, as each takes a contribution of every member (1).
@@ -23,6 +24,7 @@ from collections.abc import Mapping
 from itertools import combinations
 from types import MappingProxyType
 
+from chaos_lightning.membership import nodes
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Peer, Standing
 from chaos_lightning.membership.serving import Serving
@@ -38,7 +40,7 @@ from chaos_lightning.membership.topology import (
     parts,
     ranked,
 )
-from chaos_lightning.membership.types import NO_VIEW, Report, View
+from chaos_lightning.membership.types import NO_VIEW, Kind, Report, View
 from chaos_lightning.membership.views import Change, changed_view, replanned
 
 _PAUSE_S = 0.02
@@ -182,10 +184,12 @@ class Rewiring(Serving):
             groups = parts(chosen, self._graph(chosen))
             if len(groups) > 1 and self._awaits_mending(chosen):
                 return None
-            best = [g for g in ranked(groups, order) if self._rule({m: reports[m] for m in g}).base is not None]
+            rulings = {part: self._rule({m: reports[m] for m in part}) for part in ranked(groups, order)}
+            best = [part for part, ruling in rulings.items() if ruling.base is not None]
+            best.sort(key=lambda part: not self._will_do(rulings[part]))
             if not best:
                 return {m: reports[m] for m in chosen}
-            members = self._rule({m: reports[m] for m in best[0]}).members
+            members = rulings[best[0]].members
             if connected(members, self._graph(members)):
                 break
             chosen = [m for m in chosen if m in members]  # somebody who cannot go on held them together
@@ -197,6 +201,17 @@ class Rewiring(Serving):
         for member in order:  # if too few are left, a newcomer that links them takes the place of one that is cut off
             self.peers[member].stranded = member in self._cut
         return {m: reports[m] for m in best[0]}
+
+    def _able(self, ruling: Ruling) -> int:
+        """How many nodes can go on by this ruling, with the newcomers that links lead to from them."""
+        here = [*(m for m in ruling.members if not self.peers[m].leaving), *ruling.waiting]
+        coming = (p.member for p in self._reachable(ruling.members))
+        return nodes.count([*(self.peers[m].member for m in here), *coming])
+
+    def _will_do(self, ruling: Ruling) -> bool:
+        """Whether these reach min_nodes, or have only to close."""
+        closing = ruling.base is not None and ruling.base.kind is Kind.CLOSING
+        return closing or self._able(ruling) >= self.settings.min_nodes
 
     # ------------------------------------------------------------------ links that come and go in good order
 

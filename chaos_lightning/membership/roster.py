@@ -181,9 +181,18 @@ def short(chain: str) -> str:
     return chain[:8]
 
 
+Process = tuple[str, int, int]
+"""Host, process id and start time, in ticks: what stays the same when a process joins again under another id."""
+
+
+def process_of(said: Member | Hello) -> Process:
+    """The process that a member is, or that a hello comes from."""
+    return said.host, said.pid, said.pid_start
+
+
 def same_process(member: Member, hello: Hello) -> bool:
     """Whether this hello comes from the very process that this member was."""
-    return bool(hello.pid) and (member.host, member.pid, member.pid_start) == (hello.host, hello.pid, hello.pid_start)
+    return bool(hello.pid) and process_of(member) == process_of(hello)
 
 
 def first_incarnation(term: int, views: Iterable[View]) -> int:

@@ -56,7 +56,6 @@ from chaos_lightning.membership.types import (
     Decide,
     Fence,
     Header,
-    Kind,
     NextView,
     Prepare,
     Released,
@@ -134,7 +133,7 @@ class SchedulerMachine(Keeping):
             self.detector.shift(now, gap)
             self._shift_links(gap)
             self._shift_rebuilding(gap)
-            self._unready = {m: at + gap for m, at in self._unready.items()}
+            self._unready = {p: since if since is None else since + gap for p, since in self._unready.items()}
             self._backoff.shift(gap)
             if self._bridges_since is not None:
                 self._bridges_since += gap
@@ -399,10 +398,7 @@ class SchedulerMachine(Keeping):
     def _turn_decide(self, ruling: Ruling, base: Header) -> bool:
         if self._before is not None and not self._enough(len(ruling.members), self._before):
             return self._turn_short(ruling)
-        here = [*(m for m in ruling.members if not self.peers[m].leaving), *ruling.waiting]
-        coming = (p.member for p in self._reachable(ruling.members))
-        able = nodes.count([*(self.peers[m].member for m in here), *coming])
-        if able < self.settings.min_nodes and base.kind is not Kind.CLOSING:
+        if not self._will_do(ruling):
             rejoin = ruling.rejoin or self._bridged(ruling)
             for member, reason in rejoin:
                 # It would wait here in vain; as a newcomer it counts.
@@ -410,7 +406,7 @@ class SchedulerMachine(Keeping):
                 self._send(self.peers[member], Fence(f"{member} is out of the job: {reason}"))
             if rejoin:
                 return True
-            text = f"training waits: {able} of min_nodes={self.settings.min_nodes} nodes are here"
+            text = f"training waits: {self._able(ruling)} of min_nodes={self.settings.min_nodes} nodes are here"
             text += "".join(f"; {m}: {words}" for m, words in self._cut.items())
             self._tell(text, [*self._living(), *self._ready()])
             if self.phase is not Phase.HOLDING:

@@ -28,6 +28,7 @@ from chaos_lightning.membership.roster import (
     NEWCOMER,
     UNKNOWN_OBSERVERS,
     Peer,
+    Process,
     Reference,
     Standing,
     first_incarnation,
@@ -120,10 +121,10 @@ class SchedulerState:
         self._out: list[SchedulerEffect] = []
         self._told: tuple[Kept, str, float] | None = None
         """The newest state that a member said it kept, on which machine, and when."""
-        self._said_anew: set[tuple[str, int, int]] = set()
+        self._said_anew: set[Process] = set()
         """Processes of that machine that said hello anew since then: machine, pid and start."""
-        self._unready: dict[tuple[str, int, int], float] = {}
-        """Since when (s) such processes with a kept state have not been ready; -inf: they were sent away for it."""
+        self._unready: dict[Process, float | None] = {}
+        """Since when (s) such processes with a kept state have not been ready; None: they were sent away for it."""
         self._without = ""
         """Who on that machine does not go on from it, in words."""
         self._reached = chain.step

@@ -115,7 +115,11 @@ class ChaosRendezvousHandler(RendezvousHandler):
         try:
             if self._may_host and is_local(split_endpoint(options.listen)[0]):
                 hosted = ensure_scheduler(
-                    options, self._secret, continue_only=continue_only, timeout_s=config.join_timeout_s
+                    options,
+                    self._secret,
+                    continue_only=continue_only,
+                    timeout_s=config.join_timeout_s,
+                    chain=self._chain,
                 )
             elif is_over(config, options, self._secret, continue_only=continue_only):
                 self._closed = True
@@ -143,13 +147,17 @@ class ChaosRendezvousHandler(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Always 0: nobody is ever restarted because somebody came."""
         self._polite.watch()
+        self.look_after_scheduler()
+        return 0
+
+    def look_after_scheduler(self) -> None:
+        """Now and then: whether the one that is this machine's to host is still there. Returns at once."""
         now = time.monotonic()
         looking = self._looking is not None and self._looking.is_alive()
         if self._may_host and now - self._looked > min(self._pause_s, 30 * _LOOK_INTERVAL_S) and not looking:
             self._looked = now
             self._looking = threading.Thread(target=self._look, name="chaos-revive", daemon=True)
             self._looking.start()
-        return 0
 
     def _look(self) -> None:
         """Starts the scheduler again if it is gone and the job is not finished. Its members waited for that."""

@@ -21,7 +21,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -89,20 +89,30 @@ class PoliteExit:
             self.resort(frame)
             return
         self._asked_at = time.monotonic()
-        self._say(f"{self.asked.name}: asking {len(workers)} worker(s) to leave the job; once more ends them at once")
-        for pid in workers:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue  # ended meanwhile: that is what was wanted
+        say("torchrun agent", asking(self.asked, len(workers)))
+        pass_on(number, workers)
 
-    @staticmethod
-    def _say(text: str) -> None:
-        # A handler may interrupt a print or a log call half-way; one write cannot get in its way.
+
+def asking(number: signal.Signals, workers: int) -> str:
+    """What is said as workers of this node are asked to leave."""
+    return f"{number.name}: asking {workers} worker(s) to leave the job; once more ends them at once"
+
+
+def pass_on(number: int, pids: Iterable[int]) -> None:
+    """Sends these processes a signal."""
+    for pid in pids:
         try:
-            os.write(2, f"torchrun agent {os.getpid()}: {text}\n".encode())
-        except OSError:
-            return
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue  # ended meanwhile: that is what was wanted
+
+
+def say(who: str, text: str) -> None:
+    """A line on standard error, in one write: the caller may be a handler that interrupts a print or a log call."""
+    try:
+        os.write(2, f"{who} {os.getpid()}: {text}\n".encode())
+    except OSError:
+        return
 
 
 def workers_of(mark: str, parent: int | None = None) -> list[int]:

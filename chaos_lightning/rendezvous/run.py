@@ -46,6 +46,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.rendezvous.handler import BACKEND, create_handler
+from chaos_lightning.rendezvous.polite import asking, pass_on, say
 
 logger = logging.getLogger("chaos_lightning.rendezvous")
 
@@ -184,6 +185,8 @@ class Node:
     def _turn(self) -> None:
         if self._asked is not None:
             self._end_if_due()
+        elif self._seeking is None:
+            self._handler.look_after_scheduler()
         for worker in self._workers:
             if worker.context is not None:
                 self._look(worker)
@@ -319,17 +322,14 @@ class Node:
             return
         self._asked, self._asked_at = signal.Signals(number), time.monotonic()
         running = sum(w.context is not None for w in self._workers)
-        self._say(f"{self._asked.name}: asking {running} worker(s) to leave the job; once more ends them at once")
+        self._say(asking(self._asked, running))
         for worker in self._workers:
             self._ask(worker)
 
     def _ask(self, worker: Worker) -> None:
         number = signal.SIGINT if self._asked is signal.SIGINT else signal.SIGTERM
-        for pid in worker.context.pids().values() if worker.context is not None else ():
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue  # ended meanwhile: that is what was wanted
+        if worker.context is not None:
+            pass_on(number, worker.context.pids().values())
 
     def _end_if_due(self) -> None:
         late = time.monotonic() - self._asked_at > self._handler.patience_s
@@ -342,11 +342,7 @@ class Node:
 
     @staticmethod
     def _say(text: str) -> None:
-        # A handler may interrupt a print or a log call half-way; one write cannot get in its way.
-        try:
-            os.write(2, f"chaos-lightning run {os.getpid()}: {text}\n".encode())
-        except OSError:
-            return
+        say("chaos-lightning run", text)
 
 
 def _of(given: Std | dict[int, Std], rank: int) -> Std:

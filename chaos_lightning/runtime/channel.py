@@ -3,7 +3,8 @@
 Why each option: sockets of ours must not be shared (`so_reuseport`: two schedulers on one port would each get half of
 the members), retried at gRPC's leisure (a fresh subchannel pool per channel, because its own back-off starts at a
 second), or sent through a web proxy that the environment names for other purposes. Keepalive pings let a member notice
-a scheduler's host that vanished without a word.
+a scheduler's host that vanished without a word. A server sends none: it would close the streams of members that are
+silent, and such an end counts as a fact (membership/detector.py), which silence is not.
 """
 
 from __future__ import annotations

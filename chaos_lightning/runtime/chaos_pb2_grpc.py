@@ -59,6 +59,11 @@ class SchedulerStub(object):
                 request_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ResetRequest.SerializeToString,
                 response_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ResetReply.FromString,
                 _registered_method=True)
+        self.Claim = channel.stream_stream(
+                '/chaos_lightning.v1.Scheduler/Claim',
+                request_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ClaimRequest.SerializeToString,
+                response_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ClaimReply.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer(object):
@@ -95,6 +100,13 @@ class SchedulerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Claim(self, request_iterator, context):
+        """The caller's request, and the answer; then the caller repeats its request every few seconds until it is through.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -122,6 +134,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Reset,
                     request_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ResetRequest.FromString,
                     response_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ResetReply.SerializeToString,
+            ),
+            'Claim': grpc.stream_stream_rpc_method_handler(
+                    servicer.Claim,
+                    request_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ClaimRequest.FromString,
+                    response_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ClaimReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -259,6 +276,33 @@ class Scheduler(object):
             '/chaos_lightning.v1.Scheduler/Reset',
             chaos__lightning_dot_runtime_dot_chaos__pb2.ResetRequest.SerializeToString,
             chaos__lightning_dot_runtime_dot_chaos__pb2.ResetReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Claim(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/chaos_lightning.v1.Scheduler/Claim',
+            chaos__lightning_dot_runtime_dot_chaos__pb2.ClaimRequest.SerializeToString,
+            chaos__lightning_dot_runtime_dot_chaos__pb2.ClaimReply.FromString,
             options,
             channel_credentials,
             insecure,

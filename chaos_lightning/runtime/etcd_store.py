@@ -39,6 +39,7 @@ from chaos_lightning.runtime.store import (
     advance,
     entry_of,
     former_id,
+    judge,
     with_term,
 )
 
@@ -215,7 +216,7 @@ class EtcdStore(Store):
             known = self._read()
             tip = with_term(known.tip, above, chain)
             if self._write(known, tip, count=known.count):
-                self.term = tip.term
+                self.term, self._seen = tip.term, tip
                 return self.term
             self._check_guard()
         raise StoreError(f"{self.place}: others took {_RACES} terms in turn while this scheduler asked for one")
@@ -224,9 +225,10 @@ class EtcdStore(Store):
         entry = _fitting(entry_of(effect))
         for _ in range(_RACES):
             known = self._known or self._read()
-            verdict = self._judge(known.tip, entry)
+            verdict = judge(known.tip, self.term, entry, self._seen)
             if not verdict.ok or verdict.detail:
                 if self._known is None:
+                    self._seen = known.tip if verdict.ok else self._seen
                     return verdict
                 self._known = None  # what was remembered may be old
                 continue

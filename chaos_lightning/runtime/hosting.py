@@ -239,11 +239,11 @@ def ensure_scheduler(
 
 
 def chain_at(endpoint: str, token: Secret) -> str:
-    """Id of the chain by which the scheduler there leads a job that has begun; "" if it tells of none."""
+    """Id of the chain whose members the scheduler there leads; "" if it leads none, or tells of none."""
     from chaos_lightning.runtime.channel import fetch_status
 
     machine = fetch_status(endpoint, token, timeout_s=2.0).get("machine", {})
-    return str(machine.get("chain", "")) if machine.get("view") else ""
+    return str(machine.get("chain", "")) if any(m.get("connected") for m in machine.get("members", ())) else ""
 
 
 def _lives(started: HostedScheduler | None) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from chaos_lightning.errors import StoreError
 from chaos_lightning.membership.effects import Persist
-from chaos_lightning.runtime.store import Appended, Entry, Store, Tip, advance, entry_of, with_term
+from chaos_lightning.runtime.store import Appended, Entry, Store, Tip, advance, entry_of, judge, with_term
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class MemoryStore(Store):
     def take_term(self, above: int = 0, chain: str = "") -> int:
         shelf = self._open()
         with shelf.changed:
-            shelf.tip = with_term(shelf.tip, above, chain)
+            self._seen = shelf.tip = with_term(shelf.tip, above, chain)
             self.term = shelf.tip.term
             return self.term
 
@@ -63,12 +63,13 @@ class MemoryStore(Store):
         shelf = self._open()
         entry = entry_of(effect)
         with shelf.changed:
-            verdict = self._judge(shelf.tip, entry)
+            verdict = judge(shelf.tip, self.term, entry, self._seen)
             if verdict.ok and not verdict.detail:
                 entry = replace(entry, revision=len(shelf.entries) + 1)
                 shelf.entries.append(entry)
-                self._seen = shelf.tip = advance(shelf.tip, entry)
+                shelf.tip = advance(shelf.tip, entry)
                 shelf.changed.notify_all()
+            self._seen = shelf.tip if verdict.ok else self._seen
             return verdict
 
     def entries(self, after: int = 0) -> tuple[Entry, ...]:

@@ -36,6 +36,15 @@ class Sight(NamedTuple):
     certain: bool = False
 
 
+SIGHTS = {
+    "runs": Sight(True, "its process runs"),
+    "stopped": Sight(False, "its process is stopped"),
+    "gone": Sight(False, "its process is gone", certain=True),
+    "": Sight(False, ""),
+}
+"""What follows from each state that `watcher.process_state` names."""
+
+
 def rebooted(member: Member) -> str:
     """Words if the machine of this member was this one before it was started anew, as far as its address tells.
 
@@ -74,13 +83,4 @@ def same_machine_verdict(member: Member | None) -> Sight:
     """What this machine's process table says about a member that was on it."""
     if member is None or not member.pid or member.host.startswith(_UNKNOWN) or member.host != host_identity():
         return Sight(False, "")
-    stat = watcher.stat(member.pid)
-    if stat is None:
-        return Sight(False, "") if watcher.exists(member.pid) else Sight(False, "its process is gone", certain=True)
-    if member.pid_start and stat[1] != member.pid_start:
-        return Sight(False, "its process is gone", certain=True)
-    if stat[0] in "ZX":
-        return Sight(False, "its process has died", certain=True)
-    if stat[0] in "Tt":
-        return Sight(False, "its process is stopped")
-    return Sight(True, f"its process runs (state {stat[0]})")
+    return SIGHTS[watcher.process_state(member.pid, member.pid_start)]

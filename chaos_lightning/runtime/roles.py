@@ -23,18 +23,18 @@ ANYBODY = "anybody"
 CERTIFIED = (MEMBER, OBSERVER, OPERATOR)
 """Roles that a certificate may name."""
 
-ATTEND, STATUS, DRAIN, CHANGE_LINK, RESET = "Attend", "Status", "Drain", "ChangeLink", "Reset"
-ALL = frozenset((ATTEND, STATUS, DRAIN, CHANGE_LINK, RESET))
+ATTEND, STATUS, DRAIN, CHANGE_LINK, RESET, CLAIM = "Attend", "Status", "Drain", "ChangeLink", "Reset", "Claim"
+ALL = frozenset((ATTEND, STATUS, DRAIN, CHANGE_LINK, RESET, CLAIM))
 """The calls of chaos.proto."""
 
 MAY: dict[str, frozenset[str]] = {
-    MEMBER: frozenset((ATTEND, STATUS)),
+    MEMBER: frozenset((ATTEND, STATUS, CLAIM)),
     OBSERVER: frozenset((STATUS,)),
     OPERATOR: frozenset((STATUS, DRAIN, CHANGE_LINK, RESET)),
     TOKEN: ALL,
     ANYBODY: ALL,
 }
-TOKEN_DEMANDED: dict[str, frozenset[str]] = {MEMBER: frozenset((ATTEND,)), TOKEN: ALL}
+TOKEN_DEMANDED: dict[str, frozenset[str]] = {MEMBER: frozenset((ATTEND, CLAIM)), TOKEN: ALL}
 """Calls that need the token besides. Members prove it to each other, so who attends must know it; observers and
 operators are not given it."""
 

@@ -32,6 +32,7 @@ from chaos_lightning.runtime import chaos_pb2
 from chaos_lightning.runtime.access import LEADER_KEY, check_bind, join_endpoint
 from chaos_lightning.runtime.channel import END_OF_STREAM, PULSE_S, SERVER_OPTIONS
 from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
+from chaos_lightning.runtime.claims import Claims
 from chaos_lightning.runtime.codec import unwrap_from_member, wrap_to_member
 from chaos_lightning.runtime.connection import Connection, present
 from chaos_lightning.runtime.credentials import Credentials
@@ -114,6 +115,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._server: grpc.aio.Server | None = None
         self._strangers = Strangers(config.token, events.emit)
         self._keys: KeyIssuer | None = None
+        self._claims = Claims(config.settings.job, config.hello_timeout_s)
 
     # ------------------------------------------------------------------ life
 
@@ -292,7 +294,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
 
     def _look_for_idleness(self) -> None:
         now = time.monotonic()
-        if self._connections or self.owed or (self._seat is not None and self._seat.stands_by()):
+        if self._connections or self._claims or self.owed or (self._seat is not None and self._seat.stands_by()):
             self._idle_since = now
         idle = now - self._idle_since
         if self._done_reason and not self._connections and not self._stays:
@@ -450,7 +452,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
     async def _admit(self, context: Any, what: str) -> None:
         """Aborts the call of a stranger; and of everybody while another scheduler leads."""
         await self._strangers.refuse(context, what)
-        if self._machine is not None or self._seat is None or what == "Status":
+        if self._machine is not None or self._seat is None or what in ("Status", "Claim"):
             return
         if what == "Attend":
             self._seat.asked(await name_of_caller(context))
@@ -580,6 +582,11 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._events.emit("reset_asked", by=by, force=request.force)
         accepted, text = await self._ask(lambda token: fx.Reset(token, request.force))
         return chaos_pb2.ResetReply(text=text, accepted=accepted)
+
+    async def Claim(self, _requests: AsyncIterator[Any], context: Any) -> None:
+        """A number for one that sets up, until its stream ends; whether this scheduler leads does not matter."""
+        await self._admit(context, "Claim")
+        await self._claims.hold(context, self.port)
 
     async def _ask(self, event: Callable[[int], fx.SchedulerEvent]) -> tuple[bool, str]:
         """Feeds an operator's wish; the machine's answer."""

@@ -24,7 +24,7 @@ from chaos_lightning.errors import ConfigurationError, StoreError, WireError
 from chaos_lightning.membership.effects import LinkWish, Persist
 from chaos_lightning.membership.types import Header, View, ViewId
 from chaos_lightning.runtime.codec import decode, encode
-from chaos_lightning.runtime.store import Appended, Entry, Store, Tip, advance, entry_of, former_id, with_term
+from chaos_lightning.runtime.store import Appended, Entry, Store, Tip, advance, entry_of, former_id, judge, with_term
 
 FORMAT = 3
 """1 had no wishes about links, 2 no id of the chain."""
@@ -227,14 +227,14 @@ class SqliteStore(Store):
             written: int = db.execute("SELECT COALESCE(MAX(term), 0) FROM entry").fetchone()[0]
             tip = with_term(self._tip(), max(written, above), chain)
             db.execute("UPDATE job SET term = ?, chain = ?", (tip.term, tip.chain))
-        self.term = tip.term
+        self.term, self._seen = tip.term, tip
         return self.term
 
     def append(self, effect: Persist) -> Appended:
         entry = entry_of(effect)
         with self._transaction() as db:
             tip = self._tip()
-            verdict = self._judge(tip, entry)
+            verdict = judge(tip, self.term, entry, self._seen)
             if verdict.ok and not verdict.detail:
                 db.execute(
                     "INSERT INTO entry (kind, term, number, view, base, hand_on, wish, wall) "

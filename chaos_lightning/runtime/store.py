@@ -115,8 +115,20 @@ def entry_of(effect: Persist) -> Entry:
     return Entry(0, kind, effect.number, effect.view, effect.base, effect.hand_on, effect.wish)  # type: ignore[arg-type]
 
 
-def judge(tip: Tip, term: int, entry: Entry) -> Appended:
-    """Whether `entry` of the scheduler with this term may follow `tip`; the one rule all stores share."""
+def judge(tip: Tip, term: int, entry: Entry, seen: Tip | None = None) -> Appended:
+    """Whether `entry` of the scheduler with this term may follow `tip`; the one rule all stores share.
+
+    Args:
+        tip: The end of the chain as it is.
+        term: The writer's.
+        entry: What it writes.
+        seen: The end of the chain as the writer saw it last. If the store went back since, or holds another chain now,
+            a copy took its place under the writer: members would promise numbers that the job's own store lacks.
+    """
+    if seen is not None and tip.term <= seen.term and tip.chain != seen.chain:
+        return Appended(False, f"chain {short(tip.chain)} took the place of chain {short(seen.chain)} in the store")
+    if seen is not None and (tip.term, tip.highest) < (seen.term, seen.highest):
+        return Appended(False, f"the store went back from {seen.highest} to {tip.highest}: this is an older copy")
     if tip.last is not None and term == tip.term and entry.same(tip.last):
         return Appended(True, "was there already")
     if term != tip.term:
@@ -154,15 +166,7 @@ class Store(abc.ABC):
         self.term = 0
         """The term taken by `take_term`; 0 for a store that is only read."""
         self._seen: Tip | None = None
-        """As this scheduler saw the chain last, its own writes included."""
-
-    def _judge(self, tip: Tip, entry: Entry) -> Appended:
-        """`judge`, and whether an older copy took the store's place meanwhile: members have heard of what it lacks."""
-        seen = self._seen
-        if seen is not None and (tip.chain, tip.term) == (seen.chain, seen.term) and tip.highest < seen.highest:
-            return Appended(False, f"the store went back from {seen.highest} to {tip.highest}: this is an older copy")
-        self._seen = tip
-        return judge(tip, self.term, entry)
+        """The end of the chain as this scheduler saw it last, its own writes included."""
 
     @property
     @abc.abstractmethod
@@ -209,7 +213,7 @@ class Store(abc.ABC):
 
     def load(self) -> Chain:
         """The chain as a starting scheduler needs it; call `take_term` first."""
-        tip = self.tip()
+        tip = self._seen = self.tip()
         entries = self.entries()
         return Chain(
             term=self.term,

@@ -21,17 +21,14 @@ from collections.abc import Callable
 
 from chaos_lightning.runtime import watcher
 from chaos_lightning.runtime.forks import close_in_children
-from chaos_lightning.runtime.process_table import Sight, start_time
+from chaos_lightning.runtime.process_table import SIGHTS, Sight, start_time
 from chaos_lightning.transport.loop import IoLoop
 
 FRESH_S = 0.5
 END_S = 1.0
 """A watcher that was told to end has so long."""
-_WORDS = {
-    "runs": Sight(True, "its machine says that its process runs"),
-    "stopped": Sight(False, "its machine says that its process is stopped"),
-    "gone": Sight(False, "its machine says that its process is gone", certain=True),
-}
+_TOLD = {state: s._replace(evidence=f"its machine says that {s.evidence}") for state, s in SIGHTS.items() if state}
+"""The same, as a neighbour's watcher told it."""
 
 
 class Watching:
@@ -159,7 +156,7 @@ class Watching:
         state, at = self._said.get(peer, ("", 0.0))
         if not state or time.monotonic() - at > FRESH_S:
             return Sight(False, "")
-        return _WORDS[state]
+        return _TOLD[state]
 
     def close(self) -> None:
         """Ends the watcher."""

@@ -229,12 +229,17 @@ def _another_store(seed: int, kind: str) -> tuple[Random, Plan, float]:
     return random, plan, at
 
 
-def restored_plan(seed: int) -> Plan:
+def exchanged_plan(seed: int) -> Plan:
+    """As `restored_plan`, but whoever leads lives on as the older copy takes the place."""
+    return restored_plan(seed, "exchanged")
+
+
+def restored_plan(seed: int, kind: str = "restored") -> Plan:
     """The scheduler begins on an older copy of its store. Who was put out since may wake up then; others may be dead.
 
     In the end the operator brings the job's own store, or has the rest of the older one rebuilt.
     """
-    random, plan, at = _another_store(seed, "restored")
+    random, plan, at = _another_store(seed, kind)
     founders = [n.name for n in plan.nodes if n.name.startswith("n")]
     faults = list(plan.faults)
     frozen = random.uniform(1.0, 1.4)
@@ -300,6 +305,7 @@ FAILING: tuple[Callable[[int], Plan], ...] = (
     orphaned_plan,
     lost_plan,
     restored_plan,
+    exchanged_plan,
     leftover_plan,
 )
 """What a long run draws from (plans.any_plan)."""

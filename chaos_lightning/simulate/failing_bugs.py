@@ -14,8 +14,9 @@ from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Chain, Persist
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.types import NO_VIEW, Entered, Heartbeat, Hello, Settings, Verdict, View, ViewId
-from chaos_lightning.runtime.store import Appended
+from chaos_lightning.runtime.store import Appended, Tip
 from chaos_lightning.simulate.failing import (
+    exchanged_plan,
     forked_plan,
     leftover_plan,
     lingering_plan,
@@ -41,11 +42,18 @@ class HastyScheduler(SchedulerMachine):
 class LaxStore(Store):
     """Takes whatever it is given: no term, no lease, no predecessor."""
 
-    def judge(self, term: int, persist: Persist) -> Appended:
+    def judge(self, term: int, persist: Persist, seen: Tip | None) -> Appended:
         return Appended(True)
 
     def guards(self, candidate: int) -> bool:
         return True
+
+
+class OpenStore(Store):
+    """Takes what a scheduler writes that has seen a newer end of the chain."""
+
+    def judge(self, term: int, persist: Persist, seen: Tip | None) -> Appended:
+        return super().judge(term, persist, None)
 
 
 class DeafScheduler(SchedulerMachine):
@@ -168,6 +176,12 @@ FAILING_BUGS: dict[str, Bug] = {
         what="a scheduler on an older copy of its store rules by it",
         hooks=hooks_of(scheduler=DeafScheduler),
         plan=restored_plan,
+    ),
+    "14a-open": Bug(
+        rule="14a",
+        what="a scheduler writes into an older copy that took the place of its store",
+        hooks=hooks_of(store=OpenStore),
+        plan=exchanged_plan,
     ),
     "14a-hurried": Bug(
         rule="14a",

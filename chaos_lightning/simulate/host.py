@@ -110,6 +110,8 @@ class SchedulerHost(Process):
         self.store = store
         self.seat = seat or Seat()
         chain = store.open()
+        self.seen = store.tip
+        """The end of the chain as this process saw it last."""
         self.machine = machine(settings, replace(chain, rebuild=self.seat.rebuild, hears_s=self.seat.hears_s))
         self.notes: list[tuple[float, fx.Note]] = []
         self.dialled: list[tuple[Stream, Connected]] = []
@@ -241,10 +243,11 @@ class SchedulerHost(Process):
             if self.cut_off:
                 self.store.errors += 1
                 raise StoreError("etcd cannot be reached from here")
-            outcome = self.store.write(self.machine.term, entry, self.seat.number)
+            outcome = self.store.write(self.machine.term, entry, self.seat.number, self.seen)
         except StoreError:
             self.timer(AGAIN_S, lambda: self._again(entry, since))
             return
+        self.seen = self.store.tip if outcome.ok else self.seen
         answer = fx.Stored(entry.token, outcome.ok, outcome.detail)
         self.timer(self.kernel.between(0.0, 0.0005), lambda: self._stored(answer))
 
@@ -257,6 +260,7 @@ class SchedulerHost(Process):
     def _take_term(self, above: int, chain: str) -> None:
         try:
             term = self.store.open(above, chain).term
+            self.seen = self.store.tip
         except StoreError:
             self.timer(AGAIN_S, lambda: self._take_term(above, chain))
             return

@@ -39,6 +39,7 @@ SCHEDULER_FAULTS = (
     "chain-lost",
     "backup",
     "restored",
+    "exchanged",
     "leftover",
     "brought-back",
     "rebuild",
@@ -239,6 +240,12 @@ class Schedulers:
         store.restore(backup)
         self._end_all(host, lasts)
 
+    def _exchange(self, backup: Backup) -> None:
+        """As etcd's own data may be replaced: whoever leads goes on, and finds the other store at its next write."""
+        self._world.say("an older copy of the store takes its place, and the scheduler lives")
+        self.newest = self.newest or self._world.store.backup()
+        self._world.store.restore(backup)
+
     def _bring_back(self, host: SchedulerHost, lasts: float) -> None:
         """The operator has found the job's own store."""
         if self.newest is None:
@@ -304,6 +311,8 @@ class Schedulers:
                 self._backup = store.backup()
             case "restored":
                 self._replace(host, fault.lasts, self._backup, "an older copy of its store")
+            case "exchanged":
+                self._exchange(self._backup)
             case "leftover":
                 self._replace(host, fault.lasts, self._backup.leftover(), "a store of the day before")
             case "brought-back":

@@ -91,14 +91,14 @@ class Store:
             numbers=tuple(self.numbers),
         )
 
-    def write(self, term: int, persist: Persist, candidate: int = 0) -> Appended:
-        """Compare-and-set.
+    def write(self, term: int, persist: Persist, candidate: int = 0, seen: Tip | None = None) -> Appended:
+        """Compare-and-set, by a writer that has seen the chain end with `seen`.
 
         Raises:
             StoreError: It was not written, or was and the answer is lost.
         """
         self._reach()
-        verdict = self.judge(term, persist)
+        verdict = self.judge(term, persist, seen)
         if verdict.ok and not verdict.detail:
             if not self.guards(candidate):
                 return Appended(False, "this scheduler does not lead any more")
@@ -108,9 +108,9 @@ class Store:
             raise StoreError("no answer came")
         return verdict
 
-    def judge(self, term: int, persist: Persist) -> Appended:
+    def judge(self, term: int, persist: Persist, seen: Tip | None) -> Appended:
         """The rule that all stores share."""
-        return judge(self.tip, term, entry_of(persist))
+        return judge(self.tip, term, entry_of(persist), seen)
 
     def guards(self, candidate: int) -> bool:
         """Whether this candidate may write, as far as its lease goes."""

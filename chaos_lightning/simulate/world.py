@@ -51,10 +51,10 @@ class Fault:
         action: "kill", "kill-too" (and `other` with it), "kill-spared" (see `Schedulers.can_spare`),
             "freeze", "leave", "drain", "link", "stream", "lag", "stale", "sched-crash-write" (see
             `World._crash_in_write`); to schedulers and their store (schedulers.py):
-            "chain-lost", "backup", "restored" (to that one), "leftover" (of the day before), "brought-back" (the job's
-            own store), "rebuild", "sched-freeze", "sched-crash", "sched-cut", "store-down", "store-lost",
-            "store-slow", "streams"; to links (edges.py): "cut", "split", "add-link", "remove-link", "ask-add",
-            "ask-remove", "rate".
+            "chain-lost", "backup", "restored" (to that one), "exchanged" (for that one, while the scheduler lives),
+            "leftover" (of the day before), "brought-back" (the job's own store), "rebuild", "sched-freeze",
+            "sched-crash", "sched-cut", "store-down", "store-lost", "store-slow", "streams"; to links (edges.py):
+            "cut", "split", "add-link", "remove-link", "ask-add", "ask-remove", "rate".
         node: Name of the node, "root" for the commit root at that moment, "" for the scheduler; "a,b" for "split".
         at: Virtual time in seconds; ignored with `trap`.
         other: The other end of a link.

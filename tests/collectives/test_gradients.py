@@ -118,6 +118,47 @@ def test_a_step_in_which_nobody_had_samples_leaves_buffers_as_they_were() -> Non
         assert torch.equal(buffer, settled[name]), name
 
 
+def add_to_what_the_last_step_left(bench: Bench, coefficient: float, zeroed: bool) -> None:
+    """Two steps, with `zero_grad(set_to_none=False)` or none between them."""
+    net, device = bench.model, next(bench.model.parameters()).device
+    first, second = torch.randn(8, 16, device=device), torch.randn(8, 16, device=device)
+    wanted = [expected(net, second)] if zeroed else [expected(net, first), expected(net, second)]
+    for x in (first, second):
+        if zeroed:
+            net.zero_grad(set_to_none=False)
+        bench.gradients.arm(0, coefficient)
+        net(x).sum().backward()
+        bench.commit(bench.gradients.flush(), [coefficient, coefficient], times=2)
+    for p, parts in zip(net.parameters(), zip(*wanted, strict=True), strict=True):
+        torch.testing.assert_close(p.grad, torch.stack(parts).sum(0))
+
+
+@pytest.mark.parametrize("coefficient", [1.0, 0.25])
+@pytest.mark.parametrize("zeroed", [True, False])
+@pytest.mark.parametrize("apart", [False, True], ids=["host", "as on a device"])
+def test_a_backward_pass_may_add_to_what_the_last_step_left(coefficient: float, zeroed: bool, apart: bool) -> None:
+    """All gradients lie in one flat memory then: the one that is sent, or beside it, as on an accelerator."""
+    bench = Bench(model())
+    if apart:
+        bench.gradients._flat = torch.zeros_like(bench.memory.own)
+    add_to_what_the_last_step_left(bench, coefficient, zeroed)
+
+
+def test_a_gradient_that_the_last_step_left_and_that_changes_after_it_was_sent_is_named() -> None:
+    net = model()
+    bench = Bench(net)
+    for _ in range(2):
+        net.zero_grad(set_to_none=False)
+        bench.gradients.arm(0, 1.0)
+        net(torch.randn(4, 16)).sum().backward()
+        bench.commit(bench.gradients.flush(), [1.0])
+    bench.gradients.arm(0, 1.0)
+    net(torch.randn(4, 16)).sum().backward()
+    net[2].weight.grad.mul_(0.5)
+    with pytest.raises(ConfigurationError, match=r"2\.weight.*changed between backward and the optimizer step"):
+        bench.gradients.flush()
+
+
 def test_gradients_changed_after_they_were_sent_are_named() -> None:
     net = model()
     bench = Bench(net)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_gradients import Bench, expected, model
+from test_gradients import Bench, add_to_what_the_last_step_left, expected, model
 from torch import nn
 
 pytestmark = [
@@ -57,6 +57,14 @@ def test_the_average_is_what_one_process_would_have(benches: list[Bench], overla
             assert p.grad is not None
             assert p.grad.device == p.device
             torch.testing.assert_close(p.grad, want)
+
+
+@pytest.mark.parametrize("coefficient", [1.0, 0.25])
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_a_backward_pass_may_add_to_what_the_last_step_left(
+    benches: list[Bench], coefficient: float, zeroed: bool
+) -> None:
+    add_to_what_the_last_step_left(bench_of(benches, model(1024).to(device())), coefficient, zeroed)
 
 
 def test_cells_are_reported_after_their_copies_have_landed(benches: list[Bench]) -> None:

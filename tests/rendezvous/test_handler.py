@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.effects import Persist
-from chaos_lightning.membership.types import ViewId
+from chaos_lightning.membership.types import NO_VIEW, Member, View, ViewId
 from chaos_lightning.rendezvous import factory, handler
 from chaos_lightning.rendezvous.handler import ChaosRendezvousHandler
 from chaos_lightning.runtime import hosting
@@ -146,6 +146,35 @@ def test_a_scheduler_that_is_gone_is_started_again_while_workers_run(
     assert len(started) == 2
     assert fetch_status(endpoint)["term"] == 2
     assert "started another one on its chain" in caplog.text
+
+
+def test_a_scheduler_that_none_of_its_members_has_come_to_says_nothing_of_the_jobs_chain(
+    endpoint: str, started: list[HostedScheduler]
+) -> None:
+    """Its store may be another job's by the same name: then none would be started on the job's own any more."""
+    first = ViewId(1, 1)
+    alone = View(first, NO_VIEW, (Member("a~1", "a", "host", "127.0.0.1", 4000),))
+    with SqliteStore(default_store("job", int(endpoint.rpartition(":")[2])), "job") as store:
+        store.take_term()
+        assert store.append(Persist(1, "view", first, alone)).ok
+        chain = store.tip().chain
+    made = make(endpoint)
+    made.next_rendezvous()
+    assert fetch_status(endpoint)["machine"]["chain"] == chain
+    made._look()
+    assert made._chain == ""
+
+
+def test_a_worker_that_restarts_has_no_scheduler_started_on_a_store_that_lacks_its_chain(
+    endpoint: str, started: list[HostedScheduler]
+) -> None:
+    made = make(endpoint)
+    made.next_rendezvous()
+    assert started[0].stop()
+    made._chain = "0123456789abcdef"  # as members told, before their store went away
+    with pytest.raises(RendezvousConnectionError, match="goes by chain 0123456"):
+        made.next_rendezvous()
+    assert len(started) == 1
 
 
 def test_a_scheduler_that_cannot_be_started_again_is_a_warning(

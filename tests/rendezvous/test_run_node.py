@@ -29,13 +29,22 @@ class Rendezvous:
     """Only a worker that was not asked to leave takes so long."""
 
     def __init__(self, **acts: Act) -> None:
-        self.calls = 0
+        self.calls = self.looks = 0
+        self.seeks = False
         self._acts = acts
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.calls += 1
-        self._acts.get(f"call_{self.calls}", lambda: None)()
+        self.seeks = True
+        try:
+            self._acts.get(f"call_{self.calls}", lambda: None)()
+        finally:
+            self.seeks = False
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 29500))
+
+    def look_after_scheduler(self) -> None:
+        assert not self.seeks, "it is being looked for already"
+        self.looks += 1
 
 
 class Room:
@@ -114,6 +123,17 @@ def test_a_worker_that_cannot_be_started_again_takes_no_sibling_along(room: Room
 
     assert room.run(Rendezvous(call_3=fail), play, "--nproc-per-node=2") == 0
     assert room.words(0) == ["start", "SIGINT", "end"]
+
+
+def test_the_scheduler_is_looked_after_while_workers_run(room: Room) -> None:
+    rendezvous = Rendezvous()
+
+    def play() -> None:
+        room.started(0)
+        before = rendezvous.looks
+        until(lambda: rendezvous.looks > before, "another look")
+
+    assert room.run(rendezvous, play) == 0
 
 
 def test_a_worker_that_can_never_be_started_again_is_given_up(room: Room) -> None:

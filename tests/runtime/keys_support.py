@@ -97,6 +97,10 @@ def call(endpoint: str, what: str, shown: Shown) -> str:
                 stream = stub.Attend(said, metadata=metadata, timeout=PATIENCE_S)
                 next(stream)
                 stream.cancel()
+            elif what == "Claim":
+                asked = stub.Claim(iter([chaos_pb2.ClaimRequest(job="default")]), metadata=metadata, timeout=PATIENCE_S)
+                next(asked)
+                asked.cancel()
             elif what == "Status":
                 stub.Status(chaos_pb2.StatusRequest(), metadata=metadata, timeout=PATIENCE_S)
             elif what == "Drain":

@@ -82,7 +82,7 @@ def test_proto_and_dataclass_are_equal_field_by_field(cls: type) -> None:
 def test_every_message_of_the_proto_has_a_dataclass_or_is_known_plumbing() -> None:
     plumbing = {"Span", "NamedText", "FromMemberEnvelope", "ToMemberEnvelope", "PeerEnvelope"}
     plumbing |= {"StatusRequest", "StatusReply", "DrainRequest", "DrainReply", "LinkChangeRequest", "LinkChangeReply"}
-    plumbing |= {"ResetRequest", "ResetReply"}
+    plumbing |= {"ResetRequest", "ResetReply", "ClaimRequest", "ClaimReply"}
     assert set(chaos_pb2.DESCRIPTOR.message_types_by_name) == plumbing | {c.__name__ for c in messages()}
 
 

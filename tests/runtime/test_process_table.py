@@ -66,7 +66,7 @@ def test_only_death_is_certain(child: subprocess.Popen[bytes]) -> None:
     assert same_machine_verdict(suspect) == Sight(False, "its process is stopped", certain=False)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert same_machine_verdict(suspect) == Sight(False, "its process has died", certain=True)
+    assert same_machine_verdict(suspect) == Sight(False, "its process is gone", certain=True)
     child.wait()
     assert same_machine_verdict(suspect) == Sight(False, "its process is gone", certain=True)
 

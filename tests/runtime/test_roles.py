@@ -7,36 +7,37 @@ from pathlib import Path
 
 import pytest
 from keys_support import CHAIN, KEY, Keys, Refusals, Shown, call, write_keys
-from served import Served, attending, serving
+from served import PATIENCE_S, Served, attending, serving
 
 from chaos_lightning.errors import RefusedError, WireError
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.types import Welcome
 from chaos_lightning.runtime import certificates, chaos_pb2, few_lines, roles
 from chaos_lightning.runtime.channel import change_link, drain, fetch_status
+from chaos_lightning.runtime.claims import ask
 from chaos_lightning.runtime.roles import MEMBER, OBSERVER, OPERATOR
 
-CALLS = ("Attend", "Status", "Drain", "ChangeLink", "Reset")
+CALLS = ("Attend", "Status", "Drain", "ChangeLink", "Reset", "Claim")
 OK, ROLE, TOKEN, TLS = "ok", "PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE"
 
-TABLE: dict[str, tuple[str, str, str, str, str]] = {
-    # who                              Attend Status Drain ChangeLink Reset
-    "a member": (OK, OK, ROLE, ROLE, ROLE),
-    "an observer": (ROLE, OK, ROLE, ROLE, ROLE),
-    "an operator": (ROLE, OK, OK, OK, OK),
-    "a member without the token": (TOKEN, OK, ROLE, ROLE, ROLE),
-    "a member with a wrong token": (TOKEN, TOKEN, ROLE, ROLE, ROLE),
-    "an observer with the token": (ROLE, OK, ROLE, ROLE, ROLE),
-    "an operator with a wrong token": (ROLE, TOKEN, TOKEN, TOKEN, TOKEN),
-    "the token without certificate": (TLS, TLS, TLS, TLS, TLS),
-    "the token without TLS": (TLS, TLS, TLS, TLS, TLS),
-    "another authority's member with the token": (TLS, TLS, TLS, TLS, TLS),
-    "another authority's operator": (TLS, TLS, TLS, TLS, TLS),
-    "an expired member with the token": (TLS, TLS, TLS, TLS, TLS),
-    "an expired observer": (TLS, TLS, TLS, TLS, TLS),
-    "an expired operator": (TLS, TLS, TLS, TLS, TLS),
-    "a role that nobody knows": (TLS, TLS, TLS, TLS, TLS),
-    "nobody": (TLS, TLS, TLS, TLS, TLS),
+TABLE: dict[str, tuple[str, str, str, str, str, str]] = {
+    # who                              Attend Status Drain ChangeLink Reset Claim
+    "a member": (OK, OK, ROLE, ROLE, ROLE, OK),
+    "an observer": (ROLE, OK, ROLE, ROLE, ROLE, ROLE),
+    "an operator": (ROLE, OK, OK, OK, OK, ROLE),
+    "a member without the token": (TOKEN, OK, ROLE, ROLE, ROLE, TOKEN),
+    "a member with a wrong token": (TOKEN, TOKEN, ROLE, ROLE, ROLE, TOKEN),
+    "an observer with the token": (ROLE, OK, ROLE, ROLE, ROLE, ROLE),
+    "an operator with a wrong token": (ROLE, TOKEN, TOKEN, TOKEN, TOKEN, ROLE),
+    "the token without certificate": (TLS, TLS, TLS, TLS, TLS, TLS),
+    "the token without TLS": (TLS, TLS, TLS, TLS, TLS, TLS),
+    "another authority's member with the token": (TLS, TLS, TLS, TLS, TLS, TLS),
+    "another authority's operator": (TLS, TLS, TLS, TLS, TLS, TLS),
+    "an expired member with the token": (TLS, TLS, TLS, TLS, TLS, TLS),
+    "an expired observer": (TLS, TLS, TLS, TLS, TLS, TLS),
+    "an expired operator": (TLS, TLS, TLS, TLS, TLS, TLS),
+    "a role that nobody knows": (TLS, TLS, TLS, TLS, TLS, TLS),
+    "nobody": (TLS, TLS, TLS, TLS, TLS, TLS),
 }
 REASONS = {
     "a member": "a is member, and",
@@ -178,7 +179,7 @@ def test_the_documents_table_is_this_one() -> None:
     rows = {
         cells[0].strip(): [c.strip() for c in cells[1:]]
         for line in text.splitlines()
-        if line.startswith("|") and len(cells := line.strip("|").split("|")) == 6
+        if line.startswith("|") and len(cells := line.strip("|").split("|")) == 7
     }
     assert rows["role"] == list(CALLS)
     for role in roles.MAY:
@@ -220,6 +221,9 @@ def test_clients_of_ours_show_what_is_needed(keys: Keys, scheduler: Served) -> N
         assert any(s["peer"].endswith(" b (member)") and s["name"] == "a" for s in streams)
         assert drain(scheduler.endpoint, "a", keys.of("p")) == ("a",)
         assert change_link(scheduler.endpoint, "a", "b", add=True, token=keys.of("p")) == "done"
+        ask(scheduler.endpoint, keys.of("b"), "default", PATIENCE_S).release()
+        with pytest.raises(RefusedError, match=r"o is observer, and Claim is for member"):
+            ask(scheduler.endpoint, keys.of("o"), "default", PATIENCE_S)
         with pytest.raises(RefusedError, match=r"o is observer, and Drain is for operator; use a folder of keys"):
             drain(scheduler.endpoint, "a", keys.of("o"))
     with attending(scheduler.endpoint, token=keys.of("o")) as client:

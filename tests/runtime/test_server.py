@@ -35,8 +35,8 @@ from chaos_lightning.membership.types import (
     Welcome,
 )
 from chaos_lightning.observe.events import EventLog, read_events
-from chaos_lightning.runtime import chaos_pb2
-from chaos_lightning.runtime.channel import CLIENT_OPTIONS, drain, fetch_status
+from chaos_lightning.runtime import chaos_pb2, server
+from chaos_lightning.runtime.channel import CLIENT_OPTIONS, SERVER_OPTIONS, drain, fetch_status
 from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerStub
 from chaos_lightning.runtime.memory_store import MemoryStore
 from chaos_lightning.runtime.sqlite_store import SqliteStore
@@ -119,20 +119,23 @@ def test_a_killed_member_is_an_abrupt_end(number: signal.Signals) -> None:
         assert served.events.wait(closed) == fx.Closed(1, abrupt=True)
 
 
-def test_a_frozen_member_is_no_end() -> None:
-    """A half-open stream is the heartbeats' business; the shell must not make a fact of it."""
+def test_a_frozen_member_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half-open stream is the heartbeats' business; neither the shell nor gRPC's pings must make a fact of it."""
+    quick = [(key, 100 if "keepalive" in key or "ping_timeout" in key else value) for key, value in SERVER_OPTIONS]
+    monkeypatch.setattr(server, "SERVER_OPTIONS", quick)
     beats = said(Heartbeat(NO_VIEW, 0, 0))
     with serving() as served, member(served) as child:
-        child.send_signal(signal.SIGSTOP)
-        with attending(served.endpoint, "b") as other:
-            other.states.wait(lambda s: s == "connected")
-            served.events.wait(lambda e: beats(e) and e.conn == 2, count=20)  # type: ignore[union-attr]
-            assert not any(closed(e) for e in served.events.seen)
-            child.send_signal(signal.SIGCONT)
-            before = sum(beats(e) and e.conn == 1 for e in served.events.seen)  # type: ignore[union-attr]
-            served.events.wait(lambda e: beats(e) and e.conn == 1, count=before + 1)  # type: ignore[union-attr]
-        child.kill()
-        child.wait(PATIENCE_S)
+        try:
+            child.send_signal(signal.SIGSTOP)
+            with attending(served.endpoint, "b") as other:
+                other.states.wait(lambda s: s == "connected")
+                served.events.wait(lambda e: beats(e) and e.conn == 2, count=20)  # type: ignore[union-attr]
+                assert not any(closed(e) for e in served.events.seen)
+                child.send_signal(signal.SIGCONT)
+                before = sum(beats(e) and e.conn == 1 for e in served.events.seen)  # type: ignore[union-attr]
+                served.events.wait(lambda e: beats(e) and e.conn == 1, count=before + 1)  # type: ignore[union-attr]
+        finally:
+            child.kill()
 
 
 def test_the_machine_closes_a_stream_after_its_last_words() -> None:

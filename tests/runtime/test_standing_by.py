@@ -20,6 +20,7 @@ from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.types import Settings, ViewId
 from chaos_lightning.runtime import scheduler_main
 from chaos_lightning.runtime.channel import fetch_status
+from chaos_lightning.runtime.claims import ask
 from chaos_lightning.runtime.connection import Connection, present
 from chaos_lightning.runtime.etcd_client import read_address
 from chaos_lightning.runtime.etcd_servers import EtcdServers
@@ -80,6 +81,15 @@ class PlainSeat:
 def test_one_that_never_led_ends_when_nobody_needs_it() -> None:
     with serving(seat=PlainSeat(), idle_timeout_s=0.2) as served:
         assert served.wait_ended() == ("no member for 0.2 s; the chain stays in its store", False)
+
+
+def test_who_stands_by_numbers_founders_too() -> None:
+    """Founders elsewhere ask the scheduler that is named last, whoever leads."""
+    with serving(seat=PlainSeat()) as served:
+        first, second = (ask(served.endpoint, b"", "default", PATIENCE_S) for _ in "ab")
+        assert (first.number, second.number) == (0, 1)
+        first.release()
+        second.release()
 
 
 def test_a_task_that_fails_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -581,6 +581,33 @@ def test_a_scheduler_writes_nothing_into_an_older_copy_that_took_its_stores_plac
             assert refused.detail == f"the store went back from 1.3 to 1.{kept}: this is an older copy"
 
 
+def test_a_writer_whose_answer_got_lost_has_seen_what_it_writes_again(tmp_path: Path) -> None:
+    with SqliteStore(tmp_path / "chain", "job") as store:
+        store.take_term()
+        before = store._seen
+        assert before is not None
+        assert before.term == 1
+        assert store.append(reserve(ViewId(1, 1))).ok
+        store._seen = before  # the answer got lost
+        assert store.append(reserve(ViewId(1, 1))).detail == "was there already"
+        with sqlite3.connect(tmp_path / "chain") as db:
+            db.execute("DELETE FROM entry")
+        assert not store.append(reserve(ViewId(1, 2))).ok
+
+
+def test_a_scheduler_writes_nothing_into_another_chain_that_took_its_stores_place(tmp_path: Path) -> None:
+    with SqliteStore(tmp_path / "chain", "job") as store:
+        store.take_term()
+        chain = store.load().id
+        with sqlite3.connect(tmp_path / "chain") as db:
+            db.execute("UPDATE job SET chain = 'another-chain'")
+        refused = store.append(finish(ViewId(1, 1)))
+        assert (refused.ok, refused.detail) == (
+            False,
+            f"chain another- took the place of chain {chain[:8]} in the store",
+        )
+
+
 def test_a_leader_writes_nothing_into_an_older_snapshot_of_etcd(request: pytest.FixtureRequest) -> None:
     client = request.getfixturevalue("etcd").client("own")
     with EtcdStore(client, f"job-{os.urandom(4).hex()}") as store:

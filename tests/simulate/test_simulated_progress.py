@@ -35,6 +35,14 @@ def test_two_newcomers_whose_link_carries_nothing_come_in() -> None:
     assert len(world.store.views) < 10, [v.reason for v in world.store.views]
 
 
+def test_part_that_newcomers_make_enough_goes_on_and_not_the_one_with_the_oldest_member() -> None:
+    world, _ = run(
+        "seed 3\nnodes a:neighbours=b b:neighbours=a+c\nset min_nodes 2\nprogram length 120\n"
+        "later c:neighbours=b at 0.6\nat 0.4 cut a b for 100"
+    )
+    assert [v.ids() for v in world.store.views[1:]] == [("b~2",), ("b~2", "c~3")]
+
+
 def test_recoveries_in_a_row_wait_longer_and_longer_and_all_are_told() -> None:
     world = World(flapping_link_plan(0))
     told = [f"at {world.plan.seed}"]

@@ -23,7 +23,7 @@ from chaos_lightning.callbacks import FaultInjectorCallback
 from chaos_lightning.runtime import engine as engine_module
 from chaos_lightning.runtime.engine import Engine
 from chaos_lightning.runtime.links import Links
-from chaos_lightning.strategies import ChaosStrategy
+from chaos_lightning.strategies import ChaosStrategy, place
 
 
 class Gates(pl.Callback):
@@ -194,7 +194,7 @@ def member(spec: dict[str, Any]) -> None:
             gates, batches, by_rank (validation data are), evaluates (before fit, on as many data and by rank),
             model, model_args, trainer, options, data, callbacks ("checkpoint", "steps", "stopping", "log"),
             every_n_train_steps and ckpt_dir (of "steps"), plan (of faults),
-            leaves_at (within this step),
+            leaves_at (within this step), elsewhere (than the scheduler, as far as its place goes),
             dies_writing ("half", "whole"), room (for so many checkpoints; then the disk is full, and the report is what
             fit raised).
     """
@@ -227,6 +227,8 @@ def member(spec: dict[str, Any]) -> None:
         callbacks.append(EarlyStopping("val_loss", patience=spec.get("patience", 3), min_delta=0.0))
     if spec.get("slow_acceptor"):
         slow_acceptor()
+    if spec.get("elsewhere"):
+        place.is_local = lambda host: False  # type: ignore[assignment]
     if "leaves_at" in spec:
         leave_at(spec["leaves_at"])
     if "dies_writing" in spec:

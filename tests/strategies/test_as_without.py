@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.tuner import Tuner
 from strategy_models import Regression, loader, trainer, weights
 from torch.utils.data import SequentialSampler
 
@@ -59,6 +60,21 @@ def test_what_is_saved_after_fit_stands_where_fit_ended(tmp_path: Path, ends: st
     assert torch.equal(torch.cat(first.seen + second.seen), torch.cat(whole.seen))
     assert torch.allclose(weights(second), weights(whole), rtol=1e-6)
     assert again.global_step == 18
+
+
+def test_tuner_works_with_a_trainer_that_has_fitted(tmp_path: Path) -> None:
+    """The Tuner asks before it runs whether the strategy is distributed, which it is within fit only."""
+
+    class Sized(Regression):
+        batch_size = 2
+
+        def val_dataloader(self) -> Any:
+            return loader(batch_size=self.batch_size)
+
+    model, run = Sized(), trainer(tmp_path, max_epochs=1)
+    run.fit(model, loader())
+    Tuner(run).scale_batch_size(model, method="validate", max_trials=2)
+    assert model.batch_size > 2
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])

@@ -353,12 +353,14 @@ def test_no_thread_outlives_fit(job: Job) -> None:
     assert a["threads"] == []
 
 
-def test_founders_have_one_rank_zero_and_judge_all_data(job: Job) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["beside the scheduler", "elsewhere"])
+def test_founders_have_one_rank_zero_and_judge_all_data(job: Job, elsewhere: bool) -> None:
     """Two found the job: before their first batch one is rank 0 of 2, the other rank 1; a third one comes later. What
     each gives a DistributedSampler of its own for validation is dealt out, so the figure is that of one process."""
     job.fresh(min_nodes=2)
     spec = {
         "epochs": 3, "samples": 48, "model": "Counting", "val_samples": 22, "by_rank": True, "min_nodes": 2,
+        "elsewhere": elsewhere,
     }  # fmt: skip
     job.start("a", gates={2: job.gate("a")}, **spec)
     job.start("b", **spec)

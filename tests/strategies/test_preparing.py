@@ -11,8 +11,9 @@ import pytest
 
 import chaos_lightning  # noqa: F401
 from chaos_lightning.errors import ConfigurationError, DeadlineError
+from chaos_lightning.runtime.lock_files import lock_path
 from chaos_lightning.strategies.environment import ChaosEnvironment
-from chaos_lightning.strategies.preparing import DataTurn, lock_path
+from chaos_lightning.strategies.preparing import DataTurn
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
-from strategy_models import Regression, data, loader, trainer
+from strategy_models import Regression, data, loader, trainer, weights
 from torch import nn
 
 import chaos_lightning  # noqa: F401
@@ -86,7 +86,7 @@ def test_refused_before_the_first_batch(tmp_path: Path, double: Any, what: str) 
     with pytest.raises(UnsupportedError) as caught:
         trainer(tmp_path, **settings).fit(model, loader())
     row = next(row for row in TABLE if row.what == what)
-    assert row.what in str(caught.value)
+    assert str(caught.value).count(row.what) == 1
     assert row.why in str(caught.value)
     assert not double.made
     assert not getattr(model, "seen", [])
@@ -170,6 +170,40 @@ def test_optimizer_step_that_is_skipped_is_told_what_to_do(tmp_path: Path) -> No
 
     with pytest.raises(UnsupportedError, match=r"must call optimizer\.step"):
         trainer(tmp_path).fit(Skips(), loader())
+
+
+class KeepsGradients(Regression):
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        pass
+
+
+class ZeroesInPlace(Regression):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class ZeroesElsewhere(KeepsGradients):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self.zero_grad()
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_gradients_that_are_kept_over_steps_are_refused(tmp_path: Path, accumulate: int) -> None:
+    """A newcomer would not have them, and where a window is not full they would be scaled with what is new."""
+    run = trainer(tmp_path, accumulate_grad_batches=accumulate)
+    with pytest.raises(UnsupportedError, match=r"net\.0\.weight.*gradients that are kept over steps"):
+        run.fit(KeepsGradients(), loader())
+    assert run.global_step == 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("zeroes", [ZeroesInPlace, ZeroesElsewhere])
+def test_gradients_may_be_zeroed_in_any_way(tmp_path: Path, zeroes: type[Regression], accumulate: int) -> None:
+    ours, usual = zeroes(), Regression()
+    for model in (ours, usual):
+        trainer(tmp_path, accumulate_grad_batches=accumulate).fit(model, loader())
+    assert torch.equal(weights(ours), weights(usual))
 
 
 def test_closure_evaluated_twice_is_refused(tmp_path: Path) -> None:

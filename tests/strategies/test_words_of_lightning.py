@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from strategy_models import AsksForItsFolder, Regression, WithMetrics, loader, trainer, weights
 from torch.utils.data import DataLoader
@@ -302,6 +303,28 @@ def test_outputs_of_a_batch_that_came_to_nothing(tmp_path: Path) -> None:
     assert ours.seen[1] == {}
 
 
+class Passes(Regression):
+    """Gives nothing for every second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 2 else loss
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step. returned .None")
+def test_a_scaler_leaves_out_a_step_in_which_nobody_has_a_loss(tmp_path: Path) -> None:
+    """There are no gradients to unscale then, and a scaler fails where it found none."""
+
+    def run(strategy: str) -> tuple[Any, Any]:
+        model, precision = Passes(), MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=2))
+        fitted(tmp_path, model, loader(), strategy=strategy, plugins=[precision])
+        return weights(model), precision.scaler.state_dict()  # type: ignore[union-attr]
+
+    (plain, scale), (ours, our_scale) = run("auto"), run("chaos")
+    assert torch.allclose(plain, ours, rtol=1e-6, atol=1e-7)
+    assert our_scale == scale
+
+
 @pytest.mark.filterwarnings("ignore:.*training_step. returned .None")
 def test_outputs_of_an_idle_member_have_no_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last batch's loss, and of all that has one value per sample nothing: joining them to a list adds none."""
@@ -365,7 +388,6 @@ def test_a_trainer_can_be_pickled_before_and_after_fit(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(run)).world_size == 1
     model = WithMetrics()
     run.fit(model, loader(), loader(8))
-    run.strategy._lightning_optimizers = []  # classes of Lightning's own making, which no strategy can have pickled
     again = pickle.loads(pickle.dumps(run))
     assert again.global_step == run.global_step
     assert again.strategy.session is None

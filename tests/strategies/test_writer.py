@@ -227,7 +227,7 @@ def test_logged_values_wait_for_the_next_commit() -> None:
             written.append(step)
 
     log, stable = Log(), StableLog(lambda: alone)
-    stable.hold([log])  # type: ignore[list-item]
+    stable.hold([log, log])  # type: ignore[list-item]
     log.log_metrics({}, step=1)
     assert written == []
     stable.stable()

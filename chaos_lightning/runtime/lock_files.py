@@ -1,0 +1,39 @@
+"""Lock files by which processes of one user on one machine agree while nobody serves them.
+
+They lie where everybody may write: one is never followed as a link, and must belong to this user.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tempfile
+from pathlib import Path
+
+from chaos_lightning.errors import ConfigurationError
+
+
+def lock_path(job: str) -> Path:
+    """Of this user and job on this machine."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", job)
+    return Path(tempfile.gettempdir()) / f"chaos-lightning-{os.getuid()}-{name}.lock"
+
+
+def open_lock(path: Path) -> int:
+    """The lock file, made if need be; one that somebody else has put there is refused."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the lock file {path}, by which processes of this machine set up in turn, cannot be opened "
+            f"({error.strerror}); a link or another user's file there is not used: remove it, or set TMPDIR"
+        ) from error
+    status = os.fstat(file)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+        return file
+    os.close(file)
+    raise ConfigurationError(
+        f"the lock file {path}, by which processes of this machine set up in turn, is not a file of this user "
+        f"(owner {status.st_uid}, expected {os.getuid()}): remove it, or set TMPDIR"
+    )
