@@ -503,11 +503,11 @@ class Engine:
 
     def _forget(self) -> None:
         """Back to before the hello: a fresh machine, no view, no published state (PROTOCOL.md 11)."""
-        if not self._loop.call_and_wait(self._shell.reset, 10.0):
-            raise DeadlineError("the I/O thread did not answer within 10 s while joining again")
-        if self._agent is not None:
+        if self._agent is not None:  # first: what the scheduler said to who this member was does not concern the next
             self._agent.close()
             self._agent = None
+        if not self._loop.call_and_wait(self._shell.reset, 10.0):
+            raise DeadlineError("the I/O thread did not answer within 10 s while joining again")
         self._transfer.forget()
         self._mail.reset()
         if self._window is not None:

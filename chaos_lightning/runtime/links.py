@@ -236,6 +236,7 @@ class Links:
         self._dialling.discard(peer)
         if me != self.me or peer not in self._wanted:
             sock.close()
+            self._dial(peer)  # as who this member is by now
             return
         self._add(peer, sock)
         if self._wanted[peer].host != self._host:
@@ -252,6 +253,9 @@ class Links:
                 self._refused(f"{member.id} cannot be watched: {error}")
                 self._loop.call(lambda: self._watch_broke(member.id))
             else:
+                if me != self.me:  # its other end watches who this member was before it began anew
+                    sock.close()
+                    return
                 self._hand_over(member.id, sock, dialled=True)
 
         threading.Thread(target=work, name=f"chaos-watch-{member.id}", daemon=True).start()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from chaos_lightning.collectives.layout import Layout
 from chaos_lightning.collectives.memory import Memory
-from chaos_lightning.errors import ChaosError, DeadlineError, StateError
+from chaos_lightning.errors import ChaosError, DeadlineError, NoDonorError, StateError
 from chaos_lightning.membership.types import Header, Member, Span, View
 from chaos_lightning.membership.types import Progress as ProgressMessage
 from chaos_lightning.observe.events import EventLog
@@ -41,6 +41,8 @@ Sources = tuple[tuple[Member, tuple[Span, ...]], ...]
 HAND_ON_DEADLINE_S = 30.0
 TOLD_EVERY_S = 1.0
 ESTIMATES_TIMEOUT_S = 3.0
+DECISION_S = 1.0
+"""Donors that died are replaced by a decision of the scheduler: how long after the last one was lost it may come."""
 SPARE_CONNECTIONS = 2
 """To each neighbour of a newcomer: one for the state, one for the log."""
 
@@ -227,7 +229,7 @@ class Transfer:
             )
         except (StateError, DeadlineError) as error:
             self._events.emit("error", what="pull", reason=str(error))
-            if given_up():
+            if given_up() or (isinstance(error, NoDonorError) and self._await(given_up, DECISION_S)):
                 return False
             raise
         self._observed = superseded is not None
@@ -248,10 +250,16 @@ class Transfer:
 
     def _await_estimates(self, sources: set[str], deadline: float, given_up: Callable[[], bool]) -> None:
         """A plan that is not corrected is as good as what is known of the links; those of a newcomer are just made."""
-        mail, until = self._mail, min(deadline, time.monotonic() + ESTIMATES_TIMEOUT_S)
-        with mail.changed:
-            while sources & set(self.unmeasured()) and time.monotonic() < until and not given_up():
-                mail.changed.wait(0.02)
+        timeout_s = min(deadline - time.monotonic(), ESTIMATES_TIMEOUT_S)
+        self._await(lambda: given_up() or not sources & set(self.unmeasured()), timeout_s)
+
+    def _await(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Waits for what the I/O thread learns; whether it came."""
+        until = time.monotonic() + timeout_s
+        with self._mail.changed:
+            while not condition() and time.monotonic() < until:
+                self._mail.changed.wait(0.02)
+            return condition()
 
     def _read(
         self,

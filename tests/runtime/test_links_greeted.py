@@ -44,6 +44,26 @@ def test_who_greeted_the_member_that_this_one_was_before_gets_no_link() -> None:
         node.close()
 
 
+def test_who_begins_anew_while_it_dials_dials_again_under_its_new_id() -> None:
+    """The old one's connection is made only when nobody is that member any more."""
+    node, peer = Node("c~3"), Node("a~1")
+
+    def dial_and_begin_anew() -> None:
+        node.links.want((peer.member,))
+        node.links.abandon()
+        node.links.me = "c~5"
+        node.links.want((peer.member,))
+
+    try:
+        peer.expect("c~3", "c~5")
+        node.do(dial_and_begin_anew)
+        node.wait_up("a~1")
+        peer.wait_up("c~5")
+    finally:
+        node.close()
+        peer.close()
+
+
 def greet(node: Node, me: str) -> socket.socket:
     """As somebody who knows the token; what it says on its link is a ping."""
     greeting = Greeting("job", me, node.id, "link")
