@@ -14,7 +14,7 @@ import re
 import time
 from pathlib import Path
 
-from chaos_lightning.runtime.process_table import host_identity, start_time
+from chaos_lightning.runtime.process_table import host_identity, process_state, start_time
 
 OLD_S = 24 * 3600.0
 _PART = re.compile(r"\..+\.(?P<host>[0-9a-f]{16})-(?P<pid>[0-9]{1,10})-(?P<start>[0-9]{1,20})-[0-9a-f]{8}\.part")
@@ -41,8 +41,8 @@ def _here() -> str:
 
 
 def _is_left(path: Path, host: str, pid: int, start: int) -> bool:
-    if host == _here() and start:
-        return start_time(pid) != start
+    if host == _here() and start and (state := process_state(pid, start)):
+        return state == "gone"
     with contextlib.suppress(OSError):
         return time.time() - path.stat().st_mtime > OLD_S
     return False

@@ -45,8 +45,7 @@ from chaos_lightning.runtime.options import (
     settings_from_json,
     settings_to_json,
 )
-from chaos_lightning.runtime.orphan import still_runs
-from chaos_lightning.runtime.process_table import start_time
+from chaos_lightning.runtime.process_table import start_time, still_runs
 from chaos_lightning.runtime.store import Tip
 
 if TYPE_CHECKING:

@@ -19,9 +19,8 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
-from chaos_lightning.runtime.process_table import host_identity, start_time
+from chaos_lightning.runtime.process_table import host_identity, start_time, still_runs
 
 logger = logging.getLogger("chaos_lightning.runtime")
 
@@ -118,13 +117,3 @@ def _wait_for_end(pid: int, started: int) -> None:
     finally:
         if handle >= 0:
             os.close(handle)
-
-
-def still_runs(pid: int, started: int) -> bool:
-    """Whether the process with this pid and start time (clock ticks since boot) has not ended; a zombie has."""
-    if start_time(pid) != started:
-        return False
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (OSError, IndexError):
-        return False

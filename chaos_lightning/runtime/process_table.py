@@ -79,6 +79,11 @@ def start_time(pid: int) -> int:
     return stat[1] if stat else 0
 
 
+def still_runs(pid: int, started: int) -> bool:
+    """Whether the process with this pid and start time (clock ticks since boot) has not ended; a zombie has."""
+    return watcher.process_state(pid, started) in ("runs", "stopped")
+
+
 def same_machine_verdict(member: Member | None) -> Sight:
     """What this machine's process table says about a member that was on it."""
     if member is None or not member.pid or member.host.startswith(_UNKNOWN) or member.host != host_identity():

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos_lightning.errors import ChaosError
-from chaos_lightning.runtime.process_table import start_time
+from chaos_lightning.runtime.process_table import start_time, still_runs
 from chaos_lightning.testing.topology import Condition, LinkState, Pair, Topology
 
 PREFIX = "chaoslab"
@@ -128,7 +128,7 @@ def remove_leftovers() -> list[str]:
     for line in run("ip", "netns", "list", check=False).splitlines():
         name = line.split()[0] if line.split() else ""
         found = _NAME.fullmatch(name)
-        if found and start_time(int(found[1])) != int(found[2]):
+        if found and not still_runs(int(found[1]), int(found[2])):
             _remove(name)
             removed.append(name)
     return removed

@@ -32,7 +32,9 @@ class Source:
         return [memoryview(b"data")[start:stop]]
 
 
-def test_the_part_of_a_dead_writer_goes_and_that_of_a_living_one_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reaped", [True, False])
+def test_the_part_of_a_dead_writer_goes_and_that_of_a_living_one_stays(tmp_path: Path, reaped: bool) -> None:
+    """A dead process has a place in the process table until its parent asks how it ended, which may be never."""
     writers = [
         subprocess.Popen(
             [sys.executable, "-c", WRITE, str(tmp_path / "model.ckpt")],
@@ -47,7 +49,7 @@ def test_the_part_of_a_dead_writer_goes_and_that_of_a_living_one_stays(tmp_path:
         for path in (dead, alive):
             os.utime(path, (0, 0))  # how old it is says nothing about a writer on this machine
         writers[0].kill()
-        writers[0].wait()
+        os.waitid(os.P_PID, writers[0].pid, os.WEXITED | (0 if reaped else os.WNOWAIT))
         mine, foreign = part_of(tmp_path / "other.ckpt"), tmp_path / ".somebody-elses.part"
         for path in (mine, foreign):
             path.write_bytes(b"")

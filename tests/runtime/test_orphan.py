@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from chaos_lightning.runtime import orphan
-from chaos_lightning.runtime.orphan import VARIABLE, agent_mark, still_runs, watch_parent
-from chaos_lightning.runtime.process_table import host_identity, start_time
+from chaos_lightning.runtime.orphan import VARIABLE, agent_mark, watch_parent
+from chaos_lightning.runtime.process_table import host_identity, start_time, still_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0
