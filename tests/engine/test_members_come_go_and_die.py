@@ -229,7 +229,7 @@ def test_workers_of_a_killed_member_do_not_hide_its_death(job: Job) -> None:
 @pytest.mark.slow
 def test_member_whose_state_drifts_pulls_it_again(job: Job) -> None:
     """A bit that flipped in memory, say: hashes are compared, the odd one out joins again (PROTOCOL.md 24)."""
-    settings = {"min_nodes": 2, "state_hash_every": 5}
+    settings = {"min_nodes": 3, "state_hash_every": 5}
     for name in "ab":
         job.start(name, settings=settings, epochs=20)
     job.start("c", settings=settings, epochs=20, drift_at=22)
