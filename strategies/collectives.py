@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,9 +41,24 @@ _LOGGED = {hook: f"values logged in {hook} with sync_dist=True" for hook in ("tr
 
 def call_site() -> str:
     """`file.py:function` of the code that asked for the collective, past the strategy and generic helpers."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and os.path.basename(frame.f_code.co_filename) in _SKIPPED:
+    return _named(_asking(_SKIPPED))
+
+
+def users_call_site() -> str:
+    """The same of the user's code; "" if it was Lightning that asked."""
+    frame = _asking((*_SKIPPED, "module.py"))  # LightningModule.all_gather
+    room = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return "" if room in ("lightning", "chaos_lightning") else _named(frame)
+
+
+def _asking(skipped: Collection[str]) -> FrameType:
+    frame = sys._getframe(2)
+    while frame.f_back is not None and os.path.basename(frame.f_code.co_filename) in skipped:
         frame = frame.f_back
+    return frame
+
+
+def _named(frame: FrameType) -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_code.co_name}"
 
 

@@ -8,6 +8,7 @@ of fit there is no session, and everything behaves as on a single device.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.runtime.config import EngineConfig
 from chaos_lightning.strategies import results
-from chaos_lightning.strategies.collectives import LOG_DIR, Collectives, call_site
+from chaos_lightning.strategies.collectives import LOG_DIR, Collectives, call_site, users_call_site
 from chaos_lightning.strategies.companion import Companion
 from chaos_lightning.strategies.environment import ChaosEnvironment, local_rank
 from chaos_lightning.strategies.evaluation import EvalLoader, can_be_dealt, unsharded, whole
@@ -340,16 +341,32 @@ class ChaosStrategy(ParallelStrategy):
     def _gather(self, name: str, payload: bytes) -> list[tuple[str, bytes]] | None:
         return self.session.gather(name, payload) if self.session is not None else None
 
+    def _early(self) -> None:
+        """Members meet at the first batch: whoever asks the others before is told that it asked nobody."""
+        session = self.session
+        if session is None or session.entered or session.closed or self.world_size == 1:
+            return
+        if not session.trainer.sanity_checking and (site := users_call_site()):
+            warnings.warn(
+                f"{site} asks all members before the first batch, where they meet: it gets this process's own value, "
+                "and waits for nobody. Do it in on_train_batch_start or later, or make the same value everywhere, from "
+                "a seed or a file that all see",
+                stacklevel=3,
+            )
+
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         self._turn.end()
+        self._early()
         self.collectives.barrier(name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if self.session is not None and self.collectives.in_step and call_site() == LOG_DIR:
             return self.session.log_dir(obj)
+        self._early()
         return self.collectives.broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        self._early()
         return self.collectives.reduce(tensor, _op_name(reduce_op))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -359,9 +376,11 @@ class ChaosStrategy(ParallelStrategy):
                 "to members "
                 "that may be gone; compute the loss on local samples, or detach"
             )
+        self._early()
         return self.collectives.all_gather(tensor)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        self._early()
         return self.collectives.decide(decision, all)
 
     # ------------------------------------------------------------------ checkpoints

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,32 @@ def test_wrong_arguments_are_named() -> None:
         ChaosStrategy(options={"plam": "tree"})
     with pytest.raises(ConfigurationError, match="expected ChaosOptions or a mapping"):
         ChaosOptions.of(3)  # type: ignore[arg-type]
+
+
+class AsksEarly(Regression):
+    def setup(self, stage: str) -> None:
+        assert self.trainer.strategy.broadcast("mine") == "mine"
+
+    def on_fit_start(self) -> None:
+        assert self.all_gather(torch.ones(2)).shape == (1, 2)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        assert len(self.all_gather(torch.ones(2)))
+        return super().validation_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.strategy.barrier("mine")
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_who_asks_the_others_before_the_first_batch_hears_that_it_asked_nobody(tmp_path: Path, least: int) -> None:
+    """But Lightning's own questions, and those of the sanity check, are no user's."""
+    strategy = ChaosStrategy(endpoint="127.0.0.1:9", min_nodes=least)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer(tmp_path, strategy=strategy, max_epochs=1, num_sanity_val_steps=1).fit(AsksEarly(), loader(), loader())
+    early = [str(w.message).partition(" asks all members before")[0] for w in told if "asks all" in str(w.message)]
+    assert early == ([] if least == 1 else ["test_refusals.py:setup", "test_refusals.py:on_fit_start"])
 
 
 def test_wrong_endpoint_is_named_when_fit_starts(tmp_path: Path) -> None:
