@@ -38,6 +38,7 @@ from chaos_lightning.runtime.access import check_bind, is_local, split_endpoint
 from chaos_lightning.runtime.credentials import Credentials, Secret
 from chaos_lightning.runtime.listener import is_another_kind, who_listens
 from chaos_lightning.runtime.options import (
+    GAVE_WAY,
     MEMORY,
     SchedulerOptions,
     check_advertise,
@@ -200,7 +201,11 @@ def ensure_scheduler(
         if found == "free":
             if not _lives(started):
                 if started is not None:
-                    raise SchedulerUnreachableError(f"the scheduler ended at once; {_last_words(started.log)}")
+                    words = _last_words(started.log)
+                    if GAVE_WAY in words:
+                        logger.warning("job %s waits for the scheduler that its members know: %s", job, words)
+                        return None
+                    raise SchedulerUnreachableError(f"the scheduler ended at once; {words}")
                 if continue_only and _finished(options):
                     raise RefusedError(f"job {job!r} is finished; nothing is left to do")
                 if chain and (held := _stored(options).chain) != chain:
@@ -259,7 +264,10 @@ def _serves_itself(started: HostedScheduler, token: Secret) -> bool:
     """Whether it is our own process that answers, and not the winner of a race."""
     from chaos_lightning.runtime.channel import fetch_status
 
-    return started.alive() and fetch_status(started.endpoint, token, follow=False).get("pid") == started.pid
+    try:
+        return started.alive() and fetch_status(started.endpoint, token, follow=False).get("pid") == started.pid
+    except SchedulerUnreachableError:
+        return False  # it has ended since it was seen, as one does that gives the endpoint up
 
 
 def _stored(options: SchedulerOptions) -> Tip:

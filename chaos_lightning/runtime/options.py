@@ -26,6 +26,10 @@ MEMORY = ":memory:"
 """As a store: keep the chain in memory only. For tests; the job dies with the scheduler."""
 
 
+GAVE_WAY = "it gives the endpoint up"
+"""Begins the reason with which a scheduler ends that a member has started, where members know what its store lacks."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulerOptions:
     """Options of one scheduler process.

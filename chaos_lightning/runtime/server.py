@@ -38,6 +38,7 @@ from chaos_lightning.runtime.connection import Connection, present
 from chaos_lightning.runtime.credentials import Credentials
 from chaos_lightning.runtime.link_keys import KeyIssuer
 from chaos_lightning.runtime.machine import Machine, MachineFactory, real_machine
+from chaos_lightning.runtime.options import GAVE_WAY
 from chaos_lightning.runtime.process_table import rebooted, same_machine_verdict
 from chaos_lightning.runtime.seat import Seat
 from chaos_lightning.runtime.server_config import Owed, ServerConfig
@@ -332,7 +333,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         here = self._machine.snapshot().get("members", ())
         if not any(member["connected"] for member in here):  # type: ignore[attr-defined]
             self.end(
-                f"it gives the endpoint up: members know what {self._store.place} lacks; start a scheduler on the "
+                f"{GAVE_WAY}: members know what {self._store.place} lacks; start a scheduler on the "
                 "store that holds it",
                 failed=True,
             )

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -278,6 +279,33 @@ def test_a_hosted_scheduler_that_lacks_the_chain_gives_the_endpoint_up() -> None
             finally:
                 if own is not None:
                     own.close()
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_who_started_a_scheduler_that_gave_the_endpoint_up_waits_as_others_do(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, seen: bool
+) -> None:
+    """It may have been seen serving before, or not."""
+    spawn, spawned = hosting._spawn, list[HostedScheduler]()
+
+    def spawned_and_gone(*given: Any) -> HostedScheduler:
+        spawned.append(spawn(*given))
+        return spawned[-1]
+
+    def look_when_it_is_gone(*given: Any) -> str:
+        if not spawned:
+            return look(*given)
+        until(lambda: not spawned[-1].alive(), "the end of the scheduler")
+        if seen:  # and it ended when it had been found alive
+            monkeypatch.setattr(HostedScheduler, "alive", lambda self: True)
+        return "serves" if seen else look(*given)
+
+    monkeypatch.setattr(hosting, "_spawn", spawned_and_gone)
+    monkeypatch.setattr(hosting, "look", look_when_it_is_gone)
+    stands = {"resume": "a~1", "view": ViewId(1, 7), "term": 1, "chain": "0123456789abcdef", "job": "job"}
+    with attending(endpoint, "a", hello_factory=lambda: hello("a", **stands)):
+        assert ensure_scheduler(options(endpoint)) is None
+    assert len(spawned) == 1
 
 
 def leftover(chain: str) -> MemoryStore:
