@@ -14,6 +14,10 @@ tells of it. In *shared*, all are on one machine, where a standby sees it. In *e
 the scheduler again on its file. Steps have a pause that stands for heavier computing and leaves the processors to what
 else runs on this machine.
 
+A standby that has watched a leader for three seconds knows that it follows the job's own chain, and leads at once. One
+that was elected sooner first listens for members that know more than its store (PROTOCOL.md 14a). So a strike comes
+when standbys have watched for as long, but for the cases "soon after an election".
+
 Peers in the same run (benchmarks/peers_failover.py): torchrun with its c10d store, torchft with its lighthouse.
 """
 
@@ -36,6 +40,7 @@ from benchmarks.common import Result, median, parser, run
 from benchmarks.survival import World
 from benchmarks.victims import member
 from benchmarks.workers import Worker, context, scratch
+from chaos_lightning.runtime.election import WATCHED_S
 from chaos_lightning.runtime.etcd_servers import EtcdServer, EtcdServers
 
 MEMBERS = 3
@@ -46,6 +51,9 @@ BOUND_DEATH_S = {"apart": 3.0, "shared": 1.0}
 TAIL_STEPS = 10
 ETCD_WINDOW_S = 3.0
 """An election among etcd's servers, and a whole lease of the scheduler, fit into this."""
+WATCHES_S = WATCHED_S + 1.0
+"""A candidate that is started anew, or follows a new leader, has watched it by then."""
+SOON = "scheduler and a member SIGKILL, soon after an election"
 REST_S = 1.0
 """Between the return of who was struck and the control: its start takes processor time."""
 
@@ -134,6 +142,7 @@ def one_run(
     etcd: bool = False,
     dies: bool = False,
     joins: bool = False,
+    soon: bool = False,
 ) -> None:
     """One strike and the way back.
 
@@ -145,9 +154,12 @@ def one_run(
         etcd: The leading etcd server gets SIGKILL.
         dies: A member gets SIGKILL.
         joins: A newcomer is started.
+        soon: The standbys have not watched the leader for long.
     """
     world = scene.world
     world.settle(MEMBERS)
+    if scene.servers is not None and scheduler and not soon:
+        time.sleep(WATCHES_S)
     usual = scene.usual()
     leader, pid, term = scene.leaders.leading()
     victim = world.by_rank(index % MEMBERS) if dies else ""
@@ -270,6 +282,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "scheduler SIGSTOP": STOP,
         "scheduler and a member SIGKILL": {**KILL, "dies": True},
         "scheduler SIGSTOP and a member SIGKILL": {**STOP, "dies": True},
+        SOON: {**KILL, "dies": True, "soon": True},
         "etcd's leader SIGKILL": {"etcd": True},
         "etcd's leader and scheduler SIGKILL": {**KILL, "etcd": True},
         "scheduler SIGKILL as a newcomer starts": {**KILL, "joins": True},
@@ -279,13 +292,14 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "scheduler SIGKILL": KILL,
         "scheduler SIGSTOP": STOP,
         "scheduler and a member SIGKILL": {**KILL, "dies": True},
+        SOON: {**KILL, "dies": True, "soon": True},
     },
     "embedded": {
         "scheduler SIGKILL": KILL,
         "scheduler and a member SIGKILL": {**KILL, "dies": True},
     },
 }
-FEWER = ("a newcomer starts, nobody is struck", "scheduler SIGKILL as a newcomer starts")
+FEWER = ("a newcomer starts, nobody is struck", "scheduler SIGKILL as a newcomer starts", SOON)
 """A quarter of the runs: what they show differs little from one to the next."""
 
 
@@ -332,7 +346,7 @@ def report(result: Result, scene_name: str, title: str, what: dict[str, Any], ca
         more = median(case.beyond) - median(case.control)
         result.add(f"{key}: that median beyond the control's", more, "s", bound)
     if case.recovered:
-        bound = BOUND_DEATH_S.get(scene_name)
+        bound = BOUND_DEATH_S.get(scene_name) if not what.get("soon") else None
         result.add(f"{key}: to the survivors' next step, slowest of {n}", max(case.recovered), "s", bound)
         result.add(f"{key}: to the survivors' next step, median of {n}", median(case.recovered), "s")
     if case.led:
