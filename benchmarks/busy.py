@@ -75,7 +75,7 @@ def watchers_of(pids: set[int]) -> list[int]:
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
-            if any(w.endswith(b"runtime/watcher.py") for w in words) and {*map(bytes.decode, words)} & {
+            if any(w.endswith(b"machine/watcher.py") for w in words) and {*map(bytes.decode, words)} & {
                 *map(str, pids)
             }:
                 found.append(int(entry.name))
@@ -116,7 +116,7 @@ def hold(world: World, case: Hold, rank: int, seconds: float) -> None:
 def measure(result: Result, scene: str, runs: int, seed: int, logs: str, gathers: int) -> None:
     """All of one scene, and the audit of its event logs."""
     from chaos_lightning.observe.audit import audit, violations
-    from chaos_lightning.observe.events import EventLog
+    from chaos_lightning.events.events import EventLog
 
     print(f" {scene}, {runs} runs each, seed {seed}", flush=True)
     with members(scene, random.Random(seed), logs) as world, EventLog.in_directory(logs, "busy", role="harness") as log:

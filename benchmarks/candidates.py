@@ -1,9 +1,9 @@
 """Schedulers as candidates on real etcd servers, and who leads: what benchmarks kill, freeze and start again.
 
 Candidates are children of the same fork server as members, so that one which was killed stands by again after a moment.
-With `apart` each counts as on a machine of its own (CHAOS_HOST, runtime/process_table.py): then the others cannot see
+With `apart` each counts as on a machine of its own (CHAOS_HOST, machine/process_table.py): then the others cannot see
 that its process is gone, and wait until its lease has ended, as between real machines. Embedded is the other way to
-survive: one scheduler, its chain in a file, started again by the members that miss it (runtime/hosting.py).
+survive: one scheduler, its chain in a file, started again by the members that miss it (control/hosting.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 from benchmarks.workers import Worker, free_port
 from chaos_lightning.errors import SchedulerUnreachableError
-from chaos_lightning.observe.events import Record, Tail
-from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
-from chaos_lightning.runtime.options import ETCD
+from chaos_lightning.events.events import Record, Tail
+from chaos_lightning.control.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.control.options import ETCD
 
 COUNT = 3
 PATIENCE_S = 30.0
@@ -40,11 +40,11 @@ def candidate(pipe: Connection, options: Mapping[str, Any], job: Mapping[str, An
         plan: How gradients travel; "" as by default.
         host: Machine that it counts as on; "" for this one.
     """
-    from chaos_lightning.membership.types import Settings
-    from chaos_lightning.runtime.options import SchedulerOptions, change_settings
-    from chaos_lightning.runtime.plans import DEFAULT_PLAN, read_plan
-    from chaos_lightning.runtime.scheduler_main import run
-    from chaos_lightning.testing.processes import die_with_parent
+    from chaos_lightning.protocol.types import Settings
+    from chaos_lightning.control.options import SchedulerOptions, change_settings
+    from chaos_lightning.planning.plans import DEFAULT_PLAN, read_plan
+    from chaos_lightning.control.scheduler_main import run
+    from chaos_lightning.lab.processes import die_with_parent
 
     die_with_parent()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -68,7 +68,7 @@ class Leaders(Protocol):
 
 def leading(endpoint: str) -> dict[str, Any]:
     """Status of the scheduler that leads, asked for until there is one."""
-    from chaos_lightning.runtime.channel import fetch_status
+    from chaos_lightning.control.channel import fetch_status
 
     end = time.monotonic() + PATIENCE_S
     while True:
@@ -155,7 +155,7 @@ class Candidates:
 
     def bring_back(self, name: str) -> None:
         """As `wake`; returns when it answers as a standby."""
-        from chaos_lightning.runtime.channel import fetch_status
+        from chaos_lightning.control.channel import fetch_status
 
         self.wake(name)
         end = time.monotonic() + PATIENCE_S
@@ -199,7 +199,7 @@ class Embedded:
 
     def close(self) -> None:
         with contextlib.suppress(TimeoutError, SchedulerUnreachableError, ProcessLookupError):
-            from chaos_lightning.runtime.channel import fetch_status
+            from chaos_lightning.control.channel import fetch_status
 
             os.kill(int(fetch_status(self.endpoint, timeout_s=1.0)["pid"]), signal.SIGTERM)
 

@@ -40,8 +40,8 @@ from benchmarks.common import Result, median, parser, run
 from benchmarks.survival import World
 from benchmarks.victims import member
 from benchmarks.workers import Worker, context, scratch
-from chaos_lightning.runtime.election import WATCHED_S
-from chaos_lightning.runtime.etcd_servers import EtcdServer, EtcdServers
+from chaos_lightning.control.election import WATCHED_S
+from chaos_lightning.control.etcd_servers import EtcdServer, EtcdServers
 
 MEMBERS = 3
 STATE_MIB = 6.0
@@ -247,7 +247,7 @@ def come_back(scene: Scene, leader: str, server: EtcdServer | None, victim: str,
 @contextlib.contextmanager
 def scene(name: str, folder: Path, rng: random.Random) -> Iterator[Scene]:
     """Members under candidates ("apart", "shared") or under a scheduler that they host ("embedded")."""
-    from chaos_lightning.observe.events import EventLog
+    from chaos_lightning.events.events import EventLog
 
     logs = str(folder / "events")
     ctx = context("benchmarks.victims", "benchmarks.candidates", "torch._dynamo", "chaos_lightning.replication.access")

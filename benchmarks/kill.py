@@ -51,8 +51,8 @@ def ours(result: Result, state_mib: float, counts: dict[str, int], seed: int, ke
     """All blows at one state size, then the audit of the whole run."""
     from chaos_lightning.observe import evidence
     from chaos_lightning.observe.audit import audit, verdict, violations
-    from chaos_lightning.observe.events import EventLog, read_events
-    from chaos_lightning.testing import history
+    from chaos_lightning.events.events import EventLog, read_events
+    from chaos_lightning.observe import history
 
     rng = random.Random(seed)
     cases = {kind: Case() for kind in counts}

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from benchmarks.links_secure_members import LINKS
-from chaos_lightning.membership.types import ViewId
+from chaos_lightning.protocol.types import ViewId
 from chaos_lightning.transport.frames import Frame, FrameType, payload_checksum
 from chaos_lightning.transport.handshake import tune
 from chaos_lightning.transport.link import Link

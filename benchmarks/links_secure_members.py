@@ -81,7 +81,7 @@ def _window(nbytes: int, frames: int) -> tuple[int, int]:
 
 
 def _over_link(sock: socket.socket, case: Case, *, sends: bool) -> tuple[float, float]:
-    from chaos_lightning.membership.types import ViewId
+    from chaos_lightning.protocol.types import ViewId
     from chaos_lightning.transport.frames import FrameType
     from chaos_lightning.transport.handshake import tune
     from chaos_lightning.transport.link import Link

@@ -40,8 +40,8 @@ def member(pipe: Connection, endpoint: str, name: str, rates: dict[str, float], 
     os.environ["CHAOS_HOST"] = name
     from chaos_lightning.collectives.layout import Section
     from chaos_lightning.replication.access import ModuleState
-    from chaos_lightning.runtime.config import EngineConfig
-    from chaos_lightning.runtime.engine import Engine
+    from chaos_lightning.member.config import EngineConfig
+    from chaos_lightning.member.engine import Engine
 
     compute_alone()
     torch.manual_seed(0)
@@ -133,7 +133,7 @@ class Run:
 
     def measured(self) -> set[tuple[str, str]]:
         """(from, to) of the links that were measured."""
-        from chaos_lightning.observe.events import read_events
+        from chaos_lightning.events.events import read_events
 
         found = (r for r in read_events(self.logs) if r.name == "link_measured")
         return {(r.member.partition("~")[0], str(r.get("peer")).partition("~")[0]) for r in found}
@@ -178,7 +178,7 @@ def _busiest(trees: Any) -> tuple[str, str]:
 def measure(result: Result, state_mib: float, scale: float) -> None:
     """One drop; adds its figures."""
     from chaos_lightning.observe.audit import audit, verdict, violations
-    from chaos_lightning.observe.events import read_events
+    from chaos_lightning.events.events import read_events
 
     rates = {pair: mbps * 1e6 * scale for pair, mbps in MBPS.items()}
     ctx = context("benchmarks.overlay_replan", "chaos_lightning.replication.access")

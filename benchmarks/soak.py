@@ -39,7 +39,7 @@ from benchmarks.soak_member import HELD_OUT, QUOTA, digits, make, training_lengt
 from benchmarks.soak_schedulers import SETTLED_S, control, etcd_is_here
 from benchmarks.victims import fingerprint
 from benchmarks.workers import scheduler, scratch
-from chaos_lightning.runtime.etcd_servers import ADVICE
+from chaos_lightning.control.etcd_servers import ADVICE
 
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 T_99 = {1: 63.657, 2: 9.925, 3: 5.841, 4: 4.604, 5: 4.032, 6: 3.707, 7: 3.499, 8: 3.355, 9: 3.250}
@@ -151,8 +151,8 @@ class Standstill:
 
 def disturbed(folder: Path, args: argparse.Namespace, epochs: int) -> tuple[Crew, Driver, float]:
     """The soak itself; returns the crew, the driver and how long it took, s."""
-    from chaos_lightning.observe.events import EventLog
-    from chaos_lightning.testing.relay import LinkRelay
+    from chaos_lightning.events.events import EventLog
+    from chaos_lightning.lab.relay import LinkRelay
 
     logs = str(folder / "events")
     with (

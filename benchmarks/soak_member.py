@@ -111,7 +111,7 @@ def member(
     from torch.utils.data import DataLoader
 
     from chaos_lightning.errors import DepartedError, RefusedError
-    from chaos_lightning.testing.processes import die_with_parent
+    from chaos_lightning.lab.processes import die_with_parent
     from chaos_lightning.trainer import Trainer
     from chaos_lightning.transport.handshake import RELAY
 

@@ -34,9 +34,9 @@ from benchmarks.candidates import Candidates
 from benchmarks.soak_door import Door, SharedDoor, Ways
 from benchmarks.workers import Worker, context, scheduler
 from chaos_lightning.errors import ChaosError, ConfigurationError
-from chaos_lightning.runtime import etcd_pb2 as pb
-from chaos_lightning.runtime.etcd_client import after_prefix
-from chaos_lightning.runtime.etcd_servers import EtcdServer, EtcdServers
+from chaos_lightning.control import etcd_pb2 as pb
+from chaos_lightning.control.etcd_client import after_prefix
+from chaos_lightning.control.etcd_servers import EtcdServer, EtcdServers
 
 STALE_KINDS = ("old_snapshot", "old_store", "empty_scheduler")
 SCHEDULER_KINDS = ("scheduler_sigkill", "scheduler_sigstop", "etcd_sigkill", "etcd_leader_sigkill", *STALE_KINDS)
@@ -190,7 +190,7 @@ class Several(Control):
             self._log.emit("fault_injected", kind=kind, node=who, pid=away.server.pid)
             self._servers.kill(away.server)
         else:
-            from chaos_lightning.runtime.channel import fetch_status
+            from chaos_lightning.control.channel import fetch_status
 
             facts = fetch_status(self.endpoint, timeout_s=1.0)
             if facts["role"] != "leader":
@@ -269,7 +269,7 @@ class Several(Control):
 
 def copy_chain(client: Any, job: str) -> None:
     """Keeps a job's chain under `OLD_PREFIX`, instead of an older copy; not who leads or stands by."""
-    from chaos_lightning.runtime.etcd_store import job_root
+    from chaos_lightning.control.etcd_store import job_root
 
     here, there = job_root(client.address.prefix, job), job_root(OLD_PREFIX, job)
     found = {kv.key.decode().removeprefix(here): kv.value for kv in client.get_all(here)[0]}
@@ -315,7 +315,7 @@ def control(args: Any, folder: Path, log: Any, *, doors: bool) -> Iterator[Contr
 
 def etcd_is_here() -> bool:
     """Whether etcd servers can be started on this machine."""
-    from chaos_lightning.runtime.etcd_servers import find_etcd
+    from chaos_lightning.control.etcd_servers import find_etcd
 
     try:
         return bool(find_etcd())

@@ -41,8 +41,8 @@ def chaos_contender(model: Any, fused: bool, **settings: Any) -> Any:
 
     from chaos_lightning.collectives.layout import Section
     from chaos_lightning.replication.access import ModuleState
-    from chaos_lightning.runtime.config import EngineConfig
-    from chaos_lightning.runtime.engine import Engine
+    from chaos_lightning.member.config import EngineConfig
+    from chaos_lightning.member.engine import Engine
 
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=fused)
     engine = Engine(EngineConfig(host_scheduler=False, **settings))

@@ -62,7 +62,7 @@ class Trap:
     """Kills this process, the commit root, once the header of slot `seq` has reached one survivor only (see WAYS)."""
 
     def __init__(self, engine: Any, pipe: Connection, way: str, chosen: int, seq: int) -> None:
-        from chaos_lightning.runtime.codec import decode_peer
+        from chaos_lightning.protocol.codec import decode_peer
 
         shell = engine._shell
         self._decode, self._links, self._pipe, self._way, self._seq = decode_peer, shell.links, pipe, way, seq
@@ -85,7 +85,7 @@ class Trap:
         self._chunk(peer, kind, view, seq, start, payload)
 
     def message(self, peer: str, payload: bytes, *ways: Any) -> None:
-        from chaos_lightning.membership.types import Header
+        from chaos_lightning.protocol.types import Header
 
         value = self._decode(payload)
         if not isinstance(value, Header) or value.seq != self._seq:
@@ -132,8 +132,8 @@ def member(
     from chaos_lightning.errors import FencedError
     from chaos_lightning.replication.access import ModuleState
     from chaos_lightning.replication.table import state_hash
-    from chaos_lightning.runtime.config import EngineConfig
-    from chaos_lightning.runtime.engine import Engine
+    from chaos_lightning.member.config import EngineConfig
+    from chaos_lightning.member.engine import Engine
 
     os.environ.update(environment or {})
     compute_alone()

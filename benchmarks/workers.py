@@ -87,7 +87,7 @@ def context(*preload: str) -> Any:
     # where all processors are busy, a process that asks for memory then stands still for seconds (docs/LOG.md).
     os.environ["NUMPY_MADVISE_HUGEPAGE"] = "0"
     ctx = mp.get_context("forkserver")
-    ctx.set_forkserver_preload(["torch", "torch.distributed", "chaos_lightning.runtime.engine", *preload])
+    ctx.set_forkserver_preload(["torch", "torch.distributed", "chaos_lightning.member.engine", *preload])
     return ctx
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from chaos_lightning.runtime.engine import Engine
+    from chaos_lightning.member.engine import Engine
 
 
 def engine_of(trainer: Trainer) -> Engine | None:

@@ -16,8 +16,8 @@ __all__ = ["ChaosStrategy", "Engine", "EngineConfig"]
 
 _LAZY = {
     "ChaosStrategy": "chaos_lightning.strategies",
-    "Engine": "chaos_lightning.runtime.engine",
-    "EngineConfig": "chaos_lightning.runtime.config",
+    "Engine": "chaos_lightning.member.engine",
+    "EngineConfig": "chaos_lightning.member.config",
 }
 
 install()

@@ -34,25 +34,25 @@ COMMANDS: dict[str, Command] = {
         "Start this node's workers, as torchrun does; one's death is its own.",
         whole=True,
     ),
-    "scheduler": Command("chaos_lightning.runtime.commands:scheduler", "Run a job's scheduler in the foreground."),
-    "status": Command("chaos_lightning.runtime.commands:status", "Show who is in a job, and what it waits for."),
-    "drain": Command("chaos_lightning.runtime.commands:drain", "Ask a node to leave politely."),
-    "reset": Command("chaos_lightning.runtime.commands:reset", "End a dead job, so that the next one can begin."),
-    "link": Command("chaos_lightning.runtime.commands:link", "Add or remove a link between two members."),
+    "scheduler": Command("chaos_lightning.control.commands:scheduler", "Run a job's scheduler in the foreground."),
+    "status": Command("chaos_lightning.control.commands:status", "Show who is in a job, and what it waits for."),
+    "drain": Command("chaos_lightning.control.commands:drain", "Ask a node to leave politely."),
+    "reset": Command("chaos_lightning.control.commands:reset", "End a dead job, so that the next one can begin."),
+    "link": Command("chaos_lightning.control.commands:link", "Add or remove a link between two members."),
     "keys": Command(
-        "chaos_lightning.runtime.cli_keys:keys", "Make and renew the keys of a cluster on an open network."
+        "chaos_lightning.control.cli_keys:keys", "Make and renew the keys of a cluster on an open network."
     ),
-    "etcd": Command("chaos_lightning.runtime.cli_etcd:etcd", "Run etcd servers on this machine, for development."),
+    "etcd": Command("chaos_lightning.control.cli_etcd:etcd", "Run etcd servers on this machine, for development."),
     "top": Command("chaos_lightning.observe.cli_top:top", "Watch a job live."),
     "report": Command("chaos_lightning.observe.cli_report:report", "Write a page about a run from its event logs."),
     "audit": Command("chaos_lightning.observe.cli_report:audit", "Check from the event logs that the contract held."),
-    "demo": Command("chaos_lightning.demo.command:demo", "Train here while nodes join, die, freeze, leave and return."),
-    "demo-edge": Command("chaos_lightning.demo.edge:demo_edge", "Train over links that change, fail and return."),
+    "demo": Command("chaos_lightning.lab.demo.command:demo", "Train here while nodes join, die, freeze, leave and return."),
+    "demo-edge": Command("chaos_lightning.lab.demo.edge:demo_edge", "Train over links that change, fail and return."),
     "demo-failover": Command(
-        "chaos_lightning.demo.failover:demo_failover", "Train while schedulers and etcd servers are killed."
+        "chaos_lightning.lab.demo.failover:demo_failover", "Train while schedulers and etcd servers are killed."
     ),
-    "lab": Command("chaos_lightning.testing.cli_lab:lab", "Run a command on every node of an emulated network."),
-    "version": Command("chaos_lightning.runtime.commands:version", "Print the versions that a bug report needs."),
+    "lab": Command("chaos_lightning.lab.cli_lab:lab", "Run a command on every node of an emulated network."),
+    "version": Command("chaos_lightning.control.commands:version", "Print the versions that a bug report needs."),
 }
 
 EPILOG = """

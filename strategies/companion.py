@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from chaos_lightning.observe.events import Event
+from chaos_lightning.events.events import Event
 from chaos_lightning.strategies import results
 from chaos_lightning.strategies.evaluation import refit_limits
 from chaos_lightning.strategies.loops import unfinish_epoch

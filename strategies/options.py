@@ -18,7 +18,7 @@ class ChaosOptions:
         token_file: Instead, a file with the cluster's token.
         bind: Address that links listen on; beyond loopback keys or a token are demanded.
         plan: How gradients travel: auto (trees from the measured links), rotating, chain, tree, tree:K, another planner
-            or a file of trees (chaos_lightning.runtime.plans).
+            or a file of trees (chaos_lightning.planning.plans).
         chunk_nbytes: Size of one chunk of the all-reduce in bytes; 0 picks one by the model's size.
         heartbeat_timeout_s: Silence after which a member is suspected.
         join_timeout_s: How long to wait for admission and state.

@@ -3,7 +3,7 @@
 Theory of operation. A member learns its rank when it enters the job, at its first batch. But `setup`, `on_fit_start`,
 loggers and the making of loaders come sooner, and ask. So before them this process looks who is there. Where members
 are in, it will be the next one: rank W of W + 1, and never the writer. Where nobody is in, it is a founder, or comes
-right after one. These have numbers (runtime/claims.py): the first is rank 0 of the members that the job starts with,
+right after one. These have numbers (control/claims.py): the first is rank 0 of the members that the job starts with,
 the next one rank 1, and so on. Alone with `min_nodes=1` that is the truth. Numbers are those of one machine, the
 scheduler's; of several schedulers, that of the last one named counts, whoever leads: all name the same one. Processes
 elsewhere ask it for theirs. Where it does not answer them and several founders are wanted, or somebody is waiting
@@ -24,12 +24,12 @@ from collections.abc import Callable
 from typing import Any
 
 from chaos_lightning.errors import ChaosError
-from chaos_lightning.runtime.access import is_local, split_endpoint
-from chaos_lightning.runtime.channel import fetch_status
-from chaos_lightning.runtime.claims import Claim, ask, lock_lowest
-from chaos_lightning.runtime.config import EngineConfig
-from chaos_lightning.runtime.credentials import Credentials
-from chaos_lightning.runtime.hosting import listens
+from chaos_lightning.security.access import is_local, split_endpoint
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.claims import Claim, ask, lock_lowest
+from chaos_lightning.member.config import EngineConfig
+from chaos_lightning.security.credentials import Credentials
+from chaos_lightning.control.hosting import listens
 
 _LOOK_TIMEOUT_S = 5.0
 

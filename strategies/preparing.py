@@ -5,7 +5,7 @@ barrier: who is setting up knows nobody. So every process prepares data, under a
 the first one downloads, the next ones find everything there, as prepare_data is meant to be written anyway. A process
 alone on its machine takes no lock.
 
-The lock file (runtime/lock_files.py) holds the process id of whoever has the lock, for the message of those who wait.
+The lock file (machine/lock_files.py) holds the process id of whoever has the lock, for the message of those who wait.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from chaos_lightning.errors import DeadlineError
-from chaos_lightning.runtime.lock_files import lock_path, open_lock
+from chaos_lightning.machine.lock_files import lock_path, open_lock
 from chaos_lightning.strategies.environment import ChaosEnvironment
 
 _log = logging.getLogger("chaos_lightning")

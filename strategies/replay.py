@@ -31,7 +31,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from chaos_lightning.membership.types import Header
+from chaos_lightning.protocol.types import Header
 from chaos_lightning.replication.replay import VOUCH, OptimizerReplay, vouched_by
 
 BETWEEN = (

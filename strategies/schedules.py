@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.membership.types import Ledger
+from chaos_lightning.protocol.types import Ledger
 from chaos_lightning.planning.ledger import count, is_length_stream
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from chaos_lightning.testing.harness import Harness
+from chaos_lightning.lab.harness import Harness
 
 DUMPED_EVENTS = 120
 

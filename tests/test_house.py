@@ -215,7 +215,7 @@ def wanted() -> set[str]:
 def test_wheel_holds_the_linked_folders_as_files(built: Path) -> None:
     names = set(zipfile.ZipFile(next(built.glob("*.whl"))).namelist())
     assert {f"chaos_lightning/{f}" for f in wanted()} <= names
-    assert "chaos_lightning/runtime/chaos_pb2.py" in names
+    assert "chaos_lightning/protocol/chaos_pb2.py" in names
     assert not any(n.startswith(("tests/", "examples/", "strategies/")) for n in names)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim import SGD, Adam
 
 from chaos_lightning.errors import StateError
-from chaos_lightning.hyper import hyper_words, set_hyper
+from chaos_lightning.collectives.hyper import hyper_words, set_hyper
 
 
 def optimizer(**group: Any) -> SGD:

@@ -32,7 +32,7 @@ from benchmarks import workers
 from benchmarks.paper.convergence_curves import Change, Curve
 from benchmarks.paper.convergence_data import Samples, Stream
 from benchmarks.paper.convergence_tasks import Judge, Problem, Recipe, learned_arrays, loss_of, one_thread
-from chaos_lightning.observe.events import Event, Record, Tail
+from chaos_lightning.events.events import Event, Record, Tail
 
 DEADLINE_S = 240.0
 """After so long without a word from any node a run has failed."""

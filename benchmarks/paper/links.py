@@ -22,19 +22,19 @@ from benchmarks.primitives_crew import Pair, connected, ring
 from benchmarks.primitives_member import Work
 from benchmarks.primitives_samples import Exposure, block_of, exposed, median_interval, percentile
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import Kind, Settings
-from chaos_lightning.simulate.node import Node, NodeSpec
-from chaos_lightning.simulate.training import Program
-from chaos_lightning.simulate.world import Fault, Plan, World
+from chaos_lightning.protocol.types import Kind, Settings
+from chaos_lightning.lab.simulate.node import Node, NodeSpec
+from chaos_lightning.lab.simulate.training import Program
+from chaos_lightning.lab.simulate.world import Fault, Plan, World
 
 WORK = Work(grad_mib=0.25, layers=2, device_s=0.025)
 PAPER_S = 0.001
 _STEP_S = 0.030
 _CHANCE = 0.01
 _WINDOW_S = _STEP_S / (0.4 + 1.2 * _CHANCE)
-"""A step's mean work; simulate/node.py has it take 0.4 to 1.6 times as long, by chance."""
+"""A step's mean work; lab/simulate/node.py has it take 0.4 to 1.6 times as long, by chance."""
 _MESSAGE_S = 0.0002 + 0.0018 * _CHANCE
-"""What a message takes; simulate/fabric.py has it take 0.2 to 2 ms, by chance."""
+"""What a message takes; lab/simulate/fabric.py has it take 0.2 to 2 ms, by chance."""
 _APART_S = 1.0
 """Virtual time between two changes."""
 _WIDTH = 8

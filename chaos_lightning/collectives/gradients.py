@@ -22,7 +22,7 @@ from torch import Tensor
 from chaos_lightning.collectives.layout import Layout
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.membership.types import Header, PlanSpec, Span
+from chaos_lightning.protocol.types import Header, PlanSpec, Span
 from chaos_lightning.planning.trees import expand
 
 Ready = Callable[[Sequence[int]], None]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
-from chaos_lightning.membership.types import Span
+from chaos_lightning.protocol.types import Span
 
 ALIGN = 64
 

@@ -33,7 +33,7 @@ from torch.utils.data import (
 )
 
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
-from chaos_lightning.membership.types import Span
+from chaos_lightning.protocol.types import Span
 from chaos_lightning.planning import orders
 
 _ENDLESS = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from chaos_lightning.membership.types import Header, Span, View
+from chaos_lightning.protocol.types import Header, Span, View
 
 
 class DealSource(Protocol):

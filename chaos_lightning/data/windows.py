@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from chaos_lightning.data.source import DealSource, MicroBatch
-from chaos_lightning.membership.types import NO_VIEW, Header, Ledger, Member, Span, Spent, View
+from chaos_lightning.protocol.types import NO_VIEW, Header, Ledger, Member, Span, Spent, View
 from chaos_lightning.planning import deal, ledger
 
 UNKNOWN_LENGTH = 1 << 62

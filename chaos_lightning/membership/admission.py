@@ -21,7 +21,7 @@ from chaos_lightning.membership.roster import (
     same_process,
 )
 from chaos_lightning.membership.scheduler_state import Phase
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     NO_VIEW,
     CatchUp,
     Entered,

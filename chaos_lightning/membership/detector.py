@@ -35,7 +35,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from chaos_lightning.membership.roster import Peer, Process, process_of
-from chaos_lightning.membership.types import Member, Settings, Verdict
+from chaos_lightning.protocol.types import Member, Settings, Verdict
 
 NEIGHBOURS_ASKED = 2
 MOST_PATIENCE = 4.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     Contribution,
     FromMember,
     Header,
@@ -178,7 +178,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One line for the event log: a name from observe/events.py and its fields."""
+    """One line for the event log: a name from events/events.py and its fields."""
 
     name: str
     fields: tuple[tuple[str, object], ...] = ()

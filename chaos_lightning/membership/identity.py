@@ -29,7 +29,7 @@ from chaos_lightning.membership.effects import Chain, Close, Send
 from chaos_lightning.membership.rewiring import Rewiring
 from chaos_lightning.membership.roster import Peer, Process, Standing, process_of, same_process, short
 from chaos_lightning.membership.scheduler_state import Phase
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     NO_VIEW,
     Entered,
     Heartbeat,

@@ -16,7 +16,7 @@ from chaos_lightning.membership.effects import Gone, Look
 from chaos_lightning.membership.roster import Peer, Standing
 from chaos_lightning.membership.scheduler_state import Phase
 from chaos_lightning.membership.topology import in_words, parts
-from chaos_lightning.membership.types import Notice, Probe
+from chaos_lightning.protocol.types import Notice, Probe
 
 
 class Judging(Admission):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from chaos_lightning.membership.rebuilding import Rebuilding
 from chaos_lightning.membership.roster import NEWCOMER, Peer, process_of
-from chaos_lightning.membership.types import GENESIS, Header, Kept, Notice, Released, ViewId
+from chaos_lightning.protocol.types import GENESIS, Header, Kept, Notice, Released, ViewId
 
 
 class Keeping(Rebuilding):

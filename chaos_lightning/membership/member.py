@@ -57,7 +57,7 @@ from chaos_lightning.membership.member_state import Phase as Phase
 from chaos_lightning.membership.observing import Observing
 from chaos_lightning.membership.recovery import needs_bytes
 from chaos_lightning.membership.slots import close_slot, kind_of
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     MADE_ANEW,
     NO_VIEW,
     Contribution,

@@ -15,7 +15,7 @@ from chaos_lightning.membership.effects import (
 )
 from chaos_lightning.membership.stimuli import Digest
 from chaos_lightning.membership.topology import neighbours
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
     Contribution,

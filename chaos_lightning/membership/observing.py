@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from chaos_lightning.membership.effects import Observe, ToPeer
 from chaos_lightning.membership.member_state import MemberState, Phase
-from chaos_lightning.membership.types import Header, Kind, Observers
+from chaos_lightning.protocol.types import Header, Kind, Observers
 
 
 class Observing(MemberState):

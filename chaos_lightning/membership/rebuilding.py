@@ -20,7 +20,7 @@ from chaos_lightning.membership.identity import REBUILT, Identity
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Peer, Reference, Standing, difference, first_incarnation, short
 from chaos_lightning.membership.scheduler_state import Phase
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     NO_VIEW,
     Hello,
     Member,

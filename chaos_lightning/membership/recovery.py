@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from chaos_lightning.membership.types import NO_VIEW, Header, Kind, Report, Source, Span, View
+from chaos_lightning.protocol.types import NO_VIEW, Header, Kind, Report, Source, Span, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from itertools import combinations
 from types import MappingProxyType
 
-from chaos_lightning.membership import nodes
+from chaos_lightning.protocol import nodes
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Peer, Standing
 from chaos_lightning.membership.serving import Serving
@@ -40,7 +40,7 @@ from chaos_lightning.membership.topology import (
     parts,
     ranked,
 )
-from chaos_lightning.membership.types import NO_VIEW, Kind, Report, View
+from chaos_lightning.protocol.types import NO_VIEW, Kind, Report, View
 from chaos_lightning.membership.views import Change, changed_view, replanned
 
 _PAUSE_S = 0.02

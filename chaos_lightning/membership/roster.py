@@ -15,8 +15,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from chaos_lightning.membership import nodes
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol import nodes
+from chaos_lightning.protocol.types import (
     NO_VIEW,
     Entered,
     Hello,

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from chaos_lightning.membership import nodes, stimuli
+from chaos_lightning.protocol import nodes
+from chaos_lightning.membership import stimuli
 from chaos_lightning.membership.backoff import LONGEST_S
 from chaos_lightning.membership.effects import (
     Answer,
@@ -51,7 +52,7 @@ from chaos_lightning.membership.roster import (
 )
 from chaos_lightning.membership.scheduler_state import Phase as Phase
 from chaos_lightning.membership.topology import CUT_PATIENCE_S, connected, in_words, parts
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     NO_VIEW,
     Decide,
     Fence,

@@ -34,7 +34,7 @@ from chaos_lightning.membership.roster import (
     first_incarnation,
 )
 from chaos_lightning.membership.stimuli import Digest
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     NO_VIEW,
     Decide,
     Fence,

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from chaos_lightning.membership.judging import Judging
 from chaos_lightning.membership.roster import Peer, Standing
-from chaos_lightning.membership.types import CatchUp, Observers, View
+from chaos_lightning.protocol.types import CatchUp, Observers, View
 
 
 class Serving(Judging):

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     MAX_GATHER_NBYTES,
     Contribution,
     Header,

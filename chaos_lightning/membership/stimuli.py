@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chaos_lightning.membership.effects import Contribute, ControlIn, MemberEvent, MessageIn, PeerIn, SchedulerEvent
-from chaos_lightning.membership.types import Contribution, Decide, Header, Report
+from chaos_lightning.protocol.types import Contribution, Decide, Header, Report
 
 
 @dataclass(frozen=True, slots=True)

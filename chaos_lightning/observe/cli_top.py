@@ -18,7 +18,7 @@ import typer
 
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.observe.jobs import Live
-from chaos_lightning.observe.reader import Tail, log_files
+from chaos_lightning.events.reader import Tail, log_files
 from chaos_lightning.observe.render import Board, draw, from_status, from_timeline
 from chaos_lightning.observe.timeline import Timeline
 
@@ -58,8 +58,8 @@ def ask(
 
     Unreachable is a line on the board, or an error if it `must_answer`.
     """
-    from chaos_lightning.runtime.channel import fetch_status
-    from chaos_lightning.runtime.credentials import Credentials
+    from chaos_lightning.control.channel import fetch_status
+    from chaos_lightning.security.credentials import Credentials
 
     secret = Credentials.load(keys_dir, token_file)
     last = Board(title=f"scheduler {endpoint}")

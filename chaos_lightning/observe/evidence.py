@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from chaos_lightning.observe import fields as f
-from chaos_lightning.observe.reader import Record
-from chaos_lightning.observe.spans import Spans
-from chaos_lightning.testing.history import Commit
+from chaos_lightning.events.reader import Record
+from chaos_lightning.events.spans import Spans
+from chaos_lightning.observe.history import Commit
 
 _STOPS = frozenset({"sigstop", "freeze"})
 _KILLS = frozenset({"sigkill", "kill", "crash"})

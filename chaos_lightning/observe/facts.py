@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from chaos_lightning.observe import fields as f
-from chaos_lightning.observe.spans import Spans
+from chaos_lightning.events.spans import Spans
 
 FREEZES = frozenset({"sigstop", "freeze"})
 THAWS = frozenset({"sigcont", "thaw"})
 KILLS = frozenset({"sigkill", "kill", "crash"})
-"""Words of `fault_injected.kind` that stop, resume and end a process (testing/faults.py)."""
+"""Words of `fault_injected.kind` that stop, resume and end a process (lab/faults.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from chaos_lightning.observe.spans import Spans
+from chaos_lightning.events.spans import Spans
 
 Stream = tuple[str, int]
 """(stream, epoch): one order of samples in one pass over it."""

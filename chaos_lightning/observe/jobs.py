@@ -10,7 +10,7 @@ welcome of a stretch, if
 
 The second condition keeps the cut honest: a member that goes on training is a witness that the job still ran, and an id
 given twice or a chain begun anew beside it stays in the evidence and is judged. A job that lost its members and went on
-under new ids, from a checkpoint, is one job; `testing/history.py` knows its runs apart.
+under new ids, from a checkpoint, is one job; `observe/history.py` knows its runs apart.
 
 Schedulers and harnesses count by time: what they began to write after the last word of a job belongs to the next one.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from chaos_lightning.observe.reader import Record
+from chaos_lightning.events.reader import Record
 
 __all__ = ["Live", "jobs", "latest"]
 

@@ -19,7 +19,7 @@ from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe import charts, folds
 from chaos_lightning.observe.fields import node_of
 from chaos_lightning.observe.jobs import jobs, latest
-from chaos_lightning.observe.reader import read_events
+from chaos_lightning.events.reader import read_events
 from chaos_lightning.observe.timeline import Life, Timeline
 from chaos_lightning.observe.units import amount, duration, part, printable
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from chaos_lightning.observe import fields as f
-from chaos_lightning.observe.events import Event
+from chaos_lightning.events.events import Event
 from chaos_lightning.observe.facts import (
     FREEZES,
     KILLS,
@@ -28,12 +28,12 @@ from chaos_lightning.observe.facts import (
     Slot,
     ViewFact,
 )
-from chaos_lightning.observe.reader import Record
+from chaos_lightning.events.reader import Record
 
 __all__ = ["FREEZES", "KILLS", "THAWS", "Commit", "Fault", "Life", "Note", "Pull", "Slot", "Timeline", "ViewFact"]
 
 UNKNOWN_S = 1e9
-"""A remaining time from here on means that nobody knows it (runtime/transfer.py)."""
+"""A remaining time from here on means that nobody knows it (member/transfer.py)."""
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from chaos_lightning.membership.types import Ledger, Span, Spent, View
+from chaos_lightning.protocol.types import Ledger, Span, Spent, View
 
 SHARED = ""
 """Name of the stream that all members share."""

@@ -26,7 +26,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.membership.types import PlanSpec
+from chaos_lightning.protocol.types import PlanSpec
 from chaos_lightning.planning.graph import Pair
 from chaos_lightning.planning.network import INFINITE, Edge, Network, Rank
 from chaos_lightning.planning.packing import bottleneck_bps, nearest, pack, weigh, widest

@@ -35,7 +35,7 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.membership.types import PlanSpec, Span, TreeSpec
+from chaos_lightning.protocol.types import PlanSpec, Span, TreeSpec
 from chaos_lightning.planning.graph import (
     Pair,
     breadth_first,

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.membership.types import Settings
-from chaos_lightning.runtime.access import (
+from chaos_lightning.protocol.types import Settings
+from chaos_lightning.security.access import (
     DEFAULT_PORT,
     WILDCARDS,
     addresses,
@@ -29,8 +29,8 @@ from chaos_lightning.runtime.access import (
     split_endpoint,
     split_endpoints,
 )
-from chaos_lightning.runtime.config import DEFAULT_ENDPOINT, ON_LAST_EXIT, TRANSFERS, EngineConfig
-from chaos_lightning.runtime.options import (
+from chaos_lightning.member.config import DEFAULT_ENDPOINT, ON_LAST_EXIT, TRANSFERS, EngineConfig
+from chaos_lightning.control.options import (
     ETCD,
     MEMORY,
     change_settings,
@@ -38,7 +38,7 @@ from chaos_lightning.runtime.options import (
     settings_from_json,
     settings_to_json,
 )
-from chaos_lightning.runtime.plans import absolute_plan
+from chaos_lightning.planning.plans import absolute_plan
 from chaos_lightning.transport.sealing import RULES
 
 logger = logging.getLogger("chaos_lightning.rendezvous")

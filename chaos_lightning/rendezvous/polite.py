@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from chaos_lightning.runtime.orphan import VARIABLE
+from chaos_lightning.machine.orphan import VARIABLE
 
 logger = logging.getLogger("chaos_lightning.rendezvous")
 

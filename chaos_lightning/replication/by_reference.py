@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from chaos_lightning.errors import RefusedError, StateError, WireError
-from chaos_lightning.membership.types import Span
+from chaos_lightning.protocol.types import Span
 from chaos_lightning.replication.board import Board
 from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
 from chaos_lightning.replication.client import Donor, Sink, elsewhere

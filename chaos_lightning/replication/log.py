@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.membership.types import Header, Span
+from chaos_lightning.protocol.types import Header, Span
 
 _LENGTH = struct.Struct("!I")
 DEFAULT_CAP_NBYTES = 2 << 30

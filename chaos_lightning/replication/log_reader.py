@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 from chaos_lightning.errors import ChaosError, RefusedError, StateError, WireError
-from chaos_lightning.membership.types import Header, Span
+from chaos_lightning.protocol.types import Header, Span
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
 from chaos_lightning.replication.by_reference import Buffers, ask

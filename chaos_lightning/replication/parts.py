@@ -14,7 +14,7 @@ import re
 import time
 from pathlib import Path
 
-from chaos_lightning.runtime.process_table import host_identity, process_state, start_time
+from chaos_lightning.machine.process_table import host_identity, process_state, start_time
 
 OLD_S = 24 * 3600.0
 _PART = re.compile(r"\..+\.(?P<host>[0-9a-f]{16})-(?P<pid>[0-9]{1,10})-(?P<start>[0-9]{1,20})-[0-9a-f]{8}\.part")

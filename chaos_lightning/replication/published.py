@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from chaos_lightning.membership.types import Span
+from chaos_lightning.protocol.types import Span
 from chaos_lightning.replication.memory import Region
 from chaos_lightning.replication.snapshot import Snapshot
 from chaos_lightning.replication.table import StateTable, build_table

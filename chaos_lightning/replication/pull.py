@@ -30,7 +30,7 @@ import xxhash
 from torch import Tensor
 
 from chaos_lightning.errors import ChaosError, StateError, WireError
-from chaos_lightning.membership.types import Span
+from chaos_lightning.protocol.types import Span
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.board import Board

@@ -43,8 +43,8 @@ from torch.optim import (
 )
 
 from chaos_lightning.errors import StateError
-from chaos_lightning.hyper import set_hyper
-from chaos_lightning.membership.types import Header, Kind
+from chaos_lightning.collectives.hyper import set_hyper
+from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.replication.access import ModuleState
 
 PURE: frozenset[type[Optimizer]] = frozenset(

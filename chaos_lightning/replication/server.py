@@ -31,7 +31,7 @@ import xxhash
 from torch import Tensor
 
 from chaos_lightning.errors import StateError, WireError
-from chaos_lightning.membership.types import Header, Span
+from chaos_lightning.protocol.types import Header, Span
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
 from chaos_lightning.replication.by_reference import Lender, refuse_unless

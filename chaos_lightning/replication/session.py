@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chaos_lightning.errors import DeadlineError, NoDonorError, StateError
-from chaos_lightning.membership.types import SourceProgress
+from chaos_lightning.protocol.types import SourceProgress
 from chaos_lightning.replication import bulk, by_reference
 from chaos_lightning.replication.board import Board
 from chaos_lightning.replication.client import Dial, Donor, Endpoint, PullConfig, Sink, reason_of

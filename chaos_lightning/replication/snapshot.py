@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from chaos_lightning.errors import DeadlineError, StateError
-from chaos_lightning.membership.types import NO_VIEW
+from chaos_lightning.protocol.types import NO_VIEW
 from chaos_lightning.replication.memory import as_bytes, host_view, in_place, region
 from chaos_lightning.transport.reference import Stamp
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import xxhash
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.membership.types import ViewId
+from chaos_lightning.protocol.types import ViewId
 from chaos_lightning.transport.reference import MAX_PIECES
 
 MAGIC = 0xC4A0
@@ -41,7 +41,7 @@ class FrameType(enum.IntEnum):
     ACCEPT = 7
     """The offered memory can be read: chunks may come by reference."""
     ROUTED = 8
-    """An encoded PeerMessage that goes over several links (runtime/routing.py)."""
+    """An encoded PeerMessage that goes over several links (membership/routing.py)."""
     PROBE = 9
     """Part of a measurement of this very link (transport/probe.py)."""
 

@@ -1,11 +1,11 @@
 """Who is at the other end: an authenticated hello on every new connection between members.
 
 Theory of operation. Both ends prove by an HMAC over everything that was said, both nonces included, that they know what
-the two of them share: the cluster token and, where the scheduler hands out keys (runtime/link_keys.py), one of this
+the two of them share: the cluster token and, where the scheduler hands out keys (control/link_keys.py), one of this
 very pair's keys; neither travels. Who dials proves every key that it knows, newest first, and who accepts takes the
 first that it knows, too: one of them may have heard of a newer key a moment earlier. While tokens are rotated a member
 may know two, and proves each key with both. Without token and keys (allowed
-on loopback only, see runtime/access.py) the HMAC key is empty and the exchange still checks job, identity and purpose.
+on loopback only, see security/access.py) the HMAC key is empty and the exchange still checks job, identity and purpose.
 
 Who dials also says how this connection is to be protected (transport/sealing.py), and who accepts refuses what is less
 than it wants itself. The traffic keys are derived from the shared key and all that was said.
@@ -14,7 +14,7 @@ Messages are JSON of at most 4 KiB behind a 4-byte length, the whole handshake h
 allocated for a stranger beyond that.
 
 For tests and emulated networks, CHAOS_LINK_RELAY=HOST:PORT in the environment has this process dial a relay instead of
-its peers, and tell it in one line of JSON who calls whom and where (testing/relay.py). The handshake with its proofs
+its peers, and tell it in one line of JSON who calls whom and where (lab/relay.py). The handshake with its proofs
 passes through it from end to end.
 """
 
@@ -40,7 +40,7 @@ VERSION = 3
 RELAY = "CHAOS_LINK_RELAY"
 PURPOSES = ("link", "bulk", "watch")
 """Frames, one per pair; ranges of state; and beside a link between machines the word of each other's process table
-(runtime/watcher.py)."""
+(machine/watcher.py)."""
 _LIMIT = 4096
 _MAX_NAME = 100
 """Characters of a stranger's words that are repeated."""

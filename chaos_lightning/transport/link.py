@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.membership.types import NO_VIEW, ViewId
+from chaos_lightning.protocol.types import NO_VIEW, ViewId
 from chaos_lightning.transport.frames import HEADER_NBYTES, Frame, FrameType, pack, payload_checksum, unpack
 from chaos_lightning.transport.holding import AT_FIRST_NBYTES, Holding
 from chaos_lightning.transport.locality import on_this_machine

@@ -6,7 +6,7 @@ sets its own. What goes to one peer over several connections, such as a link and
 one rate (`Shares`): whoever has bytes waiting gets an equal part, the others keep a small one to begin with, and the
 bounds are set anew several times a second. In sum they never exceed the rate; a connection that begins to send has to
 make do with its small part until the next look. A network with delay, or an access that several links share, needs the
-relay (testing/relay.py).
+relay (lab/relay.py).
 
 The table of rates says what this member may send to whom; CHAOS_EMULATE in the environment holds it for a process.
 """

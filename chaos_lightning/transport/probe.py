@@ -12,7 +12,7 @@ Theory of operation. A measurement (`Probes.measure`) has two parts, both in PRO
 
 A measurement must not hold up the training: it begins when its link has been quiet for a moment, or when it has been
 patient for long enough, and a train ends early as soon as a chunk or message wants the link (link.py `fill`). On a link
-that is always busy it may come to nothing: there the traffic shows the rate (runtime/link_meter.py). One train
+that is always busy it may come to nothing: there the traffic shows the rate (transport/link_meter.py). One train
 at a time leaves a member, and one at a time comes in: the receiver grants them in turn, with a lease, since several at
 once would measure the access that they share and not their links.
 
@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.membership.types import NO_VIEW, LinkReport
+from chaos_lightning.protocol.types import NO_VIEW, LinkReport
 from chaos_lightning.transport.frames import HEADER_NBYTES, Frame, FrameType, pack
 from chaos_lightning.transport.link import Link
 
@@ -357,7 +357,7 @@ class Probes:
             words = "the link was busy" if len(run.rates) < 2 else "no two trains were alike"
             self._result(run, max([run.rough, *run.rates]), words)
         else:
-            self._end(run)  # who keeps the link so busy shows its rate (runtime/link_meter.py)
+            self._end(run)  # who keeps the link so busy shows its rate (transport/link_meter.py)
 
     def _expect(self, run: _Run, deadline_s: float) -> None:
         run.waits += 1

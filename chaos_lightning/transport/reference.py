@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from chaos_lightning.errors import ChaosError, WireError
-from chaos_lightning.membership.types import ViewId
+from chaos_lightning.protocol.types import ViewId
 
 PIECE = struct.Struct("<QQ")
 """(address, length) of one piece of a chunk."""

@@ -404,7 +404,7 @@ class Session:
         self.opener = Opener(level, traffic_key(its))
         self.stream = Stream(self.sealer, self.opener)
         self.watch_key = traffic_key("watch")
-        """For a connection that is handed over to a watcher, which seals nothing (runtime/watcher.py)."""
+        """For a connection that is handed over to a watcher, which seals nothing (machine/watcher.py)."""
 
 
 class ProtectedSocket(socket.socket):

@@ -27,8 +27,8 @@ from benchmarks.soak_door import SharedDoor, Ways
 from benchmarks.soak_schedulers import SCHEDULER_KINDS, STALE_KINDS, Several, copy_chain
 from benchmarks.survival import Seen, Step
 from chaos_lightning.errors import ConfigurationError, StoreError
-from chaos_lightning.runtime import etcd_pb2 as pb
-from chaos_lightning.runtime.etcd_servers import EtcdServers
+from chaos_lightning.control import etcd_pb2 as pb
+from chaos_lightning.control.etcd_servers import EtcdServers
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0
@@ -119,7 +119,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
-    monkeypatch.setattr("chaos_lightning.runtime.channel.fetch_status", lambda *_, **__: {"role": "leader", "pid": 7})
+    monkeypatch.setattr("chaos_lightning.control.channel.fetch_status", lambda *_, **__: {"role": "leader", "pid": 7})
     monkeypatch.setattr(soak_schedulers.os, "kill", lambda pid, number: made.down.add(f"s{pid}"))
     monkeypatch.setattr(soak_schedulers, "AWAY_S", dict.fromkeys(SCHEDULER_KINDS, (0.0, 0.0)))
     monkeypatch.setattr(soak_schedulers, "SETTLED_S", 0.0)

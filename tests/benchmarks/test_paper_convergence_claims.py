@@ -14,7 +14,7 @@ from benchmarks.paper.convergence_claims import curve_claims, knowledge_claim, l
 from benchmarks.paper.convergence_curves import Change, Curve
 from benchmarks.paper.convergence_members import Run, change_in, contributors_by_step, rewirings, transfer_facts
 from benchmarks.paper.figure import FigureResult
-from chaos_lightning.observe.reader import Record
+from chaos_lightning.events.reader import Record
 
 
 def curve(*values: float, every: int = 10) -> Curve:

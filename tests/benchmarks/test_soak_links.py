@@ -69,7 +69,7 @@ class Net:
         monkeypatch.setattr("benchmarks.soak_links.time.monotonic", lambda: self.now)
         monkeypatch.setattr("benchmarks.soak_links.time.monotonic_ns", lambda: int(self.now * 1e9))
         monkeypatch.setattr(
-            "chaos_lightning.runtime.channel.change_link", lambda _, a, b, add: self.asked.append((a, b, add))
+            "chaos_lightning.control.channel.change_link", lambda _, a, b, add: self.asked.append((a, b, add))
         )
         self.relay, self.log = Relay(), Log()
         self.doors: Any = {name: Gate() for name in NAMES}

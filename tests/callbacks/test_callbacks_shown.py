@@ -18,7 +18,7 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 
 from chaos_lightning.callbacks import Goodput, LiveView
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.observe.events import EventLog
+from chaos_lightning.events.events import EventLog
 from chaos_lightning.observe.meter import GoodputMeter
 
 

@@ -10,7 +10,7 @@ from chaos_lightning.collectives.gradients import LEND_NBYTES, Gradients, cells_
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
-from chaos_lightning.membership.types import NO_VIEW, Header, Kind, Share
+from chaos_lightning.protocol.types import NO_VIEW, Header, Kind, Share
 
 
 class Bench:

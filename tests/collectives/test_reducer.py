@@ -12,7 +12,7 @@ from chaos_lightning.collectives.gradients import cells_of
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.collectives.reducer import Reducer
-from chaos_lightning.membership.types import Member, PlanSpec, View, ViewId
+from chaos_lightning.protocol.types import Member, PlanSpec, View, ViewId
 from chaos_lightning.transport.frames import FrameType
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop

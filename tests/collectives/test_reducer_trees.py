@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_reducer import a_view, cluster  # noqa: F401  (a fixture)
 
-from chaos_lightning.membership.types import PlanSpec, TreeSpec
+from chaos_lightning.protocol.types import PlanSpec, TreeSpec
 
 WEIGHTED = ((3.0, ("", 0, 1, 1)), (1.0, (3, 0, 0, "")), (2.0, (2, 2, "", 0)))
 """(weight, parent of each rank)"""

@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 from lightning.pytorch import Trainer
 
-import chaos_lightning.runtime.engine as engine_module
+import chaos_lightning.member.engine as engine_module
 from chaos_lightning.errors import ChaosError
-from chaos_lightning.runtime.hosting import HostedScheduler
+from chaos_lightning.control.hosting import HostedScheduler
 from chaos_lightning.strategies import ChaosStrategy
 
 NOTED_LINES = 6

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from chaos_lightning.data.order import fast_permutation
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.membership.types import Kind, Spent
+from chaos_lightning.protocol.types import Kind, Spent
 from chaos_lightning.planning.orders import permutation
 
 

@@ -11,7 +11,7 @@ from test_elastic_loader import Numbers
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.membership.types import Kind
+from chaos_lightning.protocol.types import Kind
 
 
 class Stream(IterableDataset):

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.demo import edge, edge_proof
-from chaos_lightning.demo.proof import Check
-from chaos_lightning.observe.events import Event, EventLog, Record
-from chaos_lightning.testing.edge_file import load_topology
-from chaos_lightning.testing.topology import Condition, Topology
+from chaos_lightning.lab.demo import edge, edge_proof
+from chaos_lightning.lab.demo.proof import Check
+from chaos_lightning.events.events import Event, EventLog, Record
+from chaos_lightning.lab.edge_file import load_topology
+from chaos_lightning.lab.topology import Condition, Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMBERS = tuple(f"edge-{i}-0~{i}" for i in range(1, 7))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.demo import proof
+from chaos_lightning.lab.demo import proof
 
 EXPECTED = proof.Expected(
     founders=("edge-1", "edge-3"),

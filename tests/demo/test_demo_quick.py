@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.demo.proof import Check, Expected, prove
+from chaos_lightning.lab.demo.proof import Check, Expected, prove
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,11 +15,11 @@ import engine_members
 from engine_control import ControlPath
 
 from chaos_lightning.errors import SchedulerUnreachableError
-from chaos_lightning.runtime.channel import fetch_status
-from chaos_lightning.testing.harness import Harness
-from chaos_lightning.testing.relay import LinkRelay
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.lab.harness import Harness
+from chaos_lightning.lab.relay import LinkRelay
 
-PRELOAD = ("torch", "chaos_lightning.trainer", "chaos_lightning.runtime.agent", "lightning.pytorch")
+PRELOAD = ("torch", "chaos_lightning.trainer", "chaos_lightning.control.agent", "lightning.pytorch")
 
 
 class Job:
@@ -64,7 +64,7 @@ class Job:
         chain = self.folder / "chain.sqlite"
         options = ["--listen", self.endpoint, "--settings", json.dumps(rules), "--store", str(chain)]
         options += ["--log-dir", str(self.harness.logs)]
-        self.harness.start("scheduler", [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", *options])
+        self.harness.start("scheduler", [sys.executable, "-m", "chaos_lightning.control.scheduler_main", *options])
         self.harness.wait_until(self.served, "the scheduler's answer")
 
     def served(self) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from chaos_lightning.errors import DisagreementError
-from chaos_lightning.membership.types import Header
+from chaos_lightning.protocol.types import Header
 from chaos_lightning.replication import log as log_module
 from chaos_lightning.replication.log import SlotLog
 from chaos_lightning.replication.replay import ModuleReplay

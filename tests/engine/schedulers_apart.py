@@ -16,11 +16,11 @@ from typing import Any
 from engine_control import ControlPath
 from engine_job import Job, says, who_leads
 
-from chaos_lightning.runtime.access import split_endpoint
-from chaos_lightning.runtime.channel import fetch_status
-from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
-from chaos_lightning.testing.owners import owner_of
-from chaos_lightning.testing.relay import LinkRelay, _Connection, pair_of
+from chaos_lightning.security.access import split_endpoint
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.lab.owners import owner_of
+from chaos_lightning.lab.relay import LinkRelay, _Connection, pair_of
 
 OTHERS = "others"
 """Whoever dials and is no process of the job: the test itself."""
@@ -60,7 +60,7 @@ class Apart:
             self.paths[name] = SchedulerPath(name, own, self._pids)
             self.to_etcd[name] = [ControlPath(name, server.endpoint) for server in etcd.servers]
             store = f"etcd://{','.join(path.address for path in self.to_etcd[name])}"
-            command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", own]
+            command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", own]
             command += ["--advertise", self.paths[name].address, "--settings", json.dumps({"min_nodes": 1, **rules})]
             command += ["--store", store, "--log-dir", str(job.harness.logs)]
             job.harness.start(name, command, env={"CHAOS_HOST": name})

@@ -12,7 +12,7 @@ import pytest
 from engine_job import Job
 from test_members_come_go_and_die import same
 
-from chaos_lightning.observe.events import Record
+from chaos_lightning.events.events import Record
 
 OUT = ("death", "fenced", "rejoin", "prepare")
 STOPPED = "its machine says that its process is stopped"
@@ -42,7 +42,7 @@ def watchers(job: Job, name: str) -> list[int] | None:
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
             if (
-                any(w.endswith(b"runtime/watcher.py") for w in words)
+                any(w.endswith(b"machine/watcher.py") for w in words)
                 and str(job.harness.children[name].pid).encode() in words
             ):
                 found.append(int(entry.name))

@@ -13,9 +13,9 @@ import pytest
 from engine_job import Job, says, who_leads
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.observe.events import Record
-from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
-from chaos_lightning.runtime.server import HEARS_SEVERAL_S
+from chaos_lightning.events.events import Record
+from chaos_lightning.control.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.control.server import HEARS_SEVERAL_S
 
 SPEC: dict[str, Any] = {"epochs": 1000, "step_s": 0.04}
 """Slow steps: the test reads what is logged of each in the process whose threads relay members' heartbeats."""
@@ -36,7 +36,7 @@ def stand_by(job: Job, etcd: EtcdServers, count: int, *, apart: bool = False) ->
     """Candidates; members ask all of them. Returns endpoint by name."""
     places = {f"s{n}": f"127.0.0.1:{port}" for n, port in enumerate(free_ports(count))}
     for name, place in places.items():
-        command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", place]
+        command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", place]
         command += ["--settings", json.dumps({"min_nodes": 1}), "--store", etcd.address]
         env = {"CHAOS_HOST": name} if apart else None
         job.harness.start(name, [*command, "--log-dir", str(job.harness.logs)], env=env)

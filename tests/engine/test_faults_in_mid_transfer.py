@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from engine_job import Job
 
-from chaos_lightning.observe.events import Record
-from chaos_lightning.runtime.channel import fetch_status
-from chaos_lightning.testing.relay import LinkRelay
+from chaos_lightning.events.events import Record
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.lab.relay import LinkRelay
 
 WIDTH = 4000
 """Some 700 KB of training state."""

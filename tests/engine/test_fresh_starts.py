@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from engine_job import Job
 
-from chaos_lightning.runtime.options import SchedulerOptions
-from chaos_lightning.runtime.resetting import reset_job
+from chaos_lightning.control.options import SchedulerOptions
+from chaos_lightning.control.resetting import reset_job
 
 
 def test_an_edited_script_begins_anew_where_the_one_before_failed(job: Job) -> None:

@@ -12,13 +12,13 @@ from engine_job import Job
 
 from chaos_lightning.errors import ConfigurationError, RefusedError
 from chaos_lightning.observe.cli_report import report
-from chaos_lightning.observe.events import Record
-from chaos_lightning.runtime import keyfiles
-from chaos_lightning.runtime.channel import fetch_status
-from chaos_lightning.runtime.credentials import Credentials, KeyFolder
-from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
-from chaos_lightning.runtime.keyfiles import KEY, NODES, Node
-from chaos_lightning.runtime.roles import OBSERVER, OPERATOR
+from chaos_lightning.events.events import Record
+from chaos_lightning.security import keyfiles
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.security.credentials import Credentials, KeyFolder
+from chaos_lightning.control.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.security.keyfiles import KEY, NODES, Node
+from chaos_lightning.security.roles import OBSERVER, OPERATOR
 
 SPEC: dict[str, Any] = {"epochs": 1000, "step_s": 0.01}
 
@@ -44,7 +44,7 @@ def secrets(keys: Path) -> list[str]:
 
 def serve(job: Job, keys: Path) -> None:
     """A scheduler of its own, with keys; members host none."""
-    command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", job.endpoint]
+    command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", job.endpoint]
     command += ["--store", str(job.folder / "chain.sqlite"), "--log-dir", str(job.harness.logs)]
     job.harness.start("scheduler", [*command, "--keys-dir", str(keys / NODES / "scheduler")])
     job.harness.wait_for("scheduler_started")
@@ -132,7 +132,7 @@ def test_another_scheduler_leads_and_members_find_it_with_tls(job: Job, keys: Pa
     with etcd:
         places = {f"s{n}": f"127.0.0.1:{port}" for n, port in enumerate(free_ports(2))}
         for name, place in places.items():
-            command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", place]
+            command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", place]
             command += ["--store", etcd.address, "--log-dir", str(job.harness.logs)]
             job.harness.start(name, [*command, "--keys-dir", str(keys / NODES / name)])
         job.endpoint = ",".join(places.values())

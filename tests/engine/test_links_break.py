@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from engine_job import Job
 
-from chaos_lightning.observe.events import Record
-from chaos_lightning.testing.faults import FaultPlan
+from chaos_lightning.events.events import Record
+from chaos_lightning.lab.faults import FaultPlan
 
 
 def founded(job: Job, *, epochs: int = 20, gate: str = "") -> Record:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engine_job import Job
 
-from chaos_lightning.observe.events import Record
+from chaos_lightning.events.events import Record
 
 SPEC: dict[str, Any] = {"epochs": 1000, "width": 300, "step_s": 0.01}
 HASHED = {"state_hash_every": 10}

@@ -9,7 +9,7 @@ import pytest
 from engine_job import PRELOAD, Job
 from middleman import Middleman
 
-from chaos_lightning.observe.events import Record
+from chaos_lightning.events.events import Record
 
 
 def protected(job: Job, name: str, level: str, **spec: Any) -> None:

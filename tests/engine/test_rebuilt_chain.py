@@ -13,11 +13,11 @@ from engine_job import Job
 from test_failover import SETTINGS, SPEC, equal, leading, train
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.observe.events import Record
-from chaos_lightning.runtime.channel import fetch_status
-from chaos_lightning.runtime.etcd_client import delete, read_address
-from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
-from chaos_lightning.runtime.etcd_store import job_root
+from chaos_lightning.events.events import Record
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.etcd_client import delete, read_address
+from chaos_lightning.control.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.control.etcd_store import job_root
 
 RULES = {"min_nodes": 1, "reconnect_grace_s": 2.0}
 
@@ -31,7 +31,7 @@ def lose_the_chain(job: Job) -> None:
 
 def begin(job: Job, name: str, *options: str, store: str = "") -> None:
     """A scheduler on a store of this name, at the same endpoint; on an empty one of its own name if none is given."""
-    command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", job.endpoint]
+    command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", job.endpoint]
     command += ["--settings", json.dumps(RULES), "--store", str(job.folder / f"{store or name}.sqlite")]
     job.harness.start(name, [*command, "--log-dir", str(job.harness.logs), *options])
     job.harness.wait_until(job.served, "the scheduler's answer")
@@ -158,7 +158,7 @@ def candidates(job: Job, etcd: EtcdServers, names: str, *options: str) -> dict[s
     """Endpoint by name; each listens where one of an earlier generation did."""
     places = dict(zip(names, job.endpoint.split(","), strict=True))
     for name, place in places.items():
-        command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", place]
+        command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", place]
         command += ["--settings", json.dumps(RULES), "--store", etcd.address, *options]
         job.harness.start(name, [*command, "--log-dir", str(job.harness.logs)])
     return places

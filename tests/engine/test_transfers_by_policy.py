@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from engine_job import Job
 
-from chaos_lightning.observe.events import Record
+from chaos_lightning.events.events import Record
 from chaos_lightning.transport.pacing import EMULATE
 
 WIDTH = 4000

@@ -18,7 +18,7 @@ from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.recovery import with_scope
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.slots import close_slot
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
     CatchUp,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     Contribution,
     Decide,
     Entered,

@@ -6,7 +6,7 @@ from membership_script import header_after
 
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
     Entered,

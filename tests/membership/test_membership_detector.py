@@ -9,7 +9,7 @@ from membership_script import member
 
 from chaos_lightning.membership.detector import Death, Detector, Findings
 from chaos_lightning.membership.roster import Peer, Standing
-from chaos_lightning.membership.types import Member, Settings, Verdict, ViewId
+from chaos_lightning.protocol.types import Member, Settings, Verdict, ViewId
 
 SETTINGS = Settings(
     heartbeat_timeout_s=0.3,

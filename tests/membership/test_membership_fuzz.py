@@ -10,7 +10,7 @@ from membership_script import contribution, header_after, member
 
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine, Phase
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
     Decide,

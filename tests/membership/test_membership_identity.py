@@ -10,7 +10,7 @@ from rebuilding_talk import ABC, GRACE_S, HEAD, NAMES, Talk, hello, view
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.scheduler import Phase
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
     Decide,

@@ -12,7 +12,7 @@ from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.identity import KNOCKS_S
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.scheduler import Phase
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
     Decide,

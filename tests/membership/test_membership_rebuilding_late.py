@@ -6,7 +6,7 @@ from rebuilding_talk import ABC, GRACE_S, HEAD, NAMES, Talk, half_promised, hell
 
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.scheduler import Phase
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     GENESIS,
     Fence,
     LinkEvent,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from membership_script import MemberScript, header_after, member
 
 from chaos_lightning.membership.recovery import needs_bytes, rule, scope_of, union, with_scope
-from chaos_lightning.membership.types import GENESIS, NO_VIEW, Header, Report, Source, Span, View, ViewId
+from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Report, Source, Span, View, ViewId
 
 SCOPE: tuple[Span, ...] = ((0, 40), (60, 100))
 

@@ -12,7 +12,7 @@ from membership_script import NOT_OFFERED, MemberScript, SchedulerScript, contri
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.roster import Standing
 from chaos_lightning.membership.slots import close_slot
-from chaos_lightning.membership.types import GENESIS, NO_VIEW, Kind, Observers, View, ViewId
+from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Kind, Observers, View, ViewId
 
 JOB = """
 set max_nodes 16

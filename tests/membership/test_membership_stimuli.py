@@ -11,7 +11,7 @@ from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.slots import close_slot
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
     Contribution,

@@ -8,7 +8,7 @@ import pytest
 
 from chaos_lightning.membership.effects import Chain, MessageIn, Opened, SchedulerEffect, Send
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.membership.types import NO_VIEW, Hello, Member, Refused, Settings, View, ViewId, Welcome
+from chaos_lightning.protocol.types import NO_VIEW, Hello, Member, Refused, Settings, View, ViewId, Welcome
 
 MEMBERS = tuple(Member(f"{n}~{i}", n, "host", "127.0.0.1", 1, pid=i, pid_start=7) for i, n in enumerate("ab", 1))
 CHAIN = Chain(term=2, highest=ViewId(1, 1), views=(View(ViewId(1, 1), NO_VIEW, MEMBERS),))

@@ -20,7 +20,7 @@ from chaos_lightning.membership.effects import (
     Stored,
 )
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
     Entered,

@@ -27,7 +27,7 @@ from chaos_lightning.membership.topology import (
     ranked,
     specs,
 )
-from chaos_lightning.membership.types import LinkReport, LinkSpec, Member, PlanSpec, View, ViewId
+from chaos_lightning.protocol.types import LinkReport, LinkSpec, Member, PlanSpec, View, ViewId
 from chaos_lightning.membership.views import Change, changed_view, plan_within, replanned
 from chaos_lightning.planning.trees import edges
 

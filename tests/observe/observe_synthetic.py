@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos_lightning.membership.types import GENESIS
+from chaos_lightning.protocol.types import GENESIS
 
 T0 = 1_700_000_000.0
 Line = dict[str, Any]

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from chaos_lightning.membership.types import Header, Kind, Ledger, Share, Spent, ViewId
-from chaos_lightning.observe.events import FIELDS, Event, EventLog, Tail, committed_fields, read_events
-from chaos_lightning.observe.reader import parse_line
+from chaos_lightning.protocol.types import Header, Kind, Ledger, Share, Spent, ViewId
+from chaos_lightning.events.events import FIELDS, Event, EventLog, Tail, committed_fields, read_events
+from chaos_lightning.events.reader import parse_line
 
 HEADER = Header(
     seq=3,
@@ -95,7 +95,7 @@ def test_threads_do_not_tear_lines(tmp_path: Path) -> None:
 def test_sigkill_loses_nothing_that_was_emitted(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\n"
-        "from chaos_lightning.observe.events import EventLog\n"
+        "from chaos_lightning.events.events import EventLog\n"
         "log = EventLog(sys.argv[1])\n"
         "for i in range(300): log.emit('n', i=i)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -141,7 +141,7 @@ def test_full_disk_warns_once_counts_and_says_so_when_space_is_back(
 
     log = EventLog(tmp_path / "x.jsonl")
     log.emit("before")
-    monkeypatch.setattr("chaos_lightning.observe.events.os.write", write)
+    monkeypatch.setattr("chaos_lightning.events.events.os.write", write)
     with caplog.at_level(logging.WARNING):
         room[0] = 10  # the disk takes the beginning of a line
         log.emit("torn")

@@ -9,7 +9,7 @@ import pytest
 from observe_synthetic import Script
 from test_observe_shown import lines_of
 
-from chaos_lightning.observe.events import read_events
+from chaos_lightning.events.events import read_events
 from chaos_lightning.observe.render import LINKS_SHOWN, Board, LinkRow, from_status, from_timeline
 from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.observe.units import rate

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from chaos_lightning.errors import ConfigurationError, SchedulerUnreachableError
 from chaos_lightning.observe import charts, cli_report, cli_top, report
 from chaos_lightning.observe.audit import audit
-from chaos_lightning.observe.events import read_events
-from chaos_lightning.observe.reader import log_files
+from chaos_lightning.events.events import read_events
+from chaos_lightning.events.reader import log_files
 from chaos_lightning.observe.render import Board, Row, draw, from_status, from_timeline
 from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.observe.units import amount, duration, time_unit
@@ -260,7 +260,7 @@ def test_board_from_a_scheduler_status() -> None:
 def test_the_status_of_the_real_scheduler_machine_has_a_board() -> None:
     from chaos_lightning.membership.effects import Chain
     from chaos_lightning.membership.scheduler import SchedulerMachine
-    from chaos_lightning.membership.types import NO_VIEW, Settings
+    from chaos_lightning.protocol.types import NO_VIEW, Settings
 
     machine = SchedulerMachine(Settings(), Chain(term=1, highest=NO_VIEW))
     board = from_status({"job": "x", "endpoint": "y", "machine": machine.snapshot()})
@@ -319,7 +319,7 @@ def test_watch_prints_once_without_a_terminal(logs: Path, capsys: pytest.Capture
 
 
 def test_an_unreachable_scheduler_is_a_line_on_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
-    import chaos_lightning.runtime.channel as channel
+    import chaos_lightning.control.channel as channel
 
     def unreachable(*_: object) -> dict[str, object]:
         raise SchedulerUnreachableError("no scheduler at 127.0.0.1:1")
@@ -388,7 +388,7 @@ def test_logs_that_show_nothing_are_no_pass(tmp_path: Path) -> None:
 
 
 def test_top_once_fails_without_a_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    import chaos_lightning.runtime.channel as channel
+    import chaos_lightning.control.channel as channel
 
     def unreachable(*_: object) -> dict[str, object]:
         raise SchedulerUnreachableError("no scheduler at 127.0.0.1:1")
@@ -404,7 +404,7 @@ def test_nothing_of_observe_needs_torch_or_lightning() -> None:
 
     code = (
         "import sys; import chaos_lightning.observe.audit, chaos_lightning.observe.report, "
-        "chaos_lightning.observe.cli_top, chaos_lightning.observe.cli_report, chaos_lightning.testing.harness; "
+        "chaos_lightning.observe.cli_top, chaos_lightning.observe.cli_report, chaos_lightning.lab.harness; "
         "sys.exit([m for m in ('torch', 'lightning', 'matplotlib', 'grpc') if m in sys.modules] or 0)"
     )
     root = Path(__file__).resolve().parents[2]

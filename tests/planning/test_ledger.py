@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos_lightning.membership.types import NO_VIEW, Ledger, Member, Spent, View
+from chaos_lightning.protocol.types import NO_VIEW, Ledger, Member, Spent, View
 from chaos_lightning.planning.ledger import (
     announce_length,
     announced_length,

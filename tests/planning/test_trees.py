@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.membership.types import PlanSpec, TreeSpec
+from chaos_lightning.protocol.types import PlanSpec, TreeSpec
 from chaos_lightning.planning.trees import ALIGNMENT, commit_tree, edges, expand, plan_for
 
 kinds = st.sampled_from(["rotating", "chain", "tree", "tree:3"])

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from test_trees import check_tree
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.membership.types import PlanSpec, TreeSpec
+from chaos_lightning.protocol.types import PlanSpec, TreeSpec
 from chaos_lightning.planning.trees import (
     ALIGNMENT,
     SMALLEST_CHUNK,

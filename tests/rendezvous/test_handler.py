@@ -20,15 +20,15 @@ from torch.distributed.elastic.rendezvous import (
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.effects import Persist
-from chaos_lightning.membership.types import NO_VIEW, Member, View, ViewId
+from chaos_lightning.protocol.types import NO_VIEW, Member, View, ViewId
 from chaos_lightning.rendezvous import factory, handler
 from chaos_lightning.rendezvous.handler import ChaosRendezvousHandler
-from chaos_lightning.runtime import hosting
-from chaos_lightning.runtime.channel import fetch_status
-from chaos_lightning.runtime.hosting import HostedScheduler
-from chaos_lightning.runtime.options import default_store
-from chaos_lightning.runtime.orphan import VARIABLE, agent_mark
-from chaos_lightning.runtime.sqlite_store import SqliteStore
+from chaos_lightning.control import hosting
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.hosting import HostedScheduler
+from chaos_lightning.control.options import default_store
+from chaos_lightning.machine.orphan import VARIABLE, agent_mark
+from chaos_lightning.control.sqlite_store import SqliteStore
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException, _term
 
 from chaos_lightning.rendezvous import polite
 from chaos_lightning.rendezvous.polite import PoliteExit, workers_of
-from chaos_lightning.runtime.orphan import VARIABLE
-from chaos_lightning.testing.harness import Harness
+from chaos_lightning.machine.orphan import VARIABLE
+from chaos_lightning.lab.harness import Harness
 
 HERE = Path(__file__).resolve().parent
 

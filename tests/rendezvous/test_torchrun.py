@@ -20,16 +20,16 @@ import pytest
 
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError
 from chaos_lightning.membership.effects import Persist
-from chaos_lightning.membership.types import NO_VIEW, Settings, View, ViewId
-from chaos_lightning.runtime.channel import fetch_status
-from chaos_lightning.runtime.credentials import Credentials
-from chaos_lightning.runtime.hosting import HostedScheduler
-from chaos_lightning.runtime.keyfiles import NODES, Node, init
-from chaos_lightning.runtime.options import settings_to_json
-from chaos_lightning.runtime.process_table import start_time
-from chaos_lightning.runtime.roles import OBSERVER
-from chaos_lightning.runtime.sqlite_store import SqliteStore
-from chaos_lightning.testing.harness import Harness, Record
+from chaos_lightning.protocol.types import NO_VIEW, Settings, View, ViewId
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.security.credentials import Credentials
+from chaos_lightning.control.hosting import HostedScheduler
+from chaos_lightning.security.keyfiles import NODES, Node, init
+from chaos_lightning.control.options import settings_to_json
+from chaos_lightning.machine.process_table import start_time
+from chaos_lightning.security.roles import OBSERVER
+from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.lab.harness import Harness, Record
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -319,7 +319,7 @@ def finished(endpoint: str, tmp_path: Path) -> Iterator[None]:
         store.take_term()
         assert store.append(Persist(1, "view", ViewId(1, 1), View(ViewId(1, 1), NO_VIEW, ()))).ok
         assert store.append(Persist(2, "finish", ViewId(1, 2))).ok
-    command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", endpoint]
+    command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", endpoint]
     command += ["--settings", settings_to_json(Settings(job="job")), "--store", str(chain), "--keep-finished"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "CHAOS_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}

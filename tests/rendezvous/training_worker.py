@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from chaos_lightning.membership.types import Header
+from chaos_lightning.protocol.types import Header
 from chaos_lightning.replication.replay import ModuleReplay
 from chaos_lightning.replication.table import state_hash
 from chaos_lightning.trainer import Trainer, capture_exit_event

@@ -12,7 +12,7 @@ import sys
 import threading
 from typing import Any
 
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     NO_VIEW,
     Decide,
     Entered,
@@ -27,11 +27,11 @@ from chaos_lightning.membership.types import (
     ToMember,
     Welcome,
 )
-from chaos_lightning.runtime.agent import Agent
-from chaos_lightning.runtime.config import EngineConfig
-from chaos_lightning.runtime.credentials import Credentials
-from chaos_lightning.runtime.orphan import watch_parent
-from chaos_lightning.runtime.process_table import host_identity, start_time
+from chaos_lightning.control.agent import Agent
+from chaos_lightning.member.config import EngineConfig
+from chaos_lightning.security.credentials import Credentials
+from chaos_lightning.machine.orphan import watch_parent
+from chaos_lightning.machine.process_table import host_identity, start_time
 
 config = EngineConfig.build({})
 restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -12,7 +12,7 @@ import torch
 from replication_support import HEAD, LIMIT_S, OTHER, SEQ, ThreadDonor, dial, donors, numbered, publishing
 
 from chaos_lightning.errors import StateError, WireError
-from chaos_lightning.membership.types import NO_VIEW
+from chaos_lightning.protocol.types import NO_VIEW
 from chaos_lightning.replication import PullConfig, PullReport, ServerConfig, pull_state
 from chaos_lightning.replication import state_reader as reading
 from chaos_lightning.replication.bulk import BulkSocket

@@ -12,7 +12,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from chaos_lightning.membership.types import NO_VIEW, Header, Kind
+from chaos_lightning.protocol.types import NO_VIEW, Header, Kind
 from chaos_lightning.replication.access import ModuleState
 from chaos_lightning.replication.replay import ModuleReplay, OptimizerReplay, Replay
 

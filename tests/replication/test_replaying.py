@@ -18,7 +18,7 @@ from torch.optim import (
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
 from chaos_lightning.errors import StateError
-from chaos_lightning.membership.types import NO_VIEW, Header, Kind
+from chaos_lightning.protocol.types import NO_VIEW, Header, Kind
 from chaos_lightning.replication.replay import PURE, OptimizerReplay
 
 TOGETHER = ("SGD fused",)

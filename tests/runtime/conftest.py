@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from etcd_for_tests import each_client, servers
 
-from chaos_lightning.runtime.etcd_servers import EtcdServers
+from chaos_lightning.control.etcd_servers import EtcdServers
 
 __all__ = ["each_client"]
 

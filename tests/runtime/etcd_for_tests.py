@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.runtime.etcd_servers import EtcdServers
+from chaos_lightning.control.etcd_servers import EtcdServers
 
 
 @contextlib.contextmanager

@@ -10,14 +10,15 @@ from typing import Any
 
 import grpc
 
-from chaos_lightning.observe.events import EventLog
-from chaos_lightning.runtime import chaos_pb2, keyfiles
-from chaos_lightning.runtime.access import TOKEN_KEY
-from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerStub
-from chaos_lightning.runtime.codec import wrap_from_member
-from chaos_lightning.runtime.credentials import Credentials, KeyFolder
-from chaos_lightning.runtime.keyfiles import CHAIN, KEY, NODES, TOKEN, TRUSTED, Node
-from chaos_lightning.runtime.roles import OBSERVER, OPERATOR
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.protocol import chaos_pb2
+from chaos_lightning.security import keyfiles
+from chaos_lightning.security.access import TOKEN_KEY
+from chaos_lightning.control.chaos_pb2_grpc import SchedulerStub
+from chaos_lightning.protocol.codec import wrap_from_member
+from chaos_lightning.security.credentials import Credentials, KeyFolder
+from chaos_lightning.security.keyfiles import CHAIN, KEY, NODES, TOKEN, TRUSTED, Node
+from chaos_lightning.security.roles import OBSERVER, OPERATOR
 
 PATIENCE_S = 20.0
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from chaos_lightning.membership.types import LinkReport, LinkSpec, Member, View, ViewId
-from chaos_lightning.runtime.links import Links
+from chaos_lightning.protocol.types import LinkReport, LinkSpec, Member, View, ViewId
+from chaos_lightning.transport.links import Links
 from chaos_lightning.transport.frames import Frame, FrameType
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop

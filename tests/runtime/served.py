@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     NO_VIEW,
     FromMember,
     Heartbeat,
@@ -21,13 +21,13 @@ from chaos_lightning.membership.types import (
     ToMember,
     Welcome,
 )
-from chaos_lightning.observe.events import EventLog
-from chaos_lightning.runtime.agent import Agent
-from chaos_lightning.runtime.memory_store import MemoryStore
-from chaos_lightning.runtime.seat import Seat
-from chaos_lightning.runtime.server import SchedulerServer
-from chaos_lightning.runtime.server_config import ServerConfig
-from chaos_lightning.runtime.store import Store
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.control.agent import Agent
+from chaos_lightning.control.memory_store import MemoryStore
+from chaos_lightning.control.seat import Seat
+from chaos_lightning.control.server import SchedulerServer
+from chaos_lightning.control.server_config import ServerConfig
+from chaos_lightning.control.store import Store
 
 PATIENCE_S = 30.0
 T = TypeVar("T")

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.membership.types import PlanSpec, Settings, TreeSpec
-from chaos_lightning.runtime import access
-from chaos_lightning.runtime.options import (
+from chaos_lightning.protocol.types import PlanSpec, Settings, TreeSpec
+from chaos_lightning.security import access
+from chaos_lightning.control.options import (
     MEMORY,
     SchedulerOptions,
     change_settings,

@@ -17,7 +17,7 @@ import pytest
 
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     NO_VIEW,
     Fence,
     Heartbeat,
@@ -28,10 +28,10 @@ from chaos_lightning.membership.types import (
     Released,
     ViewId,
 )
-from chaos_lightning.runtime import agent as agents
-from chaos_lightning.runtime import forks
-from chaos_lightning.runtime.agent import Agent
-from chaos_lightning.runtime.channel import SilentError, StandbyError
+from chaos_lightning.control import agent as agents
+from chaos_lightning.machine import forks
+from chaos_lightning.control.agent import Agent
+from chaos_lightning.control.channel import SilentError, StandbyError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import PATIENCE_S, Client, Facts, attending, hello, serving, welcome
@@ -156,7 +156,7 @@ def test_a_name_nobody_knows_is_tried_again_until_the_timeout(monkeypatch: pytes
     def nowhere(*args: Any, **kwargs: Any) -> Any:
         raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr("chaos_lightning.runtime.access.socket.getaddrinfo", nowhere)
+    monkeypatch.setattr("chaos_lightning.security.access.socket.getaddrinfo", nowhere)
     with attending("no-such-host:29400", connect_timeout_s=0.2) as client:
         state = client.states.wait(lambda s: s.startswith("failed"))
         assert "'no-such-host' cannot be resolved" in state
@@ -171,7 +171,7 @@ def test_something_else_at_the_port_fails_after_the_timeout() -> None:
 
 
 def test_a_scheduler_that_accepts_but_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.runtime.agent._ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("chaos_lightning.control.agent._ANSWER_TIMEOUT_S", 0.2)
 
     def rule(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
         return []
@@ -448,7 +448,7 @@ def test_heartbeats_do_not_pile_up_before_a_scheduler_that_does_not_read(monkeyp
 
     with serving() as served, attending(served.endpoint, heartbeat=heartbeat) as client:
         made.wait(lambda _: True, count=3)
-        monkeypatch.setattr("chaos_lightning.runtime.agent._Talk.clogged", True)
+        monkeypatch.setattr("chaos_lightning.control.agent._Talk.clogged", True)
         client.agent.send(Leave("a"))
         served.events.wait(lambda e: getattr(e, "message", None) == Leave("a"))
         before = len(made.seen)

@@ -14,7 +14,7 @@ from until_support import until
 from chaos_lightning.cli import app
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     Decide,
     Entered,
     FromMember,
@@ -26,8 +26,8 @@ from chaos_lightning.membership.types import (
     Settings,
     ToMember,
 )
-from chaos_lightning.runtime.channel import change_link, fetch_status
-from chaos_lightning.runtime.server import real_machine
+from chaos_lightning.control.channel import change_link, fetch_status
+from chaos_lightning.control.server import real_machine
 
 SETTINGS = Settings(min_nodes=3, heartbeat_timeout_s=5.0)
 
@@ -120,7 +120,7 @@ def test_status_shows_links_and_the_plan(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_machine_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.runtime.server._ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("chaos_lightning.control.server._ANSWER_TIMEOUT_S", 0.05)
     with serving() as served, pytest.raises(RefusedError, match="did not get to it within"):
         change_link(served.endpoint, "a", "b", add=True)
 

@@ -21,15 +21,16 @@ from served import PATIENCE_S, Served, serving
 from until_support import until
 
 from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError
-from chaos_lightning.runtime import channel, chaos_pb2, claims
-from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerStub
-from chaos_lightning.runtime.claims import Claim, ask, lock_lowest
-from chaos_lightning.runtime.lock_files import lock_path
+from chaos_lightning.control import channel, claims
+from chaos_lightning.protocol import chaos_pb2
+from chaos_lightning.control.chaos_pb2_grpc import SchedulerStub
+from chaos_lightning.control.claims import Claim, ask, lock_lowest
+from chaos_lightning.machine.lock_files import lock_path
 
 CLAIMANT = """
 import os, signal, sys
-from chaos_lightning.runtime import claims
-from chaos_lightning.runtime.claims import ask, lock_lowest
+from chaos_lightning.control import claims
+from chaos_lightning.control.claims import ask, lock_lowest
 
 way, port, claims.WORD_S = sys.argv[1], int(sys.argv[2]), 0.05
 claim = ask(f"127.0.0.1:{port}", b"", "default", 20.0) if way == "asks" else lock_lowest("default", port)

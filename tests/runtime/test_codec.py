@@ -1,4 +1,4 @@
-"""chaos.proto against membership/types.py, and the codec between them."""
+"""chaos.proto against protocol/types.py, and the codec between them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.membership import types as vocabulary
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol import types as vocabulary
+from chaos_lightning.protocol.types import (
     GENESIS,
     Contribution,
     FromMember,
@@ -35,7 +35,7 @@ from chaos_lightning.membership.types import (
     View,
     ViewId,
 )
-from chaos_lightning.runtime import chaos_pb2, codec, generate
+from chaos_lightning.protocol import chaos_pb2, codec, generate
 
 sys.path.insert(0, str(Path(__file__).parent))
 from vocabulary import messages, values

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from chaos_lightning import cli
 from chaos_lightning.errors import RefusedError
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import Settings, Welcome
-from chaos_lightning.runtime import scheduler_main
-from chaos_lightning.runtime.credentials import Credentials, KeyFolder
-from chaos_lightning.runtime.keyfiles import NODES
-from chaos_lightning.runtime.options import MEMORY, SchedulerOptions
+from chaos_lightning.protocol.types import Settings, Welcome
+from chaos_lightning.control import scheduler_main
+from chaos_lightning.security.credentials import Credentials, KeyFolder
+from chaos_lightning.security.keyfiles import NODES
+from chaos_lightning.control.options import MEMORY, SchedulerOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import Served, attending, serving
@@ -43,7 +43,7 @@ def test_help_lists_every_command_and_imports_none() -> None:
         "import sys; sys.argv = ['chaos-lightning', '--help']\n"
         "from chaos_lightning.cli import main\n"
         "try: main()\n"
-        "finally: print(*[m for m in ('torch', 'lightning', 'grpc', 'matplotlib', 'chaos_lightning.runtime.commands')"
+        "finally: print(*[m for m in ('torch', 'lightning', 'grpc', 'matplotlib', 'chaos_lightning.control.commands')"
         " if m in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run(
@@ -173,14 +173,14 @@ def test_what_a_scheduler_says_does_not_command_the_terminal(
     evil = "a[/bold][red]\x1b[2J\x9b31m\u202e"
     facts = {"job": evil, "endpoint": "h:1", "term": evil, "min_nodes": 1, "max_nodes": 2, "owed": evil}
     machine = {"phase": evil, "view": evil, "reason": evil, "chain": evil, "members": [{"id": evil, "host": evil}]}
-    monkeypatch.setattr("chaos_lightning.runtime.channel.fetch_status", lambda *_, **__: facts | {"machine": machine})
-    monkeypatch.setattr("chaos_lightning.runtime.channel.change_link", lambda *_, **__: evil)
-    monkeypatch.setattr("chaos_lightning.runtime.resetting.reset_job", lambda *_, **__: evil)
+    monkeypatch.setattr("chaos_lightning.control.channel.fetch_status", lambda *_, **__: facts | {"machine": machine})
+    monkeypatch.setattr("chaos_lightning.control.channel.change_link", lambda *_, **__: evil)
+    monkeypatch.setattr("chaos_lightning.control.resetting.reset_job", lambda *_, **__: evil)
 
     def refuse(*_: object, **__: object) -> None:
         raise RefusedError(evil)
 
-    monkeypatch.setattr("chaos_lightning.runtime.channel.drain", refuse)
+    monkeypatch.setattr("chaos_lightning.control.channel.drain", refuse)
     for words in (["status"], ["link", "add", "a", "b"], ["reset"], ["drain", "a"]):
         monkeypatch.setattr(sys, "argv", ["chaos-lightning", *words])
         with pytest.raises(SystemExit) as ended:

@@ -11,12 +11,12 @@ import pytest
 from keys_support import CHAIN, KEY, TOKEN, TRUSTED, Keys, write_keys
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.runtime import keyfiles
-from chaos_lightning.runtime.access import check_bind
-from chaos_lightning.runtime.config import EngineConfig
-from chaos_lightning.runtime.credentials import Credentials, KeyFolder, known
-from chaos_lightning.runtime.roles import MEMBER, OBSERVER
-from chaos_lightning.runtime.server_config import ServerConfig
+from chaos_lightning.security import keyfiles
+from chaos_lightning.security.access import check_bind
+from chaos_lightning.member.config import EngineConfig
+from chaos_lightning.security.credentials import Credentials, KeyFolder, known
+from chaos_lightning.security.roles import MEMBER, OBSERVER
+from chaos_lightning.control.server_config import ServerConfig
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_a_folder_that_is_being_replaced_is_waited_for(keys: Keys, monkeypatch: 
 
 
 def test_who_waits_for_files_that_never_fit_is_told(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.runtime.credentials._PATIENCE_S", 0.2)
+    monkeypatch.setattr("chaos_lightning.security.credentials._PATIENCE_S", 0.2)
     count = iter(range(10_000))
     monkeypatch.setattr(KeyFolder, "_signature", lambda self: (next(count),))
     with pytest.raises(ConfigurationError, match="are being replaced"):
@@ -225,7 +225,7 @@ def test_a_process_that_runs_on_warns_of_the_end_once_a_day(
     folder.current()
     assert caplog.text.count("the certificate of odd ends in") == 1
     now = time.monotonic()
-    monkeypatch.setattr("chaos_lightning.runtime.credentials.time.monotonic", lambda: now + 86500)
+    monkeypatch.setattr("chaos_lightning.security.credentials.time.monotonic", lambda: now + 86500)
     for _ in range(3):
         folder.current()
     assert caplog.text.count("the certificate of odd ends in") == 2

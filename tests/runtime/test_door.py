@@ -23,14 +23,15 @@ from until_support import until
 
 from chaos_lightning.errors import ConfigurationError, RefusedError
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import Notice, Verdict, Welcome
-from chaos_lightning.runtime import door, keyfiles
-from chaos_lightning.runtime.channel import fetch_status
-from chaos_lightning.runtime.credentials import Credentials, KeyFolder
-from chaos_lightning.runtime.hosting import ensure_scheduler, look
-from chaos_lightning.runtime.keyfiles import Node
-from chaos_lightning.runtime.options import MEMORY, SchedulerOptions
-from chaos_lightning.runtime.tls_trouble import tls_trouble
+from chaos_lightning.protocol.types import Notice, Verdict, Welcome
+from chaos_lightning.control import door
+from chaos_lightning.security import keyfiles
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.security.credentials import Credentials, KeyFolder
+from chaos_lightning.control.hosting import ensure_scheduler, look
+from chaos_lightning.security.keyfiles import Node
+from chaos_lightning.control.options import MEMORY, SchedulerOptions
+from chaos_lightning.security.tls_trouble import tls_trouble
 
 
 @pytest.fixture
@@ -152,8 +153,8 @@ DYING = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
 from served import Client
-from chaos_lightning.membership.types import Welcome
-from chaos_lightning.runtime.credentials import Credentials, KeyFolder
+from chaos_lightning.protocol.types import Welcome
+from chaos_lightning.security.credentials import Credentials, KeyFolder
 client = Client(sys.argv[2], token=Credentials(keys=KeyFolder(sys.argv[3])))
 client.messages.wait_for(Welcome)
 os.kill(os.getpid(), 9)

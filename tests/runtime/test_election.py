@@ -22,12 +22,12 @@ from test_store import decide, reserve
 from until_support import until
 
 from chaos_lightning.errors import StoreError
-from chaos_lightning.membership.types import NO_VIEW, ViewId
-from chaos_lightning.runtime import process_table
-from chaos_lightning.runtime.election import Candidate, Election
-from chaos_lightning.runtime.etcd_client import EtcdClient
-from chaos_lightning.runtime.etcd_servers import EtcdServers
-from chaos_lightning.runtime.etcd_store import EtcdStore
+from chaos_lightning.protocol.types import NO_VIEW, ViewId
+from chaos_lightning.machine import process_table
+from chaos_lightning.control.election import Candidate, Election
+from chaos_lightning.control.etcd_client import EtcdClient
+from chaos_lightning.control.etcd_servers import EtcdServers
+from chaos_lightning.control.etcd_store import EtcdStore
 
 PATIENCE_S = 60.0
 
@@ -191,8 +191,8 @@ def test_etcd_that_cannot_be_reached_ends_a_reign_no_later_than_its_lease(
 
 CANDIDATE = """
 import json, sys, threading
-from chaos_lightning.runtime.election import Candidate, Election
-from chaos_lightning.runtime.etcd_client import EtcdClient, read_address
+from chaos_lightning.control.election import Candidate, Election
+from chaos_lightning.control.etcd_client import EtcdClient, read_address
 
 def say(*words):
     print(json.dumps(words), flush=True)

@@ -17,8 +17,8 @@ from test_store import decide, reserve, view
 
 from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.membership.effects import Persist
-from chaos_lightning.membership.types import NO_VIEW, ViewId
-from chaos_lightning.runtime.etcd_client import (
+from chaos_lightning.protocol.types import NO_VIEW, ViewId
+from chaos_lightning.control.etcd_client import (
     CLIENTS,
     CompactedError,
     EtcdAddress,
@@ -27,9 +27,9 @@ from chaos_lightning.runtime.etcd_client import (
     put,
     read_address,
 )
-from chaos_lightning.runtime.etcd_servers import EtcdServers
-from chaos_lightning.runtime.etcd_store import EtcdStore, job_root
-from chaos_lightning.runtime.store import Appended
+from chaos_lightning.control.etcd_servers import EtcdServers
+from chaos_lightning.control.etcd_store import EtcdStore, job_root
+from chaos_lightning.control.store import Appended
 
 pytestmark = pytest.mark.usefixtures("each_client")
 
@@ -163,7 +163,7 @@ def test_a_damaged_entry_is_an_error_not_a_shorter_chain(etcd: EtcdServers, job:
 
 
 def test_a_missing_entry_is_an_error(etcd: EtcdServers, job: str) -> None:
-    from chaos_lightning.runtime.etcd_client import delete
+    from chaos_lightning.control.etcd_client import delete
 
     with store(etcd, job) as chain:
         chain.take_term()
@@ -185,7 +185,7 @@ def test_an_entry_that_etcd_would_not_take_is_refused_before(etcd: EtcdServers, 
 
 
 def test_long_chains_are_read_in_pages(etcd: EtcdServers, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.runtime.etcd_client.PAGE", 7)
+    monkeypatch.setattr("chaos_lightning.control.etcd_client.PAGE", 7)
     with store(etcd, job) as chain:
         chain.take_term()
         grow(chain, 30)

@@ -26,13 +26,13 @@ from etcd_for_tests import servers
 from test_store import decide
 
 from chaos_lightning.errors import ConfigurationError, StoreError
-from chaos_lightning.membership.types import NO_VIEW, ViewId
-from chaos_lightning.runtime import election as election_module
-from chaos_lightning.runtime import etcd_client, etcd_store
-from chaos_lightning.runtime.election import Candidate, Election, now
-from chaos_lightning.runtime.etcd_client import EtcdAddress, EtcdClient, delete, open_client, put, read_address
-from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
-from chaos_lightning.runtime.etcd_store import EtcdStore
+from chaos_lightning.protocol.types import NO_VIEW, ViewId
+from chaos_lightning.control import election as election_module
+from chaos_lightning.control import etcd_client, etcd_store
+from chaos_lightning.control.election import Candidate, Election, now
+from chaos_lightning.control.etcd_client import EtcdAddress, EtcdClient, delete, open_client, put, read_address
+from chaos_lightning.control.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.control.etcd_store import EtcdStore
 
 PATIENCE_S = 30.0
 

@@ -13,10 +13,10 @@ import pytest
 from until_support import until
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.membership.types import Settings
-from chaos_lightning.runtime.etcd_client import put, read_address
-from chaos_lightning.runtime.etcd_servers import EtcdServers
-from chaos_lightning.runtime.seat import EtcdSeat
+from chaos_lightning.protocol.types import Settings
+from chaos_lightning.control.etcd_client import put, read_address
+from chaos_lightning.control.etcd_servers import EtcdServers
+from chaos_lightning.control.seat import EtcdSeat
 
 PATIENCE_S = 60.0
 
@@ -84,8 +84,8 @@ def test_rules_that_cannot_be_read_are_refused_before_anything_starts(etcd: Etcd
 
 
 def test_a_scheduler_ends_at_once_where_keys_are_not_its_own(etcd: EtcdServers, job: str, tmp_path: Path) -> None:
-    from chaos_lightning.runtime.options import SchedulerOptions
-    from chaos_lightning.runtime.scheduler_main import run
+    from chaos_lightning.control.options import SchedulerOptions
+    from chaos_lightning.control.scheduler_main import run
 
     def started(store: str) -> None:
         run(SchedulerOptions(listen="127.0.0.1:0", settings=Settings(job=job), store=store))
@@ -100,8 +100,8 @@ def test_a_scheduler_ends_at_once_where_keys_are_not_its_own(etcd: EtcdServers, 
 
 
 def test_a_candidate_at_a_wildcard_must_say_where_it_is_reached(job: str) -> None:
-    from chaos_lightning.runtime.options import SchedulerOptions
-    from chaos_lightning.runtime.scheduler_main import run
+    from chaos_lightning.control.options import SchedulerOptions
+    from chaos_lightning.control.scheduler_main import run
 
     options = SchedulerOptions(listen="0.0.0.0:29400", settings=Settings(job=job), store="etcd://127.0.0.1:1")
     with pytest.raises(ConfigurationError, match=r"--listen 0\.0\.0\.0:29400.*--advertise"):

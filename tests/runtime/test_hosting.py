@@ -20,17 +20,17 @@ import pytest
 
 from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.membership.effects import Persist
-from chaos_lightning.membership.types import NO_VIEW, Member, OpenLinks, Ready, Refused, Settings, View, ViewId
-from chaos_lightning.runtime import hosting
-from chaos_lightning.runtime.channel import fetch_status
-from chaos_lightning.runtime.config import EngineConfig
-from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
-from chaos_lightning.runtime.hosting import HostedScheduler, ensure_scheduler, look
-from chaos_lightning.runtime.machine import real_machine
-from chaos_lightning.runtime.memory_store import MemoryStore
-from chaos_lightning.runtime.options import MEMORY, SchedulerOptions
-from chaos_lightning.runtime.scheduler_main import main, open_store
-from chaos_lightning.runtime.sqlite_store import SqliteStore
+from chaos_lightning.protocol.types import NO_VIEW, Member, OpenLinks, Ready, Refused, Settings, View, ViewId
+from chaos_lightning.control import hosting
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.member.config import EngineConfig
+from chaos_lightning.control.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.control.hosting import HostedScheduler, ensure_scheduler, look
+from chaos_lightning.control.machine import real_machine
+from chaos_lightning.control.memory_store import MemoryStore
+from chaos_lightning.control.options import MEMORY, SchedulerOptions
+from chaos_lightning.control.scheduler_main import main, open_store
+from chaos_lightning.control.sqlite_store import SqliteStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import PATIENCE_S, Client, attending, hello, serving
@@ -459,7 +459,7 @@ def test_the_member_hosts_by_its_configuration(endpoint: str, started: list[Host
 
 def scheduler_process(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", *arguments],
+        [sys.executable, "-m", "chaos_lightning.control.scheduler_main", *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -484,7 +484,7 @@ def test_a_signal_ends_the_process_and_leaves_the_chain(endpoint: str, number: s
 
 
 def test_an_idle_process_ends_by_itself_and_logs_its_life(endpoint: str, tmp_path: Path) -> None:
-    from chaos_lightning.observe.events import read_events
+    from chaos_lightning.events.events import read_events
 
     arguments = ["--listen", endpoint, "--store", MEMORY, "--idle-timeout", "0.2", "--log-dir", str(tmp_path)]
     assert main(arguments) == 0
@@ -511,7 +511,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         def fail(*args: object, **kwargs: object) -> None:
             raise socket.gaierror(-2, "Name or service not known")
 
-        monkeypatch.setattr("chaos_lightning.runtime.access.socket.getaddrinfo", fail)
+        monkeypatch.setattr("chaos_lightning.security.access.socket.getaddrinfo", fail)
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -547,8 +547,8 @@ def test_a_hosted_scheduler_survives_the_process_group_that_started_it(
     endpoint: str, started: list[HostedScheduler]
 ) -> None:
     code = (
-        "import os; from chaos_lightning.membership.types import Settings\n"
-        "from chaos_lightning.runtime.hosting import *\n"
+        "import os; from chaos_lightning.protocol.types import Settings\n"
+        "from chaos_lightning.control.hosting import *\n"
         f"o = SchedulerOptions(listen={endpoint!r}, settings=Settings(job='job'), idle_timeout_s=60.0)\n"
         "s = ensure_scheduler(o)\n"
         "print(s.pid, s.pid_start, flush=True); os.killpg(0, 9)"

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from chaos_lightning.cli import app
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.runtime import certificates, keyfiles
-from chaos_lightning.runtime.keyfiles import CLUSTER, Node
-from chaos_lightning.runtime.roles import MEMBER, OBSERVER, OPERATOR
+from chaos_lightning.security import certificates, keyfiles
+from chaos_lightning.security.keyfiles import CLUSTER, Node
+from chaos_lightning.security.roles import MEMBER, OBSERVER, OPERATOR
 
 
 def run(*words: str) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from links_support import DEADLINE_S, Node, a_view, connect
 
-from chaos_lightning.membership.types import NO_VIEW, LinkSpec, Member, View, ViewId
-from chaos_lightning.runtime.routing import Letter
+from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, Member, View, ViewId
+from chaos_lightning.membership.routing import Letter
 from chaos_lightning.transport.frames import FrameType, pack, payload_checksum
 from chaos_lightning.transport.handshake import Greeting, dial
 
@@ -229,7 +229,7 @@ def test_letters_of_a_member_that_is_out_are_dropped_with_the_view(build: Build)
 
 
 def test_too_many_waiting_messages_are_dropped_and_told(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.runtime.links._MAX_WAITING_MESSAGES", 2)
+    monkeypatch.setattr("chaos_lightning.transport.links._MAX_WAITING_MESSAGES", 2)
     nodes = build("ab")
     a, b = nodes.values()
     a.rule(a_view(1, (a, b), ""))
@@ -244,7 +244,7 @@ def test_too_many_waiting_messages_are_dropped_and_told(build: Build, monkeypatc
 def test_a_message_that_fits_no_frame_with_its_address_is_dropped_and_told(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chaos_lightning.runtime.links.MAX_PAYLOAD_NBYTES", 100)
+    monkeypatch.setattr("chaos_lightning.transport.links.MAX_PAYLOAD_NBYTES", 100)
     nodes = build("abc")
     connect(nodes, "ab")
     a, b, c = nodes.values()

@@ -16,7 +16,7 @@ import pytest
 
 from chaos_lightning.errors import ConfigurationError, RefusedError
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
     Decide,
@@ -34,15 +34,15 @@ from chaos_lightning.membership.types import (
     ViewId,
     Welcome,
 )
-from chaos_lightning.observe.events import EventLog
-from chaos_lightning.runtime import keyring
-from chaos_lightning.runtime.channel import fetch_status
-from chaos_lightning.runtime.config import EngineConfig
-from chaos_lightning.runtime.keyring import KEPT, Keyring
-from chaos_lightning.runtime.link_keys import KeyIssuer, levels
-from chaos_lightning.runtime.mailbox import Mailbox
-from chaos_lightning.runtime.options import check_settings, settings_from_json, settings_to_json
-from chaos_lightning.runtime.sqlite_store import SqliteStore
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.member import keyring
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.member.config import EngineConfig
+from chaos_lightning.member.keyring import KEPT, Keyring
+from chaos_lightning.control.link_keys import KeyIssuer, levels
+from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.control.options import check_settings, settings_from_json, settings_to_json
+from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.transport.handshake import Greeting, accept, dial
 from chaos_lightning.transport.sealing import Level, session_of
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos_lightning.runtime.link_meter import (
+from chaos_lightning.transport.link_meter import (
     PART_OF_OUTAGE,
     SAMPLE_NBYTES,
     SOONEST_S,

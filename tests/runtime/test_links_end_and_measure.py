@@ -13,8 +13,8 @@ import pytest
 from links_support import DEADLINE_S, Node, connect, pacing_of
 from until_support import until
 
-from chaos_lightning.membership.types import ViewId
-from chaos_lightning.runtime.measuring import RENEW_S
+from chaos_lightning.protocol.types import ViewId
+from chaos_lightning.transport.measuring import RENEW_S
 from chaos_lightning.transport.frames import FrameType
 from chaos_lightning.transport.handshake import RELAY, Greeting, dial
 from chaos_lightning.transport.link import Link
@@ -115,7 +115,7 @@ def test_a_link_that_was_let_go_ends_when_its_bytes_are_overwritten(build: Build
 
 
 def test_a_link_that_was_let_go_does_not_outlive_its_deadline(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.runtime.links.FINISH_S", -1.0)
+    monkeypatch.setattr("chaos_lightning.transport.links.FINISH_S", -1.0)
     nodes = build("a")
     a = nodes["a"]
     a.expect("x~9")

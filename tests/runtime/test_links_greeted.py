@@ -13,9 +13,9 @@ from links_support import DEADLINE_S, Node
 from until_support import until
 
 from chaos_lightning.errors import RefusedError
-from chaos_lightning.membership.types import NO_VIEW, LinkSpec, Member, View, ViewId
-from chaos_lightning.runtime import links
-from chaos_lightning.runtime.few_lines import FewLines
+from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, Member, View, ViewId
+from chaos_lightning.transport import links
+from chaos_lightning.machine.few_lines import FewLines
 from chaos_lightning.transport.handshake import Greeting, dial
 
 
@@ -176,7 +176,7 @@ def test_who_is_expected_no_more_when_its_handshake_ends_gets_no_link() -> None:
 def test_strangers_at_the_data_port_cannot_fill_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few lines a second, and of the names that they claim a hundred characters."""
     now = [1000.0]
-    monkeypatch.setattr("chaos_lightning.runtime.few_lines.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("chaos_lightning.machine.few_lines.time.monotonic", lambda: now[0])
     few = FewLines()
     assert [few.take() for _ in range(8)] == [0] * 5 + [None] * 3
     now[0] += 1.1

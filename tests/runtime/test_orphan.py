@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from chaos_lightning.runtime import orphan
-from chaos_lightning.runtime.orphan import VARIABLE, agent_mark, watch_parent
-from chaos_lightning.runtime.process_table import host_identity, start_time, still_runs
+from chaos_lightning.machine import orphan
+from chaos_lightning.machine.orphan import VARIABLE, agent_mark, watch_parent
+from chaos_lightning.machine.process_table import host_identity, start_time, still_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0
 
 AGENT = """
 import os, subprocess, sys
-from chaos_lightning.runtime.orphan import VARIABLE, agent_mark
+from chaos_lightning.machine.orphan import VARIABLE, agent_mark
 os.environ[VARIABLE] = agent_mark()
 command = [sys.executable, "-c", sys.argv[1]]
 if sys.argv[2] == "wrapped":  # as with `torchrun --no-python wrapper.sh`
@@ -35,7 +35,7 @@ worker.wait()
 
 WORKER = """
 import os, select, signal, sys
-from chaos_lightning.runtime import orphan
+from chaos_lightning.machine import orphan
 if {polling}:
     del os.pidfd_open
     os.pidfd_open = lambda pid: (_ for _ in ()).throw(OSError("no pidfd here"))

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     NO_VIEW,
     FromMember,
     Member,
@@ -25,11 +25,11 @@ from chaos_lightning.membership.types import (
     ViewId,
     Welcome,
 )
-from chaos_lightning.observe.events import EventLog
-from chaos_lightning.runtime import watcher
-from chaos_lightning.runtime.mailbox import Mailbox
-from chaos_lightning.runtime.memory_store import MemoryStore
-from chaos_lightning.runtime.process_table import (
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine import watcher
+from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.control.memory_store import MemoryStore
+from chaos_lightning.machine.process_table import (
     Sight,
     host_identity,
     process_state,
@@ -37,8 +37,8 @@ from chaos_lightning.runtime.process_table import (
     same_machine_verdict,
     start_time,
 )
-from chaos_lightning.runtime.server import real_machine
-from chaos_lightning.runtime.shell import Shell
+from chaos_lightning.control.server import real_machine
+from chaos_lightning.member.shell import Shell
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import attending, serving

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from chaos_lightning.runtime.observing import JUDGED_AFTER, JUDGED_OVER_S, PROJECTED_LIMIT_S, Pursuit
+from chaos_lightning.member.observing import JUDGED_AFTER, JUDGED_OVER_S, PROJECTED_LIMIT_S, Pursuit
 
 
 def judge(lags: Iterable[float], every_s: float = 0.1, since: float = 1000.0) -> tuple[int, str]:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from chaos_lightning import cli
 from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     NO_VIEW,
     Decide,
     Member,
@@ -28,12 +28,12 @@ from chaos_lightning.membership.types import (
     View,
     ViewId,
 )
-from chaos_lightning.runtime.channel import fetch_status
-from chaos_lightning.runtime.machine import real_machine
-from chaos_lightning.runtime.options import SchedulerOptions
-from chaos_lightning.runtime.process_table import host_identity, start_time
-from chaos_lightning.runtime.resetting import reset_job
-from chaos_lightning.runtime.sqlite_store import SqliteStore
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.machine import real_machine
+from chaos_lightning.control.options import SchedulerOptions
+from chaos_lightning.machine.process_table import host_identity, start_time
+from chaos_lightning.control.resetting import reset_job
+from chaos_lightning.control.sqlite_store import SqliteStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import PATIENCE_S, Client, attending, hello, serving
@@ -189,7 +189,7 @@ def test_what_is_not_there_is_not_made(chain: Path) -> None:
 @pytest.fixture
 def stopped(chain: Path) -> Iterator[str]:
     """The endpoint of a scheduler of that chain that is stopped."""
-    command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", "127.0.0.1:0"]
     process = subprocess.Popen([*command, "--store", str(chain)], stdout=subprocess.PIPE, text=True)
     with process:
         try:
@@ -207,7 +207,7 @@ def test_the_chain_of_a_scheduler_that_does_not_answer_is_left_alone(
 ) -> None:
     with SqliteStore(chain, "default") as store:
         term = store.tip().term
-    from chaos_lightning.runtime import channel, sqlite_store
+    from chaos_lightning.control import channel, sqlite_store
 
     monkeypatch.setattr(sqlite_store, "_LOCK_PATIENCE_S", 0.1)
     monkeypatch.setattr(channel.reset, "__kwdefaults__", {"force": False, "token": b"", "timeout_s": 0.5})

@@ -11,11 +11,13 @@ from served import PATIENCE_S, Served, attending, serving
 
 from chaos_lightning.errors import RefusedError, WireError
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import Welcome
-from chaos_lightning.runtime import certificates, chaos_pb2, few_lines, roles
-from chaos_lightning.runtime.channel import change_link, drain, fetch_status
-from chaos_lightning.runtime.claims import ask
-from chaos_lightning.runtime.roles import MEMBER, OBSERVER, OPERATOR
+from chaos_lightning.protocol.types import Welcome
+from chaos_lightning.security import certificates, roles
+from chaos_lightning.protocol import chaos_pb2
+from chaos_lightning.machine import few_lines
+from chaos_lightning.control.channel import change_link, drain, fetch_status
+from chaos_lightning.control.claims import ask
+from chaos_lightning.security.roles import MEMBER, OBSERVER, OPERATOR
 
 CALLS = ("Attend", "Status", "Drain", "ChangeLink", "Reset", "Claim")
 OK, ROLE, TOKEN, TLS = "ok", "PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE"
@@ -233,7 +235,7 @@ def test_clients_of_ours_show_what_is_needed(keys: Keys, scheduler: Served) -> N
 def test_ones_own_expired_certificate_is_named_before_anything_is_sent(
     keys: Keys, scheduler: Served, refusals: Refusals, tmp_path: Path
 ) -> None:
-    from chaos_lightning.runtime.credentials import Credentials, KeyFolder
+    from chaos_lightning.security.credentials import Credentials, KeyFolder
 
     folder = write_keys(tmp_path / "odd", keys.issued(MEMBER, 1))
     credentials = Credentials(keys=KeyFolder(folder))

@@ -20,7 +20,7 @@ import pytest
 
 from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     NO_VIEW,
     Heartbeat,
     Leave,
@@ -34,13 +34,14 @@ from chaos_lightning.membership.types import (
     ViewId,
     Welcome,
 )
-from chaos_lightning.observe.events import EventLog, read_events
-from chaos_lightning.runtime import chaos_pb2, server
-from chaos_lightning.runtime.channel import CLIENT_OPTIONS, SERVER_OPTIONS, drain, fetch_status
-from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerStub
-from chaos_lightning.runtime.memory_store import MemoryStore
-from chaos_lightning.runtime.sqlite_store import SqliteStore
-from chaos_lightning.runtime.store import Appended
+from chaos_lightning.events.events import EventLog, read_events
+from chaos_lightning.protocol import chaos_pb2
+from chaos_lightning.control import server
+from chaos_lightning.control.channel import CLIENT_OPTIONS, SERVER_OPTIONS, drain, fetch_status
+from chaos_lightning.control.chaos_pb2_grpc import SchedulerStub
+from chaos_lightning.control.memory_store import MemoryStore
+from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.control.store import Appended
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import PATIENCE_S, Facts, Served, attending, serving, welcome
@@ -246,7 +247,7 @@ def test_a_hiccup_of_the_store_is_survived(tmp_path: Path) -> None:
 
 
 def test_a_store_that_stays_broken_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.runtime.server._STORE_PATIENCE_S", 0.0)
+    monkeypatch.setattr("chaos_lightning.control.server._STORE_PATIENCE_S", 0.0)
     journal = Journal()
     journal.broken = 1 << 30
     with serving(persisting(journal), open_store=lambda: journal) as served, attending(served.endpoint) as client:
@@ -269,8 +270,8 @@ def finishing(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
 def test_the_end_of_a_job_is_owed_for_as_long_as_the_store_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, comes_back: bool
 ) -> None:
-    monkeypatch.setattr("chaos_lightning.runtime.server._STORE_PATIENCE_S", 0.0)
-    monkeypatch.setattr("chaos_lightning.runtime.sqlite_store._BUSY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("chaos_lightning.control.server._STORE_PATIENCE_S", 0.0)
+    monkeypatch.setattr("chaos_lightning.control.sqlite_store._BUSY_TIMEOUT_S", 0.1)
     path, tries = tmp_path / "chain.sqlite", Facts[fx.Persist]()
 
     class Counting(SqliteStore):
@@ -375,7 +376,7 @@ def test_many_strangers_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest
     log = EventLog(tmp_path / "s.jsonl", role="scheduler")
     now = [100.0]
     with serving(token=TOKEN, log=log) as served:
-        monkeypatch.setattr("chaos_lightning.runtime.few_lines.time.monotonic", lambda: now[0])
+        monkeypatch.setattr("chaos_lightning.machine.few_lines.time.monotonic", lambda: now[0])
         for _ in range(40):
             served.server._strangers.note("peer", "why")
         now[0] += 2.0
@@ -514,9 +515,9 @@ def test_a_final_refusal_is_delivered() -> None:
 
 def test_the_scheduler_needs_neither_torch_nor_lightning() -> None:
     code = (
-        "import sys, chaos_lightning.runtime.server, chaos_lightning.runtime.agent, chaos_lightning.runtime.hosting,"
-        " chaos_lightning.runtime.scheduler_main, chaos_lightning.membership.scheduler,"
-        " chaos_lightning.runtime.sqlite_store, chaos_lightning.runtime.commands; "
+        "import sys, chaos_lightning.control.server, chaos_lightning.control.agent, chaos_lightning.control.hosting,"
+        " chaos_lightning.control.scheduler_main, chaos_lightning.membership.scheduler,"
+        " chaos_lightning.control.sqlite_store, chaos_lightning.control.commands; "
         "print(*[m for m in ('torch', 'lightning', 'numpy', 'hydra') if m in sys.modules])"
     )
     done = subprocess.run(

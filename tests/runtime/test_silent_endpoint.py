@@ -20,17 +20,19 @@ import pytest
 
 from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.membership.effects import MessageIn
-from chaos_lightning.membership.types import Heartbeat, Settings, Welcome
-from chaos_lightning.observe.events import EventLog
-from chaos_lightning.runtime import hosting, listener, waiting
-from chaos_lightning.runtime.access import split_endpoint
-from chaos_lightning.runtime.channel import fetch_status
-from chaos_lightning.runtime.chaos_pb2_grpc import SchedulerStub
-from chaos_lightning.runtime.hosting import ensure_scheduler, look
-from chaos_lightning.runtime.listener import is_another_kind, who_listens
-from chaos_lightning.runtime.mailbox import Mailbox
-from chaos_lightning.runtime.options import MEMORY, SchedulerOptions
-from chaos_lightning.runtime.waiting import Waiting
+from chaos_lightning.protocol.types import Heartbeat, Settings, Welcome
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.control import hosting
+from chaos_lightning.machine import listener
+from chaos_lightning.member import waiting
+from chaos_lightning.security.access import split_endpoint
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.chaos_pb2_grpc import SchedulerStub
+from chaos_lightning.control.hosting import ensure_scheduler, look
+from chaos_lightning.machine.listener import is_another_kind, who_listens
+from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.control.options import MEMORY, SchedulerOptions
+from chaos_lightning.member.waiting import Waiting
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import PATIENCE_S, Facts, attending, serving
@@ -61,7 +63,7 @@ def said() -> Iterator[Said]:
 
 @pytest.fixture
 def scheduler() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", "127.0.0.1:0"]
     with subprocess.Popen([*command, "--store", MEMORY], stdout=subprocess.PIPE, text=True) as process:
         yield process
         process.kill()
@@ -179,7 +181,7 @@ def test_streams_that_say_nothing_are_closed_and_told() -> None:
 def test_a_scheduler_takes_all_the_descriptors_that_it_may_have() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with_few = ["sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh"]
-    command = [*with_few, sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--listen", "127.0.0.1:0"]
+    command = [*with_few, sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", "127.0.0.1:0"]
     with subprocess.Popen([*command, "--store", MEMORY], stdout=subprocess.PIPE, text=True) as process:
         try:
             place_of(process)  # it has started

@@ -17,21 +17,21 @@ from test_store import decide
 from until_support import until
 
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import Settings, ViewId
-from chaos_lightning.runtime import scheduler_main
-from chaos_lightning.runtime.channel import fetch_status
-from chaos_lightning.runtime.claims import ask
-from chaos_lightning.runtime.connection import Connection, present
-from chaos_lightning.runtime.etcd_client import read_address
-from chaos_lightning.runtime.etcd_servers import EtcdServers
-from chaos_lightning.runtime.etcd_store import EtcdStore
-from chaos_lightning.runtime.machine import real_machine
-from chaos_lightning.runtime.memory_store import MemoryStore
-from chaos_lightning.runtime.options import SchedulerOptions
-from chaos_lightning.runtime.seat import EtcdSeat
-from chaos_lightning.runtime.server import CANNOT_LEAD
-from chaos_lightning.runtime.server_config import Owed, ServerConfig
-from chaos_lightning.runtime.store import Store
+from chaos_lightning.protocol.types import Settings, ViewId
+from chaos_lightning.control import scheduler_main
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.claims import ask
+from chaos_lightning.control.connection import Connection, present
+from chaos_lightning.control.etcd_client import read_address
+from chaos_lightning.control.etcd_servers import EtcdServers
+from chaos_lightning.control.etcd_store import EtcdStore
+from chaos_lightning.control.machine import real_machine
+from chaos_lightning.control.memory_store import MemoryStore
+from chaos_lightning.control.options import SchedulerOptions
+from chaos_lightning.control.seat import EtcdSeat
+from chaos_lightning.control.server import CANNOT_LEAD
+from chaos_lightning.control.server_config import Owed, ServerConfig
+from chaos_lightning.control.store import Store
 
 
 class PlainSeat:
@@ -93,7 +93,7 @@ def test_who_stands_by_numbers_founders_too() -> None:
 
 
 def test_a_task_that_fails_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    from chaos_lightning.runtime.server import SchedulerServer
+    from chaos_lightning.control.server import SchedulerServer
 
     def fail(self: SchedulerServer) -> None:
         raise ZeroDivisionError("planted")
@@ -219,7 +219,7 @@ def test_a_process_that_stands_by_again_knows_what_it_owes(monkeypatch: pytest.M
             on_started(SimpleNamespace(end=None, status=lambda: dict.fromkeys(STATUS, ""), owed=owed))
         return "it leads no more", len(seen) < 3
 
-    monkeypatch.setattr("chaos_lightning.runtime.server.serve", serve)
+    monkeypatch.setattr("chaos_lightning.control.server.serve", serve)
     monkeypatch.setattr(scheduler_main, "_AGAIN_S", 0.0)
     monkeypatch.setattr(scheduler_main, "_seat", lambda *_, **__: SimpleNamespace(check=lambda _: "", open_store=None))
     assert scheduler_main.run(SchedulerOptions(listen="127.0.0.1:1", settings=Settings())) == 0

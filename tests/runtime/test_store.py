@@ -20,12 +20,12 @@ from etcd_for_tests import need_client
 
 from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.membership.effects import LinkWish, Persist
-from chaos_lightning.membership.types import GENESIS, NO_VIEW, Header, Kind, Ledger, Member, Spent, View, ViewId
-from chaos_lightning.runtime.etcd_client import put
-from chaos_lightning.runtime.etcd_store import EtcdStore
-from chaos_lightning.runtime.memory_store import MemoryStore, Shelf
-from chaos_lightning.runtime.sqlite_store import FileLock, SqliteStore, archive
-from chaos_lightning.runtime.store import MAX_ENDED, Entry, Store, Tip, advance
+from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, Ledger, Member, Spent, View, ViewId
+from chaos_lightning.control.etcd_client import put
+from chaos_lightning.control.etcd_store import EtcdStore
+from chaos_lightning.control.memory_store import MemoryStore, Shelf
+from chaos_lightning.control.sqlite_store import FileLock, SqliteStore, archive
+from chaos_lightning.control.store import MAX_ENDED, Entry, Store, Tip, advance
 
 Open = Callable[[], Store]
 MEMBERS = (Member("a~1", "a", "host", "127.0.0.1", 4000), Member("b~2", "b", "host", "127.0.0.1", 4001, 7, 8, 9))
@@ -408,8 +408,8 @@ def test_sqlite_writes_are_synchronous_and_private(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from chaos_lightning.membership.effects import Persist
-from chaos_lightning.membership.types import NO_VIEW, View, ViewId
-from chaos_lightning.runtime.sqlite_store import SqliteStore
+from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
+from chaos_lightning.control.sqlite_store import SqliteStore
 store = SqliteStore(sys.argv[1], "job")
 store.take_term()
 last = NO_VIEW
@@ -517,7 +517,7 @@ def test_reading_needs_a_file(tmp_path: Path) -> None:
 
 
 def test_one_scheduler_serves_a_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.runtime.sqlite_store._LOCK_PATIENCE_S", 0.05)
+    monkeypatch.setattr("chaos_lightning.control.sqlite_store._LOCK_PATIENCE_S", 0.05)
     path = tmp_path / "chain"
     with SqliteStore(path, "job", exclusive=True) as first, SqliteStore(path, "job", exclusive=True) as second:
         assert first.take_term() == 1

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import pytest
 
 from chaos_lightning.errors import DeadlineError
-from chaos_lightning.membership.types import NO_VIEW, Refused, View, ViewId
-from chaos_lightning.observe.events import EventLog
-from chaos_lightning.runtime import waiting
-from chaos_lightning.runtime.mailbox import Mailbox
-from chaos_lightning.runtime.waiting import Waiting
+from chaos_lightning.protocol.types import NO_VIEW, Refused, View, ViewId
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.member import waiting
+from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.member.waiting import Waiting
 
 LOST = "lost: no scheduler answered"
 

@@ -14,9 +14,10 @@ import pytest
 from links_support import Node, connect
 from until_support import until
 
-from chaos_lightning.runtime import links, watcher
-from chaos_lightning.runtime.process_table import start_time
-from chaos_lightning.runtime.watching import Watching
+from chaos_lightning.transport import links
+from chaos_lightning.machine import watcher
+from chaos_lightning.machine.process_table import start_time
+from chaos_lightning.transport.watching import Watching
 from chaos_lightning.transport.loop import IoLoop
 
 KEY = bytes(range(watcher.KEY_NBYTES))

@@ -9,9 +9,9 @@ import pytest
 from served import attending, serving
 
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.types import Hello, Leave, Member, NextView, Notice, Settings, View, ViewId, Welcome
-from chaos_lightning.runtime.connection import Connection
-from chaos_lightning.runtime.server import SchedulerServer
+from chaos_lightning.protocol.types import Hello, Leave, Member, NextView, Notice, Settings, View, ViewId, Welcome
+from chaos_lightning.control.connection import Connection
+from chaos_lightning.control.server import SchedulerServer
 
 
 def says_leave(event: fx.SchedulerEvent) -> bool:
@@ -23,7 +23,7 @@ def closed(event: fx.SchedulerEvent) -> bool:
 
 
 def test_a_member_that_never_reads_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.runtime.server._MAX_OUTBOX", 8)
+    monkeypatch.setattr("chaos_lightning.control.server._MAX_OUTBOX", 8)
     flood: list[fx.SchedulerEffect] = [fx.Send(1, Notice("x" * 1000)) for _ in range(50)]
     with serving(lambda e: flood if says_leave(e) else None) as served, attending(served.endpoint) as client:
         client.states.wait(lambda s: s == "connected")
@@ -33,7 +33,7 @@ def test_a_member_that_never_reads_is_cut(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_keys_that_come_with_messages_to_others_count_for_who_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each view makes new keys for both ends of a link; a hears of it only by those, and takes nothing."""
-    monkeypatch.setattr("chaos_lightning.runtime.server._MAX_OUTBOX", 8)
+    monkeypatch.setattr("chaos_lightning.control.server._MAX_OUTBOX", 8)
     write = SchedulerServer._write
 
     async def stuck(server: SchedulerServer, connection: Connection, context: Any) -> None:

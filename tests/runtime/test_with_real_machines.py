@@ -19,7 +19,7 @@ import pytest
 
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     Contribution,
     FromMember,
     Heartbeat,
@@ -32,11 +32,11 @@ from chaos_lightning.membership.types import (
     Verdict,
     ViewId,
 )
-from chaos_lightning.runtime.agent import Agent
-from chaos_lightning.runtime.channel import fetch_status
-from chaos_lightning.runtime.codec import decode_peer, encode_peer
-from chaos_lightning.runtime.memory_store import MemoryStore, Shelf
-from chaos_lightning.runtime.server import real_machine
+from chaos_lightning.control.agent import Agent
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.protocol.codec import decode_peer, encode_peer
+from chaos_lightning.control.memory_store import MemoryStore, Shelf
+from chaos_lightning.control.server import real_machine
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import PATIENCE_S, Facts, Served, hello, serving

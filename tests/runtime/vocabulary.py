@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from chaos_lightning.membership import types as vocabulary
+from chaos_lightning.protocol import types as vocabulary
 
 _TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
 _SPANS = st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 20)).map(lambda s: (s[0], s[0] + s[1]))
@@ -26,7 +26,7 @@ _SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
-    """Any value of a type that appears in membership/types.py."""
+    """Any value of a type that appears in protocol/types.py."""
     if hint in _SIMPLE:
         return _SIMPLE[hint]
     arguments = typing.get_args(hint)

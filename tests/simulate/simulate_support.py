@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from chaos_lightning.simulate.oracle import Violation
-from chaos_lightning.simulate.script import parse
-from chaos_lightning.simulate.world import Outcome, World
+from chaos_lightning.lab.simulate.oracle import Violation
+from chaos_lightning.lab.simulate.script import parse
+from chaos_lightning.lab.simulate.world import Outcome, World
 
 
 def run(text: str) -> tuple[World, Outcome]:

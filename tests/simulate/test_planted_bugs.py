@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from chaos_lightning.simulate.bugs import BUGS
-from chaos_lightning.simulate.world import Hooks, simulate
+from chaos_lightning.lab.simulate.bugs import BUGS
+from chaos_lightning.lab.simulate.world import Hooks, simulate
 
 BOUND = 120
 """Within so many seeds each bug must show."""

@@ -1,4 +1,4 @@
-"""`python -m chaos_lightning.simulate`."""
+"""`python -m chaos_lightning.lab.simulate`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.simulate.__main__ import main
-from chaos_lightning.simulate.failing import FAILING, lost_plan
-from chaos_lightning.simulate.plans import FAMILIES
-from chaos_lightning.simulate.script import parse
+from chaos_lightning.lab.simulate.__main__ import main
+from chaos_lightning.lab.simulate.failing import FAILING, lost_plan
+from chaos_lightning.lab.simulate.plans import FAMILIES
+from chaos_lightning.lab.simulate.script import parse
 
 
 def test_seeds_end_with_a_line_of_counts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from simulate_support import notes, outcome_of, run
 
-from chaos_lightning.simulate.joining_plans import (
+from chaos_lightning.lab.simulate.joining_plans import (
     all_leave_plan,
     calm_plan,
     crowd_plan,
@@ -18,10 +18,10 @@ from chaos_lightning.simulate.joining_plans import (
     promise_plan,
     silent_plan,
 )
-from chaos_lightning.simulate.observing import Replaying
-from chaos_lightning.simulate.oracle import Violation
-from chaos_lightning.simulate.script import parse
-from chaos_lightning.simulate.world import Outcome, Plan, World, simulate
+from chaos_lightning.lab.simulate.observing import Replaying
+from chaos_lightning.lab.simulate.oracle import Violation
+from chaos_lightning.lab.simulate.script import parse
+from chaos_lightning.lab.simulate.world import Outcome, Plan, World, simulate
 
 pytestmark = pytest.mark.slow  # test_simulated_seeds.py runs plans of all these families in the ordinary run
 

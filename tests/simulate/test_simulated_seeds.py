@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chaos_lightning.simulate.batch import outcomes
-from chaos_lightning.simulate.plans import any_plan
-from chaos_lightning.simulate.world import World, simulate
+from chaos_lightning.lab.simulate.batch import outcomes
+from chaos_lightning.lab.simulate.plans import any_plan
+from chaos_lightning.lab.simulate.world import World, simulate
 
 
 def test_first_hundred_seeds_hold_all_contracts() -> None:
@@ -48,7 +48,7 @@ def test_run_is_the_same_in_every_process(seed: int) -> None:
     """Python orders a set of strings anew in each process; these seeds were told differently by that."""
 
     def told(order: int) -> str:
-        command = [sys.executable, "-m", "chaos_lightning.simulate", "--tell", str(seed)]
+        command = [sys.executable, "-m", "chaos_lightning.lab.simulate", "--tell", str(seed)]
         given = {**os.environ, "PYTHONHASHSEED": str(order)}
         return subprocess.run(command, env=given, capture_output=True, check=True, text=True, timeout=120).stdout
 

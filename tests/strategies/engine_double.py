@@ -11,7 +11,7 @@ from torch import Tensor
 
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.errors import FencedError
-from chaos_lightning.membership.types import (
+from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
     Header,
@@ -22,10 +22,10 @@ from chaos_lightning.membership.types import (
     View,
     ViewId,
 )
-from chaos_lightning.observe.events import EventLog
+from chaos_lightning.events.events import EventLog
 from chaos_lightning.planning import ledger
 from chaos_lightning.replication.manifest import decode_manifest, encode_manifest
-from chaos_lightning.runtime.config import EngineConfig
+from chaos_lightning.member.config import EngineConfig
 
 
 class EngineDouble:

@@ -9,7 +9,7 @@ import torch
 from strategy_members import member
 from torch import nn
 
-import chaos_lightning.runtime.doorway as doorway
+import chaos_lightning.member.doorway as doorway
 
 
 class Odd(models.Regression):

@@ -57,7 +57,7 @@ class Job:
         """A new job at the same endpoint, with a chain of its own."""
         from dataclasses import replace
 
-        from chaos_lightning.runtime.hosting import ensure_scheduler
+        from chaos_lightning.control.hosting import ensure_scheduler
 
         self.harness.wait_until(self._scheduler_gone, "the end of the finished job's scheduler")
         rules = replace(self.options.settings, **settings)

@@ -20,9 +20,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, DistributedSampler
 
 from chaos_lightning.callbacks import FaultInjectorCallback
-from chaos_lightning.runtime import engine as engine_module
-from chaos_lightning.runtime.engine import Engine
-from chaos_lightning.runtime.links import Links
+from chaos_lightning.member import engine as engine_module
+from chaos_lightning.member.engine import Engine
+from chaos_lightning.transport.links import Links
 from chaos_lightning.strategies import ChaosStrategy, place
 
 

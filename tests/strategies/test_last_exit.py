@@ -9,7 +9,7 @@ import pytest
 import torch
 from strategy_job import Job
 
-from chaos_lightning.runtime.channel import drain
+from chaos_lightning.control.channel import drain
 
 
 @pytest.mark.parametrize("way", ["signal", "drained"])

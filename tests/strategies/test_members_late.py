@@ -9,7 +9,7 @@ import pytest
 from strategy_job import Job
 from test_members import expected_validation, same, start_three, start_two, start_validating
 
-from chaos_lightning.runtime.options import settings_to_json
+from chaos_lightning.control.options import settings_to_json
 
 
 def test_newcomer_comes_into_a_validation(job: Job) -> None:
@@ -56,7 +56,7 @@ def test_newcomer_comes_to_a_finished_job(job: Job) -> None:
     job.finish("a")
     job.harness.wait_until(job._scheduler_gone, "the end of the finished job's scheduler")
     options = job.options
-    command = [sys.executable, "-m", "chaos_lightning.runtime.scheduler_main", "--keep-finished"]
+    command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--keep-finished"]
     command += ["--listen", options.listen, "--settings", settings_to_json(options.settings), "--store", options.store]
     job.harness.start("keeper", command)
     job.harness.declare("b")

@@ -11,7 +11,7 @@ import pytest
 
 import chaos_lightning  # noqa: F401
 from chaos_lightning.errors import ConfigurationError, DeadlineError
-from chaos_lightning.runtime.lock_files import lock_path
+from chaos_lightning.machine.lock_files import lock_path
 from chaos_lightning.strategies.environment import ChaosEnvironment
 from chaos_lightning.strategies.preparing import DataTurn
 

@@ -14,7 +14,7 @@ from strategy_models import Regression, loader, trainer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.membership.types import Ledger, Spent
+from chaos_lightning.protocol.types import Ledger, Spent
 from chaos_lightning.strategies import BySamples, ChaosStrategy
 from chaos_lightning.strategies.schedules import used_between
 

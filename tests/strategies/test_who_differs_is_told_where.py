@@ -16,11 +16,11 @@ from strategy_models import Regression, Stream, loader, trainer
 from torch.utils.data import DataLoader
 
 from chaos_lightning.membership.roster import Reference, difference
-from chaos_lightning.membership.types import Hello
+from chaos_lightning.protocol.types import Hello
 from chaos_lightning.strategies import ChaosStrategy
 from chaos_lightning.strategies.fingerprint import advice
 
-PRELOAD = ("torch", "lightning.pytorch", "torchmetrics", "chaos_lightning.strategies", "chaos_lightning.runtime.agent")
+PRELOAD = ("torch", "lightning.pytorch", "torchmetrics", "chaos_lightning.strategies", "chaos_lightning.control.agent")
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "width": (

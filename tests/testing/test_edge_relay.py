@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from test_relay import DEADLINE_S, Member, broken, exactly, quiet, there_and_back
 
-from chaos_lightning.testing.relay import LinkRelay
-from chaos_lightning.testing.topology import Link, Node, Topology
+from chaos_lightning.lab.relay import LinkRelay
+from chaos_lightning.lab.topology import Link, Node, Topology
 from chaos_lightning.transport.handshake import RELAY
 
 NETWORK = Topology((Node("a"), Node("b"), Node("c")), (Link("a", "b", 1e9), Link("b", "c", 1e9)))

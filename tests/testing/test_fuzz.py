@@ -22,14 +22,14 @@ import pytest
 from chaos_lightning.errors import ConfigurationError, RefusedError, StoreError, WireError
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.membership.types import NO_VIEW, Entered, FromMember, Ready, Settings, ViewId
-from chaos_lightning.runtime.etcd_store import EtcdStore
-from chaos_lightning.runtime.options import settings_from_json
-from chaos_lightning.testing.fuzz import mutate
-from chaos_lightning.testing.fuzz.drivers import TARGETS, atheris_missing, replay, with_hypothesis
-from chaos_lightning.testing.fuzz.handshakes import shaken, welcome_handshakes
-from chaos_lightning.testing.fuzz.readers import hello, wrapped
-from chaos_lightning.testing.fuzz.target import FindingError, Target, guarded
+from chaos_lightning.protocol.types import NO_VIEW, Entered, FromMember, Ready, Settings, ViewId
+from chaos_lightning.control.etcd_store import EtcdStore
+from chaos_lightning.control.options import settings_from_json
+from chaos_lightning.lab.fuzz import mutate
+from chaos_lightning.lab.fuzz.drivers import TARGETS, atheris_missing, replay, with_hypothesis
+from chaos_lightning.lab.fuzz.handshakes import shaken, welcome_handshakes
+from chaos_lightning.lab.fuzz.readers import hello, wrapped
+from chaos_lightning.lab.fuzz.target import FindingError, Target, guarded
 from chaos_lightning.transport.handshake import VERSION, Greeting, accept, dial
 
 EXAMPLES = {"agent": 15, "door": 40, "server": 60, "state": 60, "scheduler": 60}
@@ -82,20 +82,20 @@ def test_a_broken_reader_is_found_made_small_and_replayed(
 
 
 def test_a_reader_that_does_not_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.testing.fuzz.target.HANG_S", 0.2)
+    monkeypatch.setattr("chaos_lightning.lab.fuzz.target.HANG_S", 0.2)
     with pytest.raises(FindingError, match="still busy"):
         guarded(Target("loops", "", lambda: [b""], _loops, lambda data, rng: data), b"")
 
 
 def fuzz(*arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "chaos_lightning.testing.fuzz", *arguments]
+    command = [sys.executable, "-m", "chaos_lightning.lab.fuzz", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 def test_the_command_says_what_is_wrong_with_its_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from chaos_lightning.testing.fuzz.__main__ import main
+    from chaos_lightning.lab.fuzz.__main__ import main
 
     def given(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["fuzz", *arguments])
@@ -120,7 +120,7 @@ def test_the_command_says_what_is_wrong_with_its_arguments(
 @pytest.mark.slow
 @pytest.mark.parametrize("driver", ["hypothesis", "atheris"])
 def test_all_targets_for_minutes(driver: str, tmp_path: Path) -> None:
-    """Five minutes in all; an hour on demand: python -m chaos_lightning.testing.fuzz --minutes 60."""
+    """Five minutes in all; an hour on demand: python -m chaos_lightning.lab.fuzz --minutes 60."""
     if driver == "atheris" and atheris_missing():
         pytest.skip(atheris_missing())
     minutes = float(os.environ.get("CHAOS_FUZZ_MINUTES", MINUTES))
@@ -235,7 +235,7 @@ def test_settings_that_are_nested_without_end() -> None:
 @pytest.mark.parametrize("interval_s", [1e308, 1e-9, 0.0, -1.0])
 def test_a_scheduler_that_asks_for_odd_heartbeats_is_no_scheduler(interval_s: float) -> None:
     """The agent's thread ended with OverflowError, or sent without a pause."""
-    from chaos_lightning.membership.types import Member, ToMember, Welcome
+    from chaos_lightning.protocol.types import Member, ToMember, Welcome
 
     welcome = Welcome(Member("a~1", "a", "host", "127.0.0.1", 1), 1, "founder", "", interval_s, 0.5)
     TARGETS["agent"].run(mutate.joined([(0, wrapped(ToMember, welcome))]))

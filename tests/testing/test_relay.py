@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from chaos_lightning.errors import ChaosError
-from chaos_lightning.testing.relay import LinkRelay
+from chaos_lightning.lab.relay import LinkRelay
 from chaos_lightning.transport.handshake import RELAY, Greeting, accept, dial
 
 DEADLINE_S = 20.0

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chaos_lightning.testing import history
-from chaos_lightning.testing.history import Commit, Run
+from chaos_lightning.observe import history
+from chaos_lightning.observe.history import Commit, Run
 
 GENESIS = "g"
 

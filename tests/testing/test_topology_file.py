@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.testing.edge_file import load_topology, rate_bps, seconds, topology_from
-from chaos_lightning.testing.topology import Change, Condition, Link, Node, Topology
+from chaos_lightning.lab.edge_file import load_topology, rate_bps, seconds, topology_from
+from chaos_lightning.lab.topology import Change, Condition, Link, Node, Topology
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "topologies"
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import ChaosError, RefusedError, WireError
-from chaos_lightning.membership.types import ViewId
+from chaos_lightning.protocol.types import ViewId
 from chaos_lightning.transport import handshake
 from chaos_lightning.transport.frames import HEADER_NBYTES, FrameType, pack, unpack
 from chaos_lightning.transport.handshake import Greeting, accept, dial

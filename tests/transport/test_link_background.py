@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from chaos_lightning.membership.types import NO_VIEW, ViewId
+from chaos_lightning.protocol.types import NO_VIEW, ViewId
 from chaos_lightning.transport.frames import Frame, FrameType, pack
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 
-from chaos_lightning.membership.types import NO_VIEW, ViewId
+from chaos_lightning.protocol.types import NO_VIEW, ViewId
 from chaos_lightning.transport.frames import Frame, FrameType
 from chaos_lightning.transport.holding import AT_FIRST_NBYTES, LEAST_NBYTES, MOST_NBYTES, Holding
 from chaos_lightning.transport.link import Link

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from chaos_lightning.errors import ChaosError
-from chaos_lightning.membership.types import ViewId
+from chaos_lightning.protocol.types import ViewId
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.bulk import BulkSocket, Type
 from chaos_lightning.replication.forward import Forwarder, send_route

@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 
-from chaos_lightning.membership.types import NO_VIEW
+from chaos_lightning.protocol.types import NO_VIEW
 from chaos_lightning.transport.frames import Frame, FrameType
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.locality import on_this_machine

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.membership.types import NO_VIEW, LinkReport
+from chaos_lightning.protocol.types import NO_VIEW, LinkReport
 from chaos_lightning.transport.frames import HEADER_NBYTES, Frame, FrameType, unpack
 from chaos_lightning.transport.probe import PIECE_NBYTES, Op, ProbeConfig, Probes
 

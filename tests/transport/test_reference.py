@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.membership.types import ViewId
+from chaos_lightning.protocol.types import ViewId
 from chaos_lightning.transport.reference import (
     Neighbour,
     Reference,
@@ -24,7 +24,7 @@ from chaos_lightning.transport.reference import (
 
 CHILD = """
 import sys
-from chaos_lightning.membership.types import ViewId
+from chaos_lightning.protocol.types import ViewId
 from chaos_lightning.transport.reference import Stamp, refer
 memory = memoryview(bytearray(range(256)) * 64)
 stamp = Stamp()

@@ -1,0 +1,133 @@
+"""A window: the gradients of one optimizer step on their way from autograd's hooks to the slot that commits them.
+
+Theory of operation. `arm` opens the window for the coming slot and tells the reducer so; cells that hooks complete are
+passed on at once. A collective that comes between (a metric logged in the training step) takes the slot that was meant
+for the gradients; `move` gives them to the next one, by then a new attempt of every member alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from chaos_lightning.collectives.gradients import Gradients, cells_of
+from chaos_lightning.collectives.layout import Layout
+from chaos_lightning.collectives.memory import Memory
+from chaos_lightning.collectives.reducer import Reducer
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.membership.recovery import needs_bytes
+from chaos_lightning.protocol.types import Header, Span
+from chaos_lightning.replication.replay import section_of
+from chaos_lightning.transport.loop import IoLoop
+
+
+class Window:
+    """See the module. One for the life of an engine.
+
+    Args:
+        layout: Where gradients lie.
+        chunk_nbytes: Size of a chunk; 0 picks one by the layout's size.
+        overlap: Launch gradients during backward.
+        loop: The I/O thread.
+        reducer: The present reducer, asked in the I/O thread.
+    """
+
+    def __init__(
+        self, layout: Layout, chunk_nbytes: int, overlap: bool, loop: IoLoop, reducer: Callable[[], Reducer | None]
+    ) -> None:
+        devices = {slot.tensor.device for slot in layout.slots}
+        if len(devices) != 1:
+            names = ", ".join(sorted(map(str, devices))) or "nowhere"
+            raise ConfigurationError(f"parameters lie on {names}; a member trains at least one, on one device")
+        device = devices.pop()
+        self.layout = layout
+        self.memory = Memory(layout, pinned=device.type != "cpu")
+        self.grid = cells_of(layout, chunk_nbytes)
+        self.section = 0
+        self.seq = -1
+        """The slot that the armed window is meant for; -1 if none is armed."""
+        self.empty = False
+        self._gradients = Gradients(layout, self.memory, self.grid, device, overlap, self._launch)
+        self._loop = loop
+        self._reducer = reducer
+        self._launched: list[int] = []
+        self._lock = threading.Lock()
+        self._holds = 0
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Backward passes inside are accumulated, not sent."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+
+    def arm(self, seq: int, *, coefficient: float, section: int, empty: bool) -> None:
+        """Opens the window for slot `seq`."""
+        self._gradients.arm(section, coefficient)
+        if self._holds or empty:
+            self._gradients.disarm()
+        with self._lock:
+            self.section, self.empty, self.seq, self._launched = section, empty, seq, []
+        self._begin()
+
+    def move(self, seq: int) -> None:
+        """The slot was taken by something else; the window, if one is armed, belongs to `seq` now."""
+        if self.seq >= 0:
+            with self._lock:
+                self.seq = seq
+            self._begin()
+
+    def flush(self) -> bytes:
+        """Settles what no hook reported; returns presence bits."""
+        return b"" if self.empty else self._gradients.flush()
+
+    def apply(self, header: Header) -> None:
+        """Writes the committed average into `.grad` and closes the window."""
+        self.seq = -1
+        self._gradients.apply(header)
+
+    def scope_of(self, header: Header) -> Sequence[Span]:
+        """What a committed slot reduced; nothing unless it was a step."""
+        return self.layout.scope(section_of(header)) if needs_bytes(header) else ()
+
+    def replay(self, header: Header, raw: memoryview) -> None:
+        """Writes the average of a step that others took into `.grad`, as `apply` does for one's own (17)."""
+        self._gradients.arm(section_of(header), 0.0)
+        self._gradients.disarm()
+        self._gradients.apply(header, raw)
+
+    def settle(self) -> None:
+        """The member holds the job's state now: what steps without any samples leave as it is."""
+        self._gradients.settle()
+
+    def abandon(self) -> None:
+        """The window comes to nothing: its member is out."""
+        self.seq = -1
+        self._gradients.disarm()
+
+    def close(self) -> None:
+        self._gradients.close()
+
+    def _begin(self) -> None:
+        seq, scope, empty, launched = self.seq, self.layout.scope(self.section), self.empty, list(self._launched)
+
+        def begin() -> None:
+            if (reducer := self._reducer()) is not None:
+                reducer.begin(seq, scope, empty=empty)
+                reducer.ready(seq, launched)
+
+        self._loop.call(begin)
+
+    def _launch(self, cells: Sequence[int]) -> None:
+        with self._lock:
+            self._launched.extend(cells)
+            seq = self.seq
+
+        def ready() -> None:
+            if (reducer := self._reducer()) is not None:
+                reducer.ready(seq, cells)
+
+        self._loop.call(ready)

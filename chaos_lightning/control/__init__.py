@@ -1,0 +1,1 @@
+"""The control plane: stores, election, the scheduler's server, agents."""

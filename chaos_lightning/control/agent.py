@@ -1,0 +1,414 @@
+"""The member's control stream to the scheduler, in a thread of its own.
+
+Theory of operation. The thread holds one gRPC stream at a time: Hello first; after the Welcome heartbeats at its
+interval and whatever `send` is given. What the stream says is read by a helper thread into an inbox, and the inbox is
+this thread's only wait, so that messages, heartbeats and the end come in one order. A stream that breaks is opened
+again, with growing, jittered pauses and for as long as it takes: training does not need the scheduler between events.
+What was not sent by then is dropped, for the member machine says everything that still matters again when it is
+welcomed anew. A Fence, Released or final Refused ends the conversation: after it the thread does not come back.
+
+gRPC is used without asyncio here: grpc.aio has one event poller per process, and it loses events of all loops once any
+of them was closed, be it the one of an earlier Agent or the user's own.
+
+States told to `on_state`: "connected" (welcomed), "waits: ..." (was not welcomed yet, and nobody answers), "lost: ..."
+(was welcomed, now trying again), "failed: ..." (final: refused at the door, or nobody reached within
+`connect_timeout_s` before the first Welcome).
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chaos_lightning.errors import ChaosError, RefusedError, SchedulerUnreachableError, WireError
+from chaos_lightning.protocol.types import (
+    Fence,
+    FromMember,
+    Heartbeat,
+    Hello,
+    Pulse,
+    Refused,
+    Released,
+    ToMember,
+    Welcome,
+)
+from chaos_lightning.protocol import chaos_pb2
+from chaos_lightning.security.access import addresses, split_endpoint
+from chaos_lightning.control.channel import CLIENT_OPTIONS, SilentError, StandbyError, explain
+from chaos_lightning.control.chaos_pb2_grpc import SchedulerStub
+from chaos_lightning.protocol.codec import unwrap_to_member, wrap_from_member
+from chaos_lightning.security.credentials import Credentials, Secret, open_channel
+from chaos_lightning.machine.forks import close_peer_in_children, forget_peer
+
+import grpc  # isort: skip  (after channel, which sets gRPC's environment)
+
+_FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 0.5
+"""A scheduler that has just started listens so long, and somewhat longer, for members that know more than its store."""
+_ANSWER_TIMEOUT_S = 10.0
+"""How long the scheduler may take to answer a Hello; one of several a fifth of it or less, since another may lead."""
+_GOODBYE_TIMEOUT_S = 1.0
+PULSE_TIMEOUT_S = 0.7
+"""A scheduler that says every `channel.PULSE_S` that it lives, and then does not for so long, is frozen or cut off."""
+_FIRST_SHUN_S, _SHUN_S = 0.3, 2.0
+"""One of several that was silent is not asked again for so long; until its lease ends, the others name it. It may have
+been busy for a moment, so the first time is short; and who waits for a frozen one does not hear of the next one."""
+_REVIVE_AFTER = 3
+"""Failed attempts in a row after which `revive` is called."""
+_FIRST_REVIVE_PAUSE_S = 1.0
+"""After the first of these calls; twice as long after each further one, up to half a minute, until it answers."""
+_MAX_OUTBOX = 65536
+_INTERVALS_S = (0.001, 3600.0)
+"""What a scheduler may ask for between heartbeats: no flood, and no wait that the system cannot express."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """The stream is over. `reason` is None if the scheduler closed it in good order."""
+
+    talk: _Talk
+    reason: ChaosError | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    """Somebody called `close`."""
+
+
+class _Talk:
+    """One stream: an outbox that gRPC drains, and a thread that reads into the agent's inbox."""
+
+    def __init__(
+        self, channel: grpc.Channel, endpoint: str, secret: Credentials, inbox: queue.SimpleQueue[Any]
+    ) -> None:
+        self._endpoint = endpoint
+        self._secret = secret
+        self._inbox = inbox
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.welcomed = False
+        self.pulses = False
+        """The scheduler says all the time that it lives."""
+        self.call = SchedulerStub(channel).Attend(iter(self._outbox.get, None), metadata=secret.metadata())
+        threading.Thread(target=self._read, name="chaos-agent-reader", daemon=True).start()
+
+    def say(self, envelope: Any) -> None:
+        if self._outbox.qsize() < _MAX_OUTBOX:
+            self._outbox.put(envelope)
+
+    @property
+    def clogged(self) -> bool:
+        """The scheduler does not read; heartbeats must not pile up."""
+        return self._outbox.qsize() > 16
+
+    def goodbye(self) -> None:
+        """Announces the end and half-closes the stream."""
+        self._outbox.put(chaos_pb2.FromMemberEnvelope(goodbye=True))
+        self._outbox.put(None)
+
+    def end(self) -> None:
+        """Cuts the stream, if it still stands, and frees gRPC's writer."""
+        self.call.cancel()
+        self._outbox.put(None)
+
+    def _read(self) -> None:
+        reason: ChaosError | None = None
+        probe_s = 1.0
+        try:
+            for envelope in self.call:
+                probe_s = 0.0  # who was let in need not ask whether the certificates are right
+                self._inbox.put((self, unwrap_to_member(envelope)))
+        except grpc.RpcError as error:
+            reason = explain(error, self._endpoint, self._secret, probe_s)
+        except WireError as error:
+            reason = error
+        finally:
+            self._inbox.put(_Ended(self, reason))
+
+
+class Agent(threading.Thread):
+    """See the module. `start` it, `send` from any thread, `close` it.
+
+    Args:
+        endpoints: HOST:PORT of the scheduler, or of all that stand by for each other.
+        token: Cluster token (b"" for none), or credentials.
+        hello_factory: Makes the Hello of each connection (`MemberMachine.knowledge`). Sets `resume` to the member's id
+            as soon as it has one; a scheduler that does not know it welcomes who stands in no view anew.
+        on_message: Takes each message of the scheduler, in this thread.
+        on_state: Takes each change of state (see the module), in this thread.
+        heartbeat: Makes a Heartbeat, in this thread.
+        connect_timeout_s: How long to try before the first Welcome or final answer.
+        revive: Called in a helper thread when the scheduler does not answer; may start one (control/hosting.py).
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoints: Sequence[str],
+        token: Secret,
+        hello_factory: Callable[[], Hello],
+        on_message: Callable[[ToMember], None],
+        on_state: Callable[[str], None],
+        heartbeat: Callable[[], Heartbeat],
+        connect_timeout_s: float = 30.0,
+        revive: Callable[[], object] | None = None,
+    ) -> None:
+        super().__init__(name="chaos-agent", daemon=True)
+        self._endpoints = tuple(endpoints)
+        self._at = 0
+        self._leader = ""
+        """Where a standby said that the leader listens."""
+        self._shunned: dict[str, float] = {}
+        """Schedulers that were silent, and until when they are not asked."""
+        self._silences: dict[str, int] = {}
+        """How often in a row each of them was silent; the second time it gets less time to answer."""
+        self._secret = Credentials.of(token)
+        self._hello_factory = hello_factory
+        self._on_message = on_message
+        self._on_state = on_state
+        self._heartbeat = heartbeat
+        self._connect_timeout_s = connect_timeout_s
+        self._revive = revive
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._talk: _Talk | None = None
+        """The stream that `send` uses: set once it is welcomed."""
+        self._stopping = False
+        self._over = False
+        self._answered = False
+        self._admitted = False
+        self._reviving: threading.Thread | None = None
+        self._revive_at, self._revive_pause_s, self._revive_error = 0.0, _FIRST_REVIVE_PAUSE_S, ""
+        self._refused = ""
+
+    # ------------------------------------------------------------------ any thread
+
+    def send(self, message: FromMember) -> None:
+        """Sends `message` soon, if the stream stands; otherwise it is dropped (see the module).
+
+        Raises:
+            TypeError: The message does not fit chaos.proto.
+        """
+        envelope = wrap_from_member(message)
+        talk = self._talk
+        if talk is not None:
+            talk.say(envelope)
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Says goodbye and ends the thread. Idempotent; callable before `start` and from callbacks of this thread."""
+        self._stopping = True
+        self._inbox.put(_Stop())
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join(timeout_s)
+
+    # ------------------------------------------------------------------ the thread
+
+    def run(self) -> None:
+        try:
+            self._keep_talking()
+        except Exception as error:
+            self._on_state(f"failed: internal error of the control stream: {error!r}")
+            raise
+
+    def _keep_talking(self) -> None:
+        deadline = time.monotonic() + self._connect_timeout_s
+        failures = 0
+        told, turned_away = "", False
+        while not self._stopping:
+            if self._answered:
+                told = self._revive_error = ""
+                self._revive_at, self._revive_pause_s = 0.0, _FIRST_REVIVE_PAUSE_S
+            self._answered = False
+            reason = self._converse()
+            if self._over or self._stopping:
+                return
+            if self._admitted:
+                # A member in the job trains on, whatever stands at the scheduler's place meanwhile.
+                deadline = float("inf")
+                refused = isinstance(reason, RefusedError)
+                standby = isinstance(reason, StandbyError)  # it names the one that refused
+                if self._answered or refused or (turned_away and not standby):
+                    told = self._tell(f"lost: {reason}", told)
+                turned_away = refused or (turned_away and standby)
+            elif isinstance(reason, RefusedError):
+                self._on_state(f"failed: {reason}")
+                return
+            elif not self._answered:
+                told = self._tell(f"waits: {reason}", told)
+            failures = 0 if self._answered else failures + 1
+            if self._turn(reason):
+                continue
+            if failures >= _REVIVE_AFTER:
+                self._try_to_revive()
+            if self._refused and not self._admitted:
+                self._on_state(f"failed: {self._refused}")
+                return
+            if time.monotonic() > deadline:
+                self._on_state(f"failed: no admission within {self._connect_timeout_s:g} s: {reason}")
+                return
+            # Of several one is bound to lead soon: each is asked again before a newcomer would lose patience.
+            longest = LONGEST_PAUSE_S if len(self._endpoints) == 1 else LONGEST_PAUSE_S / 2
+            self._pause(min(longest, _FIRST_PAUSE_S * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0))
+
+    @property
+    def _endpoint(self) -> str:
+        return self._leader or self._endpoints[self._at % len(self._endpoints)]
+
+    def _answer_timeout_s(self) -> float:
+        """How long the scheduler that is asked now may take to answer."""
+        if len(self._endpoints) == 1:
+            return _ANSWER_TIMEOUT_S
+        return PULSE_TIMEOUT_S if self._silences.get(self._endpoint) == 1 else _ANSWER_TIMEOUT_S / 5
+
+    def _turn(self, reason: ChaosError) -> bool:
+        """Chooses whom to ask next; True if a standby has named the leader, who can be asked at once."""
+        now = time.monotonic()
+        if self._answered or isinstance(reason, StandbyError):
+            self._silences.pop(self._endpoint, None)
+        if isinstance(reason, SilentError):
+            before = self._silences.get(self._endpoint, 0)
+            self._silences[self._endpoint] = before + 1
+            self._shunned[self._endpoint] = now + (_SHUN_S if before else _FIRST_SHUN_S)
+        self._shunned = {place: until for place, until in self._shunned.items() if until > now}
+        named = reason.leader if isinstance(reason, StandbyError) else ""
+        if named and named != self._endpoint and named not in self._shunned:
+            self._leader = named
+            return True
+        if self._leader:
+            self._leader = ""
+        else:
+            self._at += 1
+        for _ in self._endpoints:
+            if self._endpoint in self._shunned:
+                self._at += 1
+        return False
+
+    def _tell(self, state: str, told: str) -> str:
+        """Tells a state unless it was the last one told; returns it."""
+        if state != told:
+            self._on_state(state)
+        return state
+
+    def _pause(self, seconds: float) -> None:
+        """Sleeps, but not through a `close`."""
+        deadline = time.monotonic() + seconds
+        while not self._stopping and (left := deadline - time.monotonic()) > 0:
+            self._next(left)
+
+    def _next(self, timeout_s: float) -> Any:
+        """The next item of the inbox; None after the timeout."""
+        try:
+            return self._inbox.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            return None
+
+    def _try_to_revive(self) -> None:
+        """One helper thread at a time; the function itself decides whether it is its turn."""
+        revive, now = self._revive, time.monotonic()
+        if revive is None or now < self._revive_at or (self._reviving is not None and self._reviving.is_alive()):
+            return
+        # What cannot start, or ends at once (its disk is full), is tried ever more seldom.
+        self._revive_at, self._revive_pause_s = now + self._revive_pause_s, min(30.0, 2 * self._revive_pause_s)
+
+        def work() -> None:
+            try:
+                revive()
+            except ChaosError as error:
+                if isinstance(error, RefusedError):  # the job has ended: a newcomer has nothing to wait for
+                    self._refused = str(error)
+                if str(error) != self._revive_error:
+                    self._revive_error = str(error)
+                    self._on_state(f"cannot revive the scheduler: {error}")
+
+        self._reviving = threading.Thread(target=work, name="chaos-revive", daemon=True)
+        self._reviving.start()
+
+    def _converse(self) -> ChaosError:
+        """One stream from Hello to its end; returns why it ended."""
+        try:
+            host, port = split_endpoint(self._endpoint)
+            reachable = addresses(host)
+        except ChaosError as error:
+            return SchedulerUnreachableError(str(error))
+        for address in reachable:
+            close_peer_in_children(address, port)
+        try:
+            with open_channel(self._endpoint, self._secret, CLIENT_OPTIONS) as channel:
+                talk = _Talk(channel, self._endpoint, self._secret, self._inbox)
+                try:
+                    return self._attend(talk)
+                finally:
+                    self._talk = None
+                    talk.end()
+        except RefusedError as error:
+            return error  # this member's certificate has expired
+        finally:
+            for address in reachable:
+                forget_peer(address, port)
+
+    def _attend(self, talk: _Talk) -> ChaosError:
+        talk.say(wrap_from_member(self._hello_factory()))
+        interval = patience_s = self._answer_timeout_s()
+        due = heard = time.monotonic() + interval
+        while True:
+            patience = heard + PULSE_TIMEOUT_S if talk.pulses else due
+            item = self._next(min(due, patience) - time.monotonic())
+            if isinstance(item, _Stop) or (self._stopping and item is None):
+                self._take_leave(talk)
+                return ChaosError("closed by this member")
+            if isinstance(item, _Ended):
+                if item.talk is talk:
+                    return item.reason or SchedulerUnreachableError("the scheduler closed the stream")
+            elif item is not None and item[0] is talk:
+                message: ToMember = item[1]
+                heard = time.monotonic()
+                if isinstance(message, Pulse):
+                    talk.pulses = True
+                    continue
+                if isinstance(message, Welcome) and not talk.welcomed:
+                    if not _INTERVALS_S[0] <= message.heartbeat_interval_s <= _INTERVALS_S[1]:
+                        every = f"a heartbeat every {message.heartbeat_interval_s:g} s"
+                        return WireError(f"{self._endpoint} asks for {every}; expected {_INTERVALS_S} s")
+                    interval, due = message.heartbeat_interval_s, time.monotonic()
+                    talk.welcomed = True
+                    self._admitted, self._talk = True, talk
+                    self._on_state("connected")
+                if not self._answered:
+                    self._answered = True
+                    due = min(due, time.monotonic() + interval)
+                self._on_message(message)
+                keeps = isinstance(message, Released) and message.keep  # it has a word to say yet
+                if isinstance(message, Fence | Released | Refused) and not keeps:
+                    self._over = not (isinstance(message, Refused) and message.retry)
+                    self._take_leave(talk)
+                    if self._admitted and not self._over:
+                        # It stands in a view that this scheduler does not know; it knocks again, ever more seldom.
+                        self._answered = False
+                        return RefusedError(f"the scheduler said: {message.reason}")
+                    return ChaosError(f"the scheduler said: {message.reason}")
+            # Nothing lies in the inbox: it was not this process that was frozen.
+            if item is None and talk.pulses and time.monotonic() >= heard + PULSE_TIMEOUT_S:
+                return SilentError(f"{self._endpoint} was silent for {PULSE_TIMEOUT_S:g} s")
+            if time.monotonic() >= due:
+                if talk.welcomed:
+                    if not talk.clogged:
+                        talk.say(wrap_from_member(self._heartbeat()))
+                    # Late beats are not made up for; the next one counts from now if this thread was held up.
+                    due = max(due + interval, time.monotonic())
+                elif not self._answered:
+                    return SilentError(f"{self._endpoint} did not answer within {patience_s:g} s")
+                else:
+                    due = time.monotonic() + interval
+
+    def _take_leave(self, talk: _Talk) -> None:
+        """Goodbye, and a moment for it to arrive."""
+        self._talk = None
+        talk.goodbye()
+        deadline = time.monotonic() + _GOODBYE_TIMEOUT_S
+        while (left := deadline - time.monotonic()) > 0:
+            item = self._next(left)
+            if isinstance(item, _Ended) and item.talk is talk:
+                return

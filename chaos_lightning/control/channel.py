@@ -1,0 +1,195 @@
+"""gRPC settings that client and server must agree on, and the small synchronous client for Status and Drain.
+
+Why each option: sockets of ours must not be shared (`so_reuseport`: two schedulers on one port would each get half of
+the members), retried at gRPC's leisure (a fresh subchannel pool per channel, because its own back-off starts at a
+second), or sent through a web proxy that the environment names for other purposes. Keepalive pings let a member notice
+a scheduler's host that vanished without a word. A server sends none: it would close the streams of members that are
+silent, and such an end counts as a fact (membership/detector.py), which silence is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from typing import Any, cast
+
+# gRPC's fork handlers hang or crash DataLoader workers; machine/forks.py closes what a child must not hold.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+import grpc
+
+from chaos_lightning.errors import ChaosError, RefusedError, SchedulerUnreachableError
+from chaos_lightning.protocol import chaos_pb2
+from chaos_lightning.security.access import LEADER_KEY, split_endpoints
+from chaos_lightning.control.chaos_pb2_grpc import SchedulerStub
+from chaos_lightning.protocol.codec import MAX_CONTROL_NBYTES
+from chaos_lightning.security.credentials import Credentials, Secret, open_channel
+from chaos_lightning.security.tls_trouble import tls_trouble
+
+KEEPALIVE_S = 5.0
+PULSE_S = 0.2
+"""Where several schedulers stand by for each other, the leader says so often that it lives."""
+
+Options = list[tuple[str, Any]]
+
+_SIZES: Options = [
+    ("grpc.max_receive_message_length", MAX_CONTROL_NBYTES),
+    ("grpc.max_send_message_length", MAX_CONTROL_NBYTES),
+]
+CLIENT_OPTIONS: Options = [
+    *_SIZES,
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 0),
+    ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
+    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_S * 1000)),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+SERVER_OPTIONS: Options = [
+    *_SIZES,
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Who connects and says nothing would hold a descriptor of the scheduler's for two minutes, or for ever.
+    ("grpc.server_handshake_timeout_ms", 5000),
+    ("grpc.max_connection_idle_ms", 10000),
+]
+
+
+END_OF_STREAM: object = vars(grpc.aio)["EOF"]
+"""What `read` returns at the end of a stream (the type stubs of gRPC do not know it)."""
+
+
+class StandbyError(SchedulerUnreachableError):
+    """This scheduler waits to lead. `leader` is where the one listens that does, or empty."""
+
+    def __init__(self, text: str, leader: str) -> None:
+        super().__init__(text)
+        self.leader = leader
+
+
+class SilentError(SchedulerUnreachableError):
+    """Somebody listens there, and says nothing: a frozen scheduler, or one that is cut off."""
+
+
+def explain(error: grpc.RpcError, endpoint: str, secret: Secret = b"", timeout_s: float = 1.0) -> ChaosError:
+    """Our exception for a call that failed: refused by the scheduler, or none reached.
+
+    If TLS may be the reason, that is looked into for up to `timeout_s` (0: not at all).
+    """
+    code, details = error.code(), error.details() or ""
+    metadata: Any = error.trailing_metadata() or ()
+    leader = next((value for key, value in metadata if key == LEADER_KEY), None)
+    if leader is not None:
+        return StandbyError(f"at {endpoint}: {details}", str(leader))
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return RefusedError(f"the scheduler at {endpoint} refused: {details}")
+    if code == grpc.StatusCode.UNIMPLEMENTED:
+        return RefusedError(f"at {endpoint} another kind of service listens ({details}); choose another port")
+    if code == grpc.StatusCode.NOT_FOUND:
+        return RefusedError(details)
+    if timeout_s and code == grpc.StatusCode.UNAVAILABLE and (trouble := tls_trouble(endpoint, secret, timeout_s)):
+        return RefusedError(trouble)
+    return SchedulerUnreachableError(f"no scheduler answered at {endpoint}: {code.name if code else '?'}: {details}")
+
+
+def _call(endpoint: str, token: Secret, timeout_s: float, method: str, request: Any) -> Any:
+    """Asks the scheduler at `endpoint`, or of several the one that leads."""
+    deadline = time.monotonic() + timeout_s
+    waiting, asked = list(split_endpoints(endpoint)), set[str]()
+    failed: ChaosError = SchedulerUnreachableError(f"no scheduler answered at {endpoint}")
+    while waiting:
+        here = waiting.pop(0)
+        asked.add(here)
+        left = max(0.1, deadline - time.monotonic())
+        with open_channel(here, token, CLIENT_OPTIONS) as channel:
+            try:
+                rpc = getattr(SchedulerStub(channel), method)
+                shown = Credentials.of(token).metadata()
+                return rpc(request, timeout=left / (len(waiting) + 1), metadata=shown)
+            except grpc.RpcError as error:
+                found = explain(error, here, token, min(1.0, max(0.1, deadline - time.monotonic())))
+        if isinstance(found, RefusedError):
+            raise found
+        failed = found
+        if isinstance(found, StandbyError) and found.leader and found.leader not in asked:
+            waiting = [found.leader, *(e for e in waiting if e != found.leader)]
+    raise failed
+
+
+def fetch_status(endpoint: str, token: Secret = b"", timeout_s: float = 5.0, *, follow: bool = True) -> dict[str, Any]:
+    """The scheduler's status as a dictionary (see SchedulerServer.status).
+
+    Args:
+        endpoint: One, or several with commas: the first one that answers, unless another one leads.
+        token: Cluster token, or credentials.
+        timeout_s: For all of it.
+        follow: Ask the one that leads, if that is another one and it answers. A standby that does not know who leads,
+            or names one that is gone, is no reason to stop: the others are asked, too.
+
+    Raises:
+        SchedulerUnreachableError: Nobody answered in time.
+        RefusedError: Somebody did, but does not accept the credentials (or we not its), or is no scheduler.
+    """
+    deadline = time.monotonic() + timeout_s
+    facts = _status(endpoint, token, timeout_s)
+    if not follow or facts.get("role") != "standby":
+        return facts
+    asked, waiting = {"", facts["endpoint"]}, [facts.get("leader", ""), *split_endpoints(endpoint)]
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        if (place := waiting.pop(0)) in asked:
+            continue
+        asked.add(place)
+        with contextlib.suppress(ChaosError):  # it has just died, or is none of ours; what the standby knows is told
+            found = _status(place, token, left / (len(waiting) + 1))
+            if found.get("role") != "standby":
+                return found
+            waiting.insert(0, found.get("leader", ""))
+    return facts
+
+
+def _status(endpoint: str, token: Secret, timeout_s: float) -> dict[str, Any]:
+    reply = _call(endpoint, token, timeout_s, "Status", chaos_pb2.StatusRequest())
+    return cast(dict[str, Any], json.loads(reply.json))
+
+
+def drain(endpoint: str, name: str, token: Secret = b"", timeout_s: float = 5.0) -> tuple[str, ...]:
+    """Asks a member, or all members of a node, to leave; returns the names that were asked.
+
+    Raises:
+        RefusedError: There is no such member; the message lists those present.
+        SchedulerUnreachableError: Nobody answered in time.
+    """
+    reply = _call(endpoint, token, timeout_s, "Drain", chaos_pb2.DrainRequest(name=name))
+    if not reply.asked:
+        present = ", ".join(reply.present) or "none"
+        raise RefusedError(f"no member or node is called {name!r}; present: {present}")
+    return tuple(reply.asked)
+
+
+def change_link(endpoint: str, a: str, b: str, *, add: bool, token: Secret = b"", timeout_s: float = 5.0) -> str:
+    """Asks for a link between two members, or that it goes; returns what will happen.
+
+    Raises:
+        RefusedError: It cannot be; the message says why.
+        SchedulerUnreachableError: Nobody answered in time.
+    """
+    reply = _call(endpoint, token, timeout_s, "ChangeLink", chaos_pb2.LinkChangeRequest(a=a, b=b, add=add))
+    if not reply.accepted:
+        raise RefusedError(str(reply.text))
+    return str(reply.text)
+
+
+def reset(endpoint: str, *, force: bool = False, token: Secret = b"", timeout_s: float = 10.0) -> str:
+    """Ends the job of the scheduler that serves it; returns what was ended.
+
+    Raises:
+        RefusedError: It cannot be; the message says why.
+        SchedulerUnreachableError: Nobody answered in time.
+    """
+    reply = _call(endpoint, token, timeout_s, "Reset", chaos_pb2.ResetRequest(force=force))
+    if not reply.accepted:
+        raise RefusedError(str(reply.text))
+    return str(reply.text)

@@ -1,0 +1,421 @@
+"""Who leads a job: of several candidates the one that holds a key in etcd on a lease (as in EDL and Elan).
+
+Theory of operation. A candidate has a lease of etcd's, which it prolongs three times within its duration, and a key
+that tells others where it listens. It leads from the transaction on in which it made the key `leader`, on its lease;
+the others watch that key. If it is deleted, or ends with its lease, each of them tries to make it; one succeeds. What
+the leader writes to the chain names that key's creation (`guard`), so that it fails once somebody else made it.
+
+A lease ends about two seconds after its holder died (etcd grants no less); that decides where a machine or its network
+falls silent. A candidate on the leader's own machine can see that its process is gone, or stopped, and one elsewhere
+that its machine refuses connections to it (control/leader_line.py); they end the lease for it at once. A leader that
+was merely stopped finds when it wakes that it leads no more.
+
+A leader that fewer members reach than another candidate resigns (machine/reach.py).
+
+Safety does not rest on clocks: what a leader decides it writes by transactions that name its lease, so one that leads
+no more can decide nothing, whatever it believes. So a leader that cannot reach etcd goes on for some seconds, in which
+etcd may elect a leader of its own, which lets leases live on; after that it stands by, and members look for another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, dataclass, replace
+
+from chaos_lightning.errors import StoreError
+from chaos_lightning.control import etcd_pb2 as pb
+from chaos_lightning.machine import reach
+from chaos_lightning.control.etcd_client import CompactedError, EtcdClient, put, same_revision
+from chaos_lightning.control.etcd_store import job_root
+from chaos_lightning.control.leader_line import LeaderLine
+from chaos_lightning.machine.process_table import host_identity, process_state, start_time
+
+LEASE_S = 2
+PATIENCE_S = 3.0
+"""A leader that cannot prolong its lease stands by so long after the lease may have ended."""
+WATCHED_S = 3.0
+"""etcd renews all leases when it has been restored from a snapshot, also that of a leader that is no more."""
+_LOOK_S = 0.1
+_ASK_S = 0.3
+"""For looking at the others' keys, which must not keep the leader from prolonging its lease."""
+_STOPPED_S = 0.3
+"""A leader of this machine that is stopped for so long is replaced; a debugger's stop is shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One scheduler process."""
+
+    id: str
+    endpoint: str
+    host: str
+    pid: int
+    pid_start: int
+    lease: int = 0
+    since: float = 0.0
+    """When it came to lead, Unix time by its own clock; 0 of who does not lead."""
+    because: str = ""
+    """Why it was elected, in words."""
+
+    @classmethod
+    def here(cls, endpoint: str) -> Candidate:
+        """This process."""
+        pid = os.getpid()
+        # A pid alone may come again: in another container, or on a machine that was started again.
+        return cls(f"{endpoint}-{pid}-{os.urandom(4).hex()}", endpoint, host_identity(), pid, start_time(pid))
+
+    @classmethod
+    def read(cls, value: bytes) -> Candidate | None:
+        """From its key; None if there is something else."""
+        try:
+            document = json.loads(value)
+            found = cls(**document)
+        except (ValueError, TypeError, RecursionError):
+            return None
+        texts = all(isinstance(t, str) for t in (found.id, found.endpoint, found.host, found.because))
+        numbers = all(type(n) is int for n in (found.pid, found.pid_start, found.lease))
+        return found if texts and numbers and isinstance(found.since, int | float) else None
+
+    def packed(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    def process_state(self) -> str:
+        """Of a candidate on this machine: "gone", "stopped" or "runs"; "" of one elsewhere, or hidden from us."""
+        here = self.host == host_identity()
+        return process_state(self.pid, self.pid_start) if here else ""
+
+
+class Election(threading.Thread):
+    """Takes part from `start` on, until `resign`. Callbacks are called in this thread.
+
+    Args:
+        client: How to reach etcd; not closed here.
+        job: Whose leader is elected.
+        me: This candidate.
+        on_elected: This candidate leads now; its writes to the chain are to make these comparisons.
+        on_lost: It led, and does no more; says why. It takes part no longer.
+        note: Takes (event name, fields) for the event log.
+        present: Names of the members that are connected to this candidate; None if it cannot tell.
+        lease_s: Duration of the lease; etcd may grant more.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        job: str,
+        me: Candidate,
+        *,
+        on_elected: Callable[[tuple[pb.Compare, ...]], None],
+        on_lost: Callable[[str], None],
+        note: Callable[..., None] = lambda name, **fields: None,
+        present: Callable[[], Collection[str]] | None = None,
+        lease_s: int = LEASE_S,
+    ) -> None:
+        super().__init__(name="chaos-election", daemon=True)
+        self._client = client
+        self._root = job_root(client.address.prefix, job)
+        self._me = me
+        self._on_elected = on_elected
+        self._on_lost = on_lost
+        self._note = note
+        self._present = present
+        self._lease_s = lease_s
+        self._granted_s = float(lease_s)
+        self._until = 0.0
+        """The lease stands at least until then, by `now`."""
+        self._over = threading.Event()
+        self._stopped_since = 0.0
+        self._line: LeaderLine | None = None
+        self._because = "nobody led"
+        """Why there is to be another leader."""
+        self.trouble = ""
+        """Why etcd could not be asked; "" if it answers."""
+        self._asked = reach.Asked()
+        self._told: tuple[str, ...] = ()
+        """What its key says about who asked it."""
+        self.leader: Candidate | None = None
+        """As seen last; None before anything was seen, and while nobody leads."""
+        self._looked = False
+        """It has seen who leads, or that nobody does, since it began or led itself."""
+        self.leads = False
+        self.followed = False
+        """Another candidate led while this one waited."""
+        self.watched = False
+        """It waited for longer than the lease of a dead leader can stand, in one history of etcd: no older snapshot."""
+        self._revision = 0
+        """The highest that etcd has told."""
+        self._following: tuple[str, float] = ("", 0.0)
+        """Whom it has followed since when, all the while on the lease that it has now."""
+
+    # ------------------------------------------------------------------ any thread
+
+    def resign(self, timeout_s: float = 2.0) -> None:
+        """Ends the lease, so that another candidate leads at once. Idempotent."""
+        self._over.set()
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join(timeout_s)
+
+    @property
+    def me(self) -> Candidate:
+        """This candidate."""
+        return self._me
+
+    def candidates(self, deadline_s: float | None = None) -> list[Candidate]:
+        """All that are known to etcd now."""
+        found, _ = self._client.get_all(self._root + "candidates/", deadline_s=deadline_s)
+        return [c for c in (Candidate.read(kv.value) for kv in found) if c is not None]
+
+    @property
+    def stands_by(self) -> bool:
+        """Another candidate leads, and this one would follow it: its lease stands."""
+        return self.leader is not None and not self.leads and now() < self._until
+
+    def asked(self, name: str) -> None:
+        """This member asked for the leader here."""
+        self._asked.add(name, now())
+
+    def waits_for(self) -> str:
+        """What this candidate waits for, in words; "" if it leads and may decide."""
+        late_s = now() - self._until
+        if self.leads:
+            if not self.trouble:
+                return ""
+            ends = f"ended {late_s:.1f} s ago" if late_s > 0 else f"ends in {-late_s:.1f} s"
+            return (
+                f"etcd, to prolong its lease, which {ends}; it decides nothing meanwhile, and stands by "
+                f"{PATIENCE_S:g} s after that end ({self.trouble})"
+            )
+        if self.trouble:
+            return f"etcd; without it nobody can be elected ({self.trouble})"
+        if (leader := self.leader) is not None:
+            return f"the end of the lease of {leader.endpoint}, which leads"
+        return "an election" if self._looked else "etcd's first word on who leads"
+
+    # ------------------------------------------------------------------ the thread
+
+    def run(self) -> None:
+        while not self._over.is_set():
+            try:
+                self._take_lease()
+                if self._campaign():
+                    self._lead()
+                    break
+            except StoreError as error:
+                self.trouble = str(error)
+                self._note("error", where="election", text=str(error))
+                self._over.wait(_LOOK_S)
+        self._hang_up()
+        if self._me.lease:
+            try:
+                self._client.revoke(self._me.lease)
+            except StoreError as error:  # it ends by itself
+                self._note("error", where="election", text=str(error))
+
+    def _take_lease(self) -> None:
+        asked = now()
+        lease, granted_s = self._client.grant(self._lease_s)
+        self._me = replace(self._me, lease=lease)
+        self._granted_s = float(granted_s)
+        self._until = asked + granted_s
+        key = self._root + f"candidates/{self._me.id}"
+        self._client.transact([], [put(key, self._me.packed(), lease)])
+        self.trouble, self._told = "", ()
+        self.watched, self._following, self._revision = False, ("", 0.0), 0
+
+    def _look(self, key: str) -> pb.KeyValue | None:
+        """What lies there, as a majority has it. A revision lower than before is an older snapshot's."""
+        found, revision = self._client.get_all(key)
+        if revision < self._revision:
+            self._note("notice", text=f"etcd went back from revision {self._revision} to {revision}")
+            self.watched, self._following = False, ("", 0.0)
+        self._revision = revision
+        held = next((kv for kv in found if kv.key.decode(errors="replace") == key), None)
+        self._watch_over(held)
+        return held
+
+    def _watch_over(self, leader: pb.KeyValue | None) -> None:
+        """A leader that lives prolongs its lease; one of a restored snapshot does not."""
+        if leader is None or leader.lease == self._me.lease:
+            return
+        who = f"{leader.lease:x}"
+        if self._following[0] != who:
+            self._following = (who, now())
+        self.watched = self.watched or now() - self._following[1] > WATCHED_S
+
+    def _prolong(self) -> bool:
+        """Once; False if the lease has ended."""
+        asked = now()
+        granted_s = self._client.keep_alive(self._me.lease, max(1.0, self._until - asked))
+        if granted_s <= 0:
+            return False
+        self._until = asked + granted_s
+        self.trouble = ""
+        return True
+
+    @property
+    def _due(self) -> float:
+        return self._until - self._granted_s * 2 / 3
+
+    def _campaign(self) -> bool:
+        """Until this candidate leads (True), is stopped, or has lost its lease."""
+        key = self._root + "leader"
+        while not self._over.is_set():
+            found = self._look(key)
+            self._looked = True
+            if found is None:
+                self.leader = None
+                me = replace(self._me, since=round(time.time(), 3), because=self._because)
+                self._client.transact([same_revision(key, 0)], [put(key, me.packed(), me.lease)])
+                mine = self._look(key)
+                if mine is None or mine.lease != self._me.lease:
+                    continue  # an answer that got lost is recognised by the lease
+                return self._elected(key, mine)
+            if found.lease == self._me.lease:
+                return self._elected(key, found)
+            if (holder := Candidate.read(found.value)) is not None and holder.id == self._me.id:
+                # It was elected, did not hear of it, and took another lease since.
+                self._client.revoke(found.lease)
+                continue
+            self.followed = True
+            self._follow(Candidate.read(found.value), found)
+            if not self._wait_for_change(key, found.mod_revision + 1):
+                return False
+        return False
+
+    def _elected(self, key: str, mine: pb.KeyValue) -> bool:
+        """The leader's key is on this candidate's lease."""
+        me = self._me
+        self._hang_up()
+        self.leads, self.leader = True, Candidate.read(mine.value) or me
+        self._note("elected", candidate=me.id, endpoint=me.endpoint, lease_s=self._granted_s, reason=self._because)
+        self._on_elected(
+            (
+                pb.Compare(target=pb.Compare.CREATE, key=key.encode(), create_revision=mine.create_revision),
+                pb.Compare(target=pb.Compare.LEASE, key=key.encode(), lease=me.lease),
+            )
+        )
+        return True
+
+    def _follow(self, leader: Candidate | None, found: pb.KeyValue) -> None:
+        if leader is not None:
+            leader = replace(leader, lease=found.lease)
+        if leader != self.leader:
+            self.leader, self._stopped_since = leader, 0.0
+            self._hang_up()
+            if leader is not None:
+                self._note("leader", candidate=leader.id, endpoint=leader.endpoint, reason=leader.because)
+                if not leader.process_state():
+                    self._line = LeaderLine(leader.endpoint)
+                    self._line.start()
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def _wait_for_change(self, key: str, revision: int) -> bool:
+        """Until the leader's key has changed; False if this candidate's lease has ended meanwhile."""
+        try:
+            for events in self._changes(key, revision):
+                if self._over.is_set() or events:
+                    self._because = f"the lease of {self._named()} had ended, or was given back"
+                    return True
+                if now() >= self._due:
+                    if not self._prolong():
+                        self._note(
+                            "error", where="election", text="the lease of this candidate has ended; it takes another"
+                        )
+                        return False
+                    found = self._look(key)  # the watch may be deaf; and prolonging needs no valid token
+                    if found is None or found.mod_revision >= revision:
+                        self._because = f"the lease of {self._named()} had ended, or was given back"
+                        return True
+                if self._replaces():
+                    return True
+                self._tell_who_asked()
+        except CompactedError:
+            return True
+        return True
+
+    def _changes(self, key: str, revision: int) -> Iterable[list[pb.Event]]:
+        return self._client.watch(key, revision, self._over, every_s=_LOOK_S)
+
+    def _replaces(self) -> bool:
+        """Whether the leader is a dead or stopped process of this machine; then its lease is ended for it."""
+        leader = self.leader
+        if leader is None:
+            return False
+        state, at = leader.process_state(), now()
+        if state == "stopped":
+            self._stopped_since = self._stopped_since or at
+        else:
+            self._stopped_since = 0.0
+        if state == "gone" or (state == "stopped" and at - self._stopped_since >= _STOPPED_S):
+            reason = f"its process {leader.pid} on this machine is {state}"
+        elif self._line is not None and self._line.gone:
+            reason = f"its machine refuses connections to {leader.endpoint}, which it took before"
+        else:
+            return False
+        self._because = f"{self._named()} was deposed: {reason}"
+        self._note("deposed", candidate=leader.id, reason=reason)
+        self._client.revoke(leader.lease)
+        return True
+
+    def _tell_who_asked(self) -> None:
+        names = self._asked.of_late(now())
+        if names != self._told:
+            key = self._root + f"asked/{self._me.id}"
+            with contextlib.suppress(StoreError):  # prolonging the lease will tell
+                self._client.transact([], [put(key, reach.packed(names), self._me.lease)])
+                self._told = names
+
+    def _outreached(self, view: reach.Reach) -> str:
+        """Why another candidate should lead, if members reach that one and not this one."""
+        if self._present is None or not view.due(now()):
+            return ""
+        try:
+            found, _ = self._client.get_all(self._root + "asked/", deadline_s=_ASK_S)
+        except StoreError:  # prolonging the lease will tell
+            return ""
+        elsewhere = {kv.key.decode(errors="replace").rpartition("/")[2]: reach.read(kv.value) for kv in found}
+        elsewhere.pop(self._me.id, None)
+        return view.judge(now(), self._present(), elsewhere)
+
+    def _named(self) -> str:
+        """The one that led."""
+        return self.leader.endpoint if self.leader is not None else "another candidate"
+
+    def _lead(self) -> None:
+        """Prolongs the lease for as long as that works."""
+        reason, view = "", reach.Reach(now())
+        while not self._over.wait(min(_LOOK_S, self._granted_s / 10)):
+            try:
+                if now() >= self._due and not self._prolong():
+                    reason = "its lease has ended"
+                elif not self.trouble:
+                    reason = self._outreached(view)
+            except StoreError as error:
+                self.trouble = str(error)
+                self._note("error", where="election", text=str(error))
+            lost_s = now() - self._until
+            if lost_s >= PATIENCE_S:
+                reason = reason or f"it could not prolong its lease for {self._granted_s + lost_s:.1f} s"
+            if reason:
+                break
+        self._looked, self.leader, self.leads = False, None, False  # who leads now it has not seen
+        if reason:
+            self._note("deposed", candidate=self._me.id, reason=reason)
+            self._on_lost(reason)
+
+
+def now() -> float:
+    """Seconds, also those in which the machine slept."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+__all__ = ["Candidate", "Election", "now"]

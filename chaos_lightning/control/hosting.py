@@ -1,0 +1,424 @@
+"""Has a scheduler run at an endpoint of this machine if nobody serves it yet.
+
+Theory of operation. Whoever needs a scheduler looks at the endpoint. If it is another machine's, that is that machine's
+affair. If somebody serves this job there, fine. If nobody listens, a scheduler process is started, detached, so that it
+outlives the member, the torchrun agent and their process groups; then the endpoint is looked at until it answers. Two
+starters may race: only one scheduler gets the port, the other one ends before it has touched the chain, and both
+starters find the winner. The chain's file decides what the job is: an unfinished one is continued, a finished one is
+archived and a new one begins - or, with `continue_only`, nothing is started, for a worker that restarts must not repeat
+its job.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chaos_lightning.errors import (
+    ChaosError,
+    ConfigurationError,
+    RefusedError,
+    SchedulerUnreachableError,
+    StoreError,
+)
+from chaos_lightning.membership.roster import short
+from chaos_lightning.protocol.types import PlanSpec
+from chaos_lightning.security.access import check_bind, is_local, split_endpoint
+from chaos_lightning.security.credentials import Credentials, Secret
+from chaos_lightning.machine.listener import is_another_kind, who_listens
+from chaos_lightning.control.options import (
+    GAVE_WAY,
+    MEMORY,
+    SchedulerOptions,
+    check_advertise,
+    check_settings,
+    settings_from_json,
+    settings_to_json,
+)
+from chaos_lightning.machine.process_table import start_time, still_runs
+from chaos_lightning.control.store import Tip
+
+if TYPE_CHECKING:
+    from chaos_lightning.member.config import EngineConfig
+
+logger = logging.getLogger("chaos_lightning.runtime")
+
+IDLE_TIMEOUT_S = 300.0
+"""A hosted scheduler ends after so long without members; its chain stays."""
+_LOOK_INTERVAL_S = 0.05
+_ODD_LISTENER_PATIENCE_S = 6.0
+TELL_S = 5.0
+"""Between two lines of who waits for a scheduler."""
+
+
+@dataclass(frozen=True)
+class HostedScheduler:
+    """A scheduler process that this process started. It does not end with it."""
+
+    endpoint: str
+    pid: int
+    pid_start: int
+    log: Path
+    store: Path | None
+
+    def alive(self) -> bool:
+        """Whether that very process still runs."""
+        return self.pid_start != 0 and still_runs(self.pid, self.pid_start)
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """Ends it (SIGTERM; members train on). True once it is gone."""
+        if not self.alive():
+            return True
+        try:
+            handle = os.pidfd_open(self.pid)
+        except OSError:
+            return not self.alive()
+        try:
+            signal.pidfd_send_signal(handle, signal.SIGTERM)
+            return bool(select.select([handle], [], [], timeout_s)[0])
+        except ProcessLookupError:
+            return True
+        finally:
+            os.close(handle)
+
+
+def listens(endpoint: str) -> bool:
+    """Whether anybody accepts connections there."""
+    host, port = split_endpoint(endpoint)
+    try:
+        with socket.create_connection((host, port), timeout=1.0):
+            return True
+    except TimeoutError:
+        return True  # so many wait for whoever has the port that the kernel takes no more
+    except OSError:
+        return False
+
+
+def look(endpoint: str, job: str, token: Secret) -> str:
+    """What is at the endpoint: "free", "serves" (this job), "finished" (still lingering), "silent" or "odd".
+
+    Whoever has the port is silent if it says nothing: it begins, is frozen, or has no descriptor left; and odd if it
+    hangs up, or is no gRPC server.
+
+    Raises:
+        ConfigurationError: A scheduler of another job is there.
+        RefusedError: It does not accept the credentials, or is no scheduler.
+    """
+    from chaos_lightning.control.channel import fetch_status
+
+    if not listens(endpoint):
+        return "free"
+    try:
+        status = fetch_status(endpoint, token, timeout_s=2.0, follow=False)
+    except SchedulerUnreachableError:
+        return "odd" if is_another_kind(*split_endpoint(endpoint)) else "silent"
+    _check_job(endpoint, job, status)
+    return "finished" if status.get("finished") else "serves"
+
+
+def _check_job(endpoint: str, job: str, status: dict[str, Any]) -> None:
+    if status.get("job") != job:
+        raise ConfigurationError(
+            f"at {endpoint} runs the scheduler of job {status.get('job')!r}, not of {job!r}: "
+            "use another port, or the same job name (torchrun: --rdzv-id)"
+        )
+
+
+def is_over(config: EngineConfig, options: SchedulerOptions, secret: Secret, *, continue_only: bool) -> bool:
+    """Whether a job whose scheduler others start is finished: its scheduler says so.
+
+    Where none answers, a chain in etcd says it to those that had a job (`continue_only`). To others it says nothing:
+    the next job of that name may be about to begin.
+
+    Raises:
+        ConfigurationError: A scheduler of another job is there.
+        RefusedError: It does not accept the credentials, or is no scheduler.
+    """
+    from chaos_lightning.control.channel import fetch_status
+
+    try:
+        status = fetch_status(config.endpoint, secret, timeout_s=2.0)
+    except SchedulerUnreachableError:
+        try:
+            return continue_only and options.in_etcd and _finished(options)
+        except ChaosError:
+            return False  # the workers wait for both, and say so
+    _check_job(config.endpoint, config.job, status)
+    return bool(status.get("finished")) or status.get("machine", {}).get("phase") == "finished"
+
+
+def ensure_scheduler(
+    options: SchedulerOptions,
+    token: Secret = b"",
+    *,
+    continue_only: bool = False,
+    timeout_s: float = 30.0,
+    given_up: Callable[[], bool] = lambda: False,
+    chain: str = "",
+) -> HostedScheduler | None:
+    """Starts a scheduler at `options.listen` if that is this machine's and free; returns it, None if none was started.
+
+    Args:
+        options: What to run; `token_file` and `keys_dir` are not used.
+        token: Cluster token, which is handed over in the child's environment; or credentials, whose folder is named.
+        continue_only: Do not begin a new job where one is finished; that is a RefusedError then.
+        timeout_s: How long to wait for an answer. Whoever waits for longer than some seconds says so, and for whom.
+        given_up: Asked now and then: true if the caller waits no more; then None is returned.
+        chain: Id of the chain that the caller knows its job by: none is started on a store that lacks it.
+
+    Raises:
+        ConfigurationError, RefusedError: What is there cannot serve this job; the message says why.
+        SchedulerUnreachableError: Started, but it ended or did not answer; the message quotes its log.
+    """
+    host, _ = split_endpoint(options.listen)
+    job = options.settings.job
+    if not is_local(host) or (continue_only and options.store == MEMORY):
+        return None
+    check_bind(host, token)
+    check_settings(options.settings)
+    started: HostedScheduler | None = None
+    begun = told = time.monotonic()
+    odd_since: float | None = None
+    while not given_up():
+        found = look(options.listen, job, token)
+        now = time.monotonic()
+        odd_since = (odd_since or now) if found == "odd" else None
+        if found == "serves":
+            return started if started is not None and _serves_itself(started, token) else None
+        if found == "finished" and continue_only:
+            raise RefusedError(f"job {job!r} is finished; nothing is left to do")
+        if found == "free":
+            if not _lives(started):
+                if started is not None:
+                    words = _last_words(started.log)
+                    if GAVE_WAY in words:
+                        logger.warning("job %s waits for the scheduler that its members know: %s", job, words)
+                        return None
+                    raise SchedulerUnreachableError(f"the scheduler ended at once; {words}")
+                if continue_only and _finished(options):
+                    raise RefusedError(f"job {job!r} is finished; nothing is left to do")
+                if chain and (held := _stored(options).chain) != chain:
+                    raise StoreError(
+                        f"no scheduler is started at {options.listen}: job {job} goes by chain {short(chain)}, and "
+                        f"{options.store or options.store_path} holds {f'chain {short(held)}' if held else 'none'}. "
+                        "Start one there on the store that holds it"
+                    )
+                again = _begins_again(options)
+                started = _spawn(options, Credentials.of(token))
+                if again:
+                    logger.warning(
+                        "job %r was finished; a new job by that name begins at %s, from the state that its members "
+                        "start with (%s)",
+                        job,
+                        options.listen,
+                        "etcd holds no old chains"
+                        if options.in_etcd
+                        else f"the old one is beside {options.store_path}",
+                    )
+        elif odd_since is not None and now - odd_since > _ODD_LISTENER_PATIENCE_S and not _lives(started):
+            what = f"something listens that is no scheduler{_named(options.listen)}"
+            raise RefusedError(f"at {options.listen} {what}; choose another port")
+        left = begun + timeout_s - now
+        if left <= 0 or now - told > TELL_S:
+            told = now
+            what = "the finished job's scheduler does not end" if found == "finished" else "no answer"
+            words = f"{what} at {options.listen}{_named(options.listen)}"
+            words += f"; {_last_words(started.log)}" if started is not None else ""
+            if left <= 0:
+                raise SchedulerUnreachableError(f"{words}; waited for {timeout_s:g} s")
+            logger.warning("job %s waits for its scheduler: %s; gives up in %.0f s", job, words, left)
+        time.sleep(_LOOK_INTERVAL_S)
+    return None
+
+
+def chain_at(endpoint: str, token: Secret) -> str:
+    """Id of the chain whose members the scheduler there leads; "" if it leads none, or tells of none."""
+    from chaos_lightning.control.channel import fetch_status
+
+    machine = fetch_status(endpoint, token, timeout_s=2.0).get("machine", {})
+    return str(machine.get("chain", "")) if any(m.get("connected") for m in machine.get("members", ())) else ""
+
+
+def _lives(started: HostedScheduler | None) -> bool:
+    return started is not None and started.alive()
+
+
+def _named(endpoint: str) -> str:
+    """The process that has the endpoint's port, as far as it can be seen."""
+    who = who_listens(split_endpoint(endpoint)[1])
+    return f": {who}" if who else ""
+
+
+def _serves_itself(started: HostedScheduler, token: Secret) -> bool:
+    """Whether it is our own process that answers, and not the winner of a race."""
+    from chaos_lightning.control.channel import fetch_status
+
+    try:
+        return started.alive() and fetch_status(started.endpoint, token, follow=False).get("pid") == started.pid
+    except SchedulerUnreachableError:
+        return False  # it has ended since it was seen, as one does that gives the endpoint up
+
+
+def _stored(options: SchedulerOptions) -> Tip:
+    """The tip of the chain in the store, which is only read; that of an empty one if there is none."""
+    from chaos_lightning.control.sqlite_store import SqliteStore
+
+    path = options.store_path
+    if options.in_etcd:
+        from chaos_lightning.control.etcd_client import open_client, read_address
+        from chaos_lightning.control.etcd_store import EtcdStore
+
+        with EtcdStore(open_client(read_address(options.store)), options.settings.job) as chain:
+            return chain.tip()
+    if path is None or not path.exists():
+        return Tip()
+    with SqliteStore(path, options.settings.job, read_only=True) as store:
+        return store.tip()
+
+
+def _finished(options: SchedulerOptions) -> bool:
+    return _stored(options).finished
+
+
+def _begins_again(options: SchedulerOptions) -> bool:
+    """Whether the scheduler will archive a finished job's chain, and begin the job from nothing."""
+    if options.keep_finished:
+        return False
+    try:
+        return _finished(options)
+    except ChaosError:
+        return False  # the scheduler itself says what is wrong with its file
+
+
+def _spawn(options: SchedulerOptions, secret: Credentials) -> HostedScheduler:
+    path = options.store_path
+    folder = path.parent if path is not None else Path(options.log_dir or ".")
+    # Two candidates of one machine may share the folder.
+    log = (folder / f"scheduler-{re.sub(r'[^0-9A-Za-z.]', '_', options.listen)}.log").absolute()
+    command = [
+        sys.executable,
+        "-m",
+        "chaos_lightning.control.scheduler_main",
+        *("--listen", options.listen),
+        *("--settings", settings_to_json(options.settings)),
+        *("--store", str(path.absolute()) if path is not None else options.store),
+        *("--idle-timeout", str(options.idle_timeout_s or IDLE_TIMEOUT_S)),
+        *("--detach", str(log)),
+    ]
+    if options.log_dir:
+        command += ["--log-dir", os.path.abspath(options.log_dir)]
+    if options.advertise:
+        command += ["--advertise", options.advertise]
+    if options.keep_finished:
+        command += ["--keep-finished"]
+    if secret.keys_dir:
+        command += ["--keys-dir", secret.keys_dir]
+    ours = ("CHAOS_TOKEN", "CHAOS_TOKEN_FILE", "CHAOS_KEYS_DIR")
+    environment = {k: v for k, v in os.environ.items() if k not in ours}
+    if secret.bare_token:
+        environment["CHAOS_TOKEN"] = os.fsdecode(secret.bare_token)
+    # Found also from a source tree that is not installed, and by a worker that changed its directory.
+    root = str(Path(__file__).resolve().parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env=environment,
+        start_new_session=True,
+        check=False,
+        timeout=30.0,
+    )
+    if done.returncode != 0 or not done.stdout.strip().isdigit():
+        raise SchedulerUnreachableError(
+            f"a scheduler could not be started ({' '.join(command[:3])} exited with {done.returncode}): "
+            f"{done.stderr.decode(errors='replace').strip()[-500:]}"
+        )
+    pid = int(done.stdout)
+    return HostedScheduler(options.listen, pid, start_time(pid), log, path)
+
+
+def _last_words(log: Path) -> str:
+    try:
+        lines = log.read_text(errors="replace").strip().splitlines()
+    except OSError as error:
+        return f"its log {log} cannot be read: {error}"
+    return f"its log {log} ends with: " + (" | ".join(lines[-3:]) or "nothing")
+
+
+def options_for_engine(config: EngineConfig) -> SchedulerOptions:
+    """What a member's own configuration says about its job's scheduler."""
+    # The rendezvous backend leaves its whole settings here, so that a worker may revive the very same scheduler.
+    base = settings_from_json(os.environ.get("CHAOS_SETTINGS") or "{}")
+    plan = config.plan_spec
+    if plan.chunk_nbytes == PlanSpec().chunk_nbytes:
+        plan = replace(plan, chunk_nbytes=config.chunk_nbytes or base.plan.chunk_nbytes)
+    settings = replace(
+        base,
+        job=config.job,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        heartbeat_interval_s=min(base.heartbeat_interval_s, config.heartbeat_timeout_s / 3),
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+        plan=plan,
+        links=config.links if config.links != "auto" else base.links,
+    )
+    store = os.environ.get("CHAOS_STORE", "")
+    return SchedulerOptions(
+        listen=config.endpoints[0],
+        settings=settings,
+        store=store,
+        advertise=check_advertise(
+            os.environ.get("CHAOS_ADVERTISE", ""), "environment variable CHAOS_ADVERTISE=", store
+        ),
+        log_dir=config.log_dir,
+        idle_timeout_s=_idle_timeout_s(),
+    )
+
+
+def may_host(config: EngineConfig, options: SchedulerOptions) -> bool:
+    """Whether a scheduler may be started for this configuration. Where several are named, each on a chain of its own
+    would lead a job of its own; only with the chain in etcd one of them leads."""
+    return config.host_scheduler and (options.in_etcd or len(config.endpoints) == 1)
+
+
+def _idle_timeout_s() -> float:
+    text = os.environ.get("CHAOS_IDLE_TIMEOUT_S") or "0"
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigurationError(f"environment variable CHAOS_IDLE_TIMEOUT_S={text!r}: expected seconds") from error
+
+
+def host_for_engine(
+    config: EngineConfig,
+    *,
+    continue_only: bool = False,
+    given_up: Callable[[], bool] = lambda: False,
+    chain: str = "",
+) -> HostedScheduler | None:
+    """`ensure_scheduler` for a member: at its start, and (continue_only) when its scheduler was lost.
+
+    At its start it waits for as long as it would for admission, unless it has `given_up`. A worker that torchrun has
+    started again had a job: if that finished since the agent looked, no new one begins.
+    """
+    timeout_s = 30.0 if continue_only else config.join_timeout_s
+    continue_only |= os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    options = options_for_engine(config)
+    if not may_host(config, options):
+        return None
+    secret = Credentials.load(config.keys_dir, config.token_file)
+    return ensure_scheduler(
+        options, secret, continue_only=continue_only, timeout_s=timeout_s, given_up=given_up, chain=chain
+    )

@@ -1,0 +1,116 @@
+"""Ends a job on the operator's word: `chaos-lightning reset`.
+
+Theory of operation. Where a scheduler serves the job, it is asked: it knows who lives, stores the end, puts the chain
+away and begins with an empty one. Where none does, the chain's file on this machine is ended in the same way, once its
+lock says that no scheduler has it. Who was in the last view may train on all the same, for that needs no scheduler:
+this machine's process table tells of those that were on it, and of the others nothing is known, so the operator must
+say that they are gone. Training states that members of that chain kept beside it on this machine (member/keeping.py)
+are removed; elsewhere they stay, and are not used, since they are of another chain.
+"""
+
+from __future__ import annotations
+
+import os
+
+from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
+from chaos_lightning.membership.effects import Persist
+from chaos_lightning.protocol.types import Member, ViewId
+from chaos_lightning.security.access import is_local, split_endpoint, split_endpoints
+from chaos_lightning.security.credentials import Secret
+from chaos_lightning.control.options import MEMORY, SchedulerOptions
+from chaos_lightning.machine.process_table import rebooted, same_machine_verdict
+from chaos_lightning.control.store import Store
+
+
+def reset_job(endpoint: str, options: SchedulerOptions, secret: Secret, *, force: bool) -> str:
+    """Ends the job at `endpoint`; returns what was ended, in words.
+
+    Args:
+        endpoint: Of its scheduler, or of several.
+        options: Where its chain is if no scheduler answers.
+        secret: Token or credentials.
+        force: Also while members live, or may.
+
+    Raises:
+        RefusedError: Members live, or there is nothing to end.
+        SchedulerUnreachableError: Nobody answers, and the chain is another machine's.
+        ConfigurationError, StoreError: The chain cannot be ended here.
+    """
+    from chaos_lightning.control.channel import fetch_status, reset
+
+    try:
+        chain = str(fetch_status(endpoint, secret).get("machine", {}).get("chain", ""))
+        done = reset(endpoint, force=force, token=secret)
+    except SchedulerUnreachableError as error:
+        here = any(is_local(split_endpoint(place)[0]) for place in split_endpoints(endpoint))
+        if options.store == MEMORY or not (options.store or here):
+            raise SchedulerUnreachableError(
+                f"{error}. Without a scheduler, run this on the machine where the chain's file is, or name the store: "
+                "--store"
+            ) from error
+    else:
+        return done + _forget_kept(options, chain)
+    with _open(options) as store:
+        chain = store.tip().chain
+        return _end(store, force) + _forget_kept(options, chain)
+
+
+def _forget_kept(options: SchedulerOptions, chain: str) -> str:
+    """Nobody goes on from a state of the chain that was ended: what its members kept on this machine goes, in words."""
+    from chaos_lightning.member.keeping import folder_beside, forget
+
+    job, stores = options.settings.job, ("", options.store, os.environ.get("CHAOS_STORE", ""))
+    folders = dict.fromkeys(folder_beside(store, job, options.listen) for store in stores)
+    gone = [str(path) for folder in folders for path in (forget(folder, job, chain) if chain else ())]
+    return f". The training state that was kept for it in {', '.join(gone)} is removed" if gone else ""
+
+
+def _open(options: SchedulerOptions) -> Store:
+    """The chain that is there; none is made."""
+    job = options.settings.job
+    if options.in_etcd:
+        from chaos_lightning.control.etcd_client import open_client, read_address
+        from chaos_lightning.control.etcd_store import EtcdStore
+
+        return EtcdStore(open_client(read_address(options.store)), job)
+    from chaos_lightning.control.sqlite_store import SqliteStore
+
+    path = options.store_path
+    assert path is not None
+    if not path.exists():
+        raise RefusedError(
+            f"there is nothing to end: no scheduler answers at {options.listen}, and {path} is not there"
+        )
+    return SqliteStore(path, job, exclusive=True)
+
+
+def _end(store: Store, force: bool) -> str:
+    tip, views = store.tip(), store.load().views
+    if tip.finished or not views:
+        what = "the job is finished already" if tip.finished else "no view of the job was decided"
+        raise RefusedError(f"there is nothing to end in {store.place}: {what}; the next member begins it anew")
+    last = views[-1]
+    alive = [words for member in last.members if (words := _may_live(member))]
+    if alive and not force:
+        raise RefusedError(
+            f"of the last view's members {'; '.join(alive)}. They train on without a scheduler, as long as they live. "
+            "End them first (Ctrl+C there); if you know that they are gone: --force"
+        )
+    try:
+        term = store.take_term()
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error}. A scheduler that has it does not answer: wait for it, or end it") from error
+    done = store.append(Persist(1, "finish", ViewId(term, tip.highest.number + 1)))
+    if not done.ok:
+        raise StoreError(f"{store.place}: the end was not accepted: {done.detail}")
+    who = ", ".join(last.ids()) or "nobody"
+    return f"the job is ended; its last view had {who} in it. Its chain is {store.begin_again()}"
+
+
+def _may_live(member: Member) -> str:
+    """What is known of a member without a scheduler; "" if it is dead."""
+    sight = same_machine_verdict(member)
+    if sight.certain or (not sight.evidence and rebooted(member)):
+        return ""
+    known = sight.evidence or "it was on another machine, and cannot be seen from here"
+    return f"{member.id} (pid {member.pid} at {member.address}): {known}"

@@ -1,0 +1,263 @@
+"""A scheduler's seat among several: it waits until it is elected, and opens the chain as the leader.
+
+Theory of operation. A scheduler without a seat (embedded store) leads from its start; its store's lock and terms keep
+others out. With a seat it listens at once, says to whoever comes who leads, and takes the chain when it is elected.
+When it leads no more its process begins anew as a candidate (control/scheduler_main.py).
+
+A job's rules (min_nodes and the rest of Settings) are those of the scheduler that began to lead it: they lie in etcd
+under `rules`, and whoever follows goes by them, whatever it was started with, so that no change of leaders changes the
+job. A scheduler brings its own where the job begins (again), or where it is elected and nobody else stands by: then an
+operator has started it anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.protocol.types import Settings
+from chaos_lightning.control import etcd_pb2 as pb
+from chaos_lightning.control.election import LEASE_S, Candidate, Election
+from chaos_lightning.control.etcd_client import EtcdAddress, UnansweredError, open_client, put
+from chaos_lightning.control.etcd_store import EtcdStore, job_root
+from chaos_lightning.control.options import settings_from_json, settings_to_json
+from chaos_lightning.control.store import Store
+
+RULES = "rules"
+_FACTS_DEADLINE_S = 0.5
+"""`status` must answer also where etcd does not."""
+
+
+class Seat(Protocol):
+    """What a scheduler's shell needs of it. Methods may be called from any thread."""
+
+    def contest(
+        self,
+        endpoint: str,
+        on_elected: Callable[[], None],
+        on_lost: Callable[[str], None],
+        note: Callable[..., None],
+        present: Callable[[], Collection[str]],
+    ) -> None: ...
+
+    def asked(self, name: str) -> None: ...
+
+    def open_store(self) -> Store: ...
+
+    def rules(self, given: Settings) -> Settings: ...
+
+    def waited(self) -> bool: ...
+
+    def watched(self) -> bool: ...
+
+    def stands_by(self) -> bool: ...
+
+    def leader(self) -> str: ...
+
+    def trouble(self) -> str: ...
+
+    def facts(self) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+class EtcdSeat:
+    """See the module.
+
+    Args:
+        address: Where etcd is.
+        job: Whose leader is elected.
+        keep_finished: Serve a finished chain instead of beginning the job anew.
+        followed: This process had a seat before: what it began with is not what the job is now, so it begins no
+            finished job anew and brings no rules.
+        lease_s: Duration of leases.
+
+    Raises:
+        ConfigurationError: A file of the address cannot be read.
+    """
+
+    def __init__(
+        self,
+        address: EtcdAddress,
+        job: str,
+        *,
+        keep_finished: bool = False,
+        followed: bool = False,
+        lease_s: int = LEASE_S,
+    ) -> None:
+        self._client = open_client(address)
+        self._job = job
+        self._keep_finished = keep_finished
+        self._followed = followed
+        self._lease_s = lease_s
+        self._guard: tuple[pb.Compare, ...] = ()
+        self._election: Election | None = None
+        self._begun_again = False
+        self._note: Callable[..., None] = lambda name, **fields: None
+
+    def contest(
+        self,
+        endpoint: str,
+        on_elected: Callable[[], None],
+        on_lost: Callable[[str], None],
+        note: Callable[..., None],
+        present: Callable[[], Collection[str]],
+    ) -> None:
+        """Takes part in the election; callbacks come in its thread.
+
+        Args:
+            endpoint: Where members reach this candidate.
+            on_elected: It leads now.
+            on_lost: It leads no more; why.
+            note: Takes (event name, fields) for the event log.
+            present: Names of the members that are connected to it.
+        """
+
+        def elected(guard: tuple[pb.Compare, ...]) -> None:
+            self._guard = guard
+            on_elected()
+
+        self._note = note
+        self._election = Election(
+            self._client,
+            self._job,
+            Candidate.here(endpoint),
+            on_elected=elected,
+            on_lost=on_lost,
+            note=note,
+            present=present,
+            lease_s=self._lease_s,
+        )
+        self._election.start()
+
+    def asked(self, name: str) -> None:
+        """A member of this name ("": it did not say) looked for the leader here."""
+        if name and self._election is not None:
+            self._election.asked(name)
+
+    def open_store(self) -> Store:
+        """The chain, for the leader; that of a finished job is emptied first, unless it is to be kept."""
+        store = EtcdStore(self._client, self._job, guard=self._guard, owned=False)
+        if store.tip().finished and not self._keep_finished and not self.waited():
+            store.begin_again()
+            self._begun_again = True
+            self._note("notice", text=f"job {self._job} was finished; it begins anew in {store.place}")
+        return store
+
+    def check(self, given: Settings) -> str:
+        """Looks at etcd before anything starts; returns what is worth telling, or "".
+
+        Args:
+            given: The rules that this scheduler would bring.
+
+        Raises:
+            ConfigurationError: etcd refuses this scheduler, or what lies under the job's name is no chain that this
+                version can read.
+        """
+        try:
+            with EtcdStore(self._client, self._job, owned=False) as store:
+                chain = store.load()
+            stored = self._stored_rules()
+        except UnansweredError as error:
+            return f"{error} It goes on trying."
+        except StoreError as error:
+            raise ConfigurationError(str(error)) from error
+        return self._differing(given, stored) if stored is not None and not chain.finished else ""
+
+    def rules(self, given: Settings) -> Settings:
+        """Those that the job goes by (see the module); for the leader, after `open_store`.
+
+        Raises:
+            StoreError: etcd does not answer, or this scheduler leads no more.
+        """
+        stored = self._stored_rules()
+        if stored == given:
+            return given
+        if stored is not None:
+            if not self._begun_again and (self.waited() or self._others()):
+                self._note("notice", text=self._differing(given, stored))
+                return stored
+            self._note("notice", text=f"job {self._job} goes by other rules now: {_changes(stored, given)}")
+        key = job_root(self._client.address.prefix, self._job) + RULES
+        document = json.dumps({"format": 1, "settings": settings_to_json(given)}).encode()
+        if not self._client.transact(self._guard, [put(key, document)])[0]:
+            raise StoreError("this scheduler does not lead any more, and cannot say by which rules the job goes")
+        return given
+
+    def _stored_rules(self) -> Settings | None:
+        found = self._client.get(job_root(self._client.address.prefix, self._job) + RULES)
+        if found is None:
+            return None
+        try:
+            return settings_from_json(json.loads(found.value)["settings"])
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise StoreError(
+                f"{self._client.address}: the rules of job {self._job} cannot be read ({error}); finish it with the "
+                "version that began it, or choose another job name or prefix"
+            ) from error
+
+    def _differing(self, given: Settings, stored: Settings) -> str:
+        changes = _changes(given, stored)
+        return changes and (
+            f"job {self._job} is there already, and goes by the rules that it began with ({changes}); start every "
+            "scheduler of a job with the same ones, or give another job another name"
+        )
+
+    def _others(self) -> bool:
+        """Whether other candidates stand by."""
+        election = self._election
+        return election is not None and any(c.id != election.me.id for c in election.candidates())
+
+    def waited(self) -> bool:
+        """Another scheduler led before, or this process: if the job is finished by now, it was so under that one."""
+        return self._followed or (self._election is not None and self._election.followed)
+
+    def watched(self) -> bool:
+        """It saw another one lead by this very chain until it was elected itself."""
+        return self._election is not None and self._election.watched
+
+    def stands_by(self) -> bool:
+        """Another one leads, and this one would follow it: it is needed, though it has no members."""
+        return self._election is not None and self._election.stands_by
+
+    def leader(self) -> str:
+        """Where the one listens that leads, as seen last; "" if nobody does."""
+        leader = self._election.leader if self._election is not None else None
+        return leader.endpoint if leader is not None else ""
+
+    def trouble(self) -> str:
+        """Why nobody can be elected at the moment, as far as it is known; or ""."""
+        return self._election.trouble if self._election is not None else ""
+
+    def facts(self) -> dict[str, Any]:
+        """For `status`: who leads, since when and why; who stands by; what this candidate waits for."""
+        if self._election is None:
+            return {}
+        leader = self._election.leader
+        facts: dict[str, Any] = {
+            "leader": leader.endpoint if leader is not None else "",
+            "led_since": leader.since if leader is not None else 0.0,
+            "led_because": leader.because if leader is not None else "",
+            "waits_for": self._election.waits_for(),
+            "candidates": [],
+        }
+        try:
+            facts["candidates"] = sorted({c.endpoint for c in self._election.candidates(_FACTS_DEADLINE_S)})
+        except StoreError as error:
+            facts["store_error"] = str(error)
+        return facts
+
+    def close(self) -> None:
+        """Gives the seat up; another candidate leads at once. Idempotent."""
+        if self._election is not None:
+            self._election.resign()
+        self._client.close()
+
+
+def _changes(given: Settings, stored: Settings) -> str:
+    """What differs, in words."""
+    ours, theirs = asdict(given), asdict(stored)
+    return ", ".join(f"{name}={theirs[name]} instead of {ours[name]}" for name in ours if ours[name] != theirs[name])

@@ -1,0 +1,1 @@
+"""The event log: its names, its writer and its reader."""

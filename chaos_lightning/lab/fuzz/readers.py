@@ -1,0 +1,487 @@
+"""Targets that read bytes without anybody at the other end: codecs, machines, stores, texts."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import json
+import logging
+import sqlite3
+import tempfile
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from chaos_lightning.errors import ConfigurationError, StateError, StoreError, WireError
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.protocol.types import (
+    NO_VIEW,
+    Entered,
+    FromMember,
+    Header,
+    Hello,
+    Member,
+    PeerMessage,
+    Ready,
+    Settings,
+    ToMember,
+    View,
+    ViewId,
+    Welcome,
+)
+from chaos_lightning.protocol import chaos_pb2, codec
+from chaos_lightning.lab.fuzz import mutate
+from chaos_lightning.lab.fuzz.target import FindingError, Target
+
+_ENVELOPES = (chaos_pb2.FromMemberEnvelope, chaos_pb2.ToMemberEnvelope, chaos_pb2.PeerEnvelope)
+_KINDS = (FromMember, ToMember, PeerMessage)
+MOST_EFFECTS = 20_000
+"""Of one message; more would be a reader that can be made to flood others."""
+
+
+# ------------------------------------------------------------------ messages
+
+
+def message(kind: Any, rng: Random) -> Any:
+    """Some message of FromMember, ToMember or PeerMessage."""
+    return mutate.value_of(rng.choice(typing.get_args(kind)), rng)
+
+
+def wrapped(kind: Any, value: Any) -> bytes:
+    """As it travels."""
+    if kind is PeerMessage:
+        return codec.encode_peer(value)
+    wrap = codec.wrap_from_member if kind is FromMember else codec.wrap_to_member
+    data: bytes = wrap(value).SerializeToString()
+    return data
+
+
+def mutated_message(tag: int, data: bytes, rng: Random) -> bytes:
+    """Another field in this message; or another message."""
+    which = tag % len(_KINDS)
+    if not data or rng.randint(0, 3) == 0:
+        with contextlib.suppress(WireError, TypeError):
+            return wrapped(_KINDS[which], message(_KINDS[which], rng))
+    if rng.randint(0, 9) == 0:
+        return mutate.bytes_of(data, rng)
+    try:
+        envelope = _ENVELOPES[which].FromString(data)
+    except DecodeError:
+        return data
+    for _ in range(rng.randint(1, 3)):
+        mutate.proto_of(envelope, rng)
+    changed: bytes = envelope.SerializeToString()
+    return changed
+
+
+def unwrapped(which: int, data: bytes) -> Any:
+    """The message; None if it is refused, as a wire's garbage is."""
+    try:
+        if which == 2:
+            return codec.decode_peer(data)
+        envelope = _ENVELOPES[which].FromString(data)
+        return codec.unwrap_from_member(envelope) if which == 0 else codec.unwrap_to_member(envelope)
+    except (WireError, DecodeError):
+        return None
+
+
+def _message_seeds() -> list[bytes]:
+    rng = Random(0)
+    seeds = []
+    for which, kind in enumerate(_KINDS):
+        for cls in typing.get_args(kind):
+            with contextlib.suppress(WireError, TypeError):
+                seeds.append(mutate.joined([(which, wrapped(kind, mutate.value_of(cls, rng)))]))
+    header = mutate.value_of(Header, rng)
+    seeds += [
+        mutate.joined([(3, codec.encode(mutate.value_of(View, rng)))]),
+        mutate.joined([(4, codec.encode(header))]),
+    ]
+    return seeds
+
+
+def _read_messages(data: bytes) -> None:
+    for tag, part in mutate.split(data):
+        which = tag % 5
+        if which < 3:
+            found = unwrapped(which, part)
+            if found is not None and unwrapped(which, wrapped(_KINDS[which], found)) != found:
+                raise FindingError(f"{type(found).__name__} is another one when it is written and read again")
+        else:
+            with contextlib.suppress(WireError):
+                codec.decode(View if which == 3 else Header, part)
+
+
+def _mutate_messages(data: bytes, rng: Random) -> bytes:
+    return mutate.parts_of(data, rng, mutated_message, range(5))
+
+
+# ------------------------------------------------------------------ machines
+
+
+def hello(name: str, number: int, **changes: Any) -> Hello:
+    """Of a process that fits the job."""
+    given: dict[str, Any] = {"pid": number, "pid_start": 1, "quota": 1, "accumulate": 1, "package": "1"}
+    return Hello("default", name, "host", "127.0.0.1", 1000 + number, fingerprint=(), **(given | changes))
+
+
+def _opened(conn: int) -> tuple[int, bytes]:
+    return (conn | 0x10, b"")
+
+
+def _tick() -> tuple[int, bytes]:
+    return (0x20, b"")
+
+
+def _scheduler_seeds() -> list[bytes]:
+    joined = [_opened(0), (0, wrapped(FromMember, hello("a", 1))), (0, wrapped(FromMember, Ready())), _tick(), _tick()]
+    first = ViewId(1, 1)
+    stands = Entered(first, 0, 0, "", True)
+    joined += [(0, wrapped(FromMember, stands)), _tick()]
+    two = [_opened(1), (1, wrapped(FromMember, hello("b", 2))), (1, wrapped(FromMember, Ready())), _tick(), _tick()]
+    rng = Random(1)
+    chatter = []
+    for cls in typing.get_args(FromMember):
+        with contextlib.suppress(WireError, TypeError):
+            chatter.append((0, wrapped(FromMember, mutate.value_of(cls, rng))))
+    return [mutate.joined(joined), mutate.joined(joined + two), mutate.joined(joined + chatter[:20])]
+
+
+def _feed_scheduler(data: bytes) -> None:
+    """Streams 0 to 7 say this; stores and process table answer as they do."""
+    machine = SchedulerMachine(Settings(min_nodes=1), fx.Chain(1, NO_VIEW))
+    streams: set[int] = set()
+    now = 1.0
+
+    def on(event: fx.SchedulerEvent) -> None:
+        nonlocal now
+        waiting, count = [event], 0
+        while waiting:
+            now += 0.01
+            for effect in machine.on(now, waiting.pop(0)):
+                count += 1
+                if isinstance(effect, fx.Persist):
+                    waiting.append(fx.Stored(effect.token, True))
+                elif isinstance(effect, fx.Send):
+                    codec.wrap_to_member(effect.message)
+            if count > MOST_EFFECTS:
+                raise FindingError(f"{event} has {count} effects")
+
+    for tag, part in mutate.split(data):
+        conn, what = tag & 7, tag >> 4 & 3
+        if what == 1 and conn not in streams:
+            streams.add(conn)
+            on(fx.Opened(conn))
+        elif what == 2:
+            now += 0.2
+            on(fx.SchedulerTick())
+        elif what == 3 and conn in streams:
+            streams.discard(conn)
+            on(fx.Closed(conn, bool(part)))
+        elif what == 0 and conn in streams and (said := unwrapped(0, part)) is not None:
+            on(fx.MessageIn(conn, said))
+    machine.validate_state()
+
+
+def _mutate_scheduler(data: bytes, rng: Random) -> bytes:
+    return mutate.parts_of(
+        data, rng, lambda tag, part, r: mutated_message(0, part, r), (0, 1, 2, 0x10, 0x11, 0x12, 0x20, 0x30, 0x31)
+    )
+
+
+def _member_seeds() -> list[bytes]:
+    me = Member("b~2", "b", "host", "127.0.0.1", 2)
+    welcomed = [(1, wrapped(ToMember, Welcome(me, 1, "founder", "", 0.1, 0.5)))]
+    rng = Random(2)
+    chatter = []
+    for kind, tag in ((ToMember, 1), (PeerMessage, 2)):
+        for cls in typing.get_args(kind):
+            with contextlib.suppress(WireError, TypeError):
+                chatter.append((tag, wrapped(kind, mutate.value_of(cls, rng))))
+    return [mutate.joined(welcomed), *(mutate.joined([*welcomed, part]) for part in chatter)]
+
+
+def _feed_member(data: bytes) -> None:
+    machine = MemberMachine()
+    now = 1.0
+    for tag, part in mutate.split(data):
+        now += 0.01
+        which = tag & 3
+        event: fx.MemberEvent = fx.Tick()
+        if which in (1, 2):
+            said = unwrapped(which, part)
+            if said is None:
+                continue
+            event = fx.ControlIn(said) if which == 1 else fx.PeerIn(mutate.IDS[tag >> 4 & 3], said)
+        elif which == 3:
+            event = fx.LinkChanged(mutate.IDS[tag >> 4 & 3], bool(tag & 4), "said so")
+        count = len(machine.on(now, event))
+        if count > MOST_EFFECTS:
+            raise FindingError(f"{type(event).__name__} has {count} effects")
+
+
+def _mutate_member(data: bytes, rng: Random) -> bytes:
+    tags = [which | sender << 4 for which in (0, 1, 1, 2, 2, 3) for sender in range(4)]
+    return mutate.parts_of(data, rng, mutated_message_of_either, tags)
+
+
+def mutated_message_of_either(tag: int, data: bytes, rng: Random) -> bytes:
+    """Of the scheduler (1) or of a member (2)."""
+    return mutated_message(tag & 3, data, rng) if tag & 3 in (1, 2) else data
+
+
+# ------------------------------------------------------------------ state
+
+
+def _state_seeds() -> list[bytes]:
+    import torch
+
+    from chaos_lightning.replication.manifest import encode_manifest
+    from chaos_lightning.replication.table import build_table
+
+    tensors = [("w", torch.zeros(3, 4)), ("b", torch.ones(4))]
+    value = {
+        "epoch": 3,
+        "lr": [0.1, 1e-3],
+        "t": (1, None),
+        "s": {"a", "b"},
+        "n": {1: "x"},
+        "w": tensors[0][1],
+        "h": b"x",
+    }
+    table = build_table(tensors, [])
+    return [mutate.joined([(0, encode_manifest(value, tensors).data)]), mutate.joined([(1, table.encode())])]
+
+
+def _read_state(data: bytes) -> None:
+    import torch
+
+    from chaos_lightning.replication.manifest import decode_manifest
+    from chaos_lightning.replication.table import decode_table, make_attached
+
+    for tag, part in mutate.split(data):
+        with contextlib.suppress(WireError, StateError):
+            if tag & 1:
+                make_attached(decode_table(part), 1 << 20)
+            else:
+                decode_manifest(part, {"w": torch.zeros(3, 4)})
+
+
+def _mutate_parts_of_json(data: bytes, rng: Random) -> bytes:
+    return mutate.parts_of(data, rng, lambda tag, part, r: mutate.json_of(part or b"{}", r), (0, 1, 2, 3))
+
+
+# ------------------------------------------------------------------ stores
+
+
+def _entry(rng: Random, number: int, view: bool) -> bytes:
+    some = base64.b64encode(codec.encode(mutate.value_of(View, rng))).decode() if view else None
+    document = {"format": 1, "kind": "view" if view else "reserve", "number": [1, number], "view": some}
+    return json.dumps({**document, "base": None, "hand_on": False, "wish": None, "wall": 1.5}).encode()
+
+
+def _store_seeds() -> list[bytes]:
+    rng = Random(3)
+    tip = {"format": 1, "term": 1, "highest": [1, 2], "last_view": [1, 1], "finished": False, "count": 2}
+    leader = {"id": "a", "endpoint": "a:1", "host": "h", "pid": 1, "pid_start": 1, "lease": 0}
+    chain = [(0, json.dumps(tip).encode()), (1, _entry(rng, 1, True)), (1, _entry(rng, 2, False))]
+    row = [1, "view", 1, 1, None, None, 0, None]
+    return [
+        mutate.joined(chain),
+        mutate.joined([(2, json.dumps(leader).encode())]),
+        mutate.joined([(3, json.dumps(row).encode())]),
+    ]
+
+
+class _Keys:
+    """etcd as a store sees it, with these values in it."""
+
+    def __init__(self, tip: bytes, entries: list[bytes]) -> None:
+        self.address = SimpleNamespace(prefix="p")
+        self._tip = tip
+        self._entries = entries
+
+    def get(self, key: str) -> Any:
+        if key.endswith("/tip"):
+            return SimpleNamespace(key=key.encode(), value=self._tip, mod_revision=1) if self._tip else None
+        number = int(key.rpartition("/")[2])
+        return self._kv(number) if 1 <= number <= len(self._entries) else None
+
+    def _kv(self, number: int) -> Any:
+        key = f"p/jobs/j/entry/{number:016d}".encode()
+        return SimpleNamespace(key=key, value=self._entries[number - 1], mod_revision=1)
+
+    def get_all(self, prefix: str, *, deadline_s: float | None = None) -> tuple[list[Any], int]:
+        return [self._kv(n + 1) for n in range(len(self._entries))], 1
+
+
+def _read_store(data: bytes) -> None:
+    from chaos_lightning.control.election import Candidate
+    from chaos_lightning.control.etcd_store import EtcdStore
+
+    parts = mutate.split(data)
+    entries = [part for tag, part in parts if tag & 3 == 1]
+    for tag, part in parts:
+        if tag & 3 == 0:
+            store = EtcdStore(typing.cast(Any, _Keys(part, entries)), "j", owned=False)
+            for read in (store.entries, store.tip):
+                with contextlib.suppress(StoreError):
+                    read()
+        elif tag & 3 == 2:
+            Candidate.read(part)
+        elif tag & 3 == 3:
+            _read_row(part)
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    place = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    return tempfile.TemporaryDirectory(prefix="chaos-fuzz-", dir=place)
+
+
+def _read_row(part: bytes) -> None:
+    """A row of an embedded chain with these values, as SQLite takes them."""
+    from chaos_lightning.control.sqlite_store import SqliteStore
+
+    try:
+        given = json.loads(part)
+    except (ValueError, RecursionError):
+        return
+    path = Path(_folder().name) / "chain"
+    for old in path.parent.iterdir():
+        old.unlink()
+    with SqliteStore(path, "j") as store:
+        store.take_term()
+        store.append(fx.Persist(1, "reserve", ViewId(1, 1)))
+    db = sqlite3.connect(path)
+    try:
+        names = [row[1] for row in db.execute("PRAGMA table_info(entry)")]
+        values = given if isinstance(given, list) else [given]
+        with contextlib.suppress(sqlite3.Error, OverflowError, UnicodeError):
+            for name, value in zip(names, values, strict=False):
+                if isinstance(value, list | dict):
+                    value = json.dumps(value)
+                db.execute(f"UPDATE entry SET {name} = ?", (value,))
+            db.commit()
+    finally:
+        db.close()
+    with contextlib.suppress(StoreError), SqliteStore(path, "j", read_only=True) as store:
+        store.load()
+
+
+# ------------------------------------------------------------------ texts
+
+
+_TEXT_SEEDS = (
+    (0, "etcd://ann@10.0.0.1:2379,b,[::1]:3/prefix?ca=/ca&cert=/c&key=/k&password-file=/p&client=etcd3"),
+    (1, "10.0.0.5:29400,[::1]:29401"),
+    (2, '{"min_nodes": 1, "max_nodes": 4, "heartbeat_timeout_s": 1.5, "plan": {"kind": "rotating"}}'),
+    (3, '{"step_timeout_s": "30", "plan": "tree:4", "store": "etcd://a+b", "neighbours": "a+b"}'),
+    (4, "tree:4"),
+)
+
+
+def _read_texts(data: bytes) -> None:
+    with _silenced(logging.getLogger("chaos_lightning")):
+        _each_text(data)
+
+
+@contextlib.contextmanager
+def _silenced(logger: logging.Logger) -> Iterator[None]:
+    """What is odd is warned of, thousands of times; afterwards it speaks again."""
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _each_text(data: bytes) -> None:
+    from chaos_lightning.rendezvous.options import read_options
+    from chaos_lightning.security.access import split_endpoints
+    from chaos_lightning.control.etcd_client import read_address
+    from chaos_lightning.control.options import settings_from_json
+    from chaos_lightning.planning.plans import read_plan
+
+    for tag, part in mutate.split(data):
+        text = part.decode(errors="replace")
+        with contextlib.suppress(ConfigurationError):
+            match tag % 5:
+                case 0:
+                    read_address(text)
+                case 1:
+                    split_endpoints(text)
+                case 2:
+                    settings_from_json(text)
+                case 3:
+                    with contextlib.suppress(ValueError, RecursionError):
+                        given = json.loads(text)
+                        if isinstance(given, dict):
+                            words = {k: v for k, v in given.items() if isinstance(v, str) and _harmless(k, v)}
+                            _options(read_options, words)
+                case 4:
+                    if _harmless("plan", text):
+                        read_plan(text)
+
+
+def _options(read: Any, given: dict[str, str]) -> None:
+    """Only errors of ours may come out; ValueError is the base of ConfigurationError, so it is told apart here."""
+    try:
+        read(endpoint="127.0.0.1:29400", run_id="job", nodes=(1, 2), given=given, environ={})
+    except ConfigurationError:
+        return
+    except (ValueError, RecursionError) as error:
+        raise FindingError(f"--rdzv-conf {given}: {error!r}") from error
+
+
+def _harmless(name: str, value: str) -> bool:
+    """No files are read and no names are looked up."""
+    return not (name == "plan" and (value.startswith("file:") or "." in value)) and name not in ("bind", "token_file")
+
+
+def _mutate_texts(data: bytes, rng: Random) -> bytes:
+    def change(tag: int, part: bytes, r: Random) -> bytes:
+        if tag % 5 in (2, 3) and r.randint(0, 3):
+            return mutate.json_of(part or b"{}", r)
+        return mutate.text_of(part.decode(errors="replace"), r, ":/?&=@,+[]%.#~ 019").encode(errors="replace")
+
+    return mutate.parts_of(data, rng, change, range(5))
+
+
+READERS = (
+    Target(
+        "messages", "control messages and stored views, by the codec", _message_seeds, _read_messages, _mutate_messages
+    ),
+    Target(
+        "scheduler",
+        "what members say, by the scheduler's machine",
+        _scheduler_seeds,
+        _feed_scheduler,
+        _mutate_scheduler,
+    ),
+    Target(
+        "member", "what scheduler and members say, by a member's machine", _member_seeds, _feed_member, _mutate_member
+    ),
+    Target(
+        "state", "manifests and tables of a training state", _state_seeds, _read_state, _mutate_parts_of_json, 8 << 20
+    ),
+    Target("stores", "values in etcd, rows in SQLite", _store_seeds, _read_store, _mutate_parts_of_json),
+    Target(
+        "texts",
+        "addresses, settings and --rdzv-conf",
+        lambda: [mutate.joined([(tag, text.encode())]) for tag, text in _TEXT_SEEDS],
+        _read_texts,
+        _mutate_texts,
+    ),
+)
+
+__all__ = ["READERS", "hello", "message", "mutated_message", "unwrapped", "wrapped"]

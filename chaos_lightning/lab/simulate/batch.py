@@ -1,0 +1,45 @@
+"""Many seeds, on one process or several."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+from chaos_lightning.lab.simulate.bugs import BUGS
+from chaos_lightning.lab.simulate.plans import FAMILIES
+from chaos_lightning.lab.simulate.world import Hooks, Outcome, Plan, simulate
+
+_CHUNK = 25
+
+
+def behaviour(bug: str, family: str = "any") -> tuple[Callable[[int], Plan], Callable[[], Hooks]]:
+    """What a run with this planted bug ("" for none) draws its plans from, and how it behaves.
+
+    Args:
+        bug: Brings its own plans.
+        family: Of plans (plans.FAMILIES), without a bug.
+    """
+    if not bug:
+        return FAMILIES[family], Hooks
+    return BUGS[bug].plan, BUGS[bug].hooks
+
+
+def run_chunk(task: tuple[int, int, str, str]) -> list[Outcome]:
+    """Runs seeds [start, stop) with a planted bug ("" for none)."""
+    start, stop, bug, family = task
+    plan, hooks = behaviour(bug, family)
+    return [simulate(plan(seed), hooks, validate=not bug) for seed in range(start, stop)]
+
+
+def outcomes(start: int, count: int, bug: str, jobs: int, family: str = "any") -> Iterator[list[Outcome]]:
+    """Chunks of outcomes, in the order of seeds."""
+    tasks = [(s, min(s + _CHUNK, start + count), bug, family) for s in range(start, start + count, _CHUNK)]
+    if jobs <= 1:
+        yield from map(run_chunk, tasks)
+        return
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        yield from pool.map(run_chunk, tasks)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,285 @@
+"""A simulated process's control stream: hello, heartbeats, probes, breaks (what control/agent.py is to a real one)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.protocol.types import (
+    Contribution,
+    Entered,
+    FromMember,
+    Header,
+    Hello,
+    Probe,
+    Report,
+    Span,
+    Verdict,
+    Welcome,
+)
+from chaos_lightning.lab.simulate.fabric import Pipe, Stream
+from chaos_lightning.lab.simulate.kernel import Process
+
+if TYPE_CHECKING:
+    from chaos_lightning.lab.simulate.host import SchedulerHost
+    from chaos_lightning.lab.simulate.world import World
+
+LATE_S = 3.0
+"""A word is under way at most so long: longer than any lag of a control stream, and the time to connect again."""
+PULSE_S = 0.2
+PULSE_TIMEOUT_S = 0.7
+"""As in control/channel.py and control/agent.py."""
+SILENT_S = 0.3
+"""A neighbour that is asked calls a link silent after so long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSpec:
+    """How one process is."""
+
+    name: str
+    host: str = "h0"
+    quota: int = 1
+    pace: float = 1.0
+    """Its work takes so many times the program's mean duration."""
+    replay: bool = False
+    """It offers to come in by replay."""
+    memory: bool = True
+    """It has room for a copy of the state."""
+    neighbours: tuple[str, ...] = ()
+    """Names in its Hello; empty: whoever it can reach."""
+    script: str = "same"
+    """What it runs; members must run the same."""
+
+
+@dataclass(slots=True)
+class Trap:
+    """Stops the process before the `skip`+1-th effect of a kind, from slot `seq` on."""
+
+    kind: str
+    """"header", "greeting" (to an observer), "contribution", "committed", "entered", "report", "observe" or "pull"."""
+    seq: int
+    skip: int
+    spring: Callable[[], None]
+
+    def matches(self, effect: fx.MemberEffect, seq: int) -> bool:
+        if seq < self.seq:
+            return False
+        match effect:
+            case fx.ToPeer(peer, Header() as header):
+                greeting = peer in header.observers and header.view_change is None
+                return self.kind == "header" or (self.kind == "greeting" and greeting)
+            case fx.Observe():
+                return self.kind == "observe"
+            case fx.PullState():
+                return self.kind == "pull"
+            case fx.ToPeer(_, Contribution()):
+                return self.kind == "contribution"
+            case fx.Committed():
+                return self.kind == "committed"
+            case fx.ToScheduler(Entered()):
+                return self.kind == "entered"
+            case fx.ToScheduler(Report()):
+                return self.kind == "report"
+            case _:
+                return False
+
+
+class Connected(Process):
+    """A process with a member machine that speaks to the scheduler.
+
+    Args:
+        world: The job.
+        spec: How this process is.
+        number: Its place in the plan; also its pid.
+    """
+
+    machine_class: type[MemberMachine] = MemberMachine
+
+    def __init__(self, world: World, spec: NodeSpec, number: int) -> None:
+        super().__init__(world.kernel, spec.name)
+        self.world = world
+        self.spec = spec
+        self.number = number
+        self.machine = self.machine_class()
+        self.stream: Stream | None = None
+        self.host: SchedulerHost = world.scheduler
+        """Where its control stream goes."""
+        self.outcome = ""
+        self.control_lag = 0.0
+        self.life = 0
+        self.leaving = ""
+        self.drained = False
+        self.busy = False
+        """Its process computes and does nothing else: as silent as a frozen one, though its machine sees it run."""
+        self._spoke_at = self._last_word = 0.0
+        self._retry_s = 0.02
+
+    def silent_s(self) -> float:
+        """How long ago its last word was, if it is stopped, or was until a moment ago; else 0."""
+        awake = not self.frozen and self.kernel.now - self.thawed_at > LATE_S
+        return 0.0 if awake else self.kernel.now - self._last_word
+
+    def freeze(self) -> None:
+        if self.alive and not self.frozen:
+            self._last_word = self._spoke_at
+        super().freeze()
+
+    def occupy(self, lasts: float) -> None:
+        """For so long (s) nothing else of this process gets a turn."""
+        if not self.alive or self.frozen:
+            return
+        self.busy = True
+        Connected.freeze(self)
+
+        def over() -> None:
+            if self.busy:
+                self.busy = False
+                Process.thaw(self)
+
+        self.kernel.after(lasts, over)
+
+    def feed(self, event: fx.MemberEvent) -> None:
+        """One event through the machine."""
+        raise NotImplementedError
+
+    def welcomed(self, member_id: str) -> None:
+        """The scheduler gave this process an id."""
+        raise NotImplementedError
+
+    def held(self) -> tuple[Span, ...]:
+        """Reduced ranges of the open slot."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ control stream
+
+    def connect(self) -> None:
+        """Says hello, or says it again after the stream broke."""
+        if not self.alive or self.outcome or self.stream is not None:
+            return
+        host = self.world.schedulers.found_by_chance()
+        if host is None:
+            self._retry_s = min(0.3, self._retry_s * 1.6)
+            self.timer(self._retry_s * self.kernel.between(0.5, 1.0), self.connect)
+            return
+        self._retry_s = 0.02
+        kernel = self.kernel
+        stream = Stream(self.world.next_number(), Pipe(kernel, 0.0002, 0.003), Pipe(kernel, 0.0002, 0.003))
+        stream.up.lag = self.control_lag
+        self.stream, self.host = stream, host
+        if self.world.schedulers.several:
+            self.timer(PULSE_S, lambda: self._listen(stream))
+        host.dialled.append((stream, self))
+        stream.up.send(None, lambda _: host.deliver(lambda: host.opened(stream, self)))
+        self._tell(self._hello())
+
+    def _hello(self) -> Hello:
+        spec = self.spec
+        return Hello(
+            job="sim",
+            name=spec.name,
+            host=spec.host,
+            address=spec.name,
+            port=1,
+            pid=self.number,
+            pid_start=1,
+            quota=spec.quota,
+            accumulate=1,
+            package="1",
+            fingerprint=(("script", spec.script),),
+            neighbours=spec.neighbours,
+            **self.machine.knowledge(),
+            replay="" if spec.replay else "it was told to join by pause",
+        )
+
+    def tell(self, message: FromMember) -> None:
+        """Something said beside what the machine says."""
+        self._tell(message)
+
+    def _tell(self, message: FromMember) -> None:
+        stream, host = self.stream, self.host
+        if stream is not None:
+            self._spoke_at = self.kernel.now
+            for _ in range(self.world.copies(message)):
+                stream.up.send(message, lambda m: host.deliver(lambda: host.message(stream, m)))  # type: ignore[arg-type]
+
+    def _listen(self, stream: Stream) -> None:
+        """A leader that says nothing for long is left, for another may have been elected (control/agent.py)."""
+        if self.stream is not stream or self.outcome:
+            return
+        if self.host.frozen and self.kernel.now - self.host.frozen_since > PULSE_TIMEOUT_S:
+            self.break_stream()
+        else:
+            self.timer(PULSE_S, lambda: self._listen(stream))
+
+    def stream_lost(self, stream: Stream) -> None:
+        """Both ends of a broken stream see it; the agent connects again."""
+
+        def lost() -> None:
+            if self.stream is stream:
+                self.stream = None
+                self.timer(self.kernel.between(0.005, 0.12), self.connect)
+
+        self.deliver(lost)
+
+    def break_stream(self) -> None:
+        """The network breaks the control stream; both processes live."""
+        stream, host = self.stream, self.host
+        if stream is None:
+            return
+        now = self.kernel.now
+        self.world.schedulers.cut_streams += 1
+        stream.up.cut(now + self.kernel.between(0.0, 0.004))
+        stream.down.cut(now + self.kernel.between(0.0, 0.004))
+        self.kernel.after(self.kernel.between(0.004, 0.03), lambda: host.deliver(lambda: host.closed(stream, True)))
+        self.kernel.after(self.kernel.between(0.004, 0.03), lambda: self.stream_lost(stream))
+
+    def _close_stream(self) -> None:
+        stream, host = self.stream, self.host
+        self.stream = None
+        if stream is not None:
+            stream.down.cut(self.kernel.now)
+            stream.up.end(lambda: host.deliver(lambda: host.closed(stream, False)))
+
+    def control(self, stream: Stream, message: object) -> None:
+        """A message of the scheduler."""
+        if stream is not self.stream or self.outcome:
+            return
+        if isinstance(message, Probe):
+            self._probe(message.suspect)
+            return
+        if isinstance(message, Welcome) and message.member.id != self.machine.member_id:
+            self.welcomed(message.member.id)
+            self._beat(self.life)
+            if self.leaving:
+                self.timer(0.0, lambda: self.feed(fx.LeaveRequested(self.leaving)))
+        self.feed(fx.ControlIn(message, self.held()))  # type: ignore[arg-type]
+        if type(message).__name__ == "Refused" and getattr(message, "retry", False):
+            self._close_stream()
+            self.timer(0.2, self.connect)
+
+    def _beat(self, life: int) -> None:
+        if life != self.life or self.outcome:
+            return
+        self._tell(self.machine.heartbeat())
+        self.feed(fx.Tick())
+        self.timer(self.world.settings.heartbeat_interval_s, lambda: self._beat(life))
+
+    def _probe(self, suspect: str) -> None:
+        """What its machine says of its process, if that is known here, else the link. Own sleep is forgiven."""
+        node, certain, seen = self.world.fabric.nodes.get(suspect), False, False
+        if node is None or node.machine.member_id != suspect:
+            alive, evidence = False, "its process is gone"
+        elif node.spec.host == self.spec.host or self.world.plan.watched:
+            alive, evidence = node.alive and (node.busy or not node.frozen), "process table"
+            certain, seen = not node.alive, True
+        elif not self.machine.links.get(suspect, False):
+            alive, evidence = False, "no link"
+        else:
+            silent = not node.alive or (node.frozen and self.kernel.now - node.frozen_since > SILENT_S)
+            just_thawed = self.kernel.now - self.thawed_at < SILENT_S
+            alive, evidence = not silent or just_thawed, "link"
+        self._tell(Verdict(suspect, alive, evidence, certain, seen))

@@ -1,0 +1,199 @@
+"""Planted bugs about schedulers that die, wake up deposed or lose their store: rules 7, 9, 12 and 14a (see bugs.py).
+
+Two guards mask each other: a store that refuses whoever leads no more, and members that tell a scheduler that there is
+a later term. So stores that refuse nothing come with a control of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from chaos_lightning.membership.detector import Detector
+from chaos_lightning.membership.effects import Chain, Persist
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.protocol.types import NO_VIEW, Entered, Heartbeat, Hello, Settings, Verdict, View, ViewId
+from chaos_lightning.control.store import Appended, Tip
+from chaos_lightning.lab.simulate.failing import (
+    exchanged_plan,
+    forked_plan,
+    leftover_plan,
+    lingering_plan,
+    lost_plan,
+    overlapping_plan,
+    promised_plan,
+    restored_plan,
+    strange_plan,
+)
+from chaos_lightning.lab.simulate.planting import Bug, hooks_of
+from chaos_lightning.lab.simulate.store import Store
+
+
+class HastyScheduler(SchedulerMachine):
+    """Announces a view before it is stored, and goes on."""
+
+    def _persist(self, kind: str, number: ViewId, then: Callable[[], None], **fields: Any) -> None:
+        super()._persist(kind, number, (lambda: None) if kind == "view" else then, **fields)
+        if kind == "view":
+            then()
+
+
+class LaxStore(Store):
+    """Takes whatever it is given: no term, no lease, no predecessor."""
+
+    def judge(self, term: int, persist: Persist, seen: Tip | None) -> Appended:
+        return Appended(True)
+
+    def guards(self, candidate: int) -> bool:
+        return True
+
+
+class OpenStore(Store):
+    """Takes what a scheduler writes that has seen a newer end of the chain."""
+
+    def judge(self, term: int, persist: Persist, seen: Tip | None) -> Appended:
+        return super().judge(term, persist, None)
+
+
+class DeafScheduler(SchedulerMachine):
+    """Does not heed what members know and its store lacks."""
+
+    def _lacking(self, message: Hello | Entered | Heartbeat) -> str:
+        return ""
+
+
+class RuthlessScheduler(DeafScheduler):
+    """Moreover takes whoever stands in a view that it does not know for excluded by one that it knows."""
+
+    def _is_foreign(self, hello: Hello) -> bool:
+        return False
+
+
+class ReissuingScheduler(SchedulerMachine):
+    """Goes on from the last view's number, whatever numbers were reserved and promised since."""
+
+    def __init__(self, settings: Settings, chain: Chain) -> None:
+        last = chain.views[-1].id if chain.views else NO_VIEW
+        super().__init__(settings, replace(chain, highest=last))
+
+
+class ShortsightedScheduler(SchedulerMachine):
+    """Reads an older end of the chain, and so takes the excluded for members."""
+
+    def __init__(self, settings: Settings, chain: Chain) -> None:
+        super().__init__(settings, replace(chain, views=chain.views[:-1] or chain.views))
+
+
+class IndifferentScheduler(SchedulerMachine):
+    """Takes the numbers of any chain for its own's."""
+
+    def _is_another(self, chain: str) -> bool:
+        return False
+
+    def _lacking(self, message: Hello | Entered | Heartbeat) -> str:
+        return ""
+
+
+class HurriedScheduler(SchedulerMachine):
+    """Decides as soon as it has started, from whoever is there."""
+
+    @property
+    def _hearing(self) -> bool:
+        return False
+
+
+class MinorityScheduler(HurriedScheduler):
+    """Rebuilds a lost chain from whoever is there first."""
+
+    def _enough(self, here: int, view: View) -> bool:
+        return here > 0
+
+    def _turn_rebuilding(self) -> bool:
+        self._first_at = -1e9 if self._first_at is not None else None
+        return super()._turn_rebuilding()
+
+
+class GullibleDetector(Detector):
+    """Takes a missing link of a newcomer that never had one for a sign of death."""
+
+    def verdict(self, by: str, verdict: Verdict, *, stranger: bool = False) -> None:
+        super().verdict(by, verdict)
+
+
+class GullibleScheduler(SchedulerMachine):
+    detector_class = GullibleDetector
+
+
+FAILING_BUGS: dict[str, Bug] = {
+    "7-announced": Bug(
+        rule="7",
+        what="views are announced before a failing store has them",
+        hooks=hooks_of(scheduler=HastyScheduler),
+        plan=forked_plan,
+    ),
+    "7-lax": Bug(
+        rule="7",
+        what="the store takes what a deposed scheduler writes",
+        hooks=hooks_of(store=LaxStore, scheduler=DeafScheduler),
+        plan=overlapping_plan,
+        control=hooks_of(scheduler=DeafScheduler),
+    ),
+    "7-reissued": Bug(
+        rule="7",
+        what="a new scheduler forgets the numbers that members have promised",
+        hooks=hooks_of(scheduler=ReissuingScheduler),
+        plan=promised_plan,
+    ),
+    "7-unfenced": Bug(
+        rule="7",
+        what="a deposed scheduler goes on to put out members that it never heard of",
+        hooks=hooks_of(scheduler=RuthlessScheduler),
+        plan=lingering_plan,
+    ),
+    "9-excluded": Bug(
+        rule="9",
+        what="a new scheduler decides from the reports of the excluded",
+        hooks=hooks_of(store=LaxStore, scheduler=ShortsightedScheduler),
+        plan=forked_plan,
+        control=hooks_of(store=LaxStore),
+    ),
+    "14a-minority": Bug(
+        rule="14a",
+        what="a lost chain is rebuilt from a minority's reports",
+        hooks=hooks_of(scheduler=MinorityScheduler),
+        plan=lost_plan,
+        control=hooks_of(scheduler=HurriedScheduler),
+    ),
+    "7-foreign": Bug(
+        rule="7",
+        what="the members of one chain are judged by another one",
+        hooks=hooks_of(scheduler=IndifferentScheduler),
+        plan=leftover_plan,
+    ),
+    "14a-stale": Bug(
+        rule="14a",
+        what="a scheduler on an older copy of its store rules by it",
+        hooks=hooks_of(scheduler=DeafScheduler),
+        plan=restored_plan,
+    ),
+    "14a-open": Bug(
+        rule="14a",
+        what="a scheduler writes into an older copy that took the place of its store",
+        hooks=hooks_of(store=OpenStore),
+        plan=exchanged_plan,
+    ),
+    "14a-hurried": Bug(
+        rule="14a",
+        what="a scheduler that has just started does not wait for members that know more",
+        hooks=hooks_of(scheduler=HurriedScheduler),
+        plan=restored_plan,
+    ),
+    "12-gullible": Bug(
+        rule="12",
+        what="a newcomer without a link confirms a death",
+        hooks=hooks_of(scheduler=GullibleScheduler),
+        plan=strange_plan,
+    ),
+}
+"""By name."""

@@ -1,0 +1,452 @@
+"""Replay joins in a simulated job: what members keep for newcomers, who follow their log (PROTOCOL.md 15-18).
+
+Theory of operation. A `Keeper` is a member's part, as replication/snapshot.py and log.py are a real one's. At the
+first header that names an observer it copies the state: what forward passes change at once, the rest range by range
+during the next step's work, and what is left before that step changes the state. Committed slots go into a bounded
+log, each a moment after its commit; slots that reduce nothing wait for that, and one whose buffer was used again by
+then is left out.
+
+An `Observation` is the newcomer's part, as member/observing.py is a real one's. It pulls the ranges of the copy from
+all members and applies the log, entry by entry, each asked for by the header that it must stand on. Having nothing
+left to apply it says `CatchUp`, and follows on up to the header that lets it in. There the ranges are compared with
+the members' (puller.py): what is equal is not moved. Whatever goes wrong costs time only: it says why, and is let in
+by a pause.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from chaos_lightning.membership.member import Phase
+from chaos_lightning.membership.recovery import needs_bytes
+from chaos_lightning.membership.scheduler import Phase as SchedulerPhase
+from chaos_lightning.protocol.types import CatchUp, Header, View
+from chaos_lightning.lab.simulate.dataplane import Result
+from chaos_lightning.lab.simulate.oracle import Violation
+from chaos_lightning.lab.simulate.puller import Pull
+from chaos_lightning.lab.simulate.training import State, apply_result
+
+if TYPE_CHECKING:
+    from chaos_lightning.lab.simulate.node import Node
+    from chaos_lightning.lab.simulate.world import World
+
+JUDGED_AFTER = 16
+"""Entries that are applied before it is judged whether catching up will end."""
+FINAL_WAIT_S = 0.5
+"""How long the last entries are waited for once the newcomer is let in."""
+STALL_S = 1.0
+"""A source from which nothing comes for so long is given up."""
+_POLL_S = 0.008
+_WATCH_S = 0.25
+_NOTICED_S = 0.05
+"""The scheduler has heard of a newcomer's being ready by then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replaying:
+    """What replay is like in this job.
+
+    Attributes:
+        log_entries: Slots that each member's log holds.
+        copy_s: Longest duration of copying one range of the state.
+        log_s: Longest duration of copying a slot into the log.
+        pull_s: Longest duration of one range's transfer, beyond the network's latency.
+        apply_s: Mean duration of applying an entry.
+        impure: Part of all applied entries after which the state differs from the members', because somebody vouched
+            for what is no pure function.
+        calm: Nothing goes wrong here: whoever caught up must have nothing left to move when it is let in.
+    """
+
+    log_entries: int = 64
+    copy_s: float = 0.008
+    log_s: float = 0.0005
+    pull_s: float = 0.0
+    apply_s: float = 0.001
+    impure: float = 0.0
+    calm: bool = False
+
+
+@dataclass(slots=True)
+class Copy:
+    """The state at one header, as far as it is copied."""
+
+    header: Header
+    ranges: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One slot of the log. `results`: what it reduced, None if nothing."""
+
+    header: Header
+    results: tuple[Result, ...] | None
+
+
+class Keeper:
+    """A member's part: the copy and the log.
+
+    Args:
+        node: Whose training state it is.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.copy: Copy | None = None
+        self.entries: dict[int, Entry] = {}
+        self.gone = -1
+        """The last slot of a log that was ended."""
+        self.copying = 0
+        """Slots whose copy for the log is being made."""
+        self._observed = False
+        self._generation = 0
+
+    @property
+    def newest(self) -> int:
+        return max(self.entries, default=-1)
+
+    # ------------------------------------------------------------------ what the training thread does
+
+    def settle(self) -> None:
+        """The state is about to change: what is not copied yet is copied now."""
+        if self.copy is not None:
+            for index in range(len(self.node.state)):
+                self._take(self.copy, index)
+
+    def committed(self, before: Header, header: Header) -> None:
+        """A slot is committed and applied here."""
+        if self._observed:
+            self._log(header)
+        if self._observed and not header.observers:
+            self.release()
+        if set(header.observers) - set(before.observers) and self.node.spec.memory:
+            self.begin_copy(header)
+        self._observed = bool(header.observers)
+
+    def begin_copy(self, header: Header) -> None:
+        """The state at `header` is to be kept."""
+        copy = self.copy = Copy(header, {})
+        last = len(self.node.state) - 1
+        self._take(copy, last)  # buffers: the next forward pass changes them
+        kernel, duration = self.node.kernel, self.node.world.plan.replaying.copy_s
+        for index in range(last):
+            self.node.timer(kernel.between(0.0, duration), lambda i=index: self._take(copy, i))  # type: ignore[misc]
+
+    def _take(self, copy: Copy, index: int) -> None:
+        if copy is self.copy and index not in copy.ranges:
+            copy.ranges[index] = self.node.state[index]
+
+    def _log(self, header: Header) -> None:
+        node, machine, generation = self.node, self.node.machine, self._generation
+
+        def keep() -> None:
+            self.copying -= 1
+            results: tuple[Result, ...] | None = None
+            if needs_bytes(header):
+                done = node.plane.buffer(header.seq).done
+                results = tuple(done.get(i, frozenset()) for i in range(node.world.program.ranges))
+                if machine.seq > header.seq:
+                    return  # too late: the buffer is about to be used again
+            if generation == self._generation and machine is node.machine:
+                self.entries[header.seq] = Entry(header, results)
+                while len(self.entries) > node.world.plan.replaying.log_entries:
+                    del self.entries[min(self.entries)]
+
+        self.copying += 1
+        node.timer(node.kernel.between(0.0, node.world.plan.replaying.log_s), keep)
+
+    def release(self) -> None:
+        """Nobody observes any more."""
+        self.gone = max(self.gone, self.newest)
+        self._generation += 1
+        self.copy = None
+        self.entries.clear()
+
+    # ------------------------------------------------------------------ what observers are given
+
+    def state_at(self, header: Header) -> State | None:
+        """The copy of the state at exactly this header; None while it is being made.
+
+        Raises:
+            LookupError: It is not here, and will not be.
+        """
+        copy = self.copy
+        if copy is not None and copy.header.hash == header.hash:
+            whole = len(copy.ranges) == len(self.node.state)
+            return tuple(copy.ranges[i] for i in range(len(copy.ranges))) if whole else None
+        if self.node.machine.seq < header.seq and self.node.training:
+            return None
+        raise LookupError(f"the state at {header.hash} is not kept here")
+
+    def after(self, at: Header) -> Entry | None:
+        """The entry that stands on `at`; None if that slot is not committed yet.
+
+        Raises:
+            LookupError: It is not here, and will not be.
+        """
+        entry = self.entries.get(at.seq + 1)
+        if entry is not None and entry.header.prev_hash == at.hash:
+            return entry
+        if at.seq + 1 <= max(self.newest, self.gone) or not self.node.training:
+            raise LookupError(f"slot {at.seq + 1} on {at.hash} is not in the log")
+        return None
+
+
+@dataclass(slots=True)
+class _Source:
+    """A member that is asked."""
+
+    member: str
+    asked_at: float | None = None
+    """When it was asked for what has not come yet; None: it answered last."""
+    failed: str = ""
+
+
+@dataclass(slots=True)
+class _Log:
+    """How far the newcomer is."""
+
+    at: Header
+    newest: int
+    applied: int = 0
+    lags: deque[int] = field(default_factory=lambda: deque(maxlen=JUDGED_AFTER))
+
+
+class Observation(Pull):
+    """The newcomer's part: a copy pulled, and a log applied to it.
+
+    Args:
+        node: The newcomer.
+        header: The first header that names it.
+        view: Names the sources: its members that are no joiners.
+    """
+
+    def __init__(self, node: Node, header: Header, view: View) -> None:
+        super().__init__(node, header)
+        self.state: State | None = None
+        """The job's state after the last applied entry, in this process's memory; None while it is incomplete."""
+        self.caught_up = False
+        self.log = _Log(header, header.seq)
+        self._sources = [_Source(m.id) for m in view.members if m.id not in view.joiners]
+        self._ranges: dict[int, int] = {}
+        self._whole: int | None = None
+        self._target: Header | None = None
+        self._give_up_at = float("inf")
+        self._busy = False
+
+    def start(self) -> None:
+        self._round()
+
+    # ------------------------------------------------------------------ let in
+
+    def followed(self, target: Header) -> bool:
+        """It is let in at this header: whether everything up to it is applied, or will not be."""
+        now = self.node.kernel.now
+        if self._target is None:
+            self._target, self._give_up_at = target, now + FINAL_WAIT_S
+        self._target = target
+        over = self.stopped or self.state is None or now > self._give_up_at
+        if over or self.log.at.seq >= target.seq:
+            self.stop()
+            return True
+        return False
+
+    # ------------------------------------------------------------------ the copy
+
+    def _round(self) -> None:
+        if self.stopped or self.state is not None:
+            return
+        living = self._living()
+        if not living:
+            self._give_up("nobody keeps the state")
+            return
+        for index in range(len(self.node.state)):
+            if index not in self._ranges:
+                source = self.node.kernel.random.choice(living)
+                self._asked(source)
+                self._ask(source.member, lambda node, s=source, i=index: self._serve_copy(node, s, i))  # type: ignore[misc]
+        self.node.timer(0.03, self._round)
+
+    def _serve_copy(self, node: Node, source: _Source, index: int) -> None:
+        """At the source."""
+        try:
+            state = node.keeper.state_at(self.header)
+        except LookupError as error:
+            words = str(error)
+            self._answer(lambda: self._failed(source, words))
+            return
+        if state is None or node.outcome:
+            self._answer(lambda: self._hear(source))
+            return
+        value, whole = state[index], hash(state)
+        if self.node.kernel.random.random() < self.node.world.damage:
+            value ^= 1
+        self._answer(lambda: self._take(source, index, value, whole), self.node.world.plan.replaying.pull_s)
+
+    def _take(self, source: _Source, index: int, value: int, whole: int) -> None:
+        self._hear(source)
+        if self.state is not None:
+            return
+        self._ranges.setdefault(index, value)
+        self._whole = whole
+        if len(self._ranges) < len(self.node.state):
+            return
+        state: State = tuple(self._ranges[i] for i in range(len(self._ranges)))
+        if not self.node.world.hooks.accept_state(hash(state) == self._whole):
+            self._ranges.clear()
+            return
+        self.state = state
+        self._next()
+
+    # ------------------------------------------------------------------ the log
+
+    def _next(self) -> None:
+        """Asks for the entry after the last one, of the oldest source that has not failed."""
+        if self.stopped:
+            return
+        living = self._living()
+        if not living:
+            self._give_up(f"nobody can give slot {self.log.at.seq + 1} of the log")
+            return
+        source, at = living[0], self.log.at
+        if not self._busy:
+            self._asked(source)
+            self._ask(source.member, lambda node: self._serve_entry(node, source, at))
+        self.node.timer(_POLL_S, self._next)
+
+    def _serve_entry(self, node: Node, source: _Source, at: Header) -> None:
+        """At the source."""
+        try:
+            entry = None if node.outcome else self.entry_of(node.keeper, at)
+        except LookupError as error:
+            words = str(error)
+            self._answer(lambda: self._failed(source, words))
+            return
+        newest = node.keeper.newest
+        self._answer(lambda: self._entry(source, at, entry, newest))
+
+    def entry_of(self, keeper: Keeper, at: Header) -> Entry | None:
+        """What a source gives: the entry that stands on `at`."""
+        return keeper.after(at)
+
+    def _entry(self, source: _Source, at: Header, entry: Entry | None, newest: int) -> None:
+        self._hear(source)
+        if entry is None or self._busy or at is not self.log.at:
+            return
+        if self._target is not None and entry.header.seq > self._target.seq:
+            return
+        self._busy = True
+        self.log.newest = max(self.log.newest, newest)
+        node = self.node
+        duration = node.world.plan.replaying.apply_s * node.spec.pace * node.kernel.between(0.5, 1.5)
+        node.timer(duration if entry.results is not None else 0.0, lambda: self._applied(entry))
+
+    def _applied(self, entry: Entry) -> None:
+        self._busy = False
+        if self.stopped:
+            return
+        log, replaying = self.log, self.node.world.plan.replaying
+        self.apply(entry)
+        if entry.results is not None:
+            log.applied += 1
+            if self.node.kernel.random.random() < replaying.impure and self.state is not None:
+                self.state = (self.state[0] ^ 1, *self.state[1:])
+        log.at = entry.header
+        lag = log.newest - log.at.seq
+        if not self.caught_up and lag <= 1 and log.applied:
+            self.caught_up = True
+            self.node.say(CatchUp(log.at.seq))
+        if not self.caught_up:
+            log.lags.append(lag)
+            if len(log.lags) == JUDGED_AFTER and lag > 2 and lag >= log.lags[0]:
+                self._give_up(f"after {log.applied} steps of the log it is {lag} behind")
+
+    def apply(self, entry: Entry) -> None:
+        """A step of the log, as a pure function of state and results."""
+        if entry.results is not None and self.state is not None:
+            self.state = apply_result(self.state, entry.results)
+
+    # ------------------------------------------------------------------ sources
+
+    def _living(self) -> list[_Source]:
+        now, nodes = self.node.kernel.now, self.node.world.fabric.nodes
+        for source in self._sources:
+            node = nodes.get(source.member)
+            if node is None or not node.alive or node.machine.member_id != source.member:
+                source.failed = source.failed or "its connection is closed"
+            elif source.asked_at is not None and now - max(source.asked_at, self.node.thawed_at) > STALL_S:
+                source.failed = source.failed or "it is silent"
+        return [s for s in self._sources if not s.failed]
+
+    def _asked(self, source: _Source) -> None:
+        if source.asked_at is None:
+            source.asked_at = self.node.kernel.now
+
+    def _hear(self, source: _Source) -> None:
+        source.asked_at = None
+
+    def _failed(self, source: _Source, why: str) -> None:
+        source.failed = why
+
+    def _give_up(self, reason: str) -> None:
+        """Says that it cannot catch up, unless it is let in already."""
+        if self._target is None:
+            self.node.say(CatchUp(self.log.at.seq, able=False, reason=reason))
+        self.stop()
+
+
+def check_founding(world: World, founder: Node) -> None:
+    """A newcomer that was ready in time gets the state before the last member leaves with it.
+
+    Raises:
+        Violation: It was ready, nothing else went wrong, and it begins anew.
+    """
+    past = [n for n in world.nodes.values() if n.lineage and n is not founder]
+    alone = all(fault.action == "leave" for fault in world.plan.faults)
+    if not past or not alone or founder.newcomer_since < 0:
+        return
+    asked_at = max(n.asked_at for n in past)
+    if asked_at > founder.newcomer_since + _NOTICED_S:
+        raise Violation(
+            f"{founder.machine.member_id} founds the job again: the training state went with the last member, who was "
+            f"asked to leave {asked_at - founder.newcomer_since:.2f} s after this newcomer was ready for it"
+        )
+
+
+class Patience:
+    """Watches that newcomers get in, whatever happened before (liveness from states in mid-run, PROTOCOL.md 18).
+
+    Args:
+        world: The job; its plan says how long a newcomer may wait once the last fault is over.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._calm_at = 0.0
+        # Who is silent for longer is dead, or is passed over: it excuses nobody else's waiting.
+        self._longest_s = min(
+            max((fault.lasts for fault in world.plan.faults), default=0.0), world.settings.hang_timeout_s
+        )
+        if world.plan.patience_s:
+            world.kernel.after(_WATCH_S, self._look)
+
+    def disturbed(self) -> None:
+        """Something goes wrong now."""
+        self._calm_at = self._world.kernel.now + self._longest_s
+
+    def _look(self) -> None:
+        world = self._world
+        now, scheduler = world.kernel.now, world.scheduler
+        running = scheduler.alive and not scheduler.frozen and scheduler.machine.phase is SchedulerPhase.RUNNING
+        for node in world.nodes.values() if running else ():
+            if not node.alive or node.outcome or node.frozen or node.leaving or node.newcomer_since < 0:
+                continue
+            since = max(node.newcomer_since, self._calm_at, node.thawed_at)
+            if node.machine.phase in (Phase.WAITING, Phase.LOADING) and now - since > world.plan.patience_s:
+                peer = scheduler.machine.peers.get(node.machine.member_id)
+                raise Violation(
+                    f"{node.machine.member_id} has been ready for {now - since:.1f} s and is not in; to the scheduler "
+                    f"it is {peer}"
+                )
+        world.kernel.after(_WATCH_S, self._look)

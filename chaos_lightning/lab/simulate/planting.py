@@ -1,0 +1,70 @@
+"""What a planted bug consists of, and the guards that are off where they would mask one (see bugs.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.protocol.types import Header
+from chaos_lightning.lab.simulate.dataplane import DataPlane
+from chaos_lightning.lab.simulate.host import Store
+from chaos_lightning.lab.simulate.node import Node
+from chaos_lightning.lab.simulate.observing import Keeper, Observation
+from chaos_lightning.lab.simulate.world import Hooks, Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bug:
+    """One rule, broken.
+
+    Attributes:
+        rule: Number in PROTOCOL.md.
+        what: In words.
+        hooks: Makes the broken behaviour.
+        plan: The runs in which it must show.
+        control: The same with only the masking guard off: must run clean; None if nothing masks the rule.
+    """
+
+    rule: str
+    what: str
+    hooks: Callable[[], Hooks]
+    plan: Callable[[int], Plan]
+    control: Callable[[], Hooks] | None = None
+
+
+def hooks_of(
+    *,
+    machine: type[MemberMachine] = MemberMachine,
+    plane: type[DataPlane] = DataPlane,
+    node: type[Node] = Node,
+    scheduler: type[SchedulerMachine] = SchedulerMachine,
+    store: type[Store] = Store,
+    keeper: type[Keeper] = Keeper,
+    observation: type[Observation] = Observation,
+    base: type[Hooks] = Hooks,
+) -> Callable[[], Hooks]:
+    """Hooks with some classes replaced."""
+    parts = {
+        "machine_class": machine, "plane_class": plane, "keeper_class": keeper, "observation_class": observation
+    }  # fmt: skip
+    node_with = type(node.__name__, (node,), parts)
+    return type("BugHooks", (base,), {"node_class": node_with, "scheduler_class": scheduler, "store_class": store})
+
+
+class StubbornHooks(Hooks):
+    """Takes what a thrown-out member kept for the job's state."""
+
+    def kept_ranges(self, node: Node, header: Header) -> dict[int, int]:
+        return dict(enumerate(node.state)) if node.training or node.life else {}
+
+    def accept_state(self, equal: bool) -> bool:
+        return True
+
+
+class TrustingHooks(Hooks):
+    """Promotes a joiner without comparing hashes."""
+
+    def accept_state(self, equal: bool) -> bool:
+        return True

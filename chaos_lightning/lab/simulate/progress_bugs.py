@@ -1,0 +1,98 @@
+"""Planted bugs about progress: schedulers whose views bring nothing, or who keep others out (see bugs.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from chaos_lightning.membership.recovery import Ruling
+from chaos_lightning.membership.roster import Peer
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.protocol.types import Report
+from chaos_lightning.lab.simulate.planting import Bug, hooks_of
+from chaos_lightning.lab.simulate.sparse import bridge_plan, bridging_plan, flapping_link_plan, needed_plan, stranded_plan
+
+
+class AnnouncedScheduler(SchedulerMachine):
+    """Judges which links are missed by the announced view, in which a recovery would not put everybody."""
+
+    def _remaining(self) -> list[str]:
+        return [p.id for p in self._living()]
+
+
+class RestlessScheduler(SchedulerMachine):
+    """Begins a recovery whenever there is a cause, whatever became of those before."""
+
+    def _paced(self, why: str) -> bool:
+        return False
+
+
+class HospitableScheduler(SchedulerMachine):
+    """Keeps a place for whoever came first, though no link leads to it."""
+
+    def _strand(self, newcomers: list[Peer], members: list[Peer]) -> None:
+        pass
+
+
+class StubbornScheduler(SchedulerMachine):
+    """Has members that are cut off wait for min_nodes, though they would count as newcomers."""
+
+    def _bridged(self, ruling: Ruling) -> tuple[tuple[str, str], ...]:
+        return ()
+
+
+class ClingingScheduler(SchedulerMachine):
+    """Keeps the places of members that are cut off, though too few are left without them."""
+
+    def _side(self, reports: Mapping[str, Report]) -> Mapping[str, Report] | None:
+        side = super()._side(reports)
+        for member in reports:
+            self.peers[member].stranded = False
+        return side
+
+
+class ChoosyScheduler(SchedulerMachine):
+    """Lets nobody in by a link that carries nothing, though too few are left."""
+
+    def _few(self) -> bool:
+        return False
+
+
+PROGRESS_BUGS: dict[str, Bug] = {
+    "31-announced": Bug(
+        rule="31",
+        what="links are missed by the announced view, and brought back by the one after",
+        hooks=hooks_of(scheduler=AnnouncedScheduler),
+        plan=bridging_plan,
+    ),
+    "31-restless": Bug(
+        rule="31",
+        what="recoveries that bring nothing follow each other at once",
+        hooks=hooks_of(scheduler=RestlessScheduler),
+        plan=flapping_link_plan,
+    ),
+    "31-hospitable": Bug(
+        rule="31",
+        what="newcomers that can link to nobody keep their places from others",
+        hooks=hooks_of(scheduler=HospitableScheduler),
+        plan=stranded_plan,
+    ),
+    "31-stubborn": Bug(
+        rule="31",
+        what="members that are cut off wait for min_nodes, though newcomers link them",
+        hooks=hooks_of(scheduler=StubbornScheduler),
+        plan=bridge_plan,
+    ),
+    "31-clinging": Bug(
+        rule="31",
+        what="members that are cut off keep their places from the newcomer that links them",
+        hooks=hooks_of(scheduler=ClingingScheduler),
+        plan=needed_plan,
+    ),
+    "31-choosy": Bug(
+        rule="31",
+        what="a newcomer waits outside because its link carries nothing, though it is needed",
+        hooks=hooks_of(scheduler=ChoosyScheduler),
+        plan=needed_plan,
+    ),
+}
+"""By name."""

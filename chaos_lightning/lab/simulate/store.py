@@ -1,0 +1,156 @@
+"""The coordination store of a simulated job: one chain, judged as every real store judges (control/store.py).
+
+Theory of operation. `write` applies the rule that all stores share to one entry, at one instant. What makes stores
+differ is around it, and is here, too. A *remote* store (etcd) applies a write that is under way whatever becomes of
+who sent it, and takes entries only from the candidate that holds the lease (control/election.py): one that leads no
+more can write nothing, even if nobody has taken a term since. And any store may fail: it is *down* for a while, or so
+slow that a write takes long, or it does what it is told and the answer is lost. Its user hears `StoreError` for each
+of these and tries again, as control/server.py does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from chaos_lightning.errors import StoreError
+from chaos_lightning.membership.effects import Chain, LinkWish, Persist
+from chaos_lightning.protocol.types import View, ViewId
+from chaos_lightning.control.store import Appended, Tip, advance, entry_of, judge, with_term
+
+
+@dataclass(frozen=True, slots=True)
+class Backup:
+    """A store at a moment."""
+
+    tip: Tip
+    views: tuple[View, ...] = ()
+    wishes: tuple[LinkWish, ...] = ()
+    changes: tuple[ViewId, ...] = ()
+    numbers: tuple[ViewId, ...] = ()
+
+    def leftover(self) -> Backup:
+        """The same under another id and by other processes: what a job of the day before has left behind."""
+        views = tuple(
+            replace(v, chain=LEFTOVER, members=tuple(replace(m, pid=m.pid + 10_000) for m in v.members))
+            for v in self.views
+        )
+        return replace(self, tip=replace(self.tip, chain=LEFTOVER), views=views)
+
+
+LEFTOVER = "chain-of-the-day-before"
+
+
+class Store:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.tip = Tip()
+        self.views: list[View] = []
+        self.wishes: list[LinkWish] = []
+        self.changes: list[ViewId] = []
+        """Views that a header was to carry."""
+        self.numbers: list[ViewId] = []
+        """All that were reserved or decided."""
+        self.ids = 0
+        """So many chains began here."""
+        self.remote = False
+        self.leader = 0
+        """The candidate that holds the lease; 0: nobody (only in a remote store)."""
+        self.down = False
+        self.loses_answers = False
+        self.slow_s = 0.0
+        """So much longer (s) a write takes at most."""
+        self.on_write: Callable[[Persist], None] = lambda entry: None
+        """Called with each entry that is in the store."""
+        self.errors = 0
+        """Failures that somebody heard of."""
+
+    @property
+    def term(self) -> int:
+        return self.tip.term
+
+    def open(self, above: int = 0, chain: str = "") -> Chain:
+        """A scheduler starts: its term outranks every older one, and all up to `above`.
+
+        Raises:
+            StoreError: The store cannot be reached.
+        """
+        self._reach()
+        if not self.tip.chain and not chain:
+            self.ids += 1
+        self.tip = with_term(self.tip, above, chain or self.tip.chain or f"chain-{self.ids}")
+        return Chain(
+            self.tip.term,
+            self.tip.highest,
+            tuple(self.views),
+            self.tip.finished,
+            tuple(self.wishes),
+            tuple(self.changes),
+            id=self.tip.chain,
+            numbers=tuple(self.numbers),
+        )
+
+    def write(self, term: int, persist: Persist, candidate: int = 0, seen: Tip | None = None) -> Appended:
+        """Compare-and-set, by a writer that has seen the chain end with `seen`.
+
+        Raises:
+            StoreError: It was not written, or was and the answer is lost.
+        """
+        self._reach()
+        verdict = self.judge(term, persist, seen)
+        if verdict.ok and not verdict.detail:
+            if not self.guards(candidate):
+                return Appended(False, "this scheduler does not lead any more")
+            self._append(persist)
+        if self.loses_answers:
+            self.errors += 1
+            raise StoreError("no answer came")
+        return verdict
+
+    def judge(self, term: int, persist: Persist, seen: Tip | None) -> Appended:
+        """The rule that all stores share."""
+        return judge(self.tip, term, entry_of(persist), seen)
+
+    def guards(self, candidate: int) -> bool:
+        """Whether this candidate may write, as far as its lease goes."""
+        return not self.remote or candidate == self.leader
+
+    def forget(self) -> None:
+        """The chain is lost, as with a process's memory; terms go on counting."""
+        self.views.clear()
+        self.wishes.clear()
+        self.changes.clear()
+        self.numbers.clear()
+        self.tip = Tip(term=self.tip.term, highest=self.tip.highest, chain=self.tip.chain)
+
+    def lose(self) -> None:
+        """Disk and all are gone; what begins in its place knows nothing."""
+        self.forget()
+        self.tip = Tip()
+
+    def backup(self) -> Backup:
+        """What it holds now."""
+        return Backup(self.tip, tuple(self.views), tuple(self.wishes), tuple(self.changes), tuple(self.numbers))
+
+    def restore(self, backup: Backup) -> None:
+        """What was here is gone, and this is here instead. Lists stay the same objects: the oracle reads them."""
+        self.tip = backup.tip
+        self.views[:], self.wishes[:] = backup.views, backup.wishes
+        self.changes[:], self.numbers[:] = backup.changes, backup.numbers
+
+    def _append(self, persist: Persist) -> None:
+        self.tip = advance(self.tip, entry_of(persist))
+        if persist.kind in ("reserve", "view"):
+            self.numbers.append(persist.number)
+        if persist.view is not None:
+            self.views.append(persist.view)
+            self.changes += [persist.number] if persist.base is None else []
+        if persist.wish is not None:
+            self.wishes.append(persist.wish)
+        self.on_write(persist)
+
+    def _reach(self) -> None:
+        if self.down:
+            self.errors += 1
+            raise StoreError("the store cannot be reached")

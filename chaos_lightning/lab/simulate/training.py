@@ -1,0 +1,88 @@
+"""A symbolic training: which slot comes next, what a member uses in it, and what its state is afterwards.
+
+Theory of operation. The training state is a tuple of numbers, one per range of the result and a last one for buffers
+that forward passes change (BatchNorm statistics). Applying a slot's result hashes every entry with the set of
+contributions that was summed for it, so two members have equal states exactly if they applied equal results in equal
+order. What comes next is a function of the last header alone, as it is for real loops: steps until the epoch's
+samples are spent, a collective after every few steps, a BOUNDARY whenever the header asks for one, a CLOSING at the
+end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chaos_lightning.protocol.types import GENESIS, Header, Kind, Ledger, Span, Spent, View
+from chaos_lightning.planning.deal import deal_step
+from chaos_lightning.planning.ledger import is_spent, remaining
+from chaos_lightning.lab.simulate.dataplane import Result
+
+State = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The job's script.
+
+    Attributes:
+        epochs: Passes over the data.
+        length: Samples per epoch.
+        gather_every: A collective follows each so many steps; 0: none.
+        ranges: Ranges of a step's result.
+        window_s: Mean duration of one member's work for a step, in seconds.
+    """
+
+    epochs: int = 2
+    length: int = 24
+    gather_every: int = 3
+    ranges: int = 3
+    window_s: float = 0.02
+
+    def epoch(self, ledger: Ledger) -> int:
+        """The epoch of the next step; `epochs` when all are spent."""
+        current = max((s.epoch for s in ledger.streams), default=0)
+        return current + 1 if is_spent(ledger, "", current, self.length) else current
+
+    def next_kind(self, header: Header) -> Kind:
+        """The kind of the slot after `header`."""
+        after_step = header.kind is Kind.STEP
+        if after_step and self.gather_every and header.step % self.gather_every == 0:
+            return Kind.GATHER
+        if header.boundary:
+            return Kind.BOUNDARY
+        return Kind.CLOSING if self.epoch(header.ledger) >= self.epochs else Kind.STEP
+
+    def share(self, view: View | None, member: str, ledger: Ledger) -> tuple[int, tuple[Span, ...]]:
+        """(epoch, positions) of this member's part of the next step."""
+        epoch = self.epoch(ledger)
+        if view is None or view.find(member) is None:
+            return epoch, ()
+        deal = deal_step(view, ledger, epoch=epoch, length=self.length)[member]
+        return epoch, tuple(span for part in deal.micro_batches for span in part)
+
+    def unspent(self, ledger: Ledger, epoch: int) -> tuple[Span, ...]:
+        return remaining(ledger, "", epoch, self.length)
+
+
+def initial_state(program: Program, seed: int) -> State:
+    """A process's own state before it meets others."""
+    return tuple(hash((seed, i)) for i in range(program.ranges + 1))
+
+
+def apply_result(state: State, results: Sequence[Result]) -> State:
+    """The state after a step's results, one per range; the buffers are averaged with them."""
+    new = [hash((old, tuple(sorted(result)))) for old, result in zip(state, results, strict=False)]
+    return (*new, hash((state[-1], new[0])))
+
+
+def after_forward(state: State, uid: int) -> State:
+    """What a forward pass makes of the state: only buffers change, until the next commit averages them."""
+    return (*state[:-1], hash((state[-1], uid)))
+
+
+def spent_of(epoch: int, spans: tuple[Span, ...]) -> tuple[Spent, ...]:
+    return (Spent("", epoch, spans),) if spans else ()
+
+
+START = GENESIS

@@ -1,0 +1,435 @@
+"""One simulated job: scheduler, nodes, network, faults, oracle; from a plan to a verdict.
+
+Theory of operation. A `Plan` says who takes part and what goes wrong when; everything else is chance from the plan's
+seed. The run ends when every process has finished, left or died and the scheduler has released all, or when virtual
+time is up: then the job is stuck, which is a violation too, since plans leave enough members alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from chaos_lightning.membership.effects import Drain, MemberEffect, Note, Persist
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.protocol.types import Header, Hello, Kind, Settings, Welcome
+from chaos_lightning.lab.simulate.edges import LINK_FAULTS, Edges
+from chaos_lightning.lab.simulate.fabric import Fabric
+from chaos_lightning.lab.simulate.host import SchedulerHost, Store
+from chaos_lightning.lab.simulate.kernel import Kernel
+from chaos_lightning.lab.simulate.node import Node, NodeSpec, Trap
+from chaos_lightning.lab.simulate.observing import Patience, Replaying
+from chaos_lightning.lab.simulate.oracle import Oracle, Violation, check_chain
+from chaos_lightning.lab.simulate.progress import Progress
+from chaos_lightning.lab.simulate.schedulers import SCHEDULER_FAULTS, Schedulers
+from chaos_lightning.lab.simulate.training import Program
+
+
+class Hooks:
+    """Behaviour that planted bugs replace; the right one here."""
+
+    node_class: type[Node] = Node
+    scheduler_class: type[SchedulerMachine] = SchedulerMachine
+    host_class: type[SchedulerHost] = SchedulerHost
+    store_class: type[Store] = Store
+
+    def kept_ranges(self, node: Node, header: Header) -> dict[int, int]:
+        """State ranges that a joiner need not pull since it holds them: none, for it threw its state away (11)."""
+        return {}
+
+    def accept_state(self, equal: bool) -> bool:
+        """Whether a pulled state is promoted, given that its hash equals the donors' (19)."""
+        return equal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something that goes wrong, at a time or at an effect.
+
+    Attributes:
+        action: "kill", "kill-too" (and `other` with it), "kill-spared" (see `Schedulers.can_spare`),
+            "freeze", "leave", "drain", "link", "stream", "lag", "stale", "sched-crash-write" (see
+            `World._crash_in_write`); to schedulers and their store (schedulers.py):
+            "chain-lost", "backup", "restored" (to that one), "exchanged" (for that one, while the scheduler lives),
+            "leftover" (of the day before), "brought-back" (the job's own store), "rebuild", "sched-freeze",
+            "sched-crash", "sched-cut", "store-down", "store-lost", "store-slow", "streams"; to links (edges.py):
+            "cut", "split", "add-link", "remove-link", "ask-add", "ask-remove", "rate".
+        node: Name of the node, "root" for the commit root at that moment, "" for the scheduler; "a,b" for "split".
+        at: Virtual time in seconds; ignored with `trap`.
+        other: The other end of a link.
+        lasts: Duration in seconds of what ends by itself.
+        trap: "kind seq skip": before the skip+1-th effect of that kind from slot seq on (see node.Trap); of a scheduler
+            (host.HostTrap) from the time `at` on.
+    """
+
+    action: str
+    node: str = ""
+    at: float = 0.0
+    other: str = ""
+    lasts: float = 0.0
+    trap: tuple[str, int, int] | None = None
+    rate_bps: float = 0.0
+    """What the link carries from now on, for "rate"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One run."""
+
+    seed: int
+    settings: Settings
+    program: Program
+    nodes: tuple[NodeSpec, ...] = ()
+    starts: tuple[float, ...] = ()
+    """When each node says hello, in seconds."""
+    faults: tuple[Fault, ...] = ()
+    slow_links: tuple[tuple[str, str, float], ...] = ()
+    """(node, node, extra seconds): messages between these two take up to so much longer."""
+    measured: bool = False
+    """Members measure their links."""
+    rates: tuple[tuple[str, str, float], ...] = ()
+    """(node, node, bits per second) where links are not usual."""
+    unlinked: tuple[tuple[str, str], ...] = ()
+    """Pairs of nodes that can never make a link."""
+    replaying: Replaying = field(default_factory=Replaying)
+    patience_s: float = 0.0
+    """Given: whoever has been ready for so long, since the last fault was over, must be in."""
+    damage: float = 0.0
+    """Part of all pulled state ranges that are damaged on the way."""
+    store_s: float = 0.004
+    watched: bool = False
+    """Machines tell others what their process tables say."""
+    candidates: int = 1
+    """Schedulers on as many machines, with the chain in a store beyond them; 1: one, restarted on its file."""
+    orderly: bool = False
+    """The scheduler does nothing while it writes (host.Seat)."""
+    doubled: float = 0.0
+    """Part of all control messages that arrive twice."""
+    limit_s: float = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run gave."""
+
+    seed: int
+    violation: str
+    seconds: float
+    """Virtual."""
+    events: int
+    commits: int
+    hand_ons: int
+    joins: int
+    ejections: int
+    views: int
+    errors: int = 0
+    replays: int = 0
+    moved: int = 0
+    crashes: int = 0
+    """Of schedulers."""
+    terms: int = 0
+    store_errors: int = 0
+    cut_streams: int = 0
+    """Control streams that broke."""
+
+
+@dataclass(slots=True)
+class _Counters:
+    number: int = 0
+    uid: int = 0
+
+
+class World:
+    """See the module."""
+
+    def __init__(self, plan: Plan, hooks: Hooks | None = None, *, validate: bool = True) -> None:
+        self.plan = plan
+        self.hooks = hooks or Hooks()
+        self.validate = validate
+        self.kernel = Kernel(plan.seed)
+        self.settings = plan.settings
+        self.program = plan.program
+        self.damage = plan.damage
+        self.fabric = Fabric(self.kernel)
+        for one, other, extra in plan.slow_links:
+            self.fabric.slow_links[frozenset((one, other))] = extra
+        for one, other in plan.unlinked:
+            self.fabric.block(one, other, float("inf"))
+        self.rates = {frozenset((one, other)): rate_bps for one, other, rate_bps in plan.rates}
+        self.store = self.hooks.store_class()
+        self.oracle = Oracle(plan.program, self.store.views)
+        self.progress = Progress(self)
+        self.store.on_write, self.oracle.on_slot = self.progress.wrote, self.progress.committed
+        self._counters = _Counters()
+        self.log: list[str] = []
+        self.on_effect: Callable[[Node, MemberEffect], None] = lambda node, effect: None
+        self.on_note: Callable[[Note], None] = lambda note: None
+        self.on_fault: Callable[[str], None] = lambda words: None
+        self.nodes: dict[str, Node] = {}
+        self._todo = len(plan.faults)
+        self.schedulers = Schedulers(self)
+        for number, (spec, start) in enumerate(zip(plan.nodes, plan.starts, strict=True), 1):
+            node = self.nodes[spec.name] = self.hooks.node_class(self, spec, number)
+            self.kernel.at(start, node.connect)
+        self.edges = Edges(self)
+        self._patience = Patience(self)
+        for fault in plan.faults:
+            self._schedule(fault)
+
+    @property
+    def scheduler(self) -> SchedulerHost:
+        """The one that was elected last."""
+        return self.schedulers.leader
+
+    def heed(self, host: SchedulerHost, note: Note) -> None:
+        """A scheduler says something for the event log."""
+        if note.name == "view":
+            self.edges.check(host.machine.chain)
+        self.on_note(note)
+
+    def gone(self, place: str, member: str) -> bool:
+        """The process table of a scheduler's machine."""
+        node = self.fabric.nodes.get(member)
+        return node is not None and node.spec.host == place and not node.alive
+
+    def expect(self, more: int) -> None:
+        """So many more things are to happen before the run may end."""
+        self._todo += more
+
+    def copies(self, message: object) -> int:
+        """How often a control message arrives; a stream begins with one Hello and one Welcome."""
+        if not self.plan.doubled or isinstance(message, Hello | Welcome):
+            return 1
+        return 1 + (self.kernel.random.random() < self.plan.doubled)
+
+    def next_number(self) -> int:
+        self._counters.number += 1
+        return self._counters.number
+
+    def next_uid(self) -> int:
+        self._counters.uid += 1
+        return self._counters.uid
+
+    def holders(self, besides: Node, founding: str) -> list[str]:
+        """Members whose state the founding view forgets though it is there (contract 5, PROTOCOL.md 12a).
+
+        Those that have not been in trouble lately, and all that live, stopped ones included, in the view before it. Who
+        was asked to go holds nothing, nor does who was silent for longer than anybody is waited for.
+        """
+        views = self.store.views
+        before = [old for old, new in pairwise(views) if str(new.id) == founding]
+
+        def forgotten(node: Node) -> bool:
+            if not any(view.find(node.machine.member_id) for view in before) or node.leaving or node.drained:
+                return False
+            return node.silent_s() <= self.settings.last_holder_timeout_s
+
+        return [
+            n.machine.member_id
+            for n in self.nodes.values()
+            if n is not besides and n.alive and n.training
+            if (not n.frozen and self.kernel.now - n.troubled_at > 10.0) or forgotten(n)
+        ]
+
+    # ------------------------------------------------------------------ faults
+
+    def _schedule(self, fault: Fault) -> None:
+        if fault.action == "sched-crash-write":
+            self.scheduler.slow_write = lambda entry: self._crash_in_write(fault, entry)
+            return
+        if fault.trap is None or fault.action in SCHEDULER_FAULTS:
+            self.kernel.at(fault.at, lambda: self._strike(fault))
+            return
+        self._todo -= 1
+        kind, seq, skip = fault.trap
+        node = self.nodes[fault.node]
+        node.traps.append(Trap(kind, seq, skip, lambda: self._hit(fault, node)))
+
+    def _strike(self, fault: Fault) -> None:
+        self._todo -= 1
+        if fault.action in SCHEDULER_FAULTS:
+            self.schedulers.strike(fault)
+        elif fault.action in LINK_FAULTS:
+            self.say(f"{fault.action} {fault.node} {fault.other}")
+            self.edges.strike(fault)
+        else:
+            node = self._root() if fault.node == "root" else self.nodes.get(fault.node)
+            if node is not None and node.alive:
+                self._hit(fault, node)
+
+    def _crash_in_write(self, fault: Fault, entry: Persist) -> float:
+        """The scheduler dies while it writes the view that excludes `fault.node`. Then that node wakes, and the others,
+        who were in that view, are frozen."""
+        excluded = self.nodes[fault.node]
+        if entry.view is None or entry.view.find(excluded.machine.member_id) is not None or not self.store.views:
+            return 0.0
+        self.scheduler.slow_write = lambda entry: 0.0
+
+        def strike() -> None:
+            self._todo -= 1
+            self.say(f"the scheduler dies in its write of {entry.number}")
+            self._strike(Fault(action="sched-crash", lasts=0.02))
+            self._todo += 1
+            self.kernel.after(0.05, excluded.thaw)
+            for node in self.nodes.values():
+                if node is not excluded and node.alive:
+                    node.freeze()
+                    self.kernel.after(fault.lasts, node.thaw)
+
+        self.kernel.after(0.2, strike)
+        return 1.0
+
+    def say(self, words: str) -> None:
+        """Something went wrong, or is well again."""
+        self.log.append(f"{self.kernel.now:.4f} {words}")
+        self._patience.disturbed()
+        self.progress.struck()
+        self.on_fault(words)
+
+    def _root(self) -> Node | None:
+        for node in self.nodes.values():
+            if node.alive and not node.frozen and node.machine.is_root:
+                return node
+        return None
+
+    def _hit(self, fault: Fault, node: Node) -> None:
+        self.say(f"{fault.action} {node.name} ({node.machine.member_id})")
+        match fault.action:
+            case "kill":
+                node.kill()
+            case "kill-spared":
+                if self.schedulers.can_spare(node):
+                    node.kill()
+            case "kill-too":
+                node.kill()
+                other = self.nodes[fault.other]
+                self.kernel.after(self.kernel.between(0.0, 0.004), other.kill)
+            case "freeze":
+                node.freeze()
+                self.kernel.after(fault.lasts, node.thaw)
+            case "busy":
+                node.occupy(fault.lasts)
+            case "leave":
+                node.deliver(lambda: node.leave("Ctrl+C"))
+            case "stream":
+                node.break_stream()
+            case "stale":
+                node.stale = True
+            case "drain":
+                node.drained = True
+                self.scheduler.deliver(lambda: self._drain(node.name))
+            case "lag":
+                self._lag(node, fault.lasts)
+            case "link":
+                self._cut(node, fault.other)
+            case _:
+                raise ValueError(f"unknown fault {fault.action!r}")
+
+    def _drain(self, name: str) -> None:
+        self.scheduler.feed(Drain(name))
+
+    def _lag(self, node: Node, lasts: float) -> None:
+        """Its control stream is slow for a while; the process and its links are fine."""
+        extra = self.kernel.between(0.3, 1.2)
+        node.control_lag = extra
+        if node.stream is not None:
+            node.stream.up.lag = extra
+
+        def over() -> None:
+            node.control_lag = 0.0
+            if node.stream is not None:
+                node.stream.up.lag = 0.0
+
+        self.kernel.after(lasts, over)
+
+    def _cut(self, node: Node, other: str) -> None:
+        peer = self.nodes.get(other)
+        if peer is not None:
+            self.fabric.snap(node.machine.member_id, peer.machine.member_id)
+
+    # ------------------------------------------------------------------ the run
+
+    def _over(self) -> bool:
+        if self._todo > 0 or not self.scheduler.alive:
+            return False
+        return not any(n.alive for n in self.nodes.values())
+
+    def _came_too_late(self) -> bool:
+        """The members finished the job while no scheduler could note it; too few newcomers for another one wait."""
+        alive = [n for n in self.nodes.values() if n.alive]
+        finished = any(n.header.kind is Kind.CLOSING and n.outcome.startswith("left") for n in self.nodes.values())
+        return finished and len(alive) < self.settings.min_nodes and not any(n.training for n in alive)
+
+    def run(self) -> Outcome:
+        """Runs the plan to its end and returns the verdict."""
+        violation = ""
+        try:
+            ended = self.kernel.run(self.plan.limit_s, self._over) or self._came_too_late()
+            if not ended and not self.progress.explained():
+                violation = f"stuck after {self.kernel.now:.1f} s: {self.describe()}"
+            elif ended:
+                self._final()
+        except Violation as found:
+            violation = f"at {self.kernel.now:.4f} s: {found}"
+        except AssertionError as found:
+            violation = f"at {self.kernel.now:.4f} s: assertion: {found!r}"
+        oracle = self.oracle
+        errors = sum(1 for n in self.nodes.values() if n.outcome.startswith("disagreement"))
+        return Outcome(
+            self.plan.seed,
+            violation,
+            self.kernel.now,
+            self.kernel.events,
+            oracle.commits,
+            oracle.hand_ons,
+            oracle.joins,
+            oracle.ejections,
+            len(self.store.views),
+            errors,
+            oracle.replays,
+            oracle.moved,
+            self.schedulers.crashes,
+            self.store.term,
+            self.store.errors,
+            self.schedulers.cut_streams,
+        )
+
+    def _final(self) -> None:
+        check_chain(self.store.views)
+        done = [n for n in self.nodes.values() if n.header.kind is Kind.CLOSING and n.outcome.startswith("left")]
+        released = [n for n in done if n.machine.closing_is_stable]
+        for node in released:
+            self.oracle.finished(node.lineage, node.header)
+        if len({n.header.hash for n in released}) > 1:
+            raise Violation(f"the job finished with {len({n.header.hash for n in released})} different last headers")
+        outcomes = {n.name: n.outcome for n in self.nodes.values()}
+        errors = [o for o in outcomes.values() if o.startswith("disagreement")]
+        if errors and not any(f.action == "stale" for f in self.plan.faults):
+            raise Violation(f"members disagree without a reason: {errors[0]}")
+        if not done and not errors and not self._all_went():
+            raise Violation(f"nobody finished the job: {outcomes}")
+
+    def _all_went(self) -> bool:
+        """Everybody was killed or asked to leave: there is nobody who could finish."""
+        return all(n.outcome == "killed" or n.leaving for n in self.nodes.values()) or any(
+            f.action == "drain" for f in self.plan.faults
+        )
+
+    def describe(self) -> str:
+        """Where everybody stands, for a report."""
+        lines = [f"scheduler {self.scheduler.machine.phase} {self.scheduler.machine.snapshot()}"]
+        for node in self.nodes.values():
+            machine = node.machine
+            lines.append(
+                f"{node.name}={machine.member_id} {machine.phase} alive={node.alive} frozen={node.frozen} "
+                f"view={machine.view.id if machine.view else None} promised={machine.promised} seq={machine.seq} "
+                f"pending={machine.pending is not None} own={machine.contribution is not None} "
+                f"outcome={node.outcome!r} stream={node.stream is not None}"
+            )
+        return "\n  ".join([*lines, *self.log])
+
+
+def simulate(plan: Plan, hooks: Callable[[], Hooks] = Hooks, *, validate: bool = True) -> Outcome:
+    """Runs one plan in a world of its own."""
+    return World(plan, hooks(), validate=validate).run()

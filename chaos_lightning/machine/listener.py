@@ -1,0 +1,76 @@
+"""Who listens at a port of this machine, and why it may not answer.
+
+A scheduler that is stopped, or has no descriptor left, still has its port: the kernel takes connections for it, and
+nothing comes back. A program of another kind says something else, or hangs up. Only the latter is a reason to give up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+
+from chaos_lightning.machine.process_table import process_state
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""How a client begins HTTP/2, with empty settings; a server of gRPC answers with its own."""
+_SETTINGS = 4
+_LISTENING = "0A"
+
+
+def is_another_kind(host: str, port: int, timeout_s: float = 1.0) -> bool:
+    """Whether whoever listens there hangs up or says what no gRPC server says; False while it says nothing."""
+    try:
+        with socket.create_connection((host, port), timeout=timeout_s) as sock:
+            sock.sendall(_PREFACE)
+            said = sock.recv(9)
+    except (TimeoutError, ConnectionRefusedError):
+        return False
+    except OSError:
+        return True
+    return len(said) < 4 or said[3] != _SETTINGS
+
+
+def who_listens(port: int) -> str:
+    """The process that has this port, what it runs and what is wrong with it; "" if that cannot be seen."""
+    inodes = _inodes(port)
+    for folder in Path("/proc").iterdir() if inodes else ():
+        if not folder.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            if any(_target(fd) in inodes for fd in (folder / "fd").iterdir()):
+                return _words(int(folder.name), folder)
+    return ""
+
+
+def _target(fd: Path) -> str:
+    try:
+        return os.readlink(fd)
+    except OSError:  # closed meanwhile
+        return ""
+
+
+def _inodes(port: int) -> set[str]:
+    """Of listening sockets, as links in /proc name them."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                cells = line.split()
+                if cells[3] == _LISTENING and int(cells[1].rpartition(":")[2], 16) == port:
+                    found.add(f"socket:[{cells[9]}]")
+    return found
+
+
+def _words(pid: int, folder: Path) -> str:
+    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    text = f"pid {pid} ({command[:80]})"
+    if process_state(pid, 0) == "stopped":
+        return f"{text}, which is stopped"
+    limits = (folder / "limits").read_text().splitlines()
+    limit = next((line.split()[3] for line in limits if line.startswith("Max open files")), "")
+    count = sum(1 for _ in (folder / "fd").iterdir())
+    if limit.isdigit() and count >= int(limit):
+        return f"{text}, which has {count} of {limit} files open"
+    return f"{text}, which runs"

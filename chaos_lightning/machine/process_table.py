@@ -1,0 +1,91 @@
+"""What this machine's process table says about another process on it.
+
+A heartbeat that does not come may mean a stopped process or a busy machine. On one machine the kernel knows: a
+neighbour on the same host reads the suspect's state instead of guessing from silence, so load never fences the living.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.protocol.types import Member
+from chaos_lightning.machine import watcher
+from chaos_lightning.security.access import is_local
+from chaos_lightning.machine.watcher import process_state as process_state
+
+_BOOT_ID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_UNKNOWN = "unknown-"
+"""Begins the name of a machine that has no process table to look into."""
+
+
+class Sight(NamedTuple):
+    """What the process table says.
+
+    Attributes:
+        alive: The process runs.
+        evidence: In words; "" if nothing can be said: unknown, not on this machine, or hidden.
+        certain: It is gone or has died, and will never speak again (a stopped one may).
+    """
+
+    alive: bool
+    evidence: str
+    certain: bool = False
+
+
+SIGHTS = {
+    "runs": Sight(True, "its process runs"),
+    "stopped": Sight(False, "its process is stopped"),
+    "gone": Sight(False, "its process is gone", certain=True),
+    "": Sight(False, ""),
+}
+"""What follows from each state that `watcher.process_state` names."""
+
+
+def rebooted(member: Member) -> str:
+    """Words if the machine of this member was this one before it was started anew, as far as its address tells.
+
+    Then all its processes are gone. Another machine may have had that address, so this is no proof by itself.
+    """
+    boot, ours = member.host.partition("/")[0], host_identity().partition("/")[0]
+    if not member.pid or not _BOOT_ID.fullmatch(boot) or not _BOOT_ID.fullmatch(ours) or boot == ours:
+        return ""
+    try:
+        here = is_local(member.address)
+    except ConfigurationError:
+        return ""
+    return f"the machine with its address, {member.address}, was started anew since" if here else ""
+
+
+def host_identity() -> str:
+    """Names the process table that pids of this process belong to: boot id and pid namespace.
+
+    CHAOS_HOST in the environment makes one machine look like several, for emulated networks (lab/edge.py).
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        emulated = os.environ.get("CHAOS_HOST", "")
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}" + (f"@{emulated}" if emulated else "")
+    except OSError:
+        return f"{_UNKNOWN}{os.uname().nodename}"
+
+
+def start_time(pid: int) -> int:
+    """Start time in clock ticks since boot; tells a process from a later one with the same pid. 0 if unknown."""
+    stat = watcher.stat(pid)
+    return stat[1] if stat else 0
+
+
+def still_runs(pid: int, started: int) -> bool:
+    """Whether the process with this pid and start time (clock ticks since boot) has not ended; a zombie has."""
+    return watcher.process_state(pid, started) in ("runs", "stopped")
+
+
+def same_machine_verdict(member: Member | None) -> Sight:
+    """What this machine's process table says about a member that was on it."""
+    if member is None or not member.pid or member.host.startswith(_UNKNOWN) or member.host != host_identity():
+        return Sight(False, "")
+    return SIGHTS[watcher.process_state(member.pid, member.pid_start)]

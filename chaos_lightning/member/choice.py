@@ -1,0 +1,117 @@
+"""Which transfer policy a member's pulls follow, and what that policy gets to know.
+
+Theory of operation. The configuration names the policy. What it wants to know beside estimates of the links comes from
+where it is known: sizes of layers from the training state, the overlay from the view, folder and access from the
+configuration. `multi_source` asks members that this one has no link to, through those that it has one to; what lies
+between others is not measured here and counts as a usual link, so routes are those of fewest hops.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos_lightning.protocol.types import Member, View
+from chaos_lightning.planning.shards import Links, shortest_routes
+from chaos_lightning.replication.checkpoint import CheckpointWriter
+from chaos_lightning.replication.policies import PolicyOptions, make_policy
+from chaos_lightning.replication.policy import TransferPolicy
+from chaos_lightning.replication.table import PIECE_NBYTES
+from chaos_lightning.member.config import EngineConfig
+
+USUAL_LINK = (0.001, 8 / 1e9)
+"""(latency in s, seconds per byte) of links where none is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Of one pull.
+
+    Attributes:
+        me: This member.
+        sources: Who holds the state.
+        view: Its links join them.
+        near: Members that this one has a link to.
+        estimates: {member: (latency in s, rate in bits per second)} of this member's links.
+        layer_nbytes: Sizes of the state's tensors.
+    """
+
+    me: str
+    sources: Sequence[Member]
+    view: View
+    near: Collection[str]
+    estimates: Mapping[str, tuple[float, float]]
+    layer_nbytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferChoice:
+    """What the user chose.
+
+    Attributes:
+        policy: One of replication.POLICIES.
+        ingress_bps: This member's own access link, bits per second; 0: no limit of its own.
+        folder: Where checkpoints lie that all members see; "" for none.
+    """
+
+    policy: str = "adaptive"
+    ingress_bps: float = 0.0
+    folder: str = ""
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> TransferChoice:
+        return cls(config.transfer, config.ingress_bps, config.transfer_folder)
+
+    @property
+    def in_place(self) -> bool:
+        """A state may be read out of a member's memory. These two are about the way that it takes."""
+        return self.policy not in ("multi_source", "stop_resume")
+
+    @property
+    def fixes_shares(self) -> bool:
+        """Who sends what is planned from estimates, and not corrected."""
+        return self.policy in ("greedy", "optimal", "single")
+
+    def writer(self) -> CheckpointWriter | None:
+        """What lets others have checkpoints written by this member."""
+        return CheckpointWriter(Path(self.folder)) if self.folder else None
+
+    def make(self, now: Situation) -> tuple[TransferPolicy, str]:
+        """The policy of one pull; and why it is another one than was chosen, or "".
+
+        Raises:
+            ConfigurationError: Estimates that are no rates.
+        """
+        links: Links = {}
+        if self.policy == "multi_source":
+            links = overlay(now)
+            if not links:
+                words = (
+                    f"multi_source is not possible: {now.me} has no link to a member with the state; adaptive instead"
+                )
+                return make_policy("adaptive", now.estimates, PolicyOptions(ingress_bps=self.ingress_bps)), words
+        options = PolicyOptions(
+            ingress_bps=self.ingress_bps,
+            layer_nbytes=now.layer_nbytes,
+            links=links,
+            newcomer=now.me,
+            folder=self.folder,
+        )
+        return make_policy(self.policy, now.estimates, options), ""
+
+
+def overlay(now: Situation) -> Links:
+    """Links between this member and those that have the state, as far as they lead; without the others' relaying."""
+    holders = {m.id for m in now.sources}
+    own = {m: (e[0], 8 / e[1]) for m, e in now.estimates.items() if e[1]}
+    known = [own[m] for m in sorted(holders & set(own))]
+    usual = (statistics.median(e[0] for e in known), statistics.median(e[1] for e in known)) if known else USUAL_LINK
+    beside = holders & set(now.near) if now.view.links else holders
+    links = {(now.me, m): own.get(m, usual) for m in sorted(beside)}
+    links |= {(link.a, link.b): usual for link in now.view.links if {link.a, link.b} <= holders}
+    if not beside:
+        return {}
+    reached = {now.me, *shortest_routes(links, now.me, PIECE_NBYTES)}
+    return {ends: cost for ends, cost in links.items() if set(ends) <= reached}

@@ -1,0 +1,92 @@
+"""What a member says of itself when it comes in."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+
+from chaos_lightning.collectives.layout import Layout
+from chaos_lightning.protocol.types import Hello, Welcome
+from chaos_lightning.security.access import WILDCARDS, split_endpoint
+from chaos_lightning.member.config import EngineConfig
+from chaos_lightning.machine.process_table import host_identity, start_time
+
+
+def package_version() -> str:
+    """Version of the installed package; members of different versions never meet."""
+    try:
+        return version("chaos-lightning")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def reachable_address(config: EngineConfig) -> str:
+    """The address that other members dial: `bind`, or the one that faces the scheduler if that is a wildcard."""
+    if config.bind not in WILDCARDS:
+        return config.bind
+    host, port = split_endpoint(config.endpoints[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing: the routing table names our address
+        return str(probe.getsockname()[0])
+
+
+def warn_of_rules(config: EngineConfig, welcome: Welcome | None) -> None:
+    """Warns of every setting of this member's that the job does not go by: its scheduler was started with another.
+
+    What equals the default counts as not set.
+    """
+    if welcome is None or not welcome.max_nodes:
+        return
+    plan, rules = config.plan_spec, welcome.plan
+    words = {
+        setting: (given, the_jobs)
+        for setting in ("min_nodes", "max_nodes", "heartbeat_timeout_s")
+        if (given := getattr(config, setting)) not in (the_jobs := getattr(welcome, setting), _default(setting))
+    }
+    if config.plan != _default("plan") and (plan.kind, plan.trees) != (rules.kind, rules.trees):
+        words["plan"] = (config.plan, f"{rules.kind!r}")
+    if config.chunk_nbytes not in (0, rules.chunk_nbytes):
+        words["chunk_nbytes"] = (config.chunk_nbytes, rules.chunk_nbytes)
+    for setting, (given, the_jobs) in words.items():
+        warnings.warn(
+            f"{setting}={given} of {config.name} is not honoured: the job's scheduler was started with {the_jobs}",
+            stacklevel=3,
+        )
+
+
+def _default(setting: str) -> object:
+    return next(f.default for f in fields(EngineConfig) if f.name == setting)
+
+
+def hello(
+    config: EngineConfig,
+    *,
+    port: int,
+    quota: int,
+    accumulate: int,
+    fingerprint: Mapping[str, str],
+    layout: Layout,
+    no_replay: str = "",
+) -> Hello:
+    """A first Hello. Each parameter's type and shape is part of the fingerprint, so that a refusal can name it."""
+    shapes = {f"parameter {s.name}": f"{s.tensor.dtype} {tuple(s.tensor.shape)}" for s in layout.slots}
+    return Hello(
+        job=config.job,
+        name=config.name,
+        host=host_identity(),
+        address=reachable_address(config),
+        port=port,
+        pid=os.getpid(),
+        pid_start=start_time(os.getpid()),
+        quota=quota,
+        accumulate=accumulate,
+        package=package_version(),
+        fingerprint=tuple(sorted({**shapes, **fingerprint, "gradient layout": layout.hash}.items())),
+        neighbours=config.neighbour_names,
+        replay=no_replay,
+        node=os.environ.get("CHAOS_NODE", ""),
+    )

@@ -1,0 +1,564 @@
+"""The engine: what a strategy or a plain training loop calls. One object, used by one training thread.
+
+Theory of operation. `prepare` lays out gradients and installs hooks; `join` says hello, waits for a view and, for a
+newcomer, fetches the state. Then every optimizer step is `arm` (before the window's last backward pass) and `step`
+(after it); every small collective is `gather`; between two windows `boundary` lets newcomers in when the last header
+asks for it. All of them are slots of one chain (protocol/types.py) and return its headers. Each wait has a deadline
+and wakes when this member is put out, disagrees, or loses its scheduler for too long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from chaos_lightning.collectives.layout import Layout, Section
+from chaos_lightning.errors import (
+    ChaosError,
+    ConfigurationError,
+    DeadlineError,
+    DisagreementError,
+    FencedError,
+    NoDonorError,
+)
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.slots import fitting
+from chaos_lightning.protocol.types import (
+    GENESIS,
+    NO_VIEW,
+    Contribution,
+    FromMember,
+    Header,
+    Hello,
+    Kind,
+    Spent,
+    ToMember,
+    View,
+)
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.planning.deal import ruling_view
+from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.replication.replay import Replay
+from chaos_lightning.security.access import check_bind
+from chaos_lightning.control.agent import Agent
+from chaos_lightning.member.choice import TransferChoice
+from chaos_lightning.member.config import EngineConfig
+from chaos_lightning.security.credentials import Credentials
+from chaos_lightning.member.doorway import hello, warn_of_rules
+from chaos_lightning.member.entrance import Entrance, no_replay
+from chaos_lightning.control.hosting import host_for_engine
+from chaos_lightning.member.keeping import Keeping
+from chaos_lightning.member.keyring import Keyring
+from chaos_lightning.transport.links import Links
+from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.machine.orphan import watch_parent
+from chaos_lightning.planning.plans import check_bytes
+from chaos_lightning.member.shell import Shell
+from chaos_lightning.member.transfer import Transfer
+from chaos_lightning.member.waiting import Waiting
+from chaos_lightning.collectives.window import Window
+from chaos_lightning.transport.loop import IoLoop
+from chaos_lightning.transport.reference import Stamp
+
+_log = logging.getLogger("chaos_lightning")
+MAY_GO_S = 0.5
+"""How long the only member, which leaves, waits for the scheduler to let it go, before it takes another step."""
+NO_DONOR_PAUSES_S = (0.5, 1.0, 2.0, 4.0)
+"""Between attempts of a newcomer that reached no donor (s); each attempt may make the others wait."""
+LOG_PATIENCE_S = 0.25
+"""How long a slot that reduces nothing waits for the copy of the step before it, while somebody observes."""
+
+
+class Engine:
+    """One member of a job. See the module for the order of calls.
+
+    Attributes:
+        view: The view that rules the coming slot.
+        ruling_view: The view that the last header named: it deals the coming step (PROTOCOL.md 10).
+        header: Last committed header.
+        role: "founder" or "joiner", after `join`.
+        resumed: This founder went on from a state that the last member of the job had kept in a file.
+        leaving: This member has asked to leave; training stops when a header lets it go.
+        out: A header excluded this member (it left).
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.name = config.name
+        self.view: View | None = None
+        self.ruling_view: View | None = None
+        self.header: Header = GENESIS
+        self.role = ""
+        self.resumed = False
+        self.leaving = False
+        self.out = False
+        self.events = EventLog.in_directory(config.log_dir or None, config.name)
+        self._token = Credentials.load(config.keys_dir, config.token_file)
+        self._mail = Mailbox(config.name, endpoint=config.endpoint)
+        self._waiting = Waiting(self._mail, self.events, lambda: self._shell.severed())
+        self._transfer = Transfer(config.job, self._token, self._mail, self.events, TransferChoice.of(config))
+        self._loop = IoLoop("chaos-io", self._on_crash)
+        self._shell = Shell(self._loop, self._mail, self.events, self._transfer, self._send_control)
+        self._transfer.hear_of_links(self._shell.estimates, self._shell.unmeasured, self._shell.near)
+        self._transfer.tell, self._transfer.keys = self._send_control, Keyring(config.links, self.events, self._mail)
+        self._agent: Agent | None = None
+        self._window: Window | None = None
+        self._hello: Hello | None = None
+        self._replay: Replay | None = None
+        self._loaded = False
+        self._keeping = Keeping(config, self.events)
+        self._entrance = Entrance(self._shell, self._mail, self._transfer, self._keeping.load)
+        self._unserved: Header | None = None
+        self._closed = False
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def member_id(self) -> str:
+        return self._mail.member.id if self._mail.member is not None else ""
+
+    @property
+    def rank(self) -> int:
+        """Place in the view, 0 is the oldest; -1 before this member is in one."""
+        ids = self.view.ids() if self.view is not None else ()
+        return ids.index(self.member_id) if self.member_id in ids else -1
+
+    @property
+    def world_size(self) -> int:
+        return len(self.view.members) if self.view is not None else 1
+
+    # ------------------------------------------------------------------ set-up
+
+    def prepare(self, *, sections: Sequence[Section], buffers: Sequence[tuple[str, Tensor]] = ()) -> None:
+        """Lays out gradients and reduced buffers, allocates the flat memory and installs the hooks."""
+        layout = Layout(sections, buffers)
+        check_bytes(self.config.plan, self.config.plan_spec, layout.nbytes, layout.spans())
+        self._window = Window(
+            layout, self.config.chunk_nbytes, self.config.overlap, self._loop, lambda: self._shell.reducer
+        )
+        self._shell.equip(self._window.memory, self._window.grid)
+        # The I/O thread needs the GIL for microseconds, often; the default interval would make it wait 5 ms each time.
+        sys.setswitchinterval(min(sys.getswitchinterval(), 5e-4))
+
+    @property
+    def layout_hash(self) -> str:
+        return self._window.layout.hash if self._window is not None else ""
+
+    def join(
+        self,
+        *,
+        fingerprint: Mapping[str, str],
+        quota: int,
+        accumulate: int,
+        state: StateAccess,
+        replay: Replay | None = None,
+        loaded: bool = False,
+    ) -> Header:
+        """Enters the job: hello, links, view, and the state if others already have it.
+
+        Args:
+            fingerprint: What must equal the job's, by name; a mismatch is refused with both values.
+            quota: Samples per micro-batch of this member.
+            accumulate: Micro-batches per optimizer step; must equal the job's.
+            state: The training state that a newcomer receives, a founder publishes.
+            replay: How this member's steps are replayed; without it, it comes in by a pause.
+            loaded: `state` holds a checkpoint already, which no state that a last member kept may replace (14c).
+
+        Returns:
+            The header that this member's state stands on (GENESIS for a new job).
+
+        Raises:
+            RefusedError: The scheduler did not let us in; it says why.
+            DeadlineError: No admission within `join_timeout_s`.
+            DepartedError: `leave` was called meanwhile (by another thread).
+        """
+        window = self._need_window()
+        started = time.monotonic()
+        deadline = started + self.config.join_timeout_s
+        if self._shell.links is None:  # they outlive a rejoin, the agent does not
+            self._start_network()
+        assert self._shell.links is not None
+        self._hello = hello(
+            self.config,
+            port=self._shell.links.port,
+            quota=quota,
+            accumulate=accumulate,
+            fingerprint=fingerprint,
+            layout=window.layout,
+            no_replay=no_replay(self.config, replay),
+        )
+        self._replay, self._loaded = replay, loaded
+        pauses = iter(NO_DONOR_PAUSES_S)
+        while True:
+            self._call_on()
+            try:
+                header = self._admission(state, deadline)
+                break
+            except (FencedError, NoDonorError) as error:
+                if self.leaving:
+                    raise self._waiting.give_up(self._agent) from error
+                pause_s = next(pauses, None) if isinstance(error, NoDonorError) else 0.0
+                if pause_s is None or time.monotonic() > deadline:
+                    raise
+                # It was frozen or cut off on the threshold: nothing is lost but the place in the queue.
+                self.events.emit("rejoin", old_id=self.member_id, reason=str(error))
+                self._forget()
+                self._mail.rest(pause_s)
+        window.settle()
+        warn_of_rules(self.config, self._shell.welcome)
+        self._tell_of_loss()
+        self._waiting.over(f"this member is rank {self.rank} of {self.world_size}")
+        report = self._transfer.report
+        self.events.emit(
+            "joined",
+            id=self.member_id,
+            role=self.role,
+            rank=self.rank,
+            world_size=self.world_size,
+            seq=header.seq,
+            step=header.step,
+            seconds=round(time.monotonic() - started, 4),
+            by_source=report.by_source if report else {},
+            skipped=report.skipped if report else 0,
+        )
+        return header
+
+    def _tell_of_loss(self) -> None:
+        """A job that begins anew although it was further once says so on each member's terminal."""
+        founded = self._shell.machine.dealing
+        if self.header == GENESIS and founded is not None and founded.predecessor != NO_VIEW:
+            self.events.emit("notice", text=founded.reason, waiting=False)
+            _log.warning("%s: the job begins anew, from what it was started with: %s", self.member_id, founded.reason)
+
+    def _call_on(self) -> None:
+        """Opens the control stream, if it is not open."""
+        if self._agent is None:
+            self._agent = Agent(
+                endpoints=self.config.endpoints,
+                token=self._token,
+                hello_factory=self._make_hello,
+                on_message=self._on_control,
+                on_state=self._on_agent_state,
+                heartbeat=self._shell.heartbeat,
+                connect_timeout_s=self.config.join_timeout_s,
+                revive=lambda: host_for_engine(self.config, continue_only=True, chain=self._shell.machine.chain),
+            )
+            self._agent.start()
+
+    def _start_network(self) -> None:
+        check_bind(self.config.bind, self._token)
+        watch_parent()
+        host_for_engine(self.config, given_up=lambda: self.leaving)
+        self._shell.links = Links(
+            self._loop,
+            self.config.bind,
+            self.config.job,
+            self._token,
+            self._shell,
+            self._shell.link_changed,
+            self._transfer.server.serve,
+            lambda line: self.events.emit("refused", reason=line),
+        )
+        self._shell.links.keys = self._transfer.keys
+        if self.config.by_reference:
+            self._shell.links.stamp = Stamp()
+        self._loop.start()
+        self._loop.call(self._shell.beat)
+
+    def _make_hello(self) -> Hello:
+        assert self._hello is not None
+        said = replace(self._hello, **self._shell.machine.knowledge())
+        return said if said.view != NO_VIEW else replace(said, kept=self._keeping.offer(said, loaded=self._loaded))
+
+    def _admission(self, state: StateAccess, deadline: float) -> Header:
+        """Waits until this member stands in a view; a joiner gets the state on the way."""
+        place = self._entrance.enter(state, self._need_window(), self._replay, deadline)
+        if place is None:
+            self.leaving = True  # if it was not by `leave`, then the operator has drained it
+            raise self._waiting.give_up(self._agent)
+        self.role, self.header, self.view = place.role, place.header, place.view
+        self.resumed = place.role == "founder" and place.header != GENESIS
+        # A recovery may have put a newer view in force; the deal follows the one that the header named (10), and before
+        # the first slot, which cannot commit without this thread, the founding one, which the machine remembers.
+        founded = self.header.next_view == NO_VIEW
+        known = (self.header.view_change, self._shell.machine.dealing if founded else self.view)
+        self.ruling_view = ruling_view(self.header, [v for v in known if v is not None])
+        return self.header
+
+    def publish(self, header: Header, state: StateAccess) -> None:
+        """Makes the state at `header` servable to newcomers until the next slot commits."""
+        self._transfer.publish(header, state, self._need_window().layout)
+
+    # ------------------------------------------------------------------ a step
+
+    def hold(self) -> contextlib.AbstractContextManager[None]:
+        """Backward passes inside are accumulated, not sent."""
+        return self._need_window().hold()
+
+    def arm(self, *, coefficient: float, section: int = 0, empty: bool = False) -> None:
+        """Announces the window's last backward pass; call before it (or `step` does, after it).
+
+        Args:
+            coefficient: What this member's gradient is multiplied with before summing.
+            section: Which section's parameters step.
+            empty: This member has no gradient for this step (weight 0).
+        """
+        self._raise_pending()
+        self._need_window().arm(self.header.seq + 1, coefficient=coefficient, section=section, empty=empty)
+
+    def step(
+        self,
+        *,
+        weight: float,
+        coefficient: float,
+        spent: Sequence[Spent] = (),
+        section: int = 0,
+        hyper: str = "",
+        state_hash: str = "",
+        yields: bool = False,
+    ) -> Header:
+        """Contributes this window's gradients and waits for the step's commit.
+
+        Afterwards `.grad` of the section's parameters holds sum(coefficient * gradient) / sum(weight) over all
+        contributors (None where nobody had one), and reduced buffers their mean.
+
+        Args:
+            weight: This member's part of the divisor, in the same unit as `coefficient`; 0 with no samples.
+            coefficient: What its gradient is multiplied with.
+            spent: Sample ranges it used.
+            section: Which optimizer steps.
+            hyper: Hyperparameters in words; compared at the root.
+            state_hash: Hash of the replicated state before the step, every n steps.
+            yields: This member leaves and follows its script no more, or has no samples and runs no training step: if
+                the others close another kind of slot, it goes along, and the header is of that kind.
+
+        Raises:
+            FencedError, DisagreementError, DeadlineError: See errors.py; nothing was applied.
+        """
+        window = self._need_window()
+        if window.seq != self.header.seq + 1 or window.section != section:
+            self.arm(coefficient=coefficient, section=section, empty=weight == 0 and coefficient == 0)
+        presence = window.flush()
+        header = self._slot(
+            Kind.STEP,
+            name=f"section {section}",
+            weight=weight,
+            coefficient=coefficient,
+            presence=presence,
+            spent=tuple(spent),
+            hyper=hyper,
+            state_hash=state_hash,
+            yields=yields,
+        )
+        if header.kind is not Kind.STEP:
+            window.move(header.seq + 1)
+            return header
+        window.apply(header)
+        self._transfer.settle()
+        return header
+
+    def gather(self, name: str, payload: bytes, *, yields: bool = False) -> list[tuple[str, bytes]]:
+        """A numbered collective: every member's payload, in rank order (PROTOCOL.md 28).
+
+        Args:
+            name: Which one; equal at all members.
+            payload: What this member brings.
+            yields: If the others make one by another name first, this member goes along with theirs; the header tells
+                its name.
+
+        Returns:
+            (member id, payload) of all contributors; b"" of one that yielded.
+
+        Raises:
+            DisagreementError: At all members: they make different calls, or their payloads are too large together.
+        """
+        header = self._slot(Kind.GATHER, name=name, payload=fitting(payload), yields=yields)
+        if self._window is not None:
+            self._window.move(self.header.seq + 1)
+        return [(s.member, a) for s, a in zip(header.contributors, header.answers, strict=True)]
+
+    def boundary(self, state: StateAccess) -> Header:
+        """The rest point between two windows: newcomers enter here, and the state is published for them."""
+        self.admit(header := self._slot(Kind.BOUNDARY, name="boundary"), state)
+        return header
+
+    def admit(self, header: Header, state: StateAccess) -> None:
+        """Publishes the state for those whom a boundary's header lets in."""
+        if header.view_change is not None and header.view_change.joiners and not self.out:
+            self.publish(header, state)
+        self.events.emit("boundary", seq=header.seq)
+
+    def serve(self, state: StateAccess) -> None:
+        """Between two windows, when the optimizer has stepped: keeps the state for newcomers that replay, if the last
+        headers name any. Costs nothing otherwise."""
+        header, self._unserved = self._unserved, None
+        if header is not None and not self.out:
+            self._transfer.snapshot(header, self.view, state, self._need_window().layout)
+
+    def _slot(self, kind: Kind, **fields: object) -> Header:
+        """Contributes to the next slot and waits until it is committed."""
+        self._raise_pending()
+        if kind is not Kind.STEP:
+            self._transfer.server.log.settle(LOG_PATIENCE_S)
+        contribution = Contribution(
+            member=self.member_id,
+            view=NO_VIEW,
+            seq=self.header.seq + 1,
+            kind=kind,
+            step=self.header.step,
+            prev_hash=self.header.hash,
+            layout_hash=self.layout_hash,
+            **fields,  # type: ignore[arg-type]
+        )
+        self._loop.call(lambda: self._shell.contribute(contribution))
+        mail = self._mail
+        deadline = time.monotonic() + self.config.step_timeout_s
+        with mail.changed:
+            mail.wait(lambda: bool(mail.commits), f"the commit of slot {contribution.seq} ({kind})", deadline)
+            header, view = mail.commits.popleft()
+            self.view = mail.view
+        self._waiting.over(f"the job goes on after step {header.step}")
+        if header.error:
+            self.events.emit("error", what="disagreement", reason=header.error)
+            raise DisagreementError(header.error)
+        if set(header.observers) - set(self.header.observers):
+            self._unserved = header
+        self.header, self.ruling_view = header, view
+        if self.member_id not in view.ids():
+            self.out = True
+        return header
+
+    # ------------------------------------------------------------------ going
+
+    def leave(self, reason: str) -> None:
+        """Asks to leave; callable from any thread and from signal handlers' followers. Training goes on until a
+        header lets this member go; who is in no view yet gives up waiting for one."""
+        if not self.leaving:
+            self.leaving = True
+            self._loop.call(lambda: self._shell.feed(fx.LeaveRequested(reason)))
+            self._mail.post(giving_up=not self.role)
+
+    def may_go(self) -> bool:
+        """Whether this member, which leaves and is alone in its view, is let go, or there is nobody who could say so.
+
+        Newcomers may be about to come in: then it is needed, for they get its state.
+        """
+        mail, until = self._mail, time.monotonic() + MAY_GO_S
+        with mail.changed:
+            while not (mail.left or mail.lost or mail.ejected or mail.crash) and (
+                (left_s := until - time.monotonic()) > 0
+            ):
+                mail.changed.wait(left_s)
+            return bool(mail.left or mail.lost)
+
+    def keep(self, state: StateAccess) -> None:
+        """This member goes, and no header lets it go: others that hold the state may be gone, too. So it keeps its own,
+        which must stand on `header`, in a file, from which the job can be founded again (PROTOCOL.md 14c)."""
+        mail = self._mail
+        with mail.changed:
+            asked = self.leaving or mail.giving_up
+            void = mail.ejected is not None or mail.crash is not None
+        if not self.role or self.out or self.view is None or void or not asked or self.header.kind is Kind.CLOSING:
+            return
+        assert self._hello is not None
+        kept = self._keeping.keep(self.header, self.view, self.member_id, self._hello, state)
+        if kept is not None:
+            self._send_control(kept)
+
+    def finish(self) -> None:
+        """The job's last slot; waits until all members have it (or the linger deadline)."""
+        if not self.out:
+            if self.header.kind is not Kind.CLOSING:  # else the others closed the job in a slot that this one yielded
+                self._slot(Kind.CLOSING, name="closing")
+            self.events.emit("finished", seq=self.header.seq, step=self.header.step)
+            self._keeping.clear(self.view.chain if self.view is not None else "")
+        self.wait_released()
+
+    def wait_released(self, timeout_s: float = 10.0) -> None:
+        """After leaving or finishing: until nobody needs this member any more."""
+        mail = self._mail
+        with mail.changed, contextlib.suppress(ChaosError):
+            mail.wait(lambda: bool(mail.left), "release", time.monotonic() + timeout_s, tells=False)
+
+    def rejoin(self, state: StateAccess) -> Header:
+        """After FencedError: forget everything and join again in this process (PROTOCOL.md 11).
+
+        Raises:
+            DepartedError: It was asked to leave: it has nothing to come back for.
+        """
+        assert self._hello is not None
+        if self.leaving:
+            raise self._waiting.give_up(self._agent)
+        said = self._hello
+        self.events.emit("rejoin", old_id=self.member_id)
+        self._forget()
+        whose = {"fingerprint": dict(said.fingerprint), "quota": said.quota, "accumulate": said.accumulate}
+        return self.join(**whose, state=state, replay=self._replay, loaded=self._loaded)  # type: ignore[arg-type]
+
+    def _forget(self) -> None:
+        """Back to before the hello: a fresh machine, no view, no published state (PROTOCOL.md 11)."""
+        if self._agent is not None:  # first: what the scheduler said to who this member was does not concern the next
+            self._agent.close()
+            self._agent = None
+        if not self._loop.call_and_wait(self._shell.reset, 10.0):
+            raise DeadlineError("the I/O thread did not answer within 10 s while joining again")
+        self._transfer.forget()
+        self._mail.reset()
+        if self._window is not None:
+            self._window.abandon()
+        self.view = self.ruling_view = None
+        self.header, self.role, self.out, self.leaving, self.resumed = GENESIS, "", False, False, False
+
+    def close(self) -> None:
+        """Ends threads, links and the log. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._agent is not None:
+            self._agent.close()
+        links = self._shell.links
+        if links is not None:
+            self._loop.call_and_wait(links.close, 2.0)
+            self._loop.stop()
+            links.wait_closed()
+        self._transfer.close()
+        if self._window is not None:
+            self._window.close()
+        self.events.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _need_window(self) -> Window:
+        if self._window is None:
+            raise ConfigurationError("call prepare() first: members compare their layouts when they join")
+        return self._window
+
+    def _send_control(self, message: FromMember) -> None:
+        if self._agent is not None:
+            self._agent.send(message)
+
+    def _on_control(self, message: ToMember) -> None:
+        self._waiting.hear(message)
+        self._loop.call(lambda: self._shell.control(message))
+
+    def _on_agent_state(self, state: str) -> None:
+        self._waiting.stream(state)
+        if state.startswith("failed"):
+            self._mail.post(ejected=(state, False))
+
+    def _on_crash(self, error: BaseException) -> None:
+        self.events.emit("error", what="io", reason=repr(error))
+        self._mail.post(crash=error)
+
+    def _raise_pending(self) -> None:
+        with self._mail.changed:
+            self._mail.check()
+
+
+__all__ = ["Engine", "EngineConfig", "Section"]

@@ -1,0 +1,123 @@
+"""How a member gets from its hello into a view: waiting, observing, pulling; always in the training thread.
+
+Theory of operation. The I/O thread leaves in the mailbox what was decided about this newcomer: a view it founds, a
+header to observe from, or a header at which it is let in and pulls the state. These come in any order and any number
+(the job may lose members meanwhile), so `enter` is a loop over the mailbox that ends with a state or with an error.
+
+A pull that was begun and not ended leaves a mixture (`Transfer.mixed`), also over `Engine.rejoin`: a member with that
+may get a state from others, but founds no job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from chaos_lightning.errors import ConfigurationError, StateError
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.protocol.types import GENESIS, Header, View
+from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.replication.replay import Replay
+from chaos_lightning.member.config import EngineConfig
+from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.member.observing import Observation
+from chaos_lightning.member.shell import Shell
+from chaos_lightning.member.transfer import Transfer
+from chaos_lightning.member.waiting import ADVICE
+from chaos_lightning.collectives.window import Window
+
+
+def no_replay(config: EngineConfig, replay: Replay | None) -> str:
+    """Why this member cannot come in by replay; "" if it can.
+
+    Raises:
+        ConfigurationError: It was told to, and cannot.
+    """
+    name = config.name
+    if config.join_by == "pause":
+        return f"{name} was told to join by pause"
+    if config.transfer == "stop_resume":
+        return f"{name} takes the state out of a checkpoint (stop_resume), which all wait for"
+    reason = "it was not told how its steps are replayed" if replay is None else replay.replayable()
+    if reason and config.join_by == "replay":
+        raise ConfigurationError(f"join_by='replay' is not possible for {name}: {reason}; use 'auto' or 'pause'")
+    return reason
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a member came in."""
+
+    role: str
+    header: Header
+    view: View
+
+
+class Entrance:
+    """See the module."""
+
+    def __init__(
+        self, shell: Shell, mail: Mailbox, transfer: Transfer, load: Callable[[Header, StateAccess], None]
+    ) -> None:
+        """`load` brings a state that was kept at this header (PROTOCOL.md 14c)."""
+        self._load = load
+        self._shell = shell
+        self._mail = mail
+        self._transfer = transfer
+
+    def enter(self, state: StateAccess, window: Window, replay: Replay | None, deadline: float) -> Place | None:
+        """Waits until this member stands in a view; None if it is to give up (it was told to leave).
+
+        Raises:
+            FencedError, RefusedError, DepartedError, DeadlineError, StateError: See errors.py.
+        """
+        mail = self._mail
+        while True:
+            with mail.changed:
+                mail.wait(
+                    lambda: (
+                        mail.giving_up or mail.pull is not None or mail.view is not None or mail.observe is not None
+                    ),
+                    "admission to the job",
+                    deadline,
+                    ADVICE,
+                )
+                if mail.giving_up:
+                    return None
+                pull, mail.pull = mail.pull, None
+                (observe, mail.observe), me = (mail.observe, None), mail.who()
+                view = mail.view
+            if pull is not None:
+                if self._transfer.fetch(*pull, state, deadline):
+                    self._transfer.mixed = ""
+                    self._transfer.arrived()
+                    # Its donors may die before the next slot: then it is the one that others get this state from.
+                    self._transfer.publish(pull[0], state, window.layout)
+                    loaded = fx.StateLoaded(pull[0].hash)
+                    self._shell.loop.call(partial(self._shell.feed, loaded))
+                    return Place("joiner", *pull)
+            elif view is None:
+                assert observe is not None
+                if replay is not None:
+                    observation = Observation(
+                        self._transfer, mail, self._shell.events, window, replay, self._shell.to_scheduler, me
+                    )
+                    observation.run(*observe, state, deadline)
+            elif self._transfer.mixed and mail.who() not in view.joiners:
+                # Those whose state it was about to take are gone, and what lies here is neither theirs nor its own.
+                raise StateError(
+                    f"{mail.who()} would found the job again, but its state is a mixture: it was getting that of "
+                    f"{self._transfer.mixed}, and all members that had it are gone; start this process again (torchrun "
+                    "does so by itself with --max-restarts)"
+                )
+            elif mail.who() in view.joiners:
+                with mail.changed:
+                    mail.wait(lambda: mail.giving_up or mail.pull is not None, "the state's header", deadline)
+            else:
+                self._transfer.arrived()
+                base = self._shell.machine.header
+                if base != GENESIS:
+                    self._load(base, state)
+                self._transfer.publish(base, state, window.layout)
+                return Place("founder", base, view)

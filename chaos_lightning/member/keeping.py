@@ -1,0 +1,244 @@
+"""One member's part in a state that the last one keeps in a file (PROTOCOL.md 14c): where, when, and whether it fits.
+
+Theory of operation. The folder is the job's on this machine: beside the chain's file, or where `on_last_exit` says.
+Each keeper has a folder of its own in there, so that two that go at once do not write over each other. Views compare
+within a chain only, so each run removes nothing but its own states, and a hello names one of the chain that this
+process was told of, else of the one that was kept last. It is the newest that fits: written for this job by the same
+program with the same settings. What does not fit is named on the terminal, once, and left alone; so are all where the
+script has loaded a checkpoint of its own. A state stays until a newer one of its chain is kept or that job is finished:
+the scheduler sees to it that only one of its own chain is gone on from, and that nobody takes an older one for the
+newest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from chaos_lightning.errors import ChaosError, StateError
+from chaos_lightning.protocol.types import Header, Hello, Kept, View, kept_header
+from chaos_lightning.events.events import Event, EventLog, committed_fields
+from chaos_lightning.replication import kept as files
+from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.replication.table import state_hash
+from chaos_lightning.security.access import split_endpoint
+from chaos_lightning.protocol.codec import decode, encode
+from chaos_lightning.member.config import ON_LAST_EXIT, EngineConfig
+from chaos_lightning.control.options import ETCD, MEMORY, default_store
+
+_log = logging.getLogger("chaos_lightning")
+
+
+def folder_of(config: EngineConfig) -> Path | None:
+    """Where this job's last state is kept on this machine; None if it is not."""
+    if config.on_last_exit == "none":
+        return None
+    if config.on_last_exit not in ON_LAST_EXIT:
+        return Path(config.on_last_exit) / f"{config.job}-{split_endpoint(config.endpoints[0])[1]}"
+    return folder_beside(os.environ.get("CHAOS_STORE", ""), config.job, config.endpoints[0])
+
+
+def folder_beside(store: str, job: str, endpoint: str) -> Path:
+    """Beside the chain's file, or where that of a scheduler at this endpoint would be by default."""
+    if store and store != MEMORY and not store.startswith(ETCD):
+        return Path(f"{store}-kept")
+    return default_store(job, split_endpoint(endpoint)[1]).parent / "kept"
+
+
+def forget(folder: Path, job: str, chain: str) -> list[Path]:
+    """Removes what members of this chain kept in the folder; returns what was there."""
+    found = []
+    for path in sorted(folder.glob(f"*/{files.RECORD}")):
+        with contextlib.suppress(StateError):  # what cannot be read is nobody's, and is named when a member comes
+            record = files.read(path.parent)
+            if (record.said.get("job"), record.said.get("chain")) == (job, chain):
+                files.remove(record.folder)
+                found.append(record.folder)
+    return found
+
+
+class Keeping:
+    """See the module."""
+
+    def __init__(self, config: EngineConfig, events: EventLog) -> None:
+        self._job = config.job
+        self._folder = folder_of(config)
+        self._events = events
+        self._told: set[str] = set()
+        self._offered: tuple[Kept, files.Record] | None = None
+
+    # ------------------------------------------------------------------ coming
+
+    def offer(self, hello: Hello, *, loaded: bool = False) -> Kept | None:
+        """The newest state on this machine that fits what this process would train.
+
+        None if its script has `loaded` a state of its own: what the user asked for by name counts.
+        """
+        found = []
+        for record in self._records():
+            try:
+                found.append((self._checked(record, hello), record))
+            except ChaosError as error:
+                self._warn(f"{error}; it is not used. Remove {record.folder} to be rid of it")
+        if not found:
+            self._offered = None
+            return None
+        # Views of different chains do not compare: the chain that this process was told of, else the one kept last.
+        chains = [kept.chain for kept, _ in sorted(found, key=lambda f: float(f[1].said.get("time", 0.0)))]
+        chain = hello.chain if hello.chain in chains else chains[-1]
+        mine = [f for f in found if f[0].chain == chain]
+        kept, record = self._offered = max(mine, key=lambda f: (f[0].header.view, f[0].header.seq))
+        if loaded:
+            self._offered = None
+            self._warn(
+                f"this process starts from what its script has loaded; the state that {kept.member} kept at step "
+                f"{kept.header.step} ({record.path}) is not used. To go on from it, start without a checkpoint"
+            )
+            return None
+        return kept
+
+    def load(self, header: Header, state: StateAccess) -> None:
+        """This member founds the job from the state that it offered.
+
+        Raises:
+            StateError: It is not there any more, or damaged; the message says what to do.
+        """
+        kept, record = self._offered or (None, None)
+        if kept is None or record is None or kept.header.hash != header.hash:
+            raise StateError(f"the state kept at step {header.step} is not on this machine any more; start again")
+        try:
+            files.load(record, state)
+        except StateError as error:
+            bad = record.folder.with_name(f"{record.folder.name}.bad")
+            record.folder.replace(bad)
+            raise StateError(
+                f"the state that {kept.member} kept at step {header.step} cannot be used: {error}; it was put aside as "
+                f"{bad}. Start again: the job then begins anew, or from a checkpoint"
+            ) from error
+        age_s = max(0.0, time.time() - float(record.said.get("time", 0.0)))
+        # For readers of the logs this slot joins the two parts of the run.
+        self._events.emit(Event.COMMITTED, **committed_fields(header, duration_s=0.0))
+        self._say_hash(header, state_hash(state.tensors()))
+        self._events.emit(
+            Event.RESUMED_KEPT, step=header.step, seq=header.seq, keeper=kept.member, path=str(record.path)
+        )
+        _log.warning(
+            "job %s goes on from step %d: %s kept its training state %s ago, as the last member (%s)",
+            self._job, header.step, kept.member, _ago(age_s), record.path,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ going
+
+    def keep(self, last: Header, view: View, member: str, hello: Hello, state: StateAccess) -> Kept | None:
+        """Writes the state at header `last` down; None if it is not to be kept, or cannot be."""
+        if self._folder is None:
+            _log.warning(
+                "%s: the training state of job %s at step %d ends with this process, by on_last_exit='none'",
+                member, self._job, last.step,
+            )  # fmt: skip
+            return None
+        header = kept_header(last, view.id)
+        said = {
+            "job": self._job,
+            "member": member,
+            "chain": view.chain,
+            "time": time.time(),
+            "step": last.step,
+            "header": encode(header).hex(),
+            **_terms(hello),
+        }
+        folder = self._folder / re.sub(r"[^A-Za-z0-9._~-]", "_", member)
+        try:
+            record = files.write(folder, header.hash, header.seq, state, said)
+        except StateError as error:
+            self._events.emit("error", what="keep", reason=str(error))
+            _log.error("%s was the last one with the training state at step %d, and %s", member, last.step, error)
+            return None
+        for other in self._records():
+            whose = (other.said.get("job"), other.said.get("chain"))
+            if other.folder != folder and whose == (self._job, view.chain) and _older(other, header):
+                files.remove(other.folder)
+        self._say_hash(header, record.state_hash)
+        self._events.emit(Event.KEPT, step=last.step, seq=header.seq, head=header.hash, path=str(record.path))
+        _log.warning(
+            "%s: the training state of job %s at step %d is kept in %s; the next start goes on from it",
+            member, self._job, last.step, record.path,
+        )  # fmt: skip
+        return Kept(header, member, view.chain)
+
+    def clear(self, chain: str) -> None:
+        """The job is finished: nothing of this chain is to be gone on from."""
+        if self._folder is not None:
+            forget(self._folder, self._job, chain)
+
+    # ------------------------------------------------------------------ inside
+
+    def _say_hash(self, header: Header, value: str) -> None:
+        """The audit compares what was kept with what is gone on from."""
+        self._events.emit(Event.STATE_HASH, seq=header.seq, step=header.step, head=header.hash, hash=value)
+
+    def _records(self) -> list[files.Record]:
+        found = []
+        for path in sorted(self._folder.glob(f"*/{files.RECORD}")) if self._folder is not None else ():
+            if path.parent.name.endswith(".bad"):
+                continue
+            try:
+                found.append(files.read(path.parent))
+            except StateError as error:
+                self._warn(f"{error}; it is not used")
+        return found
+
+    def _checked(self, record: files.Record, hello: Hello) -> Kept:
+        """What this record offers, if this process may go on from it.
+
+        Raises:
+            ChaosError: It may not; says why.
+        """
+        said = record.said
+        what = f"the state kept at step {said.get('step')} by {said.get('member')} ({record.path})"
+        if said.get("job") != self._job:
+            raise StateError(f"{what} is of job {said.get('job')!r}, not of {self._job!r}")
+        for name, mine in _terms(hello).items():
+            theirs = said.get(name)
+            if theirs == mine:
+                continue
+            if isinstance(mine, dict) and isinstance(theirs, dict):
+                name = next(k for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k))
+                mine, theirs = mine.get(name), theirs.get(name)
+            raise StateError(f"{what} does not fit: its {name} is {theirs}, this process has {mine}")
+        try:
+            header = decode(Header, bytes.fromhex(str(said.get("header"))))
+        except ValueError as error:
+            raise StateError(f"{what} has no header ({error})") from error
+        return Kept(header, str(said.get("member")), str(said.get("chain")))
+
+    def _warn(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            _log.warning(text)
+
+
+def _terms(hello: Hello) -> dict[str, Any]:
+    """What must be equal, as JSON has it."""
+    return {"package": hello.package, "accumulate": hello.accumulate, "fingerprint": dict(hello.fingerprint)}
+
+
+def _older(record: files.Record, header: Header) -> bool:
+    """One that another keeper writes at the same moment is not: each would remove the other's."""
+    try:
+        its = decode(Header, bytes.fromhex(str(record.said.get("header"))))
+    except (ValueError, ChaosError):
+        return True
+    return (its.view, its.seq) < (header.view, header.seq)
+
+
+def _ago(seconds: float) -> str:
+    for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,131 @@
+"""What the I/O thread tells the training thread: one condition, a few fields, and waits that always end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from chaos_lightning.errors import ChaosError, DeadlineError, DepartedError, FencedError, RefusedError
+from chaos_lightning.protocol.types import Header, Member, View
+
+
+@dataclass(slots=True)
+class Mailbox:
+    """Every field is guarded by `changed`."""
+
+    name: str
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    commits: deque[tuple[Header, View]] = field(default_factory=deque)
+    view: View | None = None
+    member: Member | None = None
+    pull: tuple[Header, View] | None = None
+    observe: tuple[Header, View] | None = None
+    ejected: tuple[str, bool] | None = None
+    left: str = ""
+    crash: BaseException | None = None
+    notice: str = ""
+    step: int = 0
+    endpoint: str = ""
+    lost: str = ""
+    """Why no scheduler serves this member, while that is so."""
+    on_lost: Callable[[str, float, float], None] = lambda what, waited_s, left_s: None
+    """Told by whoever waits while no scheduler serves it: for what, how long it has, how long it will."""
+    greeting: str = ""
+    """Role and reason of the scheduler's last welcome."""
+    giving_up: bool = False
+    """This member is to leave, by its user's wish or the operator's: if it is not in the job yet, it waits no more."""
+
+    def post(self, **values: object) -> None:
+        """Sets fields and wakes the training thread."""
+        with self.changed:
+            for name, value in values.items():
+                setattr(self, name, value)
+            self.changed.notify_all()
+
+    def commit(self, header: Header, view: View) -> None:
+        with self.changed:
+            self.commits.append((header, view))
+            self.view, self.step = view, header.step
+            self.changed.notify_all()
+
+    def reset(self) -> None:
+        """Forgets everything, for a member that joins again."""
+        with self.changed:
+            self.commits.clear()
+            self.view = self.member = self.pull = self.observe = self.ejected = self.crash = None
+            self.left = self.notice = self.greeting = self.lost = ""
+            self.giving_up = False
+
+    def who(self) -> str:
+        return self.member.id if self.member is not None else self.name
+
+    def check(self) -> None:
+        """Raises what ended this member, if anything did."""
+        if self.crash is not None:
+            raise ChaosError(f"{self.who()}: the I/O thread failed: {self.crash!r}") from self.crash
+        if self.ejected is not None:
+            reason, rejoin = self.ejected
+            if rejoin:
+                raise FencedError(f"{self.who()} is out of the job: {reason}")
+            raise RefusedError(reason)
+        if self.left and not self.commits:
+            raise DepartedError(f"{self.who()} was let go: {self.left}")
+
+    def wait(
+        self, ready: Callable[[], bool], what: str, deadline: float, advice: str = "", *, tells: bool = True
+    ) -> None:
+        """Waits until `ready()`; the caller holds `changed`, once.
+
+        Args:
+            ready: What is waited for.
+            what: The same in words.
+            deadline: By `time.monotonic()`.
+            advice: What the user can do if it does not come.
+            tells: The user hears of it if this waits for long and no scheduler serves this member.
+
+        Raises:
+            FencedError, RefusedError, DepartedError, ChaosError: This member is out, or its I/O thread is broken.
+            DeadlineError: `time.monotonic()` passed `deadline`.
+        """
+        began, told = time.monotonic(), 0.0
+        while not ready():
+            self.check()
+            now = time.monotonic()
+            left = deadline - now
+            if left <= 0:
+                raise DeadlineError(self._vain(what, advice))
+            if tells and self.lost and now - told >= 1.0:
+                told = now
+                self.changed.release()  # a terminal that nobody reads must not hold up the I/O thread
+                try:
+                    self.on_lost(what, now - began, left)
+                finally:
+                    self.changed.acquire()
+                continue
+            self.changed.wait(min(left, 1.0))
+
+    def rest(self, seconds: float) -> None:
+        """Waits for so long, or until this member is to give up."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.giving_up, seconds)
+
+    def _vain(self, what: str, advice: str) -> str:
+        view = f"view {self.view.id}" if self.view is not None else "no view yet"
+        at = f" at {self.endpoint}" if self.endpoint else ""
+        if self.view is not None:
+            greeting = ""
+        elif self.greeting:
+            greeting = f"; the scheduler welcomed it as {self.greeting}"
+        else:
+            greeting = "; the scheduler has not welcomed it"
+        said = f"; the scheduler says: {self.notice}" if self.notice else ""
+        said += f"; no scheduler serves it ({self.lost})" if self.lost else ""
+        status = f"`chaos-lightning status --endpoint {self.endpoint}`" if self.endpoint else "`chaos-lightning status`"
+        return (
+            f"{self.who()} waited in vain for {what}{at} ({view}, step {self.step}){greeting}{said}; "
+            + (f"{advice}; " if advice else "")
+            + f"see the event log and {status}"
+        )

@@ -1,0 +1,205 @@
+"""A newcomer observes: it pulls a state that stands still while others train on, and replays what they committed since.
+
+Theory of operation (PROTOCOL.md 15-19). In the training thread, before the first view: (1) the snapshot at the first
+header that names this newcomer is read out of the memory of a member on this machine, if one lends it, or else pulled
+from all members at once, while a reader already collects their log. (2) Each
+logged step is applied: the raw sums become averages in `.grad`, as at any member, and `Replay` does what training did
+with them. (3) With nothing left to apply the newcomer says that it has caught up, and goes on applying until the header
+arrives that lets it in. What then still differs is pulled at that header, whose hash check is the proof (19).
+
+Whatever goes wrong here costs time only: the newcomer says why it cannot catch up and is let in by a pause.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from chaos_lightning.errors import ChaosError
+from chaos_lightning.protocol.types import CatchUp, Header, Progress, View
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.replication.log_reader import LogEntry, LogReader
+from chaos_lightning.replication.replay import Replay
+from chaos_lightning.protocol.codec import decode
+from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.member.sources import endpoints
+from chaos_lightning.member.transfer import Transfer
+from chaos_lightning.collectives.window import Window
+
+JUDGED_AFTER, JUDGED_OVER_S = 16, 3.0
+"""Entries applied, and time passed, before it is judged whether catching up will end."""
+PROJECTED_LIMIT_S = 60.0
+"""Catching up that is projected to last longer than this has no end in sight. Newcomers that come later wait
+meanwhile, and a pause costs everybody a few seconds; the scheduler's observe_timeout_s is only the last resort."""
+NEAR_SLOTS = 2.0
+"""A newcomer that is less far behind has caught up: one slot that is under way, and a part of the next one."""
+FINAL_WAIT_S = 2.0
+"""How long the last entries are waited for once this newcomer is let in; what lacks then is pulled."""
+
+
+class Pursuit:
+    """Judges by how its lag changes whether a newcomer will ever catch up."""
+
+    def __init__(self) -> None:
+        self._lags: deque[tuple[float, int]] = deque()
+
+    def hopeless(self, lag: int, now: float) -> str:
+        """Takes in how far behind the newcomer is after one more entry.
+
+        The window holds at least `JUDGED_AFTER` entries and `JUDGED_OVER_S`, so that neither a hiccup nor a burst is
+        taken for the trend; a newcomer that is only a window behind is never judged.
+
+        Args:
+            lag: Slots that it is behind.
+            now: By a monotonic clock, s.
+
+        Returns:
+            Why catching up has no end in sight; empty if it has one, or if it is too early to tell.
+        """
+        lags = self._lags
+        lags.append((now, lag))
+        while len(lags) > JUDGED_AFTER and lags[1][0] < now - JUDGED_OVER_S:
+            lags.popleft()
+        began, before = lags[0]
+        if len(lags) < JUDGED_AFTER or now - began <= JUDGED_OVER_S or lag <= JUDGED_AFTER:
+            return ""
+        rate = (before - lag) / (now - began)
+        if rate <= 0:
+            more = (lag - before) / (now - began)
+            return f"{lag} slots behind, no less than before ({more:.3g} more per s), projected never to catch up"
+        projected = lag / rate
+        if projected <= PROJECTED_LIMIT_S:
+            return ""
+        return f"{lag} slots behind, {rate:.3g} less per s, projected to take {projected:.0f} s more"
+
+
+class Observation:
+    """One attempt to come in by replay.
+
+    Args:
+        transfer: Pulls.
+        mail: Says when this newcomer is let in, or out.
+        events: This member's log.
+        window: Turns raw sums into gradients.
+        replay: Applies them.
+        send: Sends a message to the scheduler.
+        me: Whose observation it is: this member's id when it was told to observe.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        mail: Mailbox,
+        events: EventLog,
+        window: Window,
+        replay: Replay,
+        send: Callable[[CatchUp | Progress], None],
+        me: str,
+    ) -> None:
+        self._transfer = transfer
+        self._mail = mail
+        self._me = me
+        self._events = events
+        self._window = window
+        self._replay = replay
+        self._send = send
+        self._applied = 0
+        self._nbytes = 0
+        self._pursuit = Pursuit()
+
+    def run(self, header: Header, view: View, state: StateAccess, deadline: float) -> None:
+        """Observes from `header` on; returns when something else was decided, or when observing came to nothing."""
+        sources = [m for m in view.members if m.id not in view.joiners]
+        self._events.emit("observing", seq=header.seq, head=header.hash, sources=[m.id for m in sources])
+        reader = LogReader(
+            [e for e in endpoints(sources, view, self._transfer.near()) if not e.route],
+            self._transfer.dial,
+            header,
+            decode=lambda data: decode(Header, data),
+            scope=self._window.scope_of,
+            buffers=self._window.memory.result_bytes,  # this member reduces nothing meanwhile
+            by_reference=True,
+        )
+        reader.start()
+        at = header
+        try:
+            if not self._transfer.fetch(header, view, state, deadline, superseded=self._called):
+                return
+            self._window.settle()
+            report = self._transfer.report
+            at = self._follow(reader, header, quick=report is not None and not report.state_hash)
+        except ChaosError as error:
+            self._give_up(at, str(error))
+        finally:
+            reader.close()
+            self._events.emit("replayed", seq=at.seq, step=at.step, steps=self._applied, nbytes=reader.received_nbytes)
+
+    # ------------------------------------------------------------------ the log
+
+    def _follow(self, reader: LogReader, at: Header, *, quick: bool) -> Header:
+        """`quick`: the snapshot was here within about a step, so that there may be nothing to apply yet."""
+        caught_up, told = False, time.monotonic()
+        while not self._called():
+            entry = reader.take(0.1)
+            if entry is not None:
+                at = self._apply(reader, entry, at)
+            elif reader.error:
+                self._give_up(at, reader.error)
+                return at
+            lag = reader.newest - at.seq
+            near = reader.behind(at.seq) < NEAR_SLOTS if self._applied else quick and reader.listening and lag <= 1
+            if not caught_up and reader.waiting and near:
+                caught_up = True
+                self._send(CatchUp(at.seq))
+            hopeless = self._pursuit.hopeless(lag, time.monotonic()) if entry is not None and not caught_up else ""
+            if hopeless:
+                self._give_up(at, f"after {self._applied} steps of the log it is {hopeless}")
+                return at
+            if time.monotonic() - told > 1.0:
+                told = time.monotonic()
+                self._send(Progress("replay", reader.received_nbytes, reader.received_nbytes, 0.0, lag))
+        return self._finish(reader, at)
+
+    def _finish(self, reader: LogReader, at: Header) -> Header:
+        """Let in at a header: apply up to it. What cannot be had in time is pulled with that header."""
+        mail = self._mail
+        with mail.changed:
+            target = mail.pull[0] if mail.pull is not None else None
+        give_up = time.monotonic() + FINAL_WAIT_S
+        while target is not None and at.seq < target.seq and time.monotonic() < give_up and not reader.error:
+            entry = reader.take(0.05)
+            if entry is not None and entry.header.seq <= target.seq:
+                at = self._apply(reader, entry, at)
+        return at
+
+    def _apply(self, reader: LogReader, entry: LogEntry, at: Header) -> Header:
+        header = entry.header
+        if entry.raw is not None:
+            self._window.replay(header, entry.raw)
+            self._replay.replay(header)
+            self._applied += 1
+        reader.give_back(entry)
+        return header
+
+    # ------------------------------------------------------------------ ends
+
+    def _called(self) -> bool:
+        """Something was decided about this newcomer, or it was welcomed anew: who it was then observes no more."""
+        mail = self._mail
+        return (
+            mail.who() != self._me
+            or mail.pull is not None
+            or mail.observe is not None
+            or mail.view is not None
+            or mail.ejected is not None
+            or mail.crash is not None
+            or mail.giving_up
+            or bool(mail.left)
+        )
+
+    def _give_up(self, at: Header, reason: str) -> None:
+        if not self._called():
+            self._events.emit("notice", text=f"no replay: {reason}")
+            self._send(CatchUp(at.seq, able=False, reason=reason[:2000]))

@@ -1,0 +1,428 @@
+"""The member machine's shell: events in, effects out, in the I/O thread.
+
+Theory of operation. `Shell` owns the loop, the links, the reducer, the state server and the only reference to the
+`MemberMachine`. Whatever happens - a frame, a control message, a contribution of the training thread - becomes an
+event; the effects that come back are carried out here in their order. What the training thread must know is put into
+`Mailbox`, a condition it waits on; nothing else is shared with it.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+from chaos_lightning.collectives.memory import Memory
+from chaos_lightning.collectives.reducer import Reducer
+from chaos_lightning.errors import RefusedError, WireError
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.recovery import needs_bytes, with_scope
+from chaos_lightning.membership.topology import neighbours
+from chaos_lightning.protocol.types import (
+    NO_VIEW,
+    Contribution,
+    Decide,
+    FromMember,
+    Header,
+    Heartbeat,
+    Kind,
+    LinkKeys,
+    LinkReport,
+    NextView,
+    Prepare,
+    Probe,
+    Source,
+    Span,
+    ToMember,
+    Verdict,
+    View,
+    ViewId,
+    Welcome,
+)
+from chaos_lightning.events.events import Event, EventLog, committed_fields
+from chaos_lightning.planning.ledger import subtract
+from chaos_lightning.replication.by_reference import Lender
+from chaos_lightning.replication.client import Endpoint
+from chaos_lightning.replication.forward import Forwarder
+from chaos_lightning.protocol.codec import decode_peer, encode, encode_peer
+from chaos_lightning.transport.links import PING_INTERVAL_S, Links
+from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.machine.process_table import same_machine_verdict
+from chaos_lightning.member.transfer import Transfer
+from chaos_lightning.transport.frames import Frame, FrameType
+from chaos_lightning.transport.link import Link
+from chaos_lightning.transport.loop import IoLoop
+from chaos_lightning.transport.reference import Reference
+
+LINKS_EVERY_S = 2.0
+"""What each link carries goes into the event log so often."""
+VIEW_PATIENCE_S = 2.0
+"""A request to pass bytes on may come before the view in which its sender and its target are."""
+
+
+class Shell:
+    """See the module.
+
+    Args:
+        loop: Serves everything here.
+        mailbox: Where the training thread looks.
+        events: This member's event log.
+        transfer: Hands out and fetches state and raw results.
+        to_scheduler: Sends a control message (any thread).
+    """
+
+    def __init__(
+        self,
+        loop: IoLoop,
+        mailbox: Mailbox,
+        events: EventLog,
+        transfer: Transfer,
+        to_scheduler: Callable[[FromMember], None],
+    ) -> None:
+        self.loop = loop
+        self.mailbox = mailbox
+        self.events = events
+        self.transfer = transfer
+        self.server = transfer.server
+        self.machine = MemberMachine()
+        self.links: Links | None = None
+        self.reducer: Reducer | None = None
+        self.memory: Memory | None = None
+        self.welcome: Welcome | None = None
+        self.to_scheduler = to_scheduler
+        self._observed = False
+        self._abandoned: tuple[str, ...] = ()
+        """Observers whose lease ran out while headers went on naming them."""
+        self._left_out = 0
+        """Entries that were left out of earlier logs."""
+        self._contribution: Contribution | None = None
+        self._said: tuple[Contribution | Header | None, bytes] = (None, b"")
+        self._beat_at = self._links_at = 0.0
+        self._contributed_at = self._committed_at = time.monotonic()
+
+    # ------------------------------------------------------------------ set-up
+
+    def equip(self, memory: Memory, grid: tuple[Span, ...]) -> None:
+        """Gives the data plane its memory and grid; the reducer is made when the member's id is known."""
+        self.memory = memory
+        self._grid = grid
+
+    def reset(self) -> None:
+        """A fresh machine: the member joins again with nothing (PROTOCOL.md 11)."""
+        self.machine = self.machine.anew()
+        self.reducer = None
+        self.transfer.arrived()
+        if self.links is not None:
+            self.links.abandon()
+            if self.links.stamp is not None:
+                self.links.stamp.set(NO_VIEW, 0)  # what lay in the result buffers is overwritten from now on
+
+    def beat(self) -> None:
+        """Pings idle links and ticks the machine; re-arms itself."""
+        self._beat_at = time.monotonic()
+        if self.links is not None:
+            self.links.ping()
+            self._log_links(self.links)
+        self.feed(fx.Tick())
+        self.loop.later(PING_INTERVAL_S, self.beat)
+
+    def _log_links(self, links: Links) -> None:
+        if self.events.path is None or self._beat_at - self._links_at < LINKS_EVERY_S:
+            return
+        self._links_at = self._beat_at
+        facts = links.facts()
+        if facts["links"]:
+            self.events.emit(Event.LINKS, **facts)
+
+    def heartbeat(self) -> Heartbeat:
+        """For the agent's thread: values may be one slot old."""
+        return self.machine.heartbeat()
+
+    def estimates(self) -> dict[str, tuple[float, float]]:
+        """What was measured of the links to others: {member: (latency in s, rate in bits per second)}."""
+        reports = self.links.reports() if self.links is not None else ()
+        return {r.peer: (r.latency_s, r.rate_bps) for r in reports if r.rate_bps > 0}
+
+    def unmeasured(self) -> set[str]:
+        """Members whose link to this one is being measured for the first time."""
+        return self.links.unmeasured() if self.links is not None else set()
+
+    def severed(self) -> tuple[str, ...]:
+        """Members to which the ruling view has a link of this one that does not stand; may be one event old."""
+        view, links = self.machine.view, self.links
+        return tuple(m for m in neighbours(view, links.me) if not links.up(m)) if view and links else ()
+
+    # ------------------------------------------------------------------ events
+
+    def contribute(self, contribution: Contribution) -> None:
+        """The training thread's part of the next slot."""
+        self._contribution, self._contributed_at = contribution, time.monotonic()
+        self.feed(fx.Contribute(contribution))
+
+    def control(self, message: ToMember) -> None:
+        """A message of the scheduler."""
+        held: tuple[Span, ...] = ()
+        if isinstance(message, Welcome):
+            self._welcome(message)
+        elif isinstance(message, Probe):
+            self._probe(message)
+            return
+        elif isinstance(message, LinkKeys):
+            if self.transfer.keys is not None:
+                self.transfer.keys.hear(message)
+            return
+        elif isinstance(message, Prepare) and self.reducer is not None:
+            ranges = self.reducer.held()
+            held = with_scope(ranges, self.reducer.scope_spans()) if ranges is not None else ()
+        elif isinstance(message, NextView) and self.links is not None:
+            self.links.foresee(message.view)
+            if self.reducer is not None:
+                self.reducer.foresee(message.view)
+        elif isinstance(message, Decide):
+            name = "hand_on" if message.hand_on else "redo"
+            self.events.emit(name, view=str(message.view.id), base=message.base.seq, reason=message.reason)
+            if message.hand_on:
+                self._offer_partial(message.base)
+        self.feed(fx.ControlIn(message, held))
+        if isinstance(message, Welcome) and self.links is not None:
+            for report in self.links.reports():  # a scheduler that was restarted does not know them
+                self.to_scheduler(report)
+
+    def _welcome(self, message: Welcome) -> None:
+        self.welcome = message
+        if self.links is None or self.memory is None:
+            return
+        me = message.member.id
+        self.links.me = me
+        self.server.forwarder = Forwarder(me, self.dial)
+        if self.links.stamp is not None:
+            self.server.lender = Lender(self.links.reads, self.links.stamp, self.memory.result_bytes)
+        if self.reducer is None or self.reducer.me != me:  # a scheduler that was restarted gives newcomers new ids
+            self.reducer = Reducer(self.memory, self._grid, me, self.links.chunk, self._ranges_done)
+            self.transfer.arrived()
+        if self.mailbox.who() != me:  # what the one was to observe that it was before
+            self.mailbox.post(observe=None)
+        self.mailbox.post(member=message.member)
+        self.events.identify(me)
+        self.events.emit("welcomed", id=me, role=message.role, reason=message.reason, chain=message.chain)
+
+    def _offer_partial(self, base: Header) -> None:
+        """Others may need the ranges of the handed-on slot that this member holds in part (PROTOCOL.md 9)."""
+        held = self.reducer.held((base.view, base.seq)) if self.reducer is not None else None
+        if held and needs_bytes(base) and self.memory is not None:
+            self.server.publish_result(base.seq, base.hash, self.memory.result_bytes[base.seq % 2], held)
+
+    def _probe(self, probe: Probe) -> None:
+        """Answers as a newcomer in no view, too."""
+        if self.links is None:
+            return
+        suspect = probe.suspect
+        alive, evidence, certain = same_machine_verdict(probe.member)
+        seen = bool(evidence)
+        if not evidence:
+            now = time.monotonic()
+            silence = self.links.silence_s(suspect, now)
+            # Who was frozen itself has heard nobody; that is nobody's silence (PROTOCOL.md 12).
+            alive = silence < 2.5 * PING_INTERVAL_S or (self.links.up(suspect) and now - self._beat_at > silence / 2)
+            evidence = "no link" if silence == float("inf") else f"last heard {silence * 1000:.0f} ms ago"
+            told = self.links.sight(suspect)
+            if not alive and told.evidence:
+                (alive, evidence, certain), seen = told, True
+        self.to_scheduler(Verdict(suspect, alive, evidence, certain, seen))
+
+    def _ranges_done(self, view: ViewId, seq: int) -> None:
+        self.feed(fx.RangesDone(view, seq))
+
+    def link_changed(self, peer: str, up: bool, evidence: str) -> None:
+        if not up or not self.machine.links.get(peer):  # what stands is told again whenever it is wanted
+            self.events.emit("link_up" if up else "link_down", peer=peer, evidence=evidence)
+        if up and self.machine.view is None and self.links is not None and (member := self.links.wanted(peer)):
+            self.transfer.expect(member)
+        self.feed(fx.LinkChanged(peer, up, evidence))
+
+    def measured(self, report: LinkReport) -> None:
+        self.events.emit(
+            Event.LINK_MEASURED,
+            peer=report.peer,
+            latency_s=report.latency_s,
+            rate_bps=report.rate_bps,
+            evidence=report.evidence,
+        )
+        self.to_scheduler(report)
+
+    def undelivered(self, to: str, source: str, reason: str) -> None:
+        self.events.emit("dropped", what="message", to=to, source=source, reason=reason)
+
+    # Owner of links ----------------------------------------------------------
+
+    def target(self, peer: str, frame: Frame) -> memoryview | None:
+        if frame.type in (FrameType.UP, FrameType.DOWN):
+            return None if self.reducer is None else self.reducer.target(peer, frame)
+        return memoryview(bytearray(frame.length))
+
+    def arrived(self, peer: str, frame: Frame, payload: memoryview | Reference) -> None:
+        if frame.type in (FrameType.UP, FrameType.DOWN):
+            if self.reducer is not None:
+                self.reducer.arrived(peer, frame, payload)
+        elif frame.type == FrameType.MESSAGE and isinstance(payload, memoryview):
+            self.feed(fx.PeerIn(peer, decode_peer(bytes(payload))))
+
+    def broken(self, peer: str, link: Link, evidence: str) -> None:
+        if self.links is not None:
+            self.links.broken(peer, link, evidence)
+
+    # ------------------------------------------------------------------ effects
+
+    def feed(self, event: fx.MemberEvent) -> None:
+        """One event through the machine; its effects are carried out in order."""
+        for effect in self.machine.on(time.monotonic(), event):
+            self._apply(effect)
+
+    def _apply(self, effect: fx.MemberEffect) -> None:
+        match effect:
+            case fx.ToScheduler(message):
+                self.to_scheduler(message)
+            case fx.ToPeer(peer, message):
+                if self.links is not None:
+                    if isinstance(message, Header) and message.view_change is not None:
+                        self.links.foresee(message.view_change)
+                    if message is not self._said[0]:  # a root says the same header to all
+                        self._said = (message, encode_peer(message))
+                    self.links.message(peer, self._said[1], message.view)
+            case fx.Connect(peers):
+                if self.links is not None:
+                    self.links.rule(self.machine.view)
+                    self.links.want(peers)
+            case fx.OpenAttempt(view, seq):
+                if self.links is not None:
+                    self.links.opened(seq)
+                if self.links is not None and self.links.stamp is not None:
+                    self.links.stamp.set(view.id, seq)
+                if self.reducer is not None:
+                    self.reducer.open(view, seq)
+            case fx.DropAttempt(view):
+                if self.reducer is not None:
+                    self.reducer.drop(view)
+                # Only a recovery forgets what is queued: after a normal commit others still need this member's results.
+                if self.links is not None and self.machine.prepared:
+                    self.links.drop(view)
+            case fx.Committed(header, view):
+                self._committed(header, view)
+            case fx.PullResult(header, sources):
+                self._hand_on(header, sources)
+            case fx.PullState(header, view):
+                self.mailbox.post(pull=(header, view))
+            case fx.Observe(header, view):
+                self.mailbox.post(observe=(header, view))
+            case fx.Viewed(view):
+                self._viewed(view)
+            case fx.Ejected(reason, rejoin):
+                self.events.emit("fenced", reason=reason, rejoin=rejoin)
+                self.mailbox.post(ejected=(reason, rejoin))
+            case fx.Left(reason, asked):
+                self.events.emit("left", reason=reason)
+                self.mailbox.post(left=reason, **({"giving_up": True} if asked else {}))
+            case fx.Note(name, fields):
+                self.events.emit(name, **dict(fields))
+
+    def _viewed(self, view: View) -> None:
+        self.events.emit(
+            "view",
+            id=str(view.id),
+            members=list(view.ids()),
+            joiners=list(view.joiners),
+            reason=view.reason,
+            chain=view.chain,
+            links=[(link.a, link.b) for link in view.links],
+            plan=view.plan.kind,
+            trees=[(tree.weight, tree.members, tree.parents) for tree in view.plan.trees],
+        )
+        self.mailbox.post(view=view)
+
+    def _committed(self, header: Header, view: View) -> None:
+        self.server.withdraw(header.seq)
+        if header.kind == Kind.STEP and self.memory is not None and not header.error:
+            scope = self.reducer.scope_spans() if self.reducer is not None else ()
+            self.server.publish_result(header.seq, header.hash, self.memory.result_bytes[header.seq % 2], scope)
+        now = time.monotonic()
+        self._log(header)
+        self.mailbox.commit(header, view)
+        mine = self._contribution
+        self.events.emit(
+            Event.COMMITTED,
+            **committed_fields(
+                header,
+                duration_s=now - self._committed_at,
+                wait_s=now - self._contributed_at,
+                spent=mine.spent if mine is not None and mine.seq == header.seq else (),
+            ),
+        )
+        if header.kind == Kind.STEP:
+            self.server.pace.step(now - self._committed_at, now)
+        self._committed_at = now
+        if header.view_change is not None:
+            self._viewed(view)
+
+    def _log(self, header: Header) -> None:
+        """Slots after the first header that names an observer are kept for it (PROTOCOL.md 18)."""
+        if self._observed and self.memory is not None and self.reducer is not None:
+            machine, reduced = self.machine, needs_bytes(header)
+            self.server.keep(
+                header,
+                encode(header),
+                self.memory.result_bytes[header.seq % 2] if reduced else None,
+                self.reducer.scope_spans() if reduced else (),
+                lambda: machine.seq <= header.seq,
+            )
+        expired = self._observed and self.server.expire(time.monotonic())
+        if expired or (self._observed and not header.observers):
+            left_out, self._left_out = self.server.log.late - self._left_out, self.server.log.late
+            self.server.release()
+            self.events.emit("released", seq=header.seq, left_out=left_out)
+        if expired:
+            self._abandoned = header.observers
+        elif header.observers != self._abandoned:
+            self._abandoned = ()
+        # Without a scheduler headers go on naming observers that nobody keeps anything for any more.
+        self._observed = bool(header.observers) and not self._abandoned
+
+    def near(self) -> frozenset[str]:
+        """Members that this one has a link to."""
+        return frozenset(p for p, up in dict(self.machine.links).items() if up)
+
+    def dial(self, member_id: str) -> socket.socket:
+        """A bulk connection to a member that this one may know, for others (replication/forward.py).
+
+        In a thread of the state server. Who asks may have entered the view in which both are a moment earlier.
+
+        Raises:
+            RefusedError: No view came in which that member is.
+        """
+        end = time.monotonic() + VIEW_PATIENCE_S
+        while (view := self.machine.view) is None or (member := view.find(member_id)) is None:
+            if time.monotonic() < end:
+                time.sleep(0.02)
+                continue
+            raise RefusedError(f"{member_id} is no member of the view that {self.machine.member_id} is in")
+        return self.transfer.dial(Endpoint(member.id, member.address, member.port))
+
+    def _hand_on(self, header: Header, sources: tuple[Source, ...]) -> None:
+        view = self.machine.view
+        resolved = []
+        for source in sources:
+            member = view.find(source.member) if view is not None else None
+            if member is None:
+                raise WireError(f"the decision names {source.member} as a source, which is not in the view")
+            resolved.append((member, source.spans))
+        if self.memory is not None and self.reducer is not None:
+            own = self.reducer.held((header.view, header.seq)) or ()
+            assert view is not None
+            self.transfer.hand_on(
+                header,
+                view,
+                tuple(resolved),
+                subtract(self.reducer.scope_spans(), own),
+                self.memory,
+                lambda: self.loop.call(lambda: self.feed(fx.ResultPulled(header.seq))),
+            )

@@ -1,0 +1,390 @@
+"""State and raw results between members, as the engine uses replication/: over authenticated bulk connections."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from chaos_lightning.collectives.layout import Layout
+from chaos_lightning.collectives.memory import Memory
+from chaos_lightning.errors import ChaosError, DeadlineError, NoDonorError, StateError
+from chaos_lightning.protocol.types import Header, Member, Span, View
+from chaos_lightning.protocol.types import Progress as ProgressMessage
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.replication.bulk import BulkSocket
+from chaos_lightning.replication.client import Endpoint, PullConfig
+from chaos_lightning.replication.policy import TransferPolicy
+from chaos_lightning.replication.pull import PullReport, pull_result, pull_state
+from chaos_lightning.replication.server import StateServer
+from chaos_lightning.replication.session import PullProgress
+from chaos_lightning.replication.snapshot import Snapshot
+from chaos_lightning.replication.state_reader import StateReader
+from chaos_lightning.replication.table import StateTable
+from chaos_lightning.member.choice import Situation, TransferChoice
+from chaos_lightning.security.credentials import Credentials, Secret
+from chaos_lightning.member.keyring import Keyring
+from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.machine.process_table import host_identity
+from chaos_lightning.member.sources import endpoint, endpoints
+from chaos_lightning.member.spares import Spares
+from chaos_lightning.transport.handshake import Greeting, dial
+
+_log = logging.getLogger("chaos_lightning")
+Sources = tuple[tuple[Member, tuple[Span, ...]], ...]
+HAND_ON_DEADLINE_S = 30.0
+TOLD_EVERY_S = 1.0
+ESTIMATES_TIMEOUT_S = 3.0
+DECISION_S = 1.0
+"""Donors that died are replaced by a decision of the scheduler: how long after the last one was lost it may come."""
+SPARE_CONNECTIONS = 2
+"""To each neighbour of a newcomer: one for the state, one for the log."""
+
+
+class _Watched:
+    """A training state that tells when a pull begins to change it; else it is the other one."""
+
+    def __init__(self, state: StateAccess, begun: Callable[[], None]) -> None:
+        self._state = state
+        self._begun = begun
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        return self._state.tensors()
+
+    def manifest(self) -> dict[str, object]:
+        return self._state.manifest()
+
+    def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
+        self._begun()
+        self._state.prepare(manifest, table)
+
+    def adopt(self, manifest: Mapping[str, Any]) -> None:
+        self._state.adopt(manifest)
+
+
+class Transfer:
+    """One member's transfers, in both directions."""
+
+    def __init__(self, job: str, token: Secret, mail: Mailbox, events: EventLog, choice: TransferChoice) -> None:
+        self.server = StateServer()
+        self.server.checkpoints = choice.writer()
+        self.report: PullReport | None = None
+        self.mixed = ""
+        """What a pull has begun to write over this member's own state, in words; whoever knows that it stands in a view
+        with the whole of it clears this."""
+        self.estimates: Callable[[], Mapping[str, tuple[float, float]]] = dict
+        """What is known of the links: {member: (latency in s, rate in bits per second)}."""
+        self.near: Callable[[], Collection[str]] = frozenset
+        """Members that this one has a link to."""
+        self.unmeasured: Callable[[], Collection[str]] = frozenset
+        """Members whose link is being measured for the first time."""
+        self.tell: Callable[[ProgressMessage], None] = lambda _: None
+        self.keys: Keyring | None = None
+        """What connections are protected by."""
+        self._spares = Spares(self._connect)
+        self._observed = False
+        """The last state that was pulled was an observer's."""
+        self._copying: Snapshot | None = None
+        self._choice = choice
+        self._said = ""
+        """Why another policy than the chosen one is used, if that was told."""
+        self._job = job
+        self._secret = Credentials.of(token)
+        self._mail = mail
+        self._events = events
+
+    def hear_of_links(
+        self,
+        estimates: Callable[[], Mapping[str, tuple[float, float]]],
+        unmeasured: Callable[[], Collection[str]],
+        near: Callable[[], Collection[str]],
+    ) -> None:
+        """Where facts about links come from; see the attributes."""
+        self.estimates, self.unmeasured, self.near = estimates, unmeasured, near
+
+    def dial(self, donor: Endpoint) -> socket.socket:
+        """An authenticated bulk connection; one that was made before, if there is any."""
+        return self._spares.take(donor) or self._connect(donor)
+
+    def expect(self, donor: Member) -> None:
+        """This member is new, and will soon ask that one for its state: connections are made beforehand."""
+        self._spares.prepare(Endpoint(donor.id, donor.address, donor.port), SPARE_CONNECTIONS)
+
+    def arrived(self) -> None:
+        """This member is in, or another one by now: connections that were made in advance are of no use any more."""
+        before, self._spares = self._spares, Spares(self._connect)
+        before.close()
+
+    def forget(self) -> None:
+        """This member begins anew, as another one."""
+        if self.keys is not None:
+            self.keys.reset()
+        self.server.withdraw()
+
+    def close(self) -> None:
+        """Serves nothing any more."""
+        self._spares.close()
+        self.server.close()
+
+    def _connect(self, donor: Endpoint) -> socket.socket:
+        greeting = Greeting(self._job, self._mail.who(), donor.member, "bulk")
+        return dial(donor.address, donor.port, greeting, token=self._secret.tokens(), keys=self.keys)
+
+    def publish(self, header: Header, state: StateAccess, layout: Layout) -> None:
+        """Makes the state at `header` servable until the next slot commits (PROTOCOL.md 15).
+
+        Nothing is copied but the buffers that the next forward pass changes: all else is still until that commit.
+        """
+        tensors = state.tensors()
+        changing = {id(layout.slots[i].tensor) for i in layout.buffer_slots}
+        copies = {name for name, tensor in tensors if id(tensor) in changing}
+        self.server.publish(header.hash, header.seq, tensors, state.manifest(), copies=copies)
+        self._events.emit("published", seq=header.seq, head=header.hash)
+
+    def snapshot(self, header: Header, view: View | None, state: StateAccess, layout: Layout) -> None:
+        """Keeps a copy of the state at `header` for observers, made while training goes on (PROTOCOL.md 15).
+
+        Args:
+            header: A committed one; the optimizer has stepped on it, and not on a later one.
+            view: Its members on this machine all make such a copy now.
+            state: The training state.
+            layout: Its buffer slots are what a forward pass changes.
+        """
+        sharers = [m.host for m in view.members].count(host_identity()) if view is not None else 1
+        tensors = state.tensors()
+        changing = {id(layout.slots[i].tensor) for i in layout.buffer_slots}
+        volatile = {name for name, tensor in tensors if id(tensor) in changing}
+        try:
+            self._copying = self.server.snapshot(
+                header.hash,
+                header.seq,
+                tensors,
+                state.manifest(),
+                volatile=volatile,
+                sharers=sharers,
+                observers=header.observers,
+            )
+        except StateError as error:  # others may have more memory; if nobody has, the newcomer comes in by a pause
+            self._events.emit("error", what="snapshot", reason=str(error))
+            return
+        self._events.emit("snapshot", seq=header.seq, head=header.hash, nbytes=self._copying.nbytes)
+
+    def settle(self) -> None:
+        """The optimizer is about to write: waits for the rest of a snapshot that is being copied."""
+        if self._copying is not None:
+            self._copying.settle()
+            self._copying = None
+
+    def fetch(
+        self,
+        header: Header,
+        view: View,
+        state: StateAccess,
+        deadline: float,
+        superseded: Callable[[], bool] | None = None,
+    ) -> bool:
+        """Pulls the state at `header`; False if the scheduler has meanwhile told us to do something else.
+
+        Args:
+            header: A committed one.
+            view: Names the donors: its members that are no joiners.
+            state: Where it goes.
+            deadline: By `time.monotonic()`.
+            superseded: Whether an observer's pull has become pointless: then it may be read out of a member's memory,
+                unproved. None: it lets this member in; a newer pull, or this member's end, make it pointless.
+
+        Raises:
+            StateError: No donor is left, or the state does not fit.
+        """
+        sources = [m for m in view.members if m.id not in view.joiners]
+        given_up, proves = superseded or self._superseded, superseded is None and self._observed
+        if self._choice.fixes_shares and not proves:  # there is nothing to share out, as a rule, and all wait
+            self._await_estimates({source.id for source in sources}, deadline, given_up)
+        near, in_place = self.near(), self._choice.in_place
+        donors, watched = endpoints(sources, view, near), self._watched(header, state)
+        config = PullConfig(deadline_s=max(0.1, deadline - time.monotonic()), by_reference=in_place)
+        policy = self._policy(sources, view, near, state)
+        self._events.emit("pull_started", seq=header.seq, head=header.hash, sources=[m.id for m in sources])
+        try:
+            report = None
+            if in_place and superseded is not None:
+                report = self._read(donors, header, watched, config, superseded)
+            report = report or pull_state(
+                donors,
+                self.dial,
+                head=header.hash,
+                seq=header.seq,
+                state=watched,
+                config=config,
+                policy=policy,
+                progress=self._progress("prove" if superseded is None else "pull"),
+                abandoned=given_up,
+                replayed=proves,
+            )
+        except (StateError, DeadlineError) as error:
+            self._events.emit("error", what="pull", reason=str(error))
+            if given_up() or (isinstance(error, NoDonorError) and self._await(given_up, DECISION_S)):
+                return False
+            raise
+        self._observed = superseded is not None
+        self._pulled(report, header)
+        return True
+
+    def _policy(
+        self, sources: Sequence[Member], view: View, near: Collection[str], state: StateAccess
+    ) -> TransferPolicy:
+        sizes = tuple(tensor.nbytes for _, tensor in state.tensors())
+        now = Situation(self._mail.who(), sources, view, near, self.estimates(), sizes)
+        policy, instead = self._choice.make(now)
+        if instead and instead != self._said:
+            self._said = instead
+            self._events.emit("notice", text=instead)
+            _log.warning(instead)
+        return policy
+
+    def _await_estimates(self, sources: set[str], deadline: float, given_up: Callable[[], bool]) -> None:
+        """A plan that is not corrected is as good as what is known of the links; those of a newcomer are just made."""
+        timeout_s = min(deadline - time.monotonic(), ESTIMATES_TIMEOUT_S)
+        self._await(lambda: given_up() or not sources & set(self.unmeasured()), timeout_s)
+
+    def _await(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Waits for what the I/O thread learns; whether it came."""
+        until = time.monotonic() + timeout_s
+        with self._mail.changed:
+            while not condition() and time.monotonic() < until:
+                self._mail.changed.wait(0.02)
+            return condition()
+
+    def _read(
+        self,
+        donors: Sequence[Endpoint],
+        header: Header,
+        state: StateAccess,
+        config: PullConfig,
+        superseded: Callable[[], bool],
+    ) -> PullReport | None:
+        """Takes a snapshot out of the memory of a member on this machine; None if nobody lends it."""
+        ways, spares = {e.member: e for e in donors}, self._spares
+
+        def spare(member: str, channel: BulkSocket) -> None:
+            spares.put(ways[member], channel.sock)
+
+        reader = StateReader(
+            donors,
+            self.dial,
+            state,
+            head=header.hash,
+            seq=header.seq,
+            config=config,
+            abandoned=superseded,
+            spare=spare,
+        )
+        return reader.run()
+
+    def _watched(self, header: Header, state: StateAccess) -> StateAccess:
+        def begun() -> None:
+            self.mixed = f"step {header.step}"
+
+        return _Watched(state, begun)
+
+    def _pulled(self, report: PullReport, header: Header) -> None:
+        self.report = report
+        for source, did in report.sources.items():
+            self._events.emit(
+                "pull_source",
+                source=source,
+                nbytes=did.nbytes,
+                seconds=round(did.busy_s, 4),
+                rate_bps=round(did.rate_bps),
+                stolen=did.stolen,
+                duplicated=did.duplicated,
+            )
+        self._events.emit(
+            "pull_done",
+            nbytes=sum(report.by_source.values()),
+            skipped=report.skipped,
+            seconds=round(report.seconds, 4),
+            policy=report.reason,
+            hash=report.state_hash,
+            observed=not report.state_hash,
+            seq=header.seq,
+            step=header.step,
+        )
+
+    def _progress(self, phase: str) -> Callable[[PullProgress], None]:
+        """Tells log and scheduler about once a second how far the pull is."""
+        told = time.monotonic()
+
+        def tell(now: PullProgress) -> None:
+            nonlocal told
+            if time.monotonic() - told < TOLD_EVERY_S:
+                return
+            told = time.monotonic()
+            self._events.emit(
+                "pull_progress",
+                nbytes=now.done_nbytes,
+                total=now.total_nbytes,
+                rate_bps=round(now.rate_bps),
+                remaining_s=round(min(now.remaining_s, 1e9), 1),
+                sources={s.member: s.nbytes for s in now.sources},
+            )
+            self.tell(ProgressMessage(phase, now.done_nbytes, now.total_nbytes, now.rate_bps, 0, now.sources))
+
+        return tell
+
+    def _superseded(self) -> bool:
+        """Whether a newer decision (or this member's end) has made the present pull pointless."""
+        mail = self._mail
+        return (
+            mail.pull is not None
+            or mail.ejected is not None
+            or mail.crash is not None
+            or mail.giving_up
+            or bool(mail.left)
+        )
+
+    def hand_on(
+        self,
+        header: Header,
+        view: View,
+        sources: Sources,
+        wanted: tuple[Span, ...],
+        memory: Memory,
+        done: Callable[[], None],
+    ) -> None:
+        """Fetches a handed-on slot's raw bytes in an own thread, then calls `done` (PROTOCOL.md 9).
+
+        Args:
+            header: The slot's header.
+            view: The present one.
+            sources: Who holds which bytes; no spans means all that the step reduced.
+            wanted: What the step reduced.
+            memory: Where the bytes go: verbatim, into the slot's result buffer.
+            done: Called in the fetching thread.
+        """
+
+        def work() -> None:
+            try:
+                pull_result(
+                    [endpoint(m, view, self.near()) for m, _ in sources],
+                    self.dial,
+                    head=header.hash,
+                    seq=header.seq,
+                    memory=memory.results[header.seq % 2],
+                    spans={m.id: spans or wanted for m, spans in sources},
+                    wanted=wanted,
+                    config=PullConfig(deadline_s=HAND_ON_DEADLINE_S),
+                )
+            except (ChaosError, OSError) as error:
+                # The source died too: the next decision names another one or has the step reduced again.
+                self._events.emit("error", what="hand-on", reason=str(error))
+                return
+            done()
+
+        threading.Thread(target=work, name="chaos-hand-on", daemon=True).start()

@@ -1,0 +1,154 @@
+"""Messages across a network in which not every pair has a link: who is next on the way, and the letter that travels.
+
+Theory of operation. A view names its links, so every member computes the same shortest ways from the same list
+(`next_hops`): fewest hops, and among equals the neighbour of lowest rank. Each hop brings a letter one link nearer,
+so that letters cannot run in circles while all stand in one view. While a view changes two members may for a moment
+hold different tables; against that a letter has a limited number of hops and is never given back to whom it came from.
+What cannot go on is dropped, and said: the contributions and headers that travel this way are sent anew by a recovery.
+
+Newcomers are in no view yet. The views that are decided, or that a header names, say with whom they have links; those
+are kept beside the ruling one, for addressees that it lacks (`Router.foresee`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from chaos_lightning.errors import WireError
+from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, View, ViewId
+
+MAX_HOPS = 255
+"""A letter starts with as many hops as its view has members, and with no more than these."""
+
+_HEAD = struct.Struct("<BHHQQ")
+_MAX_ID_NBYTES = 1024
+
+
+def next_hops(me: str, members: Sequence[str], links: Iterable[LinkSpec]) -> dict[str, str]:
+    """The neighbour through which each other member is reached.
+
+    Args:
+        me: Where the ways begin.
+        members: In rank order; ties are broken by it.
+        links: Pairs that have a link; none at all means that every pair has one. Links with an end outside `members`
+            do not count.
+
+    Returns:
+        Addressee to neighbour; members that cannot be reached are missing.
+    """
+    links = tuple(links)
+    known = set(members) | {me}
+    if not links:
+        return {member: member for member in members if member != me}
+    beside: dict[str, set[str]] = {member: set() for member in known}
+    for link in links:
+        if link.a in known and link.b in known:
+            beside[link.a].add(link.b)
+            beside[link.b].add(link.a)
+    hops: dict[str, str] = {}
+    # Breadth first, in rank order: a member is reached first through the neighbour of lowest rank that is as near.
+    queue = deque([me])
+    while queue:
+        here = queue.popleft()
+        for member in members:
+            if member in beside[here] and member != me and member not in hops:
+                hops[member] = member if here == me else hops[here]
+                queue.append(member)
+    return hops
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """An encoded PeerMessage on its way over several links."""
+
+    to: str
+    source: str
+    hops_left: int
+    payload: bytes | memoryview
+    view: ViewId = NO_VIEW
+    """Whose ways it goes; NO_VIEW: those of whatever view rules where it is."""
+
+    def packed(self) -> bytes:
+        """What a ROUTED frame carries."""
+        to, source = self.to.encode(), self.source.encode()
+        head = _HEAD.pack(self.hops_left, len(to), len(source), self.view.term, self.view.number)
+        return b"".join((head, to, source, self.payload))
+
+
+def unpacked(data: memoryview) -> Letter:
+    """The reverse of `Letter.packed`.
+
+    Raises:
+        WireError: These bytes are no letter.
+    """
+    if data.nbytes < _HEAD.size:
+        raise WireError(f"a routed message of {data.nbytes} bytes; expected at least {_HEAD.size}")
+    hops_left, to_nbytes, source_nbytes, term, number = _HEAD.unpack(data[: _HEAD.size])
+    start = _HEAD.size + to_nbytes + source_nbytes
+    if not 0 < to_nbytes <= _MAX_ID_NBYTES or not 0 < source_nbytes <= _MAX_ID_NBYTES or start > data.nbytes:
+        raise WireError(f"a routed message with names of {to_nbytes} and {source_nbytes} bytes in {data.nbytes} bytes")
+    if hops_left > MAX_HOPS:
+        raise WireError(f"a routed message with {hops_left} hops left; the limit is {MAX_HOPS}")
+    try:
+        to = str(data[_HEAD.size : _HEAD.size + to_nbytes], "utf-8")
+        source = str(data[_HEAD.size + to_nbytes : start], "utf-8")
+    except UnicodeDecodeError as error:
+        raise WireError(f"a routed message whose names are no text: {error}") from error
+    return Letter(to, source, hops_left, data[start:], ViewId(term, number))
+
+
+class Router:
+    """The ways of one member: those of the ruling view, and beside them those of views that are coming."""
+
+    def __init__(self) -> None:
+        self._ruling: tuple[View | None, dict[str, str]] = (None, {})
+        self._coming: list[tuple[View, dict[str, str]]] = []
+        self._former: tuple[View | None, dict[str, str]] = (None, {})
+
+    def rule(self, me: str, view: View | None) -> None:
+        """`view` rules from now on; None: this member is in none."""
+        if view is None or self._ruling[0] is None or view.id != self._ruling[0].id:
+            self._former = self._ruling
+        self._ruling = (view, _ways(me, view) if view is not None else {})
+        self._coming = [(v, ways) for v, ways in self._coming if view is None or v.id > view.id]
+
+    def foresee(self, me: str, view: View) -> None:
+        """`view` is decided, or a header names it: its links say how its newcomers are reached."""
+        ruling = self._ruling[0]
+        if (ruling is None or view.id > ruling.id) and all(view.id != v.id for v, _ in self._coming):
+            self._coming = [*self._coming, (view, _ways(me, view))][-4:]
+
+    @property
+    def neighbours(self) -> frozenset[str]:
+        """Whom the ruling view, or one that is coming, links with this member."""
+        ways = (self._ruling[1], *(ways for _, ways in self._coming))
+        return frozenset(member for known in ways for member, hop in known.items() if member == hop)
+
+    @property
+    def hops(self) -> int:
+        """Over so many links a letter may go: no way in a known view is longer."""
+        known = [view for view, _ in self._coming] + [view for view in self._ruling[:1] if view is not None]
+        return min(MAX_HOPS, max([len(view.members) for view in known], default=1))
+
+    def hop(self, to: str, view: ViewId = NO_VIEW) -> str | None:
+        """The neighbour on the way to this member in this view; "" if none is known, None before the view is.
+
+        While a view changes two members stand in different ones for a moment. By the ways of its own view a letter
+        never runs in circles; by those of others it would, and be lost.
+        """
+        ruling, former = self._ruling[0], self._former[0]
+        if ruling is not None and view > ruling.id:
+            return next((ways.get(to, "") for v, ways in self._coming if v.id == view), None)
+        if former is not None and view == former.id and to in self._former[1]:
+            return self._former[1][to]
+        found = self._ruling[1].get(to, "")
+        for _, ways in reversed(self._coming):
+            found = found or ways.get(to, "")
+        return found
+
+
+def _ways(me: str, view: View) -> dict[str, str]:
+    return next_hops(me, view.ids(), view.links)

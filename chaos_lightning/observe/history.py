@@ -1,0 +1,457 @@
+"""History checkers: from who committed what, whether training forked, regressed, repeated or dropped samples.
+
+Theory of operation. A *history* is what the members claim to have committed, nothing else: no view of the engine's
+inner state, no code shared with it. Headers name their predecessor's hash, so the claims form a tree; the longest
+branch of one run is its *chain*. Each function checks one family of rules on plain values and returns what is wrong,
+in words; an empty list means that the history given shows nothing wrong, so feed it all there is. The audit of real
+logs and the simulator use the same functions.
+
+A header that only its dying committer knew may be replaced by another one for the same slot (its contributors'
+gradients are reduced again): that is no fork, provided that none who committed it did anything more in that life.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from chaos_lightning.events.spans import Span, Spans, intersect, merge, overlaps, size, subtract, words
+
+Stream = tuple[str, int]
+"""(stream, epoch)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One member's claim to have committed one slot, in the order in which its log has them."""
+
+    member: str
+    seq: int
+    step: int
+    kind: str
+    header: str
+    prev: str
+    view: tuple[int, int] = (0, 0)
+    contributors: tuple[str, ...] = ()
+    used: Mapping[Stream, Spans] = field(default_factory=dict)
+    """What this member itself used in the slot."""
+    ledger: Mapping[Stream, Spans] = field(default_factory=dict)
+    """Cumulative use by all, as the header says."""
+    t: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that must not be. `rule` is a word to group by."""
+
+    rule: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.text}"
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of a job: a tree of headers from one first slot, and its longest branch."""
+
+    headers: dict[str, Commit]
+    """Header hash -> one of the claims about it."""
+    commits: list[Commit]
+    chain: list[str]
+    """Hashes of the longest branch, oldest first."""
+
+    @property
+    def lost_branches(self) -> list[str]:
+        """Headers that are not on the chain."""
+        kept = set(self.chain)
+        return [h for h in self.headers if h not in kept]
+
+    @property
+    def place(self) -> dict[str, int]:
+        """Header hash -> index on the chain."""
+        return {h: i for i, h in enumerate(self.chain)}
+
+
+def runs(commits: Sequence[Commit]) -> list[Run]:
+    """Split claims into runs, oldest first.
+
+    A run starts at a header whose predecessor nobody committed. First headers that overlap in time belong to one run
+    (they are rivals for its first slot), later ones to a job that went on from a checkpoint.
+    """
+    headers: dict[str, Commit] = {}
+    for commit in commits:
+        headers.setdefault(commit.header, commit)
+    root_of: dict[str, str] = {}
+
+    def root(header: str) -> str:
+        path: list[str] = []
+        at = header
+        while (
+            at not in root_of and headers[at].prev in headers and headers[at].prev != at and len(path) <= len(headers)
+        ):
+            path.append(at)
+            at = headers[at].prev
+        found = root_of.setdefault(at, at)
+        for passed in path:
+            root_of[passed] = found
+        return found
+
+    groups: dict[str, list[Commit]] = defaultdict(list)
+    for commit in commits:
+        groups[root(commit.header)].append(commit)
+    ordered = sorted(groups.values(), key=lambda g: min(c.t for c in g))
+    merged: list[list[Commit]] = []
+    latest = float("-inf")
+    for group in ordered:
+        begin, end = min(c.t for c in group), max(c.t for c in group)
+        if merged and begin <= latest:
+            merged[-1].extend(group)
+        else:
+            merged.append(list(group))
+        latest = max(latest, end)
+    return [_run(group) for group in merged]
+
+
+def _run(commits: list[Commit]) -> Run:
+    headers: dict[str, Commit] = {}
+    newest: dict[str, float] = {}
+    for commit in commits:
+        headers.setdefault(commit.header, commit)
+        newest[commit.header] = max(newest.get(commit.header, commit.t), commit.t)
+    # Rivals for the last slot: the redone one has the newer view.
+    head = max(headers, key=lambda h: (headers[h].seq, headers[h].view, newest[h]))
+    chain: list[str] = []
+    at: str | None = head
+    while at is not None and at in headers and at not in chain[-1:]:
+        chain.append(at)
+        if len(chain) > len(headers):
+            break  # hashes in a circle: check_chain reports it
+        at = headers[at].prev
+    return Run(headers, commits, chain[::-1])
+
+
+# ------------------------------------------------------------------------------------------------ order and forks
+
+
+def check_chain(run: Run, *, genesis: str = "") -> list[Problem]:
+    """The chain has no gap: slots count up by one, steps by one per step slot, views never fall.
+
+    Args:
+        run: The run.
+        genesis: Hash that the first header must name as predecessor; empty: any.
+    """
+    found: list[Problem] = []
+    first = run.headers[run.chain[0]]
+    if first.seq != 1 or (genesis and first.prev != genesis):
+        found.append(
+            Problem(
+                "gap", f"the chain begins at slot {first.seq} whose predecessor {first.prev or '(none)'} is in no log"
+            )
+        )
+    if len(set(run.chain)) != len(run.chain):
+        found.append(Problem("order", "headers name each other as predecessors in a circle"))
+        return found
+    for before, after in zip(run.chain, run.chain[1:], strict=False):
+        a, b = run.headers[before], run.headers[after]
+        grown = 1 if b.kind == "step" else 0
+        if b.seq != a.seq + 1:
+            found.append(Problem("order", f"slot {b.seq} ({after}) follows slot {a.seq} ({before})"))
+        if b.step != a.step + grown:
+            found.append(Problem("order", f"slot {b.seq} is step {b.step} after step {a.step}, kind {b.kind}"))
+        if b.view < a.view:
+            found.append(Problem("order", f"slot {b.seq} has view {_v(b.view)} after view {_v(a.view)}"))
+    return found
+
+
+def check_forks(run: Run) -> list[Problem]:
+    """Headers beside the chain were known to nobody who went on."""
+    found: list[Problem] = []
+    place = run.place
+    by_member: dict[str, list[Commit]] = defaultdict(list)
+    for commit in run.commits:
+        by_member[commit.member].append(commit)
+    parents = {c.prev for c in run.headers.values()}
+    contributed_until: dict[str, int] = {}
+    for header in run.chain:
+        for member in run.headers[header].contributors:
+            contributed_until[member] = run.headers[header].seq
+    for header in run.lost_branches:
+        lost = run.headers[header]
+        if header in parents:
+            found.append(Problem("fork", f"slot {lost.seq} has a second header {header} that others were built on"))
+            continue
+        rival = next((h for h in run.chain if run.headers[h].seq == lost.seq), "")
+        if not rival:
+            found.append(Problem("fork", f"slot {lost.seq} header {header} stands on {lost.prev}, beside the chain"))
+            continue
+        for member, own in by_member.items():
+            claimed = [i for i, c in enumerate(own) if c.header == header]
+            if not claimed:
+                continue
+            if claimed[-1] != len(own) - 1:
+                after = own[claimed[-1] + 1]
+                found.append(
+                    Problem(
+                        "fork",
+                        f"{member} committed slot {lost.seq} as {header}, the others as {rival}, and went on to "
+                        f"slot {after.seq}",
+                    )
+                )
+            elif contributed_until.get(member, -1) >= lost.seq:
+                found.append(
+                    Problem(
+                        "fork",
+                        f"{member} committed slot {lost.seq} as {header} but is counted as contributor of "
+                        f"{rival if rival in place else header} and later ones up to slot {contributed_until[member]}",
+                    )
+                )
+    return found
+
+
+def check_members(run: Run, entries: Mapping[str, str] | None = None) -> list[Problem]:
+    """Each member's own commits follow each other without gap or repeat.
+
+    Args:
+        run: The run.
+        entries: Member -> header hash it entered at (a joiner's state); its first commit must stand on that.
+    """
+    found: list[Problem] = []
+    last: dict[str, Commit] = {}
+    for commit in run.commits:
+        before = last.get(commit.member)
+        last[commit.member] = commit
+        if before is None:
+            entered = (entries or {}).get(commit.member, "")
+            if entered and commit.prev != entered and commit.header != entered:
+                found.append(
+                    Problem(
+                        "entry",
+                        f"{commit.member} took over the state at {entered}, but its first slot {commit.seq} "
+                        f"stands on {commit.prev}",
+                    )
+                )
+        elif commit.header == before.header:
+            found.append(Problem("repeat", f"{commit.member} committed slot {commit.seq} ({commit.header}) twice"))
+        elif commit.seq <= before.seq:
+            found.append(Problem("regress", f"{commit.member} committed slot {commit.seq} after slot {before.seq}"))
+        elif commit.prev != before.header:
+            found.append(
+                Problem(
+                    "order",
+                    f"{commit.member} committed slot {commit.seq} on {commit.prev}, but its own last header was "
+                    f"{before.header} (slot {before.seq})",
+                )
+            )
+    return found
+
+
+def check_contributors(run: Run, views: Mapping[tuple[int, int], Collection[str]]) -> list[Problem]:
+    """One attempt has one set of contributors, all members of its view, and only contributors commit (PROTOCOL.md 1).
+
+    Args:
+        run: The run.
+        views: View number -> member ids; views that are not given are not checked.
+    """
+    found: list[Problem] = []
+    for header in run.chain:
+        slot = run.headers[header]
+        kept = slot.kind == "boundary" and not slot.contributors and slot.seq > 1
+        expected = None if kept else views.get(slot.view)  # a job founded from a state in a file stands on such a slot
+        if expected is not None and set(expected) != set(slot.contributors):
+            found.append(
+                Problem(
+                    "contributors",
+                    f"slot {slot.seq} under view {_v(slot.view)} was built by "
+                    f"{', '.join(slot.contributors) or 'nobody'}; the view's members are {', '.join(expected)}",
+                )
+            )
+        if len(set(slot.contributors)) != len(slot.contributors):
+            found.append(Problem("contributors", f"slot {slot.seq} counts a contributor twice: {slot.contributors}"))
+    for commit in run.commits:
+        claims = run.headers[commit.header]
+        if (commit.seq, commit.prev, commit.contributors) != (claims.seq, claims.prev, claims.contributors):
+            found.append(
+                Problem("fork", f"{commit.member} and {claims.member} tell header {commit.header} differently")
+            )
+        if commit.contributors and commit.member not in commit.contributors:
+            found.append(
+                Problem("outsider", f"{commit.member} committed slot {commit.seq} without being a member of its view")
+            )
+    return found
+
+
+def check_commits_of_all(run: Run, gone: Collection[str]) -> list[Problem]:
+    """Whoever contributed to a slot committed it too, unless something ended it there.
+
+    Nobody can contribute to slot s+1 without having committed s, so what ended a member excuses one slot: its last.
+
+    Args:
+        run: The run.
+        gone: Members that died, were frozen or fenced at some time.
+    """
+    found: list[Problem] = []
+    claims: dict[str, set[str]] = defaultdict(set)
+    for commit in run.commits:
+        claims[commit.header].add(commit.member)
+    last: dict[str, int] = {}
+    for header in run.chain:
+        for member in run.headers[header].contributors:
+            last[member] = run.headers[header].seq
+    for header in run.chain[:-1]:  # the last slot may still be on its way
+        slot = run.headers[header]
+        for member in slot.contributors:
+            if member in claims[header]:
+                continue
+            if last[member] > slot.seq:
+                found.append(Problem("skip", f"{member} went on past slot {slot.seq} without committing it"))
+            elif member not in gone:
+                found.append(
+                    Problem("missing", f"{member} contributed to slot {slot.seq}, never committed it, and did not die")
+                )
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ samples
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a run used of one stream in one epoch."""
+
+    start: Spans = ()
+    """Used before this run (it went on from a checkpoint)."""
+    used: Spans = ()
+    """By this run, merged."""
+    count: int = 0
+
+
+def check_samples(
+    run: Run, *, start: Mapping[Stream, Spans] | None = None
+) -> tuple[dict[Stream, Usage], list[Problem]]:
+    """Every position was used at most once per epoch, and the ledger says exactly what was used (PROTOCOL.md 25).
+
+    Args:
+        run: The run.
+        start: Ledger the run began with; None: taken from the first header (its ledger without its own slot's use).
+
+    Returns:
+        Use per (stream, epoch), and the problems.
+    """
+    found: list[Problem] = []
+    own: dict[str, list[Commit]] = defaultdict(list)
+    for commit in run.commits:
+        own[commit.header].append(commit)
+    usage: dict[Stream, Usage] = {}
+    before: dict[Stream, Spans] = dict(start or {})
+    for index, header in enumerate(run.chain):
+        slot = run.headers[header]
+        said: dict[Stream, list[Span]] = defaultdict(list)
+        speakers = set()
+        for commit in own[header]:
+            speakers.add(commit.member)
+            for key, spans in commit.used.items():
+                said[key].extend(spans)
+        silent = [m for m in slot.contributors if m not in speakers]
+        if index == 0 and start is None:
+            before = {k: subtract(v, merge(said.get(k, ()))) if not silent else () for k, v in slot.ledger.items()}
+        for key in set(said) | set(slot.ledger):
+            use = usage.setdefault(key, Usage(start=merge(before.get(key, ()))))
+            mine = said.get(key, [])
+            label = f"slot {slot.seq}, epoch {key[1]}" + (f", stream {key[0]!r}" if key[0] else "")
+            twice = overlaps(mine)
+            if twice:
+                found.append(Problem("twice", f"{label}: positions {words(twice)} were used by two members"))
+            fresh = merge(mine)
+            again = intersect(fresh, merge([*use.start, *use.used]))
+            if again:
+                found.append(Problem("twice", f"{label}: positions {words(again)} had been used before"))
+            if slot.ledger:
+                delta = subtract(merge(slot.ledger.get(key, ())), merge(before.get(key, ())))
+                stray = subtract(fresh, delta)
+                if stray and not again:
+                    found.append(
+                        Problem("ledger", f"{label}: positions {words(stray)} were used but not entered as spent")
+                    )
+                dropped = subtract(delta, fresh)
+                if dropped and not silent:
+                    found.append(
+                        Problem("ledger", f"{label}: positions {words(dropped)} are spent but nobody used them")
+                    )
+                fresh = merge([*fresh, *delta])
+            use.count += size(fresh)
+            use.used = merge([*use.used, *fresh])
+        for key, spans in before.items():
+            if slot.ledger and key in slot.ledger and subtract(merge(spans), merge(slot.ledger[key])):
+                found.append(Problem("ledger", f"slot {slot.seq}: the ledger of epoch {key[1]} lost positions"))
+        if slot.ledger:
+            before = dict(slot.ledger)
+    return usage, found
+
+
+def check_complete(usage: Mapping[Stream, Usage], lengths: Mapping[Stream, int]) -> list[Problem]:
+    """An epoch that another one of the same stream followed has no hole, and ends where its length says."""
+    found: list[Problem] = []
+    for (stream, epoch), use in usage.items():
+        if not any(s == stream and e > epoch for s, e in usage):
+            continue
+        whole = merge([*use.start, *use.used])
+        length = lengths.get((stream, epoch), whole[-1][1] if whole else 0)
+        holes = subtract(((0, length),), whole) if length else ()
+        if holes:
+            found.append(
+                Problem(
+                    "dropped", f"epoch {epoch} of stream {stream!r} ended without positions {words(holes)} of {length}"
+                )
+            )
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ state
+
+
+def check_hashes(claims: Iterable[tuple[str, str, str]]) -> tuple[int, list[Problem]]:
+    """Members at one header hold one state.
+
+    Args:
+        claims: (header, member, state hash).
+
+    Returns:
+        Number of headers at which at least two members could be compared, and the problems.
+    """
+    by_header: dict[str, dict[str, str]] = defaultdict(dict)
+    found: list[Problem] = []
+    for header, member, value in claims:
+        known = by_header[header].setdefault(member, value)
+        if known != value:
+            found.append(Problem("state", f"{member} tells two hashes of its state at {header}: {known} and {value}"))
+    compared = 0
+    for header, hashes in by_header.items():
+        compared += len(hashes) > 1
+        if len(set(hashes.values())) > 1:
+            rows = ", ".join(f"{m}={h}" for m, h in sorted(hashes.items()))
+            found.append(Problem("state", f"states differ at header {header}: {rows}"))
+    return compared, found
+
+
+def check_stable(run: Run, left: Iterable[tuple[str, str]]) -> list[Problem]:
+    """Only stable steps leave the job (PROTOCOL.md 4): their header has a successor, or is the closing one.
+
+    Args:
+        run: The run.
+        left: (what, header hash) of everything that was written for the outside.
+    """
+    found: list[Problem] = []
+    place = run.place
+    for what, header in left:
+        at = place.get(header)
+        if at is None and header in run.headers:
+            found.append(
+                Problem("unstable", f"{what} holds slot {run.headers[header].seq} ({header}), which was redone")
+            )
+    return found
+
+
+def _v(view: tuple[int, int]) -> str:
+    return f"{view[0]}.{view[1]}"

@@ -1,0 +1,1 @@
+"""What two machines must agree on: types, messages and their encoding."""

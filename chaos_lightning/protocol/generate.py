@@ -1,0 +1,34 @@
+"""Writes chaos_pb2.py and chaos_pb2_grpc.py from chaos.proto, and etcd_pb2.py from etcd.proto:
+`python -m chaos_lightning.protocol.generate`.
+
+Needs grpcio-tools (in the `dev` extra); the committed results need only grpcio and protobuf. The stubs demand at least
+the versions of grpcio and protobuf they were generated with, so regenerate with the oldest grpcio-tools that
+pyproject.toml's lower bounds allow, or raise the bounds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = "chaos_lightning/runtime"
+PROTOS = {"chaos": ("python_out", "grpc_python_out"), "etcd": ("python_out",)}
+"""etcd's methods are called by name, since its messages have a package name of ours."""
+
+
+def generate(out: Path = ROOT) -> None:
+    """Writes the stubs under `out`; the module path inside them stays chaos_lightning.runtime."""
+    try:
+        protoc = importlib.import_module("grpc_tools.protoc")
+    except ImportError as error:
+        raise SystemExit("grpcio-tools is not installed; pip install 'chaos-lightning[dev]'") from error
+    for name, outputs in PROTOS.items():
+        proto = f"{FOLDER}/{name}.proto"
+        if protoc.main(["protoc", f"-I{ROOT}", *(f"--{output}={out}" for output in outputs), proto]) != 0:
+            raise SystemExit(f"protoc refused {proto}")
+
+
+if __name__ == "__main__":
+    generate(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT)

@@ -1,0 +1,553 @@
+"""The words of the protocol: members, views, contributions, headers, and the messages that carry them.
+
+Theory of operation. Training is a chain of *committed slots*. A slot is either an optimizer step (gradients are
+reduced) or one of Lightning's small collectives (a payload per member is gathered); both are numbered by one counter,
+`seq`, and committed the same way: every member of the view contributes, the commit root sends the `Header`, and
+who holds the header (and, for a step, all reduced bytes) commits. One mechanism therefore serves PROTOCOL.md 1-10 and
+28. Everything here is an immutable value without behaviour beyond its own hash; `protocol/codec.py` maps each dataclass
+field by field on the message of the same name in `chaos.proto`.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+
+from chaos_lightning.protocol.keys import LinkKey as LinkKey
+from chaos_lightning.protocol.keys import LinkKeys as LinkKeys
+from chaos_lightning.protocol.reports import MADE_ANEW as MADE_ANEW
+from chaos_lightning.protocol.reports import CatchUp as CatchUp
+from chaos_lightning.protocol.reports import Finished as Finished
+from chaos_lightning.protocol.reports import Leave as Leave
+from chaos_lightning.protocol.reports import LinkEvent as LinkEvent
+from chaos_lightning.protocol.reports import LinkReport as LinkReport
+from chaos_lightning.protocol.reports import LinkRequest as LinkRequest
+from chaos_lightning.protocol.reports import Progress as Progress
+from chaos_lightning.protocol.reports import SourceProgress as SourceProgress
+from chaos_lightning.protocol.reports import Verdict as Verdict
+
+Span = tuple[int, int]
+"""Half-open interval [start, stop)."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ViewId:
+    """Number of a view; a higher term outranks every lower one (PROTOCOL.md 7)."""
+
+    term: int = 0
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.term}.{self.number}"
+
+
+NO_VIEW = ViewId(0, 0)
+
+MAX_PEER_NBYTES = 64 << 20
+"""Limit of one encoded PeerMessage (bytes); the largest are gathered payloads of all members in one header."""
+MAX_GATHER_NBYTES = MAX_PEER_NBYTES - (4 << 20)
+"""Limit of all members' payloads of one GATHER together (bytes): the rest of the header, above all its ledger, and what
+a Report or Decide adds around it have room beside them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One training process. `id` is `name~incarnation`, given by the scheduler and never reused."""
+
+    id: str
+    name: str
+    host: str
+    address: str
+    port: int
+    pid: int = 0
+    pid_start: int = 0
+    quota: int = 1
+    """Samples (or batches, for a custom batch sampler) that this member takes per micro-batch."""
+    node: str = ""
+    """The node that it is a worker of: what `min_nodes` and `max_nodes` count; "": it is a node of its own."""
+
+    @property
+    def place(self) -> str:
+        """The node that it counts for."""
+        return self.node or self.name
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSpec:
+    """One tree of a user-defined plan: `parents[i]` is the parent of `members[i]`, "" at the root."""
+
+    start: int
+    stop: int
+    members: tuple[str, ...]
+    parents: tuple[str, ...]
+    weight: float = 0.0
+    """Where start == stop == 0: this tree's part of the buffer, relative to the other trees' weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """A link between two members that the view may use; `a` is the older one."""
+
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSpec:
+    """How gradients travel: a kind that every member expands alike, or explicit trees (kind "user")."""
+
+    kind: str = "rotating"
+    chunk_nbytes: int = 0
+    """0: by the buffer's size (planning/trees.py)."""
+    trees: tuple[TreeSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Who is in, in rank order (oldest first), and how they reduce. Joiners must get the state first."""
+
+    id: ViewId
+    predecessor: ViewId
+    members: tuple[Member, ...]
+    joiners: tuple[str, ...] = ()
+    plan: PlanSpec = PlanSpec()
+    accumulate: int = 1
+    """Micro-batches per optimizer step and member; equal for all members, part of the fingerprint."""
+    reason: str = ""
+    links: tuple[LinkSpec, ...] = ()
+    """The links among the members; empty: every pair has one."""
+    chain: str = ""
+    """Id of the chain that it is of (PROTOCOL.md 7): its number means something within that one only."""
+
+    def ids(self) -> tuple[str, ...]:
+        return tuple(m.id for m in self.members)
+
+    def find(self, member_id: str) -> Member | None:
+        return next((m for m in self.members if m.id == member_id), None)
+
+    @property
+    def root(self) -> str:
+        """The commit root: the oldest member that is no joiner."""
+        return next((m.id for m in self.members if m.id not in self.joiners), self.members[0].id)
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Positions used of one sample stream in one epoch. Stream "" is the shared order; "name" a node's own data."""
+
+    stream: str
+    epoch: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What is committed of the current epoch, per stream (PROTOCOL.md 25, 27); arithmetic is in planning/ledger.py."""
+
+    streams: tuple[Spent, ...] = ()
+
+
+class Kind(enum.StrEnum):
+    STEP = "step"
+    """An optimizer step: gradients are reduced."""
+    GATHER = "gather"
+    """A numbered collective: a payload of each member comes back to all, in rank order."""
+    BOUNDARY = "boundary"
+    """A rest between two windows: nothing is reduced; the only slot whose header may admit joiners."""
+    CLOSING = "closing"
+    """The last slot of the job; members linger until all have its header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one member brings to one slot. Weight 0 with no gradient is valid."""
+
+    member: str
+    view: ViewId
+    seq: int
+    kind: Kind
+    step: int
+    """Optimizer steps committed before this slot."""
+    prev_hash: str
+    name: str = ""
+    """The collective's call site or the step's scope; equal at all members or the slot is refused by name."""
+    weight: float = 0.0
+    coefficient: float = 0.0
+    """What this member's gradient was multiplied with before it was summed."""
+    presence: bytes = b""
+    spent: tuple[Spent, ...] = ()
+    payload: bytes = b""
+    layout_hash: str = ""
+    hyper: str = ""
+    """Hyperparameters in words, such as "opt0.lr=0.1;opt0.momentum=0.9"; compared at the root (PROTOCOL.md 23)."""
+    state_hash: str = ""
+    """Every n steps; empty otherwise (PROTOCOL.md 24)."""
+    yields: bool = False
+    """Whatever kind of slot the others close, this member goes along: it is on its way out, or has no samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    member: str
+    weight: float
+    coefficient: float
+
+
+@dataclass(frozen=True)
+class Header:
+    """What commits a slot. Each header names its predecessor's hash (PROTOCOL.md 4a)."""
+
+    seq: int
+    kind: Kind
+    step: int
+    """Optimizer steps committed including this slot."""
+    view: ViewId
+    prev_hash: str
+    next_view: ViewId
+    name: str = ""
+    contributors: tuple[Share, ...] = ()
+    presence: bytes = b""
+    ledger: Ledger = Ledger()
+    answers: tuple[bytes, ...] = ()
+    """For GATHER: payloads, aligned with contributors; of one that yielded nothing, b""."""
+    layout_hash: str = ""
+    hyper: str = ""
+    view_change: View | None = None
+    """Set when next_view differs from view."""
+    boundary: bool = False
+    """Asks all members for a BOUNDARY slot at the end of this window: somebody waits to join."""
+    drifted: tuple[str, ...] = ()
+    """Members whose state hash differed from the majority; they pull the state again (PROTOCOL.md 24)."""
+    error: str = ""
+    """Set when members disagree or gather too much: everybody raises DisagreementError with this text, nobody
+    applies anything."""
+    observers: tuple[str, ...] = ()
+    """Newcomers that replay: members keep the state at the first header that names one of them, and a log from there
+    on, until a header names it no more (PROTOCOL.md 15, 18)."""
+
+    @cached_property
+    def hash(self) -> str:
+        """16 hex digits over everything in the header."""
+
+        def plain(value: object) -> object:
+            if isinstance(value, bytes):
+                return value.hex()
+            return {f.name: getattr(value, f.name) for f in fields(value)}  # type: ignore[arg-type]
+
+        text = json.dumps(plain(self), sort_keys=True, default=plain, separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    @property
+    def total_weight(self) -> float:
+        """What the sum of `coefficient * gradient` must be divided by so that every sample weighs the same."""
+        return sum(s.weight for s in self.contributors)
+
+
+GENESIS = Header(seq=0, kind=Kind.BOUNDARY, step=0, view=NO_VIEW, prev_hash="", next_view=NO_VIEW)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A training state that lies in a file since the last member that held it went (PROTOCOL.md 14c).
+
+    `header` is what a job stands on that is founded from it: as GENESIS, it names no next view.
+    """
+
+    header: Header
+    member: str
+    """Who kept it."""
+    chain: str = ""
+    """Id of the chain whose view it stood in."""
+
+
+def kept_header(last: Header, view: ViewId) -> Header:
+    """What a state that is kept at header `last` by a member that stands in `view` is founded on.
+
+    Steps, slots and the ledger go on; the deal is the founding view's, since those that `last` named are gone.
+    """
+    return Header(
+        seq=last.seq + 1,
+        kind=Kind.BOUNDARY,
+        step=last.step,
+        view=view,
+        prev_hash=last.hash,
+        next_view=NO_VIEW,
+        name="kept",
+        ledger=last.ledger,
+        layout_hash=last.layout_hash,
+        hyper=last.hyper,
+    )
+
+
+# --- control messages: member -> scheduler -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    job: str
+    name: str
+    host: str
+    address: str
+    port: int
+    pid: int
+    pid_start: int
+    quota: int
+    accumulate: int
+    package: str
+    fingerprint: tuple[tuple[str, str], ...]
+    """What must equal the job's, as (name, value): a mismatch is refused with the name and both values."""
+    neighbours: tuple[str, ...] = ()
+    resume: str = ""
+    """Member id of an earlier connection of this very process (the stream broke, the process lives)."""
+    replay: str = "it did not offer to replay"
+    """Why this newcomer cannot come in by replay (PROTOCOL.md 17); "" if it can."""
+    view: ViewId = NO_VIEW
+    """The view that it stands in."""
+    term: int = 0
+    """The highest that it heard of: a scheduler with a lower one leads no more."""
+    chain: str = ""
+    """Id of the chain that view, term and `known` are of; "": it is in none yet."""
+    known: ViewId | None = None
+    """The highest number that it was told of or has promised: a store that lacks it is not the job's latest (14a)."""
+    kept: Kept | None = None
+    """The newest state of this job that lies in a file on its machine."""
+    node: str = ""
+    """See Member."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The newcomer has built its model and its links stand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    view: ViewId
+    seq: int
+    step: int
+    step_time_s: float = 0.0
+    chain: str = ""
+    """As in `Hello`, and so is the next one."""
+    known: ViewId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Answer to Prepare; its sender has promised to ignore everything older than `number` (PROTOCOL.md 8, 9)."""
+
+    number: ViewId
+    entered: ViewId
+    seq: int
+    """Last committed slot."""
+    head: str
+    """Hash of its header."""
+    loaded: bool = True
+    """False for a joiner that does not hold the state yet."""
+    raw: bool = True
+    """False if the reduced bytes of the last committed slot are not at hand (a joiner by pause)."""
+    pending: Header | None = None
+    """Header of slot seq+1, received but not committed for want of ranges."""
+    last: Header | None = None
+    """Header of slot seq itself, so that it can be handed on."""
+    held: tuple[Span, ...] = ()
+    """Byte ranges of slot seq+1 that are completely reduced here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """The member stands in `view` at slot `seq` (committed)."""
+
+    view: ViewId
+    seq: int
+    step: int
+    head: str
+    loaded: bool = True
+    chain: str = ""
+    """Id of the chain that `view` is of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recollection:
+    """Answer to Recall: the view that the member stands in, and one that it was told of and no header carried yet."""
+
+    view: View | None = None
+    waiting: View | None = None
+    promised: ViewId = NO_VIEW
+
+
+# --- control messages: scheduler -> member -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    member: Member
+    term: int
+    role: str
+    """"founder", "joiner" or "standby"."""
+    reason: str
+    heartbeat_interval_s: float
+    heartbeat_timeout_s: float
+    min_nodes: int = 0
+    max_nodes: int = 0
+    """0: not told."""
+    plan: PlanSpec = PlanSpec()
+    chain: str = ""
+    """Id of the chain by which this scheduler leads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    reason: str
+    retry: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLinks:
+    """Make sure that a link to each of these stands (the later member dials); answer Ready when all do."""
+
+    peers: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NextView:
+    """Decided and stored; the commit root carries it in a header (joiners: in a BOUNDARY header)."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Observers:
+    """These newcomers are to be served from the next STEP header on; replaces the list before. Told to members, whose
+    commit root writes it into headers, and to the newcomers themselves, who learn from `view` whom to ask."""
+
+    ids: tuple[str, ...]
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    number: ViewId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where reduced bytes of the handed-on slot can be pulled."""
+
+    member: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decide:
+    """A decided view after a failure, or the first one (PROTOCOL.md 9).
+
+    `base` is the header everybody in the view stands on before going on: hand-on if some member has yet to commit it
+    (then `sources` hold its raw bytes), redo of slot base.seq+1 otherwise.
+    """
+
+    view: View
+    base: Header
+    hand_on: bool = False
+    sources: tuple[Source, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Say whether this member is alive: link silence, and the process table if it is on your machine."""
+
+    suspect: str
+    member: Member | None = None
+    """Where it is, for newcomers that never heard of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    reason: str
+    rejoin: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Words for the user: waiting below min_nodes, standby, paused."""
+
+    text: str
+    waiting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """The scheduler lives; said often where others stand by, so that a frozen one is left soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """The chain is lost, and this scheduler is to rebuild it from what members know: tell it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Nobody needs you any more."""
+
+    reason: str
+    asked: bool = False
+    """You were to leave, by your own wish or by the operator's; else the job is finished."""
+    keep: bool = False
+    """You may be the last one with the training state: keep it in a file, say so, then close the stream (14c)."""
+
+
+# --- between members, beside the reduced bytes -------------------------------------------------------------------
+
+FromMember = (
+    Hello
+    | Ready
+    | Heartbeat
+    | LinkEvent
+    | Verdict
+    | Report
+    | Entered
+    | Leave
+    | Finished
+    | CatchUp
+    | Progress
+    | LinkReport
+    | LinkRequest
+    | Recollection
+    | Kept
+)
+_Told = Notice | Released | Observers | Pulse | Recall | LinkKeys
+ToMember = Welcome | Refused | OpenLinks | NextView | Prepare | Decide | Probe | Fence | _Told
+PeerMessage = Contribution | Header
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Rules of a job that the scheduler applies."""
+
+    job: str = "default"
+    min_nodes: int = 1
+    max_nodes: int = 64
+    heartbeat_interval_s: float = 0.1
+    heartbeat_timeout_s: float = 0.3
+    hang_timeout_s: float = 20.0
+    """A process that its machine says is running, yet silent on all links for so long, is dead all the same."""
+    last_holder_timeout_s: float = 120.0
+    """How long the last member that holds the training state is waited for without proof of its death (12a)."""
+    confirm_timeout_s: float = 0.1
+    silence_timeout_s: float = 2.0
+    """How long a member may be silent of which its neighbours can say nothing but that: a process that computes with
+    the interpreter's lock held is as silent as a dead machine. One that broke a longer silence is given more."""
+    report_timeout_s: float = 2.0
+    join_timeout_s: float = 60.0
+    """A joiner that has not loaded the state this long after its admission is put out again."""
+    observe_timeout_s: float = 300.0
+    """An observer that has not caught up with the log for so long is let in by a pause."""
+    linger_timeout_s: float = 5.0
+    reconnect_grace_s: float = 15.0
+    """How long a scheduler restarted on its file waits for the last view's members."""
+    plan: PlanSpec = field(default_factory=PlanSpec)
+    links: str = "auto"

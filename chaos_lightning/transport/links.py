@@ -1,0 +1,561 @@
+"""The member's side of the network: one listener, one link per neighbour, and who dials whom.
+
+Theory of operation. The member with the younger id dials (newcomers dial the others), the other accepts; handshakes
+run in short-lived threads so that a slow stranger never holds up the loop. A link that breaks is reported with its
+evidence and dialled again while its peer is wanted, with growing pauses. A link that is not wanted any more is
+finished, not cut: the slot that made the change may still have bytes in it. Who dials without being expected - no view
+and nothing that the scheduler said links it with this member - is waited for a moment, since its end may have been told
+first, and then refused, whatever keys it knows. Both ends ping, so a link on which nothing
+arrives for `SILENCE_S` is given up and dialled anew: a path that swallows bytes closes no socket.
+
+Messages go over the direct link if there is one; else, where the view names its links, as letters from neighbour to
+neighbour (membership/routing.py). What cannot go on yet waits for a link or for the next view; what has no way at all is
+dropped and noted. What each link carries is measured in transport/measuring.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from chaos_lightning.errors import ChaosError, ConfigurationError
+from chaos_lightning.protocol.types import NO_VIEW, LinkReport, Member, View, ViewId
+from chaos_lightning.security.credentials import Credentials, Secret
+from chaos_lightning.machine.few_lines import FewLines
+from chaos_lightning.machine.forks import close_in_children
+from chaos_lightning.transport.measuring import Measuring
+from chaos_lightning.machine.process_table import Sight, host_identity
+from chaos_lightning.membership.routing import Letter, Router, unpacked
+from chaos_lightning.transport.watching import Watching
+from chaos_lightning.transport.frames import MAX_PAYLOAD_NBYTES, Frame, FrameType
+from chaos_lightning.transport.handshake import Greeting, Keys, accept, dial
+from chaos_lightning.transport.link import Link, Owner
+from chaos_lightning.transport.loop import IoLoop
+from chaos_lightning.transport.reference import Reference, Stamp
+from chaos_lightning.transport.sealing import ProtectedSocket, session_of
+
+PING_INTERVAL_S = 0.1
+SILENCE_S = 3.0
+"""A link on which nothing was heard for so long carries nothing any more, though it was not closed."""
+BUSY_S = 10.0
+"""The same, of a peer that its machine says is running: it may be busy rather than cut off."""
+ASK_S = 1.5 * PING_INTERVAL_S
+"""A peer that has been silent for so long is asked about: the answer is there when the scheduler asks."""
+EXPECT_S = 1.0
+"""Who dials may have been told of this link so much earlier."""
+WATCH_AGAIN_S = 5.0
+"""After a connection between watchers broke, or was not made: until another one is tried."""
+FINISH_S = 30.0
+"""A link that is not wanted any more has so long to deliver what was queued."""
+_MAX_HANDSHAKES = 64
+_FULL_PAUSE_S = 0.2
+"""Before the next attempt where this process has too many files open."""
+_MAX_WAITING_MESSAGES = 4096
+
+
+class Host(Owner, Protocol):
+    """Who has the links: takes frames, and what became of links and messages."""
+
+    def measured(self, report: LinkReport) -> None:
+        """A link's latency and rate, or that it carries nothing."""
+
+    def undelivered(self, to: str, source: str, reason: str) -> None:
+        """A message was dropped on its way; a recovery has it sent again."""
+
+
+def youth(member_id: str) -> tuple[int, str]:
+    """Sort key: later incarnations are younger. Of two members the younger one dials."""
+    name, _, number = member_id.rpartition("~")
+    return (int(number) if number.isdigit() else 0, name)
+
+
+class Links:
+    """All links of this member. Methods belong to the loop's thread unless said otherwise.
+
+    Args:
+        loop: The loop that serves the links.
+        bind: Address to listen on.
+        job: Job name, checked in every handshake.
+        token: Cluster token (empty for none), or credentials.
+        owner: Receives frames, results and broken links.
+        changed: Told (peer, up, evidence).
+        bulk: Serves an accepted bulk socket in the calling thread.
+        refused: Told about strangers (a line for the event log).
+    """
+
+    def __init__(
+        self,
+        loop: IoLoop,
+        bind: str,
+        job: str,
+        token: Secret,
+        owner: Host,
+        changed: Callable[[str, bool, str], None],
+        bulk: Callable[[socket.socket, str], object],
+        refused: Callable[[str], None],
+    ) -> None:
+        self.me = ""
+        self.stamp: Stamp | None = None
+        """Set: neighbours on this machine may read chunks out of this process's memory."""
+        self.keys: Keys | None = None
+        """Set: connections are made, taken and protected by these."""
+        self._loop = loop
+        self._job = job
+        self._secret = Credentials.of(token)
+        self._owner = owner
+        self._changed = changed
+        self._bulk = bulk
+        self._tell_refused = refused
+        self._few = FewLines()
+        self._links: dict[str, Link] = {}
+        self._wanted: dict[str, Member] = {}
+        self._told = threading.Condition()
+        self._expected: frozenset[str] = frozenset()
+        """Who may dial this member; read by the threads that greet."""
+        self._dialling: set[str] = set()
+        self._failures: dict[str, int] = {}
+        self._finishing: dict[Link, tuple[str, float, int]] = {}
+        """Links that are not wanted any more: peer, since when (monotonic, s), first slot opened after (-1: none)."""
+        self._router = Router()
+        self._letters: deque[tuple[Letter, str]] = deque()
+        """With the neighbour that each came from."""
+        self._measuring = Measuring(loop.later, owner.measured)
+        self._host = host_identity()
+        self._watching = Watching(loop, refused, self._watch_broke)
+        self.relayed = 0
+        """Letters of others that were passed on."""
+        self._slots = threading.Semaphore(_MAX_HANDSHAKES)
+        self._closed = False
+        self._pinged_at = time.monotonic()
+        try:
+            self._listener = socket.create_server((bind, 0), backlog=128)
+        except OSError as error:
+            raise ConfigurationError(f"cannot listen on {bind!r}: {error}; set bind to an own address") from error
+        self.port = int(self._listener.getsockname()[1])
+        close_in_children(self._listener.fileno())
+        self._acceptor = threading.Thread(target=self._accept_all, name="chaos-accept", daemon=True)
+        self._acceptor.start()
+
+    # ------------------------------------------------------------------ wanting
+
+    def want(self, peers: tuple[Member, ...]) -> None:
+        """Keeps links to exactly these members."""
+        before, self._wanted = set(self._wanted), {m.id: m for m in peers if m.id != self.me}
+        self._expect()
+        for peer in [p for p in self._links if p not in self._wanted]:
+            self._finish(peer, self._links.pop(peer))
+        for peer in before.difference(self._wanted):
+            self._watching.drop(peer)
+        self._post_again()
+        for peer in self._wanted:
+            if peer in self._links:
+                self._changed(peer, True, "connected")
+            else:
+                self._dial(peer)
+
+    def rule(self, view: View | None) -> None:
+        """This view rules from now on, so messages go by its links; None: this member is in none."""
+        self._router.rule(self.me, view)
+        self._expect()
+        self._post_again()
+
+    def foresee(self, view: View) -> None:
+        """This view is coming: its links say how its newcomers are reached."""
+        self._router.foresee(self.me, view)
+        self._expect()
+        self._post_again()
+
+    def _expect(self) -> None:
+        with self._told:
+            self._expected = self._router.neighbours.union(self._wanted)
+            self._told.notify_all()
+
+    def opened(self, seq: int) -> None:
+        """Slot `seq` is open: results of the slot before the last are overwritten from now on (PROTOCOL.md 3)."""
+        for link, (peer, since, first) in list(self._finishing.items()):
+            if first < 0:
+                self._finishing[link] = (peer, since, seq)
+            elif seq > first and link.queued_nbytes:
+                link.close()
+                del self._finishing[link]
+
+    def abandon(self) -> None:
+        """Forgets all peers and closes all links at once: this member begins anew (PROTOCOL.md 11)."""
+        for link in [*self._links.values(), *self._finishing]:
+            link.close(bye=True)
+        for peer, link in self._links.items():
+            self._measuring.lost(peer, link)
+            self._measuring.forget(peer)
+        self._links.clear()
+        self._finishing.clear()
+        self._letters.clear()
+        for peer in self._wanted:
+            self._watching.drop(peer)
+        self._router = Router()
+        self._wanted = {}
+        self._expect()
+
+    def _finish(self, peer: str, link: Link) -> None:
+        self._measuring.lost(peer, link)
+        self._measuring.forget(peer)
+        link.finish()
+        if link.open:
+            self._finishing[link] = (peer, time.monotonic(), -1)
+
+    def also(self, peers: tuple[Member, ...]) -> None:
+        """Wants these members too."""
+        self.want((*self._wanted.values(), *(p for p in peers if p.id not in self._wanted)))
+
+    def _dial(self, peer: str) -> None:
+        if self._closed or peer in self._dialling or peer in self._links or peer not in self._wanted:
+            return
+        if youth(self.me) < youth(peer):
+            return
+        self._dialling.add(peer)
+        member, me = self._wanted[peer], self.me
+
+        def work() -> None:
+            try:
+                greeting = Greeting(self._job, me, peer, "link")
+                sock = dial(member.address, member.port, greeting, token=self._secret.tokens(), keys=self.keys)
+            except (OSError, ChaosError) as error:
+                reason = f"refused ({error})"
+                self._loop.call(lambda: self._failed(peer, reason))
+            else:
+                self._loop.call(lambda: self._dialled(peer, me, sock))
+
+        threading.Thread(target=work, name=f"chaos-dial-{peer}", daemon=True).start()
+
+    def _dialled(self, peer: str, me: str, sock: socket.socket) -> None:
+        self._dialling.discard(peer)
+        if me != self.me or peer not in self._wanted:
+            sock.close()
+            self._dial(peer)  # as who this member is by now
+            return
+        self._add(peer, sock)
+        if self._wanted[peer].host != self._host:
+            self._watch(self._wanted[peer], me)
+
+    def _watch(self, member: Member, me: str) -> None:
+        """A second connection, for the watchers at both ends; without it silence is all that there is to judge by."""
+
+        def work() -> None:
+            greeting = Greeting(self._job, me, member.id, "watch")
+            try:
+                sock = dial(member.address, member.port, greeting, token=self._secret.tokens(), keys=self.keys)
+            except (OSError, ChaosError) as error:
+                self._refused(f"{member.id} cannot be watched: {error}")
+                self._loop.call(lambda: self._watch_broke(member.id))
+            else:
+                if me != self.me:  # its other end watches who this member was before it began anew
+                    sock.close()
+                    return
+                self._hand_over(member.id, sock, dialled=True)
+
+        threading.Thread(target=work, name=f"chaos-watch-{member.id}", daemon=True).start()
+
+    def _watch_broke(self, peer: str) -> None:
+        """Who dialled makes another connection, as long as the link stands: with a new link there is one anyway."""
+
+        def again() -> None:
+            if not self._closed and peer in self._links and peer in self._wanted:
+                self._watch(self._wanted[peer], self.me)
+
+        if youth(self.me) > youth(peer):
+            self._loop.later(WATCH_AGAIN_S, again)
+
+    def _hand_over(self, peer: str, sock: socket.socket, *, dialled: bool) -> None:
+        session = session_of(sock)
+        self._watching.add(peer, sock, session.watch_key if session is not None else b"", dialled=dialled)
+
+    def _failed(self, peer: str, reason: str) -> None:
+        self._dialling.discard(peer)
+        if peer not in self._wanted:
+            return
+        failures = self._failures[peer] = self._failures.get(peer, 0) + 1
+        if failures in (1, 5) or failures % 50 == 0:
+            self._changed(peer, False, reason)
+        self._loop.later(min(2.0, 0.05 * 2 ** min(failures, 6)) * random.uniform(0.5, 1.0), lambda: self._dial(peer))
+
+    # ------------------------------------------------------------------ accepting (own threads)
+
+    def _accept_all(self) -> None:
+        while not self._closed:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                self._refused(f"a connection could not be taken: {error.strerror}")
+                time.sleep(_FULL_PAUSE_S)
+                continue
+            if not self._slots.acquire(blocking=False):
+                self._refused(f"more than {_MAX_HANDSHAKES} handshakes at once; one was closed unheard")
+                sock.close()
+                continue
+            threading.Thread(target=self._greet, args=(sock,), name="chaos-greet", daemon=True).start()
+
+    def _greet(self, sock: socket.socket) -> None:
+        try:
+            greeting = accept(
+                sock,
+                job=self._job,
+                me=self.me,
+                token=self._secret.tokens(),
+                keys=self.keys,
+                objection=self._objection,
+            )
+            sock = ProtectedSocket.around(sock, greeting.session)
+        except (ChaosError, OSError) as error:
+            self._refused(str(error))
+            return
+        finally:
+            self._slots.release()
+        if greeting.purpose == "watch":
+            self._hand_over(greeting.me, sock, dialled=False)
+        elif greeting.purpose == "bulk":
+            close_in_children(sock.fileno())
+            watched = self._measuring.begin_bulk(greeting.me, sock)
+            if watched:
+                self._loop.call(lambda: self._measuring.watch_bulk(greeting.me, sock))
+            try:
+                self._bulk(sock, greeting.me)
+            finally:
+                if watched:
+                    self._loop.call(lambda: self._measuring.end_bulk(greeting.me, sock))
+                sock.close()
+        else:
+            self._loop.call(lambda: self._accepted(greeting, sock))
+
+    def _objection(self, greeting: Greeting) -> str:
+        peer = greeting.me
+        if greeting.purpose in ("link", "watch"):
+            with self._told:
+                if not self._told.wait_for(lambda: peer in self._expected or self._closed, EXPECT_S):
+                    return f"no view has a link of it with {self.me}, and the scheduler has not told of one"
+        return ""
+
+    def _refused(self, line: str) -> None:
+        unlogged = self._few.take()
+        if unlogged is not None:
+            self._tell_refused(f"{line} ({unlogged} more were left out)" if unlogged else line)
+
+    def _accepted(self, greeting: Greeting, sock: socket.socket) -> None:
+        if self._closed or greeting.peer != self.me:  # it greeted whom this member was before it began anew
+            sock.close()
+            return
+        if greeting.me not in self._expected:
+            sock.close()
+            self._refused(f"closed a connection of {greeting.me!r}: it was expected a moment ago, and is no more")
+            return
+        self._add(greeting.me, sock)
+
+    # ------------------------------------------------------------------ links
+
+    def _add(self, peer: str, sock: socket.socket) -> None:
+        old = self._links.pop(peer, None)
+        if old is not None:
+            old.close()
+            self._measuring.lost(peer, old)
+        self._failures.pop(peer, None)
+        close_in_children(sock.fileno())
+        stamp = None if self._measuring.emulated(peer) else self.stamp
+        link = self._links[peer] = Link(self._loop, sock, peer, self, stamp)
+        self._post_again()
+        if not link.open:
+            self.broken(peer, link, "closed (as soon as it was made)")
+        elif self._links.get(peer) is link:
+            self._changed(peer, True, "connected")
+            self._measuring.added(peer, link)
+
+    def broken(self, peer: str, link: Link, evidence: str) -> None:
+        """A link has broken; dial again if its peer is still wanted."""
+        self._finishing.pop(link, None)
+        if self._links.get(peer) is not link:
+            return
+        del self._links[peer]
+        self._watching.ask(peer)
+        self._measuring.lost(peer, link)
+        self._changed(peer, False, evidence)
+        for data in link.letters():
+            self._post(unpacked(data))
+        if peer in self._wanted:
+            # After a goodbye the peer is as a rule about to be forgotten here, too.
+            self._loop.later(0.5 if evidence == "bye" else 0.05, lambda: self._dial(peer))
+
+    def up(self, peer: str) -> bool:
+        return peer in self._links
+
+    def wanted(self, peer: str) -> Member | None:
+        """Who that is, if a link to it is wanted."""
+        return self._wanted.get(peer)
+
+    def reads(self, peer: str) -> bool:
+        """Any thread: whether this peer reads what it needs out of this process's memory."""
+        link = self._links.get(peer)
+        return link is not None and link.by_reference
+
+    def silence_s(self, peer: str, now: float) -> float:
+        """Seconds since anything was heard from this peer; infinite without a link."""
+        link = self._links.get(peer)
+        return float("inf") if link is None else now - link.heard_at
+
+    def sight(self, peer: str) -> Sight:
+        """What this peer's machine says of its process, if it says anything."""
+        return self._watching.sight(peer)
+
+    def message(self, peer: str, payload: bytes, view: ViewId = NO_VIEW) -> None:
+        """Sends an encoded PeerMessage, over one link or several (by the ways of `view`), now or when it can."""
+        link = self._links.get(peer)
+        if link is not None:
+            link.send(FrameType.MESSAGE, payload=(memoryview(payload),))
+        else:
+            self._post(Letter(peer, self.me, self._router.hops, payload, view))
+
+    def _post(self, letter: Letter, came_from: str = "") -> None:
+        """Sends a letter on, has it wait, or drops it."""
+        hop = letter.to if letter.to in self._links else self._router.hop(letter.to, letter.view)
+        link = self._links.get(hop or "")
+        if hop and hop == came_from:
+            self._owner.undelivered(letter.to, letter.source, f"{came_from}, where it came from, is the next hop")
+        elif link is not None and hop == letter.to and letter.source == self.me:
+            link.send(FrameType.MESSAGE, payload=(memoryview(letter.payload),))
+        elif link is not None:
+            data = letter.packed()
+            if len(data) > MAX_PAYLOAD_NBYTES:
+                self._owner.undelivered(letter.to, letter.source, f"{len(data)} bytes are too many for one frame")
+            else:
+                link.send(FrameType.ROUTED, payload=(memoryview(data),))
+        elif hop == "" and letter.to not in self._wanted:
+            self._owner.undelivered(letter.to, letter.source, "no way to it is known")
+        elif len(self._letters) >= _MAX_WAITING_MESSAGES:
+            self._owner.undelivered(letter.to, letter.source, f"{_MAX_WAITING_MESSAGES} messages wait already")
+        else:
+            self._letters.append((letter, came_from))
+
+    def _post_again(self) -> None:
+        letters, self._letters = self._letters, deque()
+        for letter, came_from in letters:
+            self._post(letter, came_from)
+
+    # ------------------------------------------------------------------ frames (owner of links)
+
+    def target(self, peer: str, frame: Frame) -> memoryview | None:
+        """Memory for a frame's payload."""
+        if frame.type == FrameType.PROBE:
+            link = self._links.get(peer)
+            return None if link is None else self._measuring.target(link, frame)
+        if frame.type == FrameType.ROUTED:
+            return memoryview(bytearray(frame.length))
+        return self._owner.target(peer, frame)
+
+    def arrived(self, peer: str, frame: Frame, payload: memoryview | Reference) -> None:
+        """Passes a frame to whom it concerns."""
+        if frame.type in (FrameType.ROUTED, FrameType.PROBE):
+            if isinstance(payload, memoryview):
+                self._mine(peer, frame, payload)
+        else:
+            self._owner.arrived(peer, frame, payload)
+
+    def _mine(self, peer: str, frame: Frame, payload: memoryview) -> None:
+        if frame.type == FrameType.PROBE:
+            link = self._links.get(peer)
+            if link is not None:
+                self._measuring.arrived(peer, link, frame, payload)
+            return
+        letter = unpacked(payload)
+        if letter.to == self.me:
+            inner = Frame(FrameType.MESSAGE, frame.view, frame.seq, 0, len(letter.payload), 0)
+            self._owner.arrived(letter.source, inner, memoryview(letter.payload))
+        elif letter.hops_left <= 1:
+            self._owner.undelivered(letter.to, letter.source, "it has come over as many links as any way has")
+        else:
+            self.relayed += 1
+            self._post(Letter(letter.to, letter.source, letter.hops_left - 1, letter.payload, letter.view), peer)
+
+    # ------------------------------------------------------------------ chunks and pings
+
+    def chunk(
+        self, peer: str, kind: FrameType, view: ViewId, seq: int, start: int, payload: Sequence[memoryview]
+    ) -> None:
+        link = self._links.get(peer)
+        if link is not None:
+            link.send(kind, view, seq, start, payload)
+
+    def ping(self) -> None:
+        """Shows each peer that this end lives, and gives up links of which nothing was heard for too long."""
+        now = time.monotonic()
+        gap, self._pinged_at = now - self._pinged_at, now
+        for peer, link in list(self._links.items()):
+            # Who was frozen itself has heard nobody; that is nobody's silence (PROTOCOL.md 12).
+            link.heard_at += gap if gap > SILENCE_S / 2 else 0.0
+            silence = now - link.heard_at
+            if silence > ASK_S:
+                self._watching.ask(peer)
+            if silence > SILENCE_S and (silence > BUSY_S or not self.sight(peer).alive):
+                link.close()
+                self.broken(peer, link, f"silent (nothing was heard for {silence:.1f} s)")
+            else:
+                link.send(FrameType.PING, NO_VIEW)
+        for peer in self._wanted:
+            if peer not in self._links:
+                self._watching.ask(peer)
+        for link, (_, since, _) in list(self._finishing.items()):
+            if now - since > FINISH_S or now - link.heard_at > SILENCE_S:
+                link.close()
+                del self._finishing[link]
+        self._measuring.tick(now)
+
+    def drop(self, view: ViewId) -> None:
+        """Diverts and forgets chunks of this and older views on every link."""
+        for link in [*self._links.values(), *self._finishing]:
+            link.purge(view)
+            link.divert(view)
+
+    # ------------------------------------------------------------------ measuring
+
+    def emulate(self, rates: Mapping[str, float]) -> None:
+        """Sends at most so many bits per second to these peers (ids, names or nodes); others are not bounded.
+
+        Raises:
+            ConfigurationError: A rate is not positive.
+        """
+        self._measuring.emulate(rates)
+
+    def reports(self) -> list[LinkReport]:
+        """What is known of each link that stands, for a scheduler that does not know it yet."""
+        return list(self._measuring.reports.values())
+
+    def unmeasured(self) -> set[str]:
+        """Whose link is being measured for the first time. Any thread."""
+        return self._measuring.unmeasured()
+
+    def facts(self) -> dict[str, object]:
+        """Bytes and rates per link, the latter since the last call, and letters that passed here or wait."""
+        links = self._measuring.facts(time.monotonic())
+        return {"links": links, "relayed": self.relayed, "waiting": len(self._letters)}
+
+    def close(self, *, bye: bool = True) -> None:
+        self._closed = True
+        self._wanted = {}
+        self._expect()
+        for link in list(self._links.values()):
+            link.close(bye=bye)
+        for link in self._finishing:
+            link.close()
+        self._links.clear()
+        self._finishing.clear()
+        self._watching.close()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def wait_closed(self, timeout_s: float = 2.0) -> None:
+        """After `close`, in another thread: until nobody accepts any more."""
+        self._acceptor.join(timeout_s)

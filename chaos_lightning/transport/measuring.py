@@ -1,0 +1,251 @@
+"""What this member knows of its links: latency and rate for the scheduler, bytes and rates for the event log.
+
+Theory of operation. Rates come from two sources. A probe measures a link when it is made, and when nothing was heard of
+its rate for `RENEW_S`, or for much less if it fell behind or its first probe came to nothing (`Lookout`); the meter
+learns from the job's own bytes, those of state transfers included. Each result becomes a LinkReport, and the last one
+of each link is kept, so that a scheduler that was restarted can be told again.
+
+Links between processes of one machine are not measured: their bytes cross no medium. Unless the medium is emulated, by
+a table of rates (transport/pacing.py) or a relay (lab/relay.py); such links send nothing by reference either, since
+that would go round what is emulated.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from chaos_lightning.protocol.types import LinkReport
+from chaos_lightning.transport.link_meter import Lookout, Meter
+from chaos_lightning.transport.frames import Frame
+from chaos_lightning.transport.handshake import RELAY
+from chaos_lightning.transport.link import Link
+from chaos_lightning.transport.locality import on_this_machine
+from chaos_lightning.transport.pacing import EMULATE, IDLE_PART, Shares, checked, pace, rate_to, rates_from
+from chaos_lightning.transport.probe import ProbeConfig, Probes
+
+RENEW_S = 60.0
+"""A link of whose rate nothing was heard for so long is probed again."""
+_SOON_S = 0.025
+
+
+@dataclass(slots=True)
+class _Flow:
+    """Bytes to and from one peer, over all its links."""
+
+    sent_before: int = 0
+    received_before: int = 0
+    read: tuple[float, int, int] | None = None
+    """When it was read last (monotonic, s), and the bytes then."""
+
+    def rates(self, now: float, sent: int, received: int) -> tuple[float, float]:
+        """Bits per second since it was read last; of the first reading nothing is known."""
+        at, sent_then, received_then = self.read or (now, sent, received)
+        self.read = (now, sent, received)
+        seconds = now - at
+        if seconds <= 0:
+            return 0.0, 0.0
+        return (sent - sent_then) * 8 / seconds, (received - received_then) * 8 / seconds
+
+
+class Measuring:
+    """See the module. Methods belong to the loop's thread unless said otherwise.
+
+    Args:
+        later: Calls a function after so many seconds, in the loop's thread.
+        report: Takes each LinkReport.
+        config: Sizes and waits of probes.
+    """
+
+    def __init__(
+        self,
+        later: Callable[[float, Callable[[], None]], None],
+        report: Callable[[LinkReport], None],
+        config: ProbeConfig | None = None,
+    ) -> None:
+        self._later = later
+        self._report = report
+        self._probes = Probes(later, self._on_probe, config)
+        self._meter = Meter(self._on_transfer)
+        self._rates = rates_from(os.environ.get(EMULATE, ""))
+        self._relayed = bool(os.environ.get(RELAY))
+        self._links: dict[str, Link] = {}
+        self._asked_at: dict[str, float] = {}
+        self._flows: dict[str, _Flow] = {}
+        self._shares: dict[str, Shares] = {}
+        self._lookouts: dict[str, Lookout] = {}
+        self._soon = False
+        self.reports: dict[str, LinkReport] = {}
+        """The last one of each link that stands."""
+
+    # ------------------------------------------------------------------ emulation
+
+    def emulated(self, peer: str) -> bool:
+        """Whether bytes to this peer go through an emulated medium. Any thread."""
+        return self._relayed or rate_to(self._rates, peer) is not None
+
+    def emulate(self, rates: Mapping[str, float]) -> None:
+        """From now on this member sends to these peers (ids, names or nodes) at most so many bits per second."""
+        self._rates = checked(rates)
+        now = time.monotonic()
+        for peer, shares in self._shares.items():
+            shares.rate_bps = rate_to(self._rates, peer)
+            shares.settle(now, self._meter.waiting(peer))
+
+    def _share(self, peer: str, sock: socket.socket, bound: Callable[[float | None], None]) -> None:
+        """A connection on which this member sends to this peer."""
+        if peer not in self._shares:
+            self._shares[peer] = Shares(rate_to(self._rates, peer))
+        self._shares[peer].join(sock, bound, time.monotonic())
+
+    def _share_no_more(self, peer: str, sock: socket.socket) -> None:
+        shares = self._shares.get(peer)
+        if shares is not None:
+            shares.leave(sock, time.monotonic())
+            if not shares:
+                del self._shares[peer]
+
+    # ------------------------------------------------------------------ links
+
+    def added(self, peer: str, link: Link) -> None:
+        """A link was made."""
+        self._links[peer] = link
+        self._share(peer, link.sock, link.pace)
+        if self._measured(peer, link):
+            self._lookouts.setdefault(peer, Lookout(RENEW_S)).made(time.monotonic())
+            self._meter.watch(peer, link.sock)
+            self._probe(peer, link, "link made")
+
+    def lost(self, peer: str, link: Link) -> None:
+        """A link has broken or is not wanted any more."""
+        if self._links.get(peer) is link:
+            del self._links[peer]
+            self.reports.pop(peer, None)
+        flow = self._flows.setdefault(peer, _Flow())
+        flow.sent_before += link.sent_nbytes
+        flow.received_before += link.received_nbytes
+        self._probes.lost(peer, link)
+        self._meter.unwatch(peer, link.sock)
+        self._share_no_more(peer, link.sock)
+
+    def forget(self, peer: str) -> None:
+        """This peer is not wanted any more."""
+        self._meter.forget(peer)
+        self._flows.pop(peer, None)
+        self._asked_at.pop(peer, None)
+        self._lookouts.pop(peer, None)
+
+    def _measured(self, peer: str, link: Link) -> bool:
+        return not link.local or self.emulated(peer)
+
+    def unmeasured(self) -> set[str]:
+        """Whose link is being measured for the first time. Any thread."""
+        return {p for p, link in list(self._links.items()) if p not in self.reports and self._measured(p, link)}
+
+    def _probe(self, peer: str, link: Link, why: str) -> None:
+        self._asked_at[peer] = time.monotonic()
+        self._probes.measure(peer, link, why)
+
+    def target(self, link: Link, frame: Frame) -> memoryview:
+        """Memory for a PROBE frame."""
+        return self._probes.target(link, frame)
+
+    def arrived(self, peer: str, link: Link, frame: Frame, payload: memoryview) -> None:
+        """A PROBE frame is here."""
+        self._probes.arrived(peer, link, frame, payload)
+
+    # ------------------------------------------------------------------ transfers beside the links
+
+    def begin_bulk(self, peer: str, sock: socket.socket) -> bool:
+        """Paces a bulk connection on which this member sends; says whether to `watch_bulk` it. Any thread."""
+        rate = rate_to(self._rates, peer)
+        if rate is not None:
+            pace(sock, rate * IDLE_PART)  # until the loop's thread gives it its share
+        return not on_this_machine(sock) or self.emulated(peer)
+
+    def watch_bulk(self, peer: str, sock: socket.socket) -> None:
+        self._meter.watch(peer, sock)
+        self._share(peer, sock, partial(pace, sock))
+
+    def end_bulk(self, peer: str, sock: socket.socket) -> None:
+        self._meter.unwatch(peer, sock)
+        self._share_no_more(peer, sock)
+        if peer not in self._links:
+            self._meter.forget(peer)
+
+    # ------------------------------------------------------------------ time
+
+    def tick(self, now: float) -> None:
+        """Reads the counters, and probes what was not heard of for too long; call it several times a second."""
+        self._read(now)
+        for peer, link in list(self._links.items()):
+            lookout = self._lookouts.get(peer)
+            pause_s = RENEW_S if lookout is None else lookout.pause_s(now)
+            if now - self._asked_at.get(peer, 0.0) <= pause_s or not self._meter.stale(peer, now, pause_s):
+                continue
+            if self._measured(peer, link):
+                why = f"nothing was heard of its rate for {RENEW_S:g} s"
+                if peer not in self.reports:
+                    why = "not measured yet"
+                elif lookout is not None and lookout.behind:
+                    why = f"it carried {lookout.best_bps / 1e6:.3g} Mbit/s before"
+                self._probe(peer, link, why)
+
+    def facts(self, now: float) -> list[dict[str, object]]:
+        """By link: bytes so far, bits per second since the last call, and what was measured."""
+        rows: list[dict[str, object]] = []
+        for peer, link in self._links.items():
+            flow = self._flows.setdefault(peer, _Flow())
+            sent, received = flow.sent_before + link.sent_nbytes, flow.received_before + link.received_nbytes
+            sent_bps, received_bps = flow.rates(now, sent, received)
+            row: dict[str, object] = {
+                "peer": peer,
+                "sent_nbytes": sent,
+                "received_nbytes": received,
+                "sent_bps": round(sent_bps),
+                "received_bps": round(received_bps),
+                "queued_nbytes": link.queued_nbytes,
+                "by_reference": link.by_reference,
+            }
+            report = self.reports.get(peer)
+            if report is not None:
+                row |= {"rate_bps": round(self._meter.rate(peer)), "latency_s": report.latency_s}
+            rows.append(row)
+        return rows
+
+    def _read(self, now: float) -> None:
+        waiting = self._meter.tick(now, self._probes.measuring)
+        for peer, shares in self._shares.items():
+            if shares.rate_bps is not None and len(shares) > 1:
+                shares.settle(now, self._meter.waiting(peer))
+        if waiting and not self._soon:
+            self._soon = True
+            self._later(_SOON_S, self._again)
+
+    def _again(self) -> None:
+        self._soon = False
+        self._read(time.monotonic())
+
+    # ------------------------------------------------------------------ results
+
+    def _on_probe(self, report: LinkReport) -> None:
+        self._meter.known(report.peer, report.rate_bps, time.monotonic())
+        self._heard(report)
+
+    def _on_transfer(self, peer: str, rate_bps: float) -> None:
+        if peer not in self._links:
+            return  # a newcomer pulls from us without being a neighbour
+        before = self.reports.get(peer)
+        words = f"transfer (it carries {rate_bps / 1e6:.3g} Mbit/s"
+        words += f", before {before.rate_bps / 1e6:.3g})" if before is not None else ")"
+        report = LinkReport(peer, before.latency_s if before is not None else 0.0, rate_bps, words)
+        self._heard(report)
+
+    def _heard(self, report: LinkReport) -> None:
+        self._lookouts.setdefault(report.peer, Lookout(RENEW_S)).heard(report.rate_bps, time.monotonic())
+        self.reports[report.peer] = report
+        self._report(report)
