@@ -115,8 +115,8 @@ def hold(world: World, case: Hold, rank: int, seconds: float) -> None:
 
 def measure(result: Result, scene: str, runs: int, seed: int, logs: str, gathers: int) -> None:
     """All of one scene, and the audit of its event logs."""
-    from chaos_lightning.observe.audit import audit, violations
     from chaos_lightning.events.events import EventLog
+    from chaos_lightning.observe.audit import audit, violations
 
     print(f" {scene}, {runs} runs each, seed {seed}", flush=True)
     with members(scene, random.Random(seed), logs) as world, EventLog.in_directory(logs, "busy", role="harness") as log:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.workers import Worker, free_port
-from chaos_lightning.errors import SchedulerUnreachableError
-from chaos_lightning.events.events import Record, Tail
 from chaos_lightning.control.etcd_servers import EtcdServers, free_ports
 from chaos_lightning.control.options import ETCD
+from chaos_lightning.errors import SchedulerUnreachableError
+from chaos_lightning.events.events import Record, Tail
 
 COUNT = 3
 PATIENCE_S = 30.0
@@ -40,11 +40,11 @@ def candidate(pipe: Connection, options: Mapping[str, Any], job: Mapping[str, An
         plan: How gradients travel; "" as by default.
         host: Machine that it counts as on; "" for this one.
     """
-    from chaos_lightning.protocol.types import Settings
     from chaos_lightning.control.options import SchedulerOptions, change_settings
-    from chaos_lightning.planning.plans import DEFAULT_PLAN, read_plan
     from chaos_lightning.control.scheduler_main import run
     from chaos_lightning.lab.processes import die_with_parent
+    from chaos_lightning.planning.plans import DEFAULT_PLAN, read_plan
+    from chaos_lightning.protocol.types import Settings
 
     die_with_parent()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

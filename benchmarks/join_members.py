@@ -34,10 +34,10 @@ def member(pipe: Connection, endpoint: str, name: str, state_mib: float, join_by
 
     from chaos_lightning.collectives.layout import Section
     from chaos_lightning.errors import DepartedError
+    from chaos_lightning.member.engine import Engine
     from chaos_lightning.replication.access import ModuleState
     from chaos_lightning.replication.replay import ModuleReplay
-    from chaos_lightning.member.config import EngineConfig
-    from chaos_lightning.member.engine import Engine
+    from chaos_lightning.settings import EngineConfig
 
     compute_alone()
     torch.manual_seed(0 if not join_by else os.getpid())  # a guest's own weights are worth nothing

@@ -49,10 +49,9 @@ def our_world(state_mib: float, rng: random.Random, logs: str) -> Iterator[World
 
 def ours(result: Result, state_mib: float, counts: dict[str, int], seed: int, keep: str) -> dict[str, Case]:
     """All blows at one state size, then the audit of the whole run."""
-    from chaos_lightning.observe import evidence
-    from chaos_lightning.observe.audit import audit, verdict, violations
     from chaos_lightning.events.events import EventLog, read_events
-    from chaos_lightning.observe import history
+    from chaos_lightning.observe import evidence, history
+    from chaos_lightning.observe.audit import audit, verdict, violations
 
     rng = random.Random(seed)
     cases = {kind: Case() for kind in counts}

@@ -27,9 +27,9 @@ from benchmarks import overlay_net, overlay_node, overlay_replan
 from benchmarks.common import MIB, Result, median, parser, run
 from benchmarks.overlay_net import MBPS, NAMES
 from benchmarks.workers import Worker, context, scratch
-from chaos_lightning.protocol.types import NO_VIEW, Member, PlanSpec, View, ViewId
 from chaos_lightning.planning import overlay
 from chaos_lightning.planning.trees import fewest_hops
+from chaos_lightning.protocol.types import NO_VIEW, Member, PlanSpec, View, ViewId
 
 BOUND_ONE = 1.10
 BOUND_SEVERAL = 1.15

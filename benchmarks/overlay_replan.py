@@ -39,9 +39,9 @@ def member(pipe: Connection, endpoint: str, name: str, rates: dict[str, float], 
     os.environ["CHAOS_EMULATE"] = json.dumps(rates)
     os.environ["CHAOS_HOST"] = name
     from chaos_lightning.collectives.layout import Section
-    from chaos_lightning.replication.access import ModuleState
-    from chaos_lightning.member.config import EngineConfig
     from chaos_lightning.member.engine import Engine
+    from chaos_lightning.replication.access import ModuleState
+    from chaos_lightning.settings import EngineConfig
 
     compute_alone()
     torch.manual_seed(0)
@@ -177,8 +177,8 @@ def _busiest(trees: Any) -> tuple[str, str]:
 
 def measure(result: Result, state_mib: float, scale: float) -> None:
     """One drop; adds its figures."""
-    from chaos_lightning.observe.audit import audit, verdict, violations
     from chaos_lightning.events.events import read_events
+    from chaos_lightning.observe.audit import audit, verdict, violations
 
     rates = {pair: mbps * 1e6 * scale for pair, mbps in MBPS.items()}
     ctx = context("benchmarks.overlay_replan", "chaos_lightning.replication.access")

@@ -75,8 +75,8 @@ class Operator:
 
     def __init__(self, endpoint: str) -> None:
         from chaos_lightning.control.channel import CLIENT_OPTIONS, grpc  # type: ignore[attr-defined]
+        from chaos_lightning.control.service_pb2_grpc import SchedulerStub
         from chaos_lightning.protocol.chaos_pb2 import LinkChangeRequest, StatusRequest
-        from chaos_lightning.control.chaos_pb2_grpc import SchedulerStub
 
         self._request = LinkChangeRequest
         self._channel = grpc.insecure_channel(endpoint, options=CLIENT_OPTIONS)

@@ -76,11 +76,11 @@ def member(pipe: Connection, endpoint: str, name: str, neighbours: str, work: Wo
     import torch
 
     from chaos_lightning.collectives.layout import Section
+    from chaos_lightning.lab.processes import die_with_parent
+    from chaos_lightning.member.engine import Engine
     from chaos_lightning.replication.access import ModuleState
     from chaos_lightning.replication.replay import ModuleReplay
-    from chaos_lightning.member.config import EngineConfig
-    from chaos_lightning.member.engine import Engine
-    from chaos_lightning.lab.processes import die_with_parent
+    from chaos_lightning.settings import EngineConfig
 
     die_with_parent()
     compute_alone()

@@ -274,8 +274,8 @@ class Links:
 
     def _ask(self, pair: Pair, *, add: bool) -> bool:
         """What `chaos-lightning link add|remove` does."""
-        from chaos_lightning.errors import ChaosError, RefusedError
         from chaos_lightning.control.channel import change_link
+        from chaos_lightning.errors import ChaosError, RefusedError
 
         one, other = sorted(pair)
         try:

@@ -33,10 +33,10 @@ from typing import Any
 from benchmarks.candidates import Candidates
 from benchmarks.soak_door import Door, SharedDoor, Ways
 from benchmarks.workers import Worker, context, scheduler
-from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.etcd_client import after_prefix
 from chaos_lightning.control.etcd_servers import EtcdServer, EtcdServers
+from chaos_lightning.errors import ChaosError, ConfigurationError
 
 STALE_KINDS = ("old_snapshot", "old_store", "empty_scheduler")
 SCHEDULER_KINDS = ("scheduler_sigkill", "scheduler_sigstop", "etcd_sigkill", "etcd_leader_sigkill", *STALE_KINDS)

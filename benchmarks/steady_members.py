@@ -40,9 +40,9 @@ def chaos_contender(model: Any, fused: bool, **settings: Any) -> Any:
     import torch
 
     from chaos_lightning.collectives.layout import Section
-    from chaos_lightning.replication.access import ModuleState
-    from chaos_lightning.member.config import EngineConfig
     from chaos_lightning.member.engine import Engine
+    from chaos_lightning.replication.access import ModuleState
+    from chaos_lightning.settings import EngineConfig
 
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=fused)
     engine = Engine(EngineConfig(host_scheduler=False, **settings))

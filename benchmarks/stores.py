@@ -20,9 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import Result, median, parser, run
-from chaos_lightning.errors import ConfigurationError, StoreError
-from chaos_lightning.membership.effects import Persist
-from chaos_lightning.protocol.types import NO_VIEW, Member, View, ViewId
 from chaos_lightning.control.etcd3_client import load_etcd3
 from chaos_lightning.control.etcd_client import EtcdClient, put
 from chaos_lightning.control.etcd_servers import EtcdServer, EtcdServers
@@ -30,6 +27,9 @@ from chaos_lightning.control.etcd_store import EtcdStore
 from chaos_lightning.control.memory_store import MemoryStore, Shelf
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.control.store import Store
+from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.membership.effects import Persist
+from chaos_lightning.protocol.types import NO_VIEW, Member, View, ViewId
 
 NO_SLOWER = 1.15
 DEADLINE_S = 60.0

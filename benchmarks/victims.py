@@ -130,10 +130,10 @@ def member(
 
     from chaos_lightning.collectives.layout import Section
     from chaos_lightning.errors import FencedError
+    from chaos_lightning.member.engine import Engine
     from chaos_lightning.replication.access import ModuleState
     from chaos_lightning.replication.table import state_hash
-    from chaos_lightning.member.config import EngineConfig
-    from chaos_lightning.member.engine import Engine
+    from chaos_lightning.settings import EngineConfig
 
     os.environ.update(environment or {})
     compute_alone()

@@ -17,7 +17,7 @@ __all__ = ["ChaosStrategy", "Engine", "EngineConfig"]
 _LAZY = {
     "ChaosStrategy": "chaos_lightning.strategies",
     "Engine": "chaos_lightning.member.engine",
-    "EngineConfig": "chaos_lightning.member.config",
+    "EngineConfig": "chaos_lightning.settings",
 }
 
 install()

@@ -46,7 +46,9 @@ COMMANDS: dict[str, Command] = {
     "top": Command("chaos_lightning.observe.cli_top:top", "Watch a job live."),
     "report": Command("chaos_lightning.observe.cli_report:report", "Write a page about a run from its event logs."),
     "audit": Command("chaos_lightning.observe.cli_report:audit", "Check from the event logs that the contract held."),
-    "demo": Command("chaos_lightning.lab.demo.command:demo", "Train here while nodes join, die, freeze, leave and return."),
+    "demo": Command(
+        "chaos_lightning.lab.demo.command:demo", "Train here while nodes join, die, freeze, leave and return."
+    ),
     "demo-edge": Command("chaos_lightning.lab.demo.edge:demo_edge", "Train over links that change, fail and return."),
     "demo-failover": Command(
         "chaos_lightning.lab.demo.failover:demo_failover", "Train while schedulers and etcd servers are killed."
@@ -127,7 +129,7 @@ def _root() -> None:
 
 def _say(error: ChaosError) -> None:
     """It may quote what others said."""
-    from chaos_lightning.observe.units import printable
+    from chaos_lightning.machine.terminal import printable
 
     for line in f"error: {error}".splitlines():
         print(printable(line), file=sys.stderr)

@@ -29,18 +29,18 @@ from typing import Any, Literal, Self
 from torch import nn
 from torch.optim import Optimizer
 
+from chaos_lightning.collectives.hyper import default_words, hyper_words
 from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import ConfigurationError, DepartedError, FencedError, UnsupportedError
-from chaos_lightning.collectives.hyper import default_words, hyper_words
-from chaos_lightning.protocol.types import Kind
 from chaos_lightning.events.events import Event
+from chaos_lightning.member.engine import Engine
 from chaos_lightning.planning.ledger import epoch_of
+from chaos_lightning.protocol.types import Kind
 from chaos_lightning.replication.access import ModuleState, Stateful, module_extra
 from chaos_lightning.replication.replay import NEVER, ModuleReplay
 from chaos_lightning.replication.table import state_hash
-from chaos_lightning.member.config import EngineConfig
-from chaos_lightning.member.engine import Engine
+from chaos_lightning.settings import EngineConfig
 
 _log = logging.getLogger("chaos_lightning")
 

@@ -18,8 +18,8 @@ from torch.utils.data import IterableDataset
 
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import UnsupportedError
-from chaos_lightning.protocol.types import GENESIS, Header, View
 from chaos_lightning.member.engine import Engine
+from chaos_lightning.protocol.types import GENESIS, Header, View
 from chaos_lightning.strategies.loops import epoch_of, stopped_within_epoch
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoi
 from lightning.pytorch.callbacks.timer import Interval
 from torch.utils.data import Subset, TensorDataset
 
-from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.collectives.hyper import default_words, hyper_word
+from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.planning.ledger import SHARED
 from chaos_lightning.replication.access import module_tensors
 from chaos_lightning.replication.table import layout_hash
-from chaos_lightning.member.config import EngineConfig
+from chaos_lightning.settings import EngineConfig
 from chaos_lightning.strategies.evaluation import EvalLoader
 from chaos_lightning.strategies.options import ChaosOptions
 from chaos_lightning.strategies.schedules import name_of

@@ -31,10 +31,10 @@ from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, MultiplicativeL
 
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import DepartedError, FencedError, RefusedError, UnsupportedError
-from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.events.events import Event
-from chaos_lightning.member.config import EngineConfig
 from chaos_lightning.member.engine import Engine
+from chaos_lightning.protocol.types import Header, Kind
+from chaos_lightning.settings import EngineConfig
 from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.data import EngineSource, TrainLoader
 from chaos_lightning.strategies.environment import ASIDE, ChaosEnvironment

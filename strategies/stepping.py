@@ -40,14 +40,14 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
+from chaos_lightning.collectives.hyper import hyper_words
 from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.source import MicroBatch
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
-from chaos_lightning.collectives.hyper import hyper_words
-from chaos_lightning.protocol.types import Header, Kind, Spent
 from chaos_lightning.events.events import Event
-from chaos_lightning.replication.table import state_hash
 from chaos_lightning.member.engine import Engine
+from chaos_lightning.protocol.types import Header, Kind, Spent
+from chaos_lightning.replication.table import state_hash
 from chaos_lightning.strategies.results import Untouched
 from chaos_lightning.strategies.state import LightningState, reduced_buffers
 

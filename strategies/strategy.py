@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
-from chaos_lightning.member.config import EngineConfig
+from chaos_lightning.settings import EngineConfig
 from chaos_lightning.strategies import results
 from chaos_lightning.strategies.collectives import LOG_DIR, Collectives, call_site, users_call_site
 from chaos_lightning.strategies.companion import Companion

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.optim import SGD, Adam
 
-from chaos_lightning.errors import StateError
 from chaos_lightning.collectives.hyper import hyper_words, set_hyper
+from chaos_lightning.errors import StateError
 
 
 def optimizer(**group: Any) -> SGD:

@@ -54,10 +54,10 @@ def trainee(pipe: Connection, settings: dict[str, Any], environment: dict[str, s
 
     from chaos_lightning.collectives.layout import Section
     from chaos_lightning.errors import DepartedError
+    from chaos_lightning.member.engine import Engine
     from chaos_lightning.replication.access import ModuleState
     from chaos_lightning.replication.replay import ModuleReplay
-    from chaos_lightning.member.config import EngineConfig
-    from chaos_lightning.member.engine import Engine
+    from chaos_lightning.settings import EngineConfig
 
     newcomer = "join_by" in settings
     compute_alone()

@@ -21,11 +21,11 @@ from benchmarks.paper.figure import Claim, FigureResult, Scale, canvas, progress
 from benchmarks.primitives_crew import Pair, connected, ring
 from benchmarks.primitives_member import Work
 from benchmarks.primitives_samples import Exposure, block_of, exposed, median_interval, percentile
-from chaos_lightning.membership import effects as fx
-from chaos_lightning.protocol.types import Kind, Settings
 from chaos_lightning.lab.simulate.node import Node, NodeSpec
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.lab.simulate.world import Fault, Plan, World
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.protocol.types import Kind, Settings
 
 WORK = Work(grad_mib=0.25, layers=2, device_s=0.025)
 PAPER_S = 0.001

@@ -22,8 +22,8 @@ from torch import Tensor
 from chaos_lightning.collectives.layout import Layout
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.protocol.types import Header, PlanSpec, Span
 from chaos_lightning.planning.trees import expand
+from chaos_lightning.protocol.types import Header, PlanSpec, Span
 
 Ready = Callable[[Sequence[int]], None]
 

@@ -9,16 +9,18 @@ chunks are summed in one type. The layout's hash is part of every contribution (
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from chaos_lightning.errors import ConfigurationError, UnsupportedError
-from chaos_lightning.protocol.types import Span
+from chaos_lightning.errors import ConfigurationError, StateError, UnsupportedError
+from chaos_lightning.protocol.types import Header, Span
 
 ALIGN = 64
+_SECTION = re.compile(r"section (\d{1,6})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +122,11 @@ class Layout:
 
     def dtype_at(self, start: int) -> torch.dtype:
         return next(run.dtype for run in self.runs if run.start <= start < run.stop)
+
+
+def section_of(header: Header) -> int:
+    """Which optimizer a step's header is about, as `Engine.step` names it."""
+    found = _SECTION.fullmatch(header.name)
+    if found is None:
+        raise StateError(f"step {header.step} (slot {header.seq}) is named {header.name!r}; expected 'section N'")
+    return int(found[1])

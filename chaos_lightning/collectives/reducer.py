@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from chaos_lightning.collectives.memory import Adder, Memory
 from chaos_lightning.errors import WireError
-from chaos_lightning.protocol.types import NO_VIEW, Span, View, ViewId
 from chaos_lightning.planning.trees import Tree, expand
+from chaos_lightning.protocol.types import NO_VIEW, Span, View, ViewId
 from chaos_lightning.transport.frames import Frame, FrameType
 from chaos_lightning.transport.reference import Reference, UnreadableError
 

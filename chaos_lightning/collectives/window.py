@@ -12,13 +12,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from chaos_lightning.collectives.gradients import Gradients, cells_of
-from chaos_lightning.collectives.layout import Layout
+from chaos_lightning.collectives.layout import Layout, section_of
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.collectives.reducer import Reducer
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.recovery import needs_bytes
 from chaos_lightning.protocol.types import Header, Span
-from chaos_lightning.replication.replay import section_of
 from chaos_lightning.transport.loop import IoLoop
 
 

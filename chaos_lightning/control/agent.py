@@ -25,7 +25,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from chaos_lightning.control.channel import CLIENT_OPTIONS, SilentError, StandbyError, explain
+from chaos_lightning.control.service_pb2_grpc import SchedulerStub
 from chaos_lightning.errors import ChaosError, RefusedError, SchedulerUnreachableError, WireError
+from chaos_lightning.machine.addresses import addresses, split_endpoint
+from chaos_lightning.machine.forks import close_peer_in_children, forget_peer
+from chaos_lightning.protocol import chaos_pb2
+from chaos_lightning.protocol.codec import unwrap_to_member, wrap_from_member
 from chaos_lightning.protocol.types import (
     Fence,
     FromMember,
@@ -37,13 +43,7 @@ from chaos_lightning.protocol.types import (
     ToMember,
     Welcome,
 )
-from chaos_lightning.protocol import chaos_pb2
-from chaos_lightning.security.access import addresses, split_endpoint
-from chaos_lightning.control.channel import CLIENT_OPTIONS, SilentError, StandbyError, explain
-from chaos_lightning.control.chaos_pb2_grpc import SchedulerStub
-from chaos_lightning.protocol.codec import unwrap_to_member, wrap_from_member
 from chaos_lightning.security.credentials import Credentials, Secret, open_channel
-from chaos_lightning.machine.forks import close_peer_in_children, forget_peer
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 

@@ -20,11 +20,12 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
 
+from chaos_lightning.control.service_pb2_grpc import SchedulerStub
 from chaos_lightning.errors import ChaosError, RefusedError, SchedulerUnreachableError
+from chaos_lightning.machine.addresses import split_endpoints
 from chaos_lightning.protocol import chaos_pb2
-from chaos_lightning.security.access import LEADER_KEY, split_endpoints
-from chaos_lightning.control.chaos_pb2_grpc import SchedulerStub
 from chaos_lightning.protocol.codec import MAX_CONTROL_NBYTES
+from chaos_lightning.security.access import LEADER_KEY
 from chaos_lightning.security.credentials import Credentials, Secret, open_channel
 from chaos_lightning.security.tls_trouble import tls_trouble
 

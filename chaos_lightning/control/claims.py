@@ -26,14 +26,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chaos_lightning.errors import ChaosError, SchedulerUnreachableError, WireError
-from chaos_lightning.protocol import chaos_pb2
-from chaos_lightning.security.access import addresses, split_endpoint
 from chaos_lightning.control.channel import CLIENT_OPTIONS, END_OF_STREAM, explain
-from chaos_lightning.control.chaos_pb2_grpc import SchedulerStub
-from chaos_lightning.security.credentials import Credentials, Secret, open_channel
+from chaos_lightning.control.service_pb2_grpc import SchedulerStub
+from chaos_lightning.errors import ChaosError, SchedulerUnreachableError, WireError
+from chaos_lightning.machine.addresses import addresses, split_endpoint
 from chaos_lightning.machine.forks import close_in_children, close_peer_in_children, forget_peer, keep_in_children
 from chaos_lightning.machine.lock_files import lock_path, open_lock
+from chaos_lightning.protocol import chaos_pb2
+from chaos_lightning.security.credentials import Credentials, Secret, open_channel
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 

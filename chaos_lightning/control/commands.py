@@ -15,14 +15,14 @@ from typing import Annotated, Any
 
 import typer
 
-from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.membership.roster import short
-from chaos_lightning.protocol.types import Settings
-from chaos_lightning.observe.units import printable
-from chaos_lightning.security.access import split_endpoints
-from chaos_lightning.security.credentials import Credentials
 from chaos_lightning.control.options import MEMORY, SchedulerOptions, change_settings, check_settings
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.machine.addresses import split_endpoints
+from chaos_lightning.machine.terminal import printable
+from chaos_lightning.membership.roster import short
 from chaos_lightning.planning.plans import DEFAULT_PLAN, EXPECTED, read_plan
+from chaos_lightning.protocol.types import Settings
+from chaos_lightning.security.credentials import Credentials
 
 DEFAULT_ENDPOINT = "127.0.0.1:29400"
 

@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.security.access import addresses
+from chaos_lightning.machine.addresses import addresses
 from chaos_lightning.security.certificates import each_of, signed_by, when
 from chaos_lightning.security.credentials import KeyFolder
 from chaos_lightning.security.roles import Caller, read_uris

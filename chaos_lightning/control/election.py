@@ -27,12 +27,12 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 
-from chaos_lightning.errors import StoreError
 from chaos_lightning.control import etcd_pb2 as pb
-from chaos_lightning.machine import reach
 from chaos_lightning.control.etcd_client import CompactedError, EtcdClient, put, same_revision
 from chaos_lightning.control.etcd_store import job_root
 from chaos_lightning.control.leader_line import LeaderLine
+from chaos_lightning.errors import StoreError
+from chaos_lightning.machine import reach
 from chaos_lightning.machine.process_table import host_identity, process_state, start_time
 
 LEASE_S = 2

@@ -28,10 +28,10 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
-from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.channel import CLIENT_OPTIONS
 from chaos_lightning.control.etcd_client import DEADLINE_S, EtcdAddress, EtcdClient, after_prefix
+from chaos_lightning.errors import ConfigurationError, StoreError
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 

@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.channel import CLIENT_OPTIONS
 from chaos_lightning.control.etcd_trouble import Attempt, check_certificate, explain_refusal, explain_silence
 from chaos_lightning.control.options import ETCD
+from chaos_lightning.errors import ConfigurationError, StoreError
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 

@@ -23,9 +23,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.control.etcd_client import EtcdAddress, EtcdClient, open_client
 from chaos_lightning.control.options import ETCD
+from chaos_lightning.errors import ConfigurationError, StoreError
 
 HEARTBEAT_MS, ELECTION_MS = 50, 500
 _POLITE_S = 1.0

@@ -24,11 +24,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
-from chaos_lightning.errors import ConfigurationError, StoreError, WireError
-from chaos_lightning.membership.effects import LinkWish, Persist
-from chaos_lightning.protocol.types import Header, View, ViewId
 from chaos_lightning.control import etcd_pb2 as pb
-from chaos_lightning.protocol.codec import decode, encode
 from chaos_lightning.control.etcd_client import CompactedError, EtcdClient, delete, put, same_revision
 from chaos_lightning.control.store import (
     Appended,
@@ -42,6 +38,10 @@ from chaos_lightning.control.store import (
     judge,
     with_term,
 )
+from chaos_lightning.errors import ConfigurationError, StoreError, WireError
+from chaos_lightning.membership.effects import LinkWish, Persist
+from chaos_lightning.protocol.codec import decode, encode
+from chaos_lightning.protocol.types import Header, View, ViewId
 
 FORMAT = 2
 """1 had no id of the chain; its tip is read (store.former_id) and replaced with the next write."""

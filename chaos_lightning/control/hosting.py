@@ -25,18 +25,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chaos_lightning.errors import (
-    ChaosError,
-    ConfigurationError,
-    RefusedError,
-    SchedulerUnreachableError,
-    StoreError,
-)
-from chaos_lightning.membership.roster import short
-from chaos_lightning.protocol.types import PlanSpec
-from chaos_lightning.security.access import check_bind, is_local, split_endpoint
-from chaos_lightning.security.credentials import Credentials, Secret
-from chaos_lightning.machine.listener import is_another_kind, who_listens
 from chaos_lightning.control.options import (
     GAVE_WAY,
     MEMORY,
@@ -46,11 +34,24 @@ from chaos_lightning.control.options import (
     settings_from_json,
     settings_to_json,
 )
-from chaos_lightning.machine.process_table import start_time, still_runs
 from chaos_lightning.control.store import Tip
+from chaos_lightning.errors import (
+    ChaosError,
+    ConfigurationError,
+    RefusedError,
+    SchedulerUnreachableError,
+    StoreError,
+)
+from chaos_lightning.machine.addresses import is_local, split_endpoint
+from chaos_lightning.machine.listener import is_another_kind, who_listens
+from chaos_lightning.machine.process_table import start_time, still_runs
+from chaos_lightning.membership.roster import short
+from chaos_lightning.protocol.types import PlanSpec
+from chaos_lightning.security.access import check_bind
+from chaos_lightning.security.credentials import Credentials, Secret
 
 if TYPE_CHECKING:
-    from chaos_lightning.member.config import EngineConfig
+    from chaos_lightning.settings import EngineConfig
 
 logger = logging.getLogger("chaos_lightning.runtime")
 

@@ -16,7 +16,7 @@ import threading
 import time
 
 from chaos_lightning.errors import ChaosError
-from chaos_lightning.security.access import split_endpoint
+from chaos_lightning.machine.addresses import split_endpoint
 
 _DIAL_S = 1.0
 _AGAIN_S = 0.5

@@ -9,9 +9,9 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 
+from chaos_lightning.control.store import Appended, Entry, Store, Tip, advance, entry_of, judge, with_term
 from chaos_lightning.errors import StoreError
 from chaos_lightning.membership.effects import Persist
-from chaos_lightning.control.store import Appended, Entry, Store, Tip, advance, entry_of, judge, with_term
 
 
 @dataclass(slots=True)

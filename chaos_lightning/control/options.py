@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.protocol.types import Settings
-from chaos_lightning.planning.trees import check_plan
-from chaos_lightning.security.access import WILDCARDS, join_endpoint, split_endpoint
+from chaos_lightning.machine.addresses import WILDCARDS, join_endpoint, split_endpoint
 from chaos_lightning.planning.plans import plan_from
+from chaos_lightning.planning.trees import check_plan
+from chaos_lightning.protocol.types import NAME, Settings
 from chaos_lightning.transport.sealing import RULES
-
-NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-"""What a job or a member may be called (fullmatch)."""
 
 ETCD = "etcd://"
 """How the address of a store in etcd begins."""
@@ -198,3 +194,10 @@ def check_settings(settings: Settings) -> Settings:
 
 def _article(kind: type) -> str:
     return {int: "a whole number", float: "a number", str: "a text"}.get(kind, kind.__name__)
+
+
+def folder_beside(store: str, job: str, endpoint: str) -> Path:
+    """Where a job's last state is kept: beside the chain's file, or where that would be by default."""
+    if store and store != MEMORY and not store.startswith(ETCD):
+        return Path(f"{store}-kept")
+    return default_store(job, split_endpoint(endpoint)[1]).parent / "kept"

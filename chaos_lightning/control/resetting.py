@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import os
 
+from chaos_lightning.control.options import MEMORY, SchedulerOptions, folder_beside
+from chaos_lightning.control.store import Store
 from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
+from chaos_lightning.machine.addresses import is_local, split_endpoint, split_endpoints
+from chaos_lightning.machine.process_table import rebooted, same_machine_verdict
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.protocol.types import Member, ViewId
-from chaos_lightning.security.access import is_local, split_endpoint, split_endpoints
 from chaos_lightning.security.credentials import Secret
-from chaos_lightning.control.options import MEMORY, SchedulerOptions
-from chaos_lightning.machine.process_table import rebooted, same_machine_verdict
-from chaos_lightning.control.store import Store
 
 
 def reset_job(endpoint: str, options: SchedulerOptions, secret: Secret, *, force: bool) -> str:
@@ -57,7 +57,7 @@ def reset_job(endpoint: str, options: SchedulerOptions, secret: Secret, *, force
 
 def _forget_kept(options: SchedulerOptions, chain: str) -> str:
     """Nobody goes on from a state of the chain that was ended: what its members kept on this machine goes, in words."""
-    from chaos_lightning.member.keeping import folder_beside, forget
+    from chaos_lightning.replication.kept import forget  # it needs torch
 
     job, stores = options.settings.job, ("", options.store, os.environ.get("CHAOS_STORE", ""))
     folders = dict.fromkeys(folder_beside(store, job, options.listen) for store in stores)

@@ -19,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chaos_lightning.errors import ChaosError, ConfigurationError
-from chaos_lightning.protocol.types import Settings
-from chaos_lightning.security.access import WILDCARDS, split_endpoint
-from chaos_lightning.security.credentials import Credentials
 from chaos_lightning.control.options import SchedulerOptions, check_advertise, check_settings, settings_from_json
+from chaos_lightning.errors import ChaosError, ConfigurationError
+from chaos_lightning.machine.addresses import WILDCARDS, split_endpoint
+from chaos_lightning.protocol.types import Settings
+from chaos_lightning.security.credentials import Credentials
 
 if TYPE_CHECKING:
     from chaos_lightning.control.seat import EtcdSeat
@@ -73,9 +73,9 @@ def _take_all_descriptors() -> None:
 
 def run(options: SchedulerOptions) -> int:
     """Serves until the job is finished, idleness, a signal or a failure; returns the exit code."""
-    from chaos_lightning.events.events import EventLog
     from chaos_lightning.control.server import CANNOT_LEAD, serve
     from chaos_lightning.control.server_config import ServerConfig
+    from chaos_lightning.events.events import EventLog
 
     _take_all_descriptors()
     host, port = split_endpoint(options.listen)

@@ -17,14 +17,14 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from chaos_lightning.errors import ConfigurationError, StoreError
-from chaos_lightning.protocol.types import Settings
 from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.election import LEASE_S, Candidate, Election
 from chaos_lightning.control.etcd_client import EtcdAddress, UnansweredError, open_client, put
 from chaos_lightning.control.etcd_store import EtcdStore, job_root
 from chaos_lightning.control.options import settings_from_json, settings_to_json
 from chaos_lightning.control.store import Store
+from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.protocol.types import Settings
 
 RULES = "rules"
 _FACTS_DEADLINE_S = 0.5

@@ -24,26 +24,27 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from chaos_lightning.errors import ChaosError, StoreError, WireError
-from chaos_lightning.membership import effects as fx
-from chaos_lightning.protocol.types import Hello, Pulse, ToMember, Welcome
-from chaos_lightning.events.events import EventLog
-from chaos_lightning.protocol import chaos_pb2
-from chaos_lightning.security.access import LEADER_KEY, check_bind, join_endpoint
 from chaos_lightning.control.channel import END_OF_STREAM, PULSE_S, SERVER_OPTIONS
-from chaos_lightning.control.chaos_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
 from chaos_lightning.control.claims import Claims
-from chaos_lightning.protocol.codec import unwrap_from_member, wrap_to_member
 from chaos_lightning.control.connection import Connection, present
-from chaos_lightning.security.credentials import Credentials
 from chaos_lightning.control.link_keys import KeyIssuer
 from chaos_lightning.control.machine import Machine, MachineFactory, real_machine
 from chaos_lightning.control.options import GAVE_WAY
-from chaos_lightning.machine.process_table import rebooted, same_machine_verdict
 from chaos_lightning.control.seat import Seat
 from chaos_lightning.control.server_config import Owed, ServerConfig
+from chaos_lightning.control.service_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
 from chaos_lightning.control.store import Store, StoreFactory
 from chaos_lightning.control.strangers import Strangers, name_of_caller
+from chaos_lightning.errors import ChaosError, StoreError, WireError
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.addresses import join_endpoint
+from chaos_lightning.machine.process_table import rebooted, same_machine_verdict
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.protocol import chaos_pb2
+from chaos_lightning.protocol.codec import unwrap_from_member, wrap_to_member
+from chaos_lightning.protocol.types import Hello, Pulse, ToMember, Welcome
+from chaos_lightning.security.access import LEADER_KEY, check_bind
+from chaos_lightning.security.credentials import Credentials
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 

@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from chaos_lightning.control.store import Appended, Entry, Store, Tip, advance, entry_of, former_id, judge, with_term
 from chaos_lightning.errors import ConfigurationError, StoreError, WireError
 from chaos_lightning.membership.effects import LinkWish, Persist
-from chaos_lightning.protocol.types import Header, View, ViewId
 from chaos_lightning.protocol.codec import decode, encode
-from chaos_lightning.control.store import Appended, Entry, Store, Tip, advance, entry_of, former_id, judge, with_term
+from chaos_lightning.protocol.types import Header, View, ViewId
 
 FORMAT = 3
 """1 had no wishes about links, 2 no id of the chain."""

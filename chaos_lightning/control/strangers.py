@@ -12,14 +12,15 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from chaos_lightning.errors import ConfigurationError, WireError
-from chaos_lightning.protocol.types import Hello
-from chaos_lightning.security.access import TOKEN_KEY, join_endpoint
 from chaos_lightning.control.channel import END_OF_STREAM
-from chaos_lightning.protocol.codec import unwrap_from_member
-from chaos_lightning.security.credentials import Credentials, Secret, known
 from chaos_lightning.control.door import Door
+from chaos_lightning.errors import ConfigurationError, WireError
+from chaos_lightning.machine.addresses import join_endpoint
 from chaos_lightning.machine.few_lines import FewLines
+from chaos_lightning.protocol.codec import unwrap_from_member
+from chaos_lightning.protocol.types import Hello
+from chaos_lightning.security.access import TOKEN_KEY
+from chaos_lightning.security.credentials import Credentials, Secret, known
 from chaos_lightning.security.roles import ANYBODY, TOKEN, TOKEN_DEMANDED, may, who_may
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)

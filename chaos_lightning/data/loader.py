@@ -31,8 +31,8 @@ from chaos_lightning.data.order import Orders
 from chaos_lightning.data.source import DealSource, MicroBatch, Stats
 from chaos_lightning.data.windows import UNKNOWN_LENGTH, Resumed, Windows
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
-from chaos_lightning.protocol.types import NO_VIEW, Ledger, Member, Spent, View
 from chaos_lightning.planning import ledger, orders
+from chaos_lightning.protocol.types import NO_VIEW, Ledger, Member, Spent, View
 
 _log = logging.getLogger(__name__)
 

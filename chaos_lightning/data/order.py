@@ -33,8 +33,8 @@ from torch.utils.data import (
 )
 
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
-from chaos_lightning.protocol.types import Span
 from chaos_lightning.planning import orders
+from chaos_lightning.protocol.types import Span
 
 _ENDLESS = 64
 """A sampler without a length that yields more than so many times the data set's length has no end."""

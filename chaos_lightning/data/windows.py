@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from chaos_lightning.data.source import DealSource, MicroBatch
-from chaos_lightning.protocol.types import NO_VIEW, Header, Ledger, Member, Span, Spent, View
 from chaos_lightning.planning import deal, ledger
+from chaos_lightning.protocol.types import NO_VIEW, Header, Ledger, Member, Span, Spent, View
 
 UNKNOWN_LENGTH = 1 << 62
 """Positions of a stream that has not run dry yet."""

@@ -30,8 +30,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from chaos_lightning.protocol.types import Header, Spent, ViewId
 from chaos_lightning.events.reader import Record, Tail, read_events
+from chaos_lightning.protocol.types import Header, Spent, ViewId
 
 __all__ = ["FIELDS", "Event", "EventLog", "Record", "Tail", "committed_fields", "read_events"]
 

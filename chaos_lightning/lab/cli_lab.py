@@ -19,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.observe.units import duration
 from chaos_lightning.lab.edge import choose_backend
 from chaos_lightning.lab.edge_file import load_topology
 from chaos_lightning.lab.edge_lab import PLACES, Lab, LabConfig, fill
 from chaos_lightning.lab.topology import Topology, rate_text, story
+from chaos_lightning.observe.units import duration
 
 _TURN_S = 0.1
 _SHOWN_CHANGES = 20

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from chaos_lightning.errors import ChaosError
-from chaos_lightning.security.access import load_token
 from chaos_lightning.lab.edge import BACKENDS, Edge
 from chaos_lightning.lab.topology import Link, LinkState, Node, Topology, rate_text
+from chaos_lightning.security.access import load_token
 from chaos_lightning.transport.handshake import Greeting, accept, dial
 
 RATES_BPS = (1e6, 10e6, 100e6, 300e6, 600e6, 1000e6)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.protocol.types import Member
 from chaos_lightning.machine import watcher
-from chaos_lightning.security.access import is_local
+from chaos_lightning.machine.addresses import is_local
 from chaos_lightning.machine.watcher import process_state as process_state
+from chaos_lightning.protocol.types import Member
 
 _BOOT_ID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UNKNOWN = "unknown-"

@@ -13,13 +13,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos_lightning.protocol.types import Member, View
 from chaos_lightning.planning.shards import Links, shortest_routes
+from chaos_lightning.protocol.types import Member, View
 from chaos_lightning.replication.checkpoint import CheckpointWriter
 from chaos_lightning.replication.policies import PolicyOptions, make_policy
 from chaos_lightning.replication.policy import TransferPolicy
 from chaos_lightning.replication.table import PIECE_NBYTES
-from chaos_lightning.member.config import EngineConfig
+from chaos_lightning.settings import EngineConfig
 
 USUAL_LINK = (0.001, 8 / 1e9)
 """(latency in s, seconds per byte) of links where none is known."""

@@ -10,10 +10,10 @@ from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 
 from chaos_lightning.collectives.layout import Layout
-from chaos_lightning.protocol.types import Hello, Welcome
-from chaos_lightning.security.access import WILDCARDS, split_endpoint
-from chaos_lightning.member.config import EngineConfig
+from chaos_lightning.machine.addresses import WILDCARDS, split_endpoint
 from chaos_lightning.machine.process_table import host_identity, start_time
+from chaos_lightning.protocol.types import Hello, Welcome
+from chaos_lightning.settings import EngineConfig
 
 
 def package_version() -> str:

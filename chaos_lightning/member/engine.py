@@ -19,6 +19,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from chaos_lightning.collectives.layout import Layout, Section
+from chaos_lightning.collectives.window import Window
+from chaos_lightning.control.agent import Agent
+from chaos_lightning.control.hosting import host_for_engine
 from chaos_lightning.errors import (
     ChaosError,
     ConfigurationError,
@@ -27,8 +30,21 @@ from chaos_lightning.errors import (
     FencedError,
     NoDonorError,
 )
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.orphan import watch_parent
+from chaos_lightning.member.choice import TransferChoice
+from chaos_lightning.member.doorway import hello, warn_of_rules
+from chaos_lightning.member.entrance import Entrance, no_replay
+from chaos_lightning.member.keeping import Keeping
+from chaos_lightning.member.keyring import Keyring
+from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.member.shell import Shell
+from chaos_lightning.member.transfer import Transfer
+from chaos_lightning.member.waiting import Waiting
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.slots import fitting
+from chaos_lightning.planning.deal import ruling_view
+from chaos_lightning.planning.plans import check_bytes
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
@@ -41,28 +57,12 @@ from chaos_lightning.protocol.types import (
     ToMember,
     View,
 )
-from chaos_lightning.events.events import EventLog
-from chaos_lightning.planning.deal import ruling_view
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.replay import Replay
 from chaos_lightning.security.access import check_bind
-from chaos_lightning.control.agent import Agent
-from chaos_lightning.member.choice import TransferChoice
-from chaos_lightning.member.config import EngineConfig
 from chaos_lightning.security.credentials import Credentials
-from chaos_lightning.member.doorway import hello, warn_of_rules
-from chaos_lightning.member.entrance import Entrance, no_replay
-from chaos_lightning.control.hosting import host_for_engine
-from chaos_lightning.member.keeping import Keeping
-from chaos_lightning.member.keyring import Keyring
+from chaos_lightning.settings import EngineConfig
 from chaos_lightning.transport.links import Links
-from chaos_lightning.member.mailbox import Mailbox
-from chaos_lightning.machine.orphan import watch_parent
-from chaos_lightning.planning.plans import check_bytes
-from chaos_lightning.member.shell import Shell
-from chaos_lightning.member.transfer import Transfer
-from chaos_lightning.member.waiting import Waiting
-from chaos_lightning.collectives.window import Window
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.reference import Stamp
 

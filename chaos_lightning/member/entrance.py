@@ -14,18 +14,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from chaos_lightning.collectives.window import Window
 from chaos_lightning.errors import ConfigurationError, StateError
-from chaos_lightning.membership import effects as fx
-from chaos_lightning.protocol.types import GENESIS, Header, View
-from chaos_lightning.replication.access import StateAccess
-from chaos_lightning.replication.replay import Replay
-from chaos_lightning.member.config import EngineConfig
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.observing import Observation
 from chaos_lightning.member.shell import Shell
 from chaos_lightning.member.transfer import Transfer
 from chaos_lightning.member.waiting import ADVICE
-from chaos_lightning.collectives.window import Window
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.protocol.types import GENESIS, Header, View
+from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.replication.replay import Replay
+from chaos_lightning.settings import EngineConfig
 
 
 def no_replay(config: EngineConfig, replay: Replay | None) -> str:

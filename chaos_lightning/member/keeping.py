@@ -12,7 +12,6 @@ newest.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -20,16 +19,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from chaos_lightning.control.options import folder_beside
 from chaos_lightning.errors import ChaosError, StateError
-from chaos_lightning.protocol.types import Header, Hello, Kept, View, kept_header
 from chaos_lightning.events.events import Event, EventLog, committed_fields
+from chaos_lightning.machine.addresses import split_endpoint
+from chaos_lightning.protocol.codec import decode, encode
+from chaos_lightning.protocol.types import Header, Hello, Kept, View, kept_header
 from chaos_lightning.replication import kept as files
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.table import state_hash
-from chaos_lightning.security.access import split_endpoint
-from chaos_lightning.protocol.codec import decode, encode
-from chaos_lightning.member.config import ON_LAST_EXIT, EngineConfig
-from chaos_lightning.control.options import ETCD, MEMORY, default_store
+from chaos_lightning.settings import ON_LAST_EXIT, EngineConfig
 
 _log = logging.getLogger("chaos_lightning")
 
@@ -41,25 +40,6 @@ def folder_of(config: EngineConfig) -> Path | None:
     if config.on_last_exit not in ON_LAST_EXIT:
         return Path(config.on_last_exit) / f"{config.job}-{split_endpoint(config.endpoints[0])[1]}"
     return folder_beside(os.environ.get("CHAOS_STORE", ""), config.job, config.endpoints[0])
-
-
-def folder_beside(store: str, job: str, endpoint: str) -> Path:
-    """Beside the chain's file, or where that of a scheduler at this endpoint would be by default."""
-    if store and store != MEMORY and not store.startswith(ETCD):
-        return Path(f"{store}-kept")
-    return default_store(job, split_endpoint(endpoint)[1]).parent / "kept"
-
-
-def forget(folder: Path, job: str, chain: str) -> list[Path]:
-    """Removes what members of this chain kept in the folder; returns what was there."""
-    found = []
-    for path in sorted(folder.glob(f"*/{files.RECORD}")):
-        with contextlib.suppress(StateError):  # what cannot be read is nobody's, and is named when a member comes
-            record = files.read(path.parent)
-            if (record.said.get("job"), record.said.get("chain")) == (job, chain):
-                files.remove(record.folder)
-                found.append(record.folder)
-    return found
 
 
 class Keeping:
@@ -174,7 +154,7 @@ class Keeping:
     def clear(self, chain: str) -> None:
         """The job is finished: nothing of this chain is to be gone on from."""
         if self._folder is not None:
-            forget(self._folder, self._job, chain)
+            files.forget(self._folder, self._job, chain)
 
     # ------------------------------------------------------------------ inside
 

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from chaos_lightning.errors import ChaosError, RefusedError
-from chaos_lightning.protocol.types import LinkKeys
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.protocol.types import LinkKeys
 from chaos_lightning.transport.sealing import Level, require_library
 
 _log = logging.getLogger("chaos_lightning")

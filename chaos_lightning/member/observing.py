@@ -16,17 +16,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from chaos_lightning.collectives.window import Window
 from chaos_lightning.errors import ChaosError
-from chaos_lightning.protocol.types import CatchUp, Header, Progress, View
 from chaos_lightning.events.events import EventLog
-from chaos_lightning.replication.access import StateAccess
-from chaos_lightning.replication.log_reader import LogEntry, LogReader
-from chaos_lightning.replication.replay import Replay
-from chaos_lightning.protocol.codec import decode
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.sources import endpoints
 from chaos_lightning.member.transfer import Transfer
-from chaos_lightning.collectives.window import Window
+from chaos_lightning.protocol.codec import decode
+from chaos_lightning.protocol.types import CatchUp, Header, Progress, View
+from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.replication.log_reader import LogEntry, LogReader
+from chaos_lightning.replication.replay import Replay
 
 JUDGED_AFTER, JUDGED_OVER_S = 16, 3.0
 """Entries applied, and time passed, before it is judged whether catching up will end."""

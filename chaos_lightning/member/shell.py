@@ -15,10 +15,16 @@ from collections.abc import Callable
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.collectives.reducer import Reducer
 from chaos_lightning.errors import RefusedError, WireError
+from chaos_lightning.events.events import Event, EventLog, committed_fields
+from chaos_lightning.machine.process_table import same_machine_verdict
+from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.member.transfer import Transfer
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.recovery import needs_bytes, with_scope
 from chaos_lightning.membership.topology import neighbours
+from chaos_lightning.planning.ledger import subtract
+from chaos_lightning.protocol.codec import decode_peer, encode, encode_peer
 from chaos_lightning.protocol.types import (
     NO_VIEW,
     Contribution,
@@ -40,18 +46,12 @@ from chaos_lightning.protocol.types import (
     ViewId,
     Welcome,
 )
-from chaos_lightning.events.events import Event, EventLog, committed_fields
-from chaos_lightning.planning.ledger import subtract
 from chaos_lightning.replication.by_reference import Lender
 from chaos_lightning.replication.client import Endpoint
 from chaos_lightning.replication.forward import Forwarder
-from chaos_lightning.protocol.codec import decode_peer, encode, encode_peer
-from chaos_lightning.transport.links import PING_INTERVAL_S, Links
-from chaos_lightning.member.mailbox import Mailbox
-from chaos_lightning.machine.process_table import same_machine_verdict
-from chaos_lightning.member.transfer import Transfer
 from chaos_lightning.transport.frames import Frame, FrameType
 from chaos_lightning.transport.link import Link
+from chaos_lightning.transport.links import PING_INTERVAL_S, Links
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.reference import Reference
 

@@ -14,9 +14,15 @@ from torch import Tensor
 from chaos_lightning.collectives.layout import Layout
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.errors import ChaosError, DeadlineError, NoDonorError, StateError
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.process_table import host_identity
+from chaos_lightning.member.choice import Situation, TransferChoice
+from chaos_lightning.member.keyring import Keyring
+from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.member.sources import endpoint, endpoints
+from chaos_lightning.member.spares import Spares
 from chaos_lightning.protocol.types import Header, Member, Span, View
 from chaos_lightning.protocol.types import Progress as ProgressMessage
-from chaos_lightning.events.events import EventLog
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.bulk import BulkSocket
 from chaos_lightning.replication.client import Endpoint, PullConfig
@@ -27,13 +33,7 @@ from chaos_lightning.replication.session import PullProgress
 from chaos_lightning.replication.snapshot import Snapshot
 from chaos_lightning.replication.state_reader import StateReader
 from chaos_lightning.replication.table import StateTable
-from chaos_lightning.member.choice import Situation, TransferChoice
 from chaos_lightning.security.credentials import Credentials, Secret
-from chaos_lightning.member.keyring import Keyring
-from chaos_lightning.member.mailbox import Mailbox
-from chaos_lightning.machine.process_table import host_identity
-from chaos_lightning.member.sources import endpoint, endpoints
-from chaos_lightning.member.spares import Spares
 from chaos_lightning.transport.handshake import Greeting, dial
 
 _log = logging.getLogger("chaos_lightning")

@@ -20,12 +20,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from chaos_lightning.errors import ChaosError, DepartedError
-from chaos_lightning.protocol.types import Notice, Refused, ToMember, Welcome
-from chaos_lightning.events.events import EventLog
-from chaos_lightning.observe.units import printable
 from chaos_lightning.control.agent import Agent
+from chaos_lightning.errors import ChaosError, DepartedError
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.terminal import printable
 from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.protocol.types import Notice, Refused, ToMember, Welcome
 
 _log = logging.getLogger("chaos_lightning")
 _RELEASE_TIMEOUT_S = 2.0

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 
-from chaos_lightning.protocol import nodes
 from chaos_lightning.membership.effects import Answer, Chain, LinkWish
 from chaos_lightning.membership.roster import NEWCOMER, Peer, Standing, has_place
 from chaos_lightning.membership.scheduler_state import Phase, SchedulerState
@@ -39,6 +38,7 @@ from chaos_lightning.membership.topology import (
     parts,
     ranked,
 )
+from chaos_lightning.protocol import nodes
 from chaos_lightning.protocol.types import (
     MADE_ANEW,
     NO_VIEW,

@@ -24,7 +24,6 @@ from collections.abc import Mapping
 from itertools import combinations
 from types import MappingProxyType
 
-from chaos_lightning.protocol import nodes
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Peer, Standing
 from chaos_lightning.membership.serving import Serving
@@ -40,8 +39,9 @@ from chaos_lightning.membership.topology import (
     parts,
     ranked,
 )
-from chaos_lightning.protocol.types import NO_VIEW, Kind, Report, View
 from chaos_lightning.membership.views import Change, changed_view, replanned
+from chaos_lightning.protocol import nodes
+from chaos_lightning.protocol.types import NO_VIEW, Kind, Report, View
 
 _PAUSE_S = 0.02
 """Links are looked at again after so long while time alone may change something about them."""

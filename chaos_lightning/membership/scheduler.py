@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from chaos_lightning.protocol import nodes
 from chaos_lightning.membership import stimuli
 from chaos_lightning.membership.backoff import LONGEST_S
 from chaos_lightning.membership.effects import (
@@ -52,6 +51,8 @@ from chaos_lightning.membership.roster import (
 )
 from chaos_lightning.membership.scheduler_state import Phase as Phase
 from chaos_lightning.membership.topology import CUT_PATIENCE_S, connected, in_words, parts
+from chaos_lightning.membership.views import Change, changed_view, founding_view, intended_change, recovered_view
+from chaos_lightning.protocol import nodes
 from chaos_lightning.protocol.types import (
     NO_VIEW,
     Decide,
@@ -64,7 +65,6 @@ from chaos_lightning.protocol.types import (
     View,
     ViewId,
 )
-from chaos_lightning.membership.views import Change, changed_view, founding_view, intended_change, recovered_view
 
 
 class SchedulerMachine(Keeping):

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from chaos_lightning.planning.ledger import merge
 from chaos_lightning.protocol.types import (
     MAX_GATHER_NBYTES,
     Contribution,
@@ -26,7 +27,6 @@ from chaos_lightning.protocol.types import (
     Spent,
     View,
 )
-from chaos_lightning.planning.ledger import merge
 
 EQUAL_FIELDS = ("prev_hash", "kind", "name", "step", "layout_hash", "hyper")
 """Fields in which all contributions to one slot must agree, in the order in which they are compared."""

@@ -26,9 +26,9 @@ from itertools import combinations
 
 from chaos_lightning.membership.effects import LinkWish
 from chaos_lightning.membership.roster import Peer
-from chaos_lightning.protocol.types import LinkReport, LinkSpec, View
 from chaos_lightning.planning.graph import connected_parts
 from chaos_lightning.planning.graph import neighbours as links_by_member
+from chaos_lightning.protocol.types import LinkReport, LinkSpec, View
 
 Pair = frozenset[str]
 Measured = Mapping[tuple[str, str], tuple[float, float, float]]

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from chaos_lightning.protocol import nodes
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.topology import Measured, Net, every_pair
-from chaos_lightning.protocol.types import NO_VIEW, Member, PlanSpec, View, ViewId
 from chaos_lightning.planning import overlay
 from chaos_lightning.planning.trees import KINDS, misfit, plan_for
+from chaos_lightning.protocol import nodes
+from chaos_lightning.protocol.types import NO_VIEW, Member, PlanSpec, View, ViewId
 
 
 def founding_view(

@@ -20,13 +20,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chaos_lightning.protocol.types import GENESIS
-from chaos_lightning.observe import evidence as ev
-from chaos_lightning.observe.fields import Stream, node_of
-from chaos_lightning.observe.jobs import jobs
 from chaos_lightning.events.reader import Record, read_events
 from chaos_lightning.events.spans import Spans, merge, size
+from chaos_lightning.observe import evidence as ev
 from chaos_lightning.observe import history
+from chaos_lightning.observe.fields import Stream, node_of
+from chaos_lightning.observe.jobs import jobs
+from chaos_lightning.protocol.types import GENESIS
 
 OK, VIOLATED, NOT_SHOWN = "ok", "violated", "not shown"
 

@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.machine.terminal import printable
 from chaos_lightning.observe import folds
 from chaos_lightning.observe.fields import node_of
 from chaos_lightning.observe.timeline import Life, Timeline
-from chaos_lightning.observe.units import amount, duration, printable, time_unit
+from chaos_lightning.observe.units import amount, duration, time_unit
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e8ec"
 BLUE, ORANGE, GREEN, RED, SKY, PINK, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#b9c2cc"

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from chaos_lightning.observe.units import printable
+from chaos_lightning.machine.terminal import printable
 
 
 def report(

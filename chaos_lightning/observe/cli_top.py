@@ -17,8 +17,8 @@ from typing import Annotated
 import typer
 
 from chaos_lightning.errors import ChaosError, ConfigurationError
-from chaos_lightning.observe.jobs import Live
 from chaos_lightning.events.reader import Tail, log_files
+from chaos_lightning.observe.jobs import Live
 from chaos_lightning.observe.render import Board, draw, from_status, from_timeline
 from chaos_lightning.observe.timeline import Timeline
 

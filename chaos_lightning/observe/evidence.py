@@ -13,9 +13,9 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from chaos_lightning.observe import fields as f
 from chaos_lightning.events.reader import Record
 from chaos_lightning.events.spans import Spans
+from chaos_lightning.observe import fields as f
 from chaos_lightning.observe.history import Commit
 
 _STOPS = frozenset({"sigstop", "freeze"})

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from chaos_lightning.observe import fields as f
 from chaos_lightning.events.spans import Spans
+from chaos_lightning.observe import fields as f
 
 FREEZES = frozenset({"sigstop", "freeze"})
 THAWS = frozenset({"sigcont", "thaw"})

@@ -17,9 +17,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from chaos_lightning.events.spans import Spans, intersect, merge, overlaps, size, subtract
 from chaos_lightning.observe.facts import Progress
 from chaos_lightning.observe.fields import Stream, node_of
-from chaos_lightning.events.spans import Spans, intersect, merge, overlaps, size, subtract
 from chaos_lightning.observe.timeline import FREEZES, KILLS, Life, Slot, Timeline
 
 __all__ = [

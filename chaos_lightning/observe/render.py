@@ -22,11 +22,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from chaos_lightning.machine.terminal import printable
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe import folds
 from chaos_lightning.observe.facts import Progress
 from chaos_lightning.observe.timeline import Life, Timeline
-from chaos_lightning.observe.units import amount, duration, part, printable, rate
+from chaos_lightning.observe.units import amount, duration, part, rate
 
 _COLOURS = {
     "training": "green",

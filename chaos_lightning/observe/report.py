@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.events.reader import read_events
+from chaos_lightning.machine.terminal import printable
 from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe import charts, folds
 from chaos_lightning.observe.fields import node_of
 from chaos_lightning.observe.jobs import jobs, latest
-from chaos_lightning.events.reader import read_events
 from chaos_lightning.observe.timeline import Life, Timeline
-from chaos_lightning.observe.units import amount, duration, part, printable
+from chaos_lightning.observe.units import amount, duration, part
 
 _STYLE = """
 :root { color-scheme: light; }

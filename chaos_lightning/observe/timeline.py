@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from chaos_lightning.observe import fields as f
 from chaos_lightning.events.events import Event
+from chaos_lightning.events.reader import Record
+from chaos_lightning.observe import fields as f
 from chaos_lightning.observe.facts import (
     FREEZES,
     KILLS,
@@ -28,7 +29,6 @@ from chaos_lightning.observe.facts import (
     Slot,
     ViewFact,
 )
-from chaos_lightning.events.reader import Record
 
 __all__ = ["FREEZES", "KILLS", "THAWS", "Commit", "Fault", "Life", "Note", "Pull", "Slot", "Timeline", "ViewFact"]
 

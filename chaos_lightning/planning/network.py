@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.protocol.types import PlanSpec, TreeSpec
 from chaos_lightning.planning.graph import Pair, connected_parts, neighbours, not_connected
 from chaos_lightning.planning.trees import Shape, chunk_of, shares
+from chaos_lightning.protocol.types import PlanSpec, TreeSpec
 
 Edge = tuple[int, int]
 """Two ranks, the lower one first."""

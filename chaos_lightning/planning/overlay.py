@@ -26,11 +26,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.protocol.types import PlanSpec
 from chaos_lightning.planning.graph import Pair
 from chaos_lightning.planning.network import INFINITE, Edge, Network, Rank
 from chaos_lightning.planning.packing import bottleneck_bps, nearest, pack, weigh, widest
 from chaos_lightning.planning.trees import PLANNERS_GROUP, chunk_of, misfit
+from chaos_lightning.protocol.types import PlanSpec
 
 Links = Mapping[Pair, tuple[float, float, float]]
 """By (a, b): latency in seconds, bps from a to b, bps from b to a."""

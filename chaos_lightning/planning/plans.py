@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from chaos_lightning.errors import ConfigurationError, PlanError
-from chaos_lightning.protocol.types import PlanSpec, Span, TreeSpec
 from chaos_lightning.planning.trees import check_plan, expand
+from chaos_lightning.protocol.types import PlanSpec, Span, TreeSpec
 
 DEFAULT_PLAN = "auto"
 EXPECTED = (

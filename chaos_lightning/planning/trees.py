@@ -35,7 +35,6 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.protocol.types import PlanSpec, Span, TreeSpec
 from chaos_lightning.planning.graph import (
     Pair,
     breadth_first,
@@ -44,6 +43,7 @@ from chaos_lightning.planning.graph import (
     not_connected,
     pairs_in_words,
 )
+from chaos_lightning.protocol.types import PlanSpec, Span, TreeSpec
 
 ALIGNMENT = 64
 """Bytes; chunk borders inside a section are multiples of it."""

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError, EncodeError
 
 from chaos_lightning.errors import WireError
+from chaos_lightning.protocol import chaos_pb2
 from chaos_lightning.protocol import types as vocabulary
 from chaos_lightning.protocol.types import MAX_PEER_NBYTES, FromMember, PeerMessage, ToMember
-from chaos_lightning.protocol import chaos_pb2
 
 T = TypeVar("T")
 

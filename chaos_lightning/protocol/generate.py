@@ -1,5 +1,4 @@
-"""Writes chaos_pb2.py and chaos_pb2_grpc.py from chaos.proto, and etcd_pb2.py from etcd.proto:
-`python -m chaos_lightning.protocol.generate`.
+"""Writes the stubs of all .proto files beside them: `python -m chaos_lightning.protocol.generate`.
 
 Needs grpcio-tools (in the `dev` extra); the committed results need only grpcio and protobuf. The stubs demand at least
 the versions of grpcio and protobuf they were generated with, so regenerate with the oldest grpcio-tools that
@@ -13,19 +12,22 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = "chaos_lightning/runtime"
-PROTOS = {"chaos": ("python_out", "grpc_python_out"), "etcd": ("python_out",)}
-"""etcd's methods are called by name, since its messages have a package name of ours."""
+PROTOS = {
+    "protocol/chaos": ("python_out",),
+    "control/service": ("grpc_python_out",),
+    "control/etcd": ("python_out",),
+}
+"""What is made of each; etcd's methods are called by name, since its messages have a package name of ours."""
 
 
 def generate(out: Path = ROOT) -> None:
-    """Writes the stubs under `out`; the module path inside them stays chaos_lightning.runtime."""
+    """Writes the stubs under `out`, in the same folders."""
     try:
         protoc = importlib.import_module("grpc_tools.protoc")
     except ImportError as error:
         raise SystemExit("grpcio-tools is not installed; pip install 'chaos-lightning[dev]'") from error
     for name, outputs in PROTOS.items():
-        proto = f"{FOLDER}/{name}.proto"
+        proto = f"chaos_lightning/{name}.proto"
         if protoc.main(["protoc", f"-I{ROOT}", *(f"--{output}={out}" for output in outputs), proto]) != 0:
             raise SystemExit(f"protoc refused {proto}")
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
@@ -31,6 +32,9 @@ from chaos_lightning.protocol.reports import Verdict as Verdict
 
 Span = tuple[int, int]
 """Half-open interval [start, stop)."""
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""What a job or a node may be called (fullmatch)."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -34,13 +34,14 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from chaos_lightning.control.hosting import chain_at, ensure_scheduler, is_over, may_host, options_for_engine
 from chaos_lightning.errors import ChaosError, ConfigurationError, RefusedError
+from chaos_lightning.machine.addresses import is_local, split_endpoint
+from chaos_lightning.machine.orphan import VARIABLE, agent_mark
 from chaos_lightning.rendezvous.options import RendezvousOptions, read_options
 from chaos_lightning.rendezvous.polite import PoliteExit
-from chaos_lightning.security.access import check_bind, is_local, split_endpoint
+from chaos_lightning.security.access import check_bind
 from chaos_lightning.security.credentials import Credentials
-from chaos_lightning.control.hosting import chain_at, ensure_scheduler, is_over, may_host, options_for_engine
-from chaos_lightning.machine.orphan import VARIABLE, agent_mark
 
 logger = logging.getLogger("chaos_lightning.rendezvous")
 

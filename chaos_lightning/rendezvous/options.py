@@ -18,18 +18,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.protocol.types import Settings
-from chaos_lightning.security.access import (
-    DEFAULT_PORT,
-    WILDCARDS,
-    addresses,
-    is_loopback,
-    join_endpoint,
-    split_endpoint,
-    split_endpoints,
-)
-from chaos_lightning.member.config import DEFAULT_ENDPOINT, ON_LAST_EXIT, TRANSFERS, EngineConfig
 from chaos_lightning.control.options import (
     ETCD,
     MEMORY,
@@ -38,7 +26,19 @@ from chaos_lightning.control.options import (
     settings_from_json,
     settings_to_json,
 )
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.machine.addresses import (
+    DEFAULT_PORT,
+    WILDCARDS,
+    addresses,
+    is_loopback,
+    join_endpoint,
+    split_endpoint,
+    split_endpoints,
+)
 from chaos_lightning.planning.plans import absolute_plan
+from chaos_lightning.protocol.types import Settings
+from chaos_lightning.settings import DEFAULT_ENDPOINT, ON_LAST_EXIT, TRANSFERS, EngineConfig
 from chaos_lightning.transport.sealing import RULES
 
 logger = logging.getLogger("chaos_lightning.rendezvous")

@@ -183,3 +183,15 @@ def _replace(path: Path, data: bytes) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def forget(folder: Path, job: str, chain: str) -> list[Path]:
+    """Removes what members of this chain kept in the folder; returns what was there."""
+    found = []
+    for path in sorted(folder.glob(f"*/{RECORD}")):
+        with contextlib.suppress(StateError):  # what cannot be read is nobody's, and is named when a member comes
+            record = read(path.parent)
+            if (record.said.get("job"), record.said.get("chain")) == (job, chain):
+                remove(record.folder)
+                found.append(record.folder)
+    return found

@@ -17,7 +17,6 @@ fetched (PROTOCOL.md 19).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -42,8 +41,9 @@ from torch.optim import (
     optimizer,
 )
 
-from chaos_lightning.errors import StateError
 from chaos_lightning.collectives.hyper import set_hyper
+from chaos_lightning.collectives.layout import section_of
+from chaos_lightning.errors import StateError
 from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.replication.access import ModuleState
 
@@ -60,8 +60,6 @@ NEVER: dict[type[Optimizer], str] = {
 VOUCH = "chaos_replay"
 """The attribute of the user's module."""
 
-_SECTION = re.compile(r"section (\d{1,6})")
-
 
 @runtime_checkable
 class Replay(Protocol):
@@ -74,14 +72,6 @@ class Replay(Protocol):
     def replay(self, header: Header) -> None:
         """Does with `.grad`, which holds the average of this header's step, what training did; then clears it."""
         ...
-
-
-def section_of(header: Header) -> int:
-    """Which optimizer a step's header is about, as `Engine.step` names it."""
-    found = _SECTION.fullmatch(header.name)
-    if found is None:
-        raise StateError(f"step {header.step} (slot {header.seq}) is named {header.name!r}; expected 'section N'")
-    return int(found[1])
 
 
 class OptimizerReplay:

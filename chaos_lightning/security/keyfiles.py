@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.protocol.types import NAME
 from chaos_lightning.security.certificates import (
     AUTHORITY_DAYS,
     NODE_DAYS,
@@ -36,7 +37,6 @@ from chaos_lightning.security.certificates import (
     new_authority,
     signed_by,
 )
-from chaos_lightning.control.options import NAME
 from chaos_lightning.security.roles import CERTIFIED, MEMBER, OPERATOR
 
 CLUSTER = "cluster.json"

@@ -16,7 +16,7 @@ import time
 from cryptography import x509
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.security.access import split_endpoint
+from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.security.certificates import Facts, facts
 from chaos_lightning.security.credentials import Credentials, Keys, Secret
 from chaos_lightning.security.roles import MEMBER

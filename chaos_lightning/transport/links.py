@@ -9,8 +9,8 @@ first, and then refused, whatever keys it knows. Both ends ping, so a link on wh
 arrives for `SILENCE_S` is given up and dialled anew: a path that swallows bytes closes no socket.
 
 Messages go over the direct link if there is one; else, where the view names its links, as letters from neighbour to
-neighbour (membership/routing.py). What cannot go on yet waits for a link or for the next view; what has no way at all is
-dropped and noted. What each link carries is measured in transport/measuring.py.
+neighbour (membership/routing.py). What cannot go on yet waits for a link or for the next view; what has no way at all
+is dropped and noted. What each link carries is measured in transport/measuring.py.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from chaos_lightning.errors import ChaosError, ConfigurationError
-from chaos_lightning.protocol.types import NO_VIEW, LinkReport, Member, View, ViewId
-from chaos_lightning.security.credentials import Credentials, Secret
 from chaos_lightning.machine.few_lines import FewLines
 from chaos_lightning.machine.forks import close_in_children
-from chaos_lightning.transport.measuring import Measuring
 from chaos_lightning.machine.process_table import Sight, host_identity
 from chaos_lightning.membership.routing import Letter, Router, unpacked
-from chaos_lightning.transport.watching import Watching
+from chaos_lightning.protocol.types import NO_VIEW, LinkReport, Member, View, ViewId
+from chaos_lightning.security.credentials import Credentials, Secret
 from chaos_lightning.transport.frames import MAX_PAYLOAD_NBYTES, Frame, FrameType
 from chaos_lightning.transport.handshake import Greeting, Keys, accept, dial
 from chaos_lightning.transport.link import Link, Owner
 from chaos_lightning.transport.loop import IoLoop
+from chaos_lightning.transport.measuring import Measuring
 from chaos_lightning.transport.reference import Reference, Stamp
 from chaos_lightning.transport.sealing import ProtectedSocket, session_of
+from chaos_lightning.transport.watching import Watching
 
 PING_INTERVAL_S = 0.1
 SILENCE_S = 3.0

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from chaos_lightning.protocol.types import LinkReport
-from chaos_lightning.transport.link_meter import Lookout, Meter
 from chaos_lightning.transport.frames import Frame
 from chaos_lightning.transport.handshake import RELAY
 from chaos_lightning.transport.link import Link
+from chaos_lightning.transport.link_meter import Lookout, Meter
 from chaos_lightning.transport.locality import on_this_machine
 from chaos_lightning.transport.pacing import EMULATE, IDLE_PART, Shares, checked, pace, rate_to, rates_from
 from chaos_lightning.transport.probe import ProbeConfig, Probes

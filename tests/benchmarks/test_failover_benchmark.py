@@ -26,9 +26,9 @@ from benchmarks.soak import Standstill
 from benchmarks.soak_door import SharedDoor, Ways
 from benchmarks.soak_schedulers import SCHEDULER_KINDS, STALE_KINDS, Several, copy_chain
 from benchmarks.survival import Seen, Step
-from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.etcd_servers import EtcdServers
+from chaos_lightning.errors import ConfigurationError, StoreError
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from chaos_lightning.protocol.types import GENESIS, Header, Kind, Member, View, ViewId
 from chaos_lightning.events.events import EventLog
+from chaos_lightning.protocol.types import GENESIS, Header, Kind, Member, View, ViewId
 
 
 def view(number: int, *names: str, reason: str = "") -> View:

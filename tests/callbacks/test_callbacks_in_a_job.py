@@ -11,12 +11,12 @@ from pathlib import Path
 import callback_support
 import pytest
 
-from chaos_lightning.protocol.types import Settings
-from chaos_lightning.observe import folds
 from chaos_lightning.control.hosting import ensure_scheduler
 from chaos_lightning.control.options import SchedulerOptions
 from chaos_lightning.lab.faults import FaultPlan
 from chaos_lightning.lab.harness import Harness
+from chaos_lightning.observe import folds
+from chaos_lightning.protocol.types import Settings
 
 
 class Job:

@@ -23,8 +23,8 @@ import pytest
 from lightning.pytorch import Trainer
 
 import chaos_lightning.member.engine as engine_module
-from chaos_lightning.errors import ChaosError
 from chaos_lightning.control.hosting import HostedScheduler
+from chaos_lightning.errors import ChaosError
 from chaos_lightning.strategies import ChaosStrategy
 
 NOTED_LINES = 6

@@ -16,7 +16,7 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.member.config import EngineConfig
+from chaos_lightning.settings import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from chaos_lightning.data.order import fast_permutation
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.protocol.types import Kind, Spent
 from chaos_lightning.planning.orders import permutation
+from chaos_lightning.protocol.types import Kind, Spent
 
 
 class Numbers(Dataset):

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from chaos_lightning.events.events import Event, EventLog, Record
 from chaos_lightning.lab.demo import edge, edge_proof
 from chaos_lightning.lab.demo.proof import Check
-from chaos_lightning.events.events import Event, EventLog, Record
 from chaos_lightning.lab.edge_file import load_topology
 from chaos_lightning.lab.topology import Condition, Topology
 

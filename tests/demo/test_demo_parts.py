@@ -15,17 +15,17 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from chaos_lightning.errors import ConfigurationError, DeadlineError
+from chaos_lightning.events.events import Event, EventLog, read_events
 from chaos_lightning.lab.demo import cast, proof
 from chaos_lightning.lab.demo.cast import MARK, Cast, NodeDied
 from chaos_lightning.lab.demo.command import demo, judge, perform, prepare, tidy
 from chaos_lightning.lab.demo.screen import Screen
 from chaos_lightning.lab.demo.story import QUICK, Plot, Story
-from chaos_lightning.errors import ConfigurationError, DeadlineError
-from chaos_lightning.events.events import Event, EventLog, read_events
-from chaos_lightning.lab.simulate.fault_plans import PlannedWorld, job
-from chaos_lightning.lab.simulate.narrate import narrate
 from chaos_lightning.lab.faults import FaultPlan
 from chaos_lightning.lab.harness import Harness
+from chaos_lightning.lab.simulate.fault_plans import PlannedWorld, job
+from chaos_lightning.lab.simulate.narrate import narrate
 
 NODE = """
 import os, subprocess, sys, time

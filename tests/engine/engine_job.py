@@ -14,8 +14,8 @@ from typing import Any
 import engine_members
 from engine_control import ControlPath
 
-from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.lab.harness import Harness
 from chaos_lightning.lab.relay import LinkRelay
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from engine_job import Job
 
-from chaos_lightning.events.events import Record
 from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.events.events import Record
 from chaos_lightning.lab.relay import LinkRelay
 
 WIDTH = 4000

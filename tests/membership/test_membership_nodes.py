@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.protocol import nodes
 from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.protocol import nodes
 from chaos_lightning.protocol.types import (
     NO_VIEW,
     Decide,

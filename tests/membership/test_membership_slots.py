@@ -11,8 +11,8 @@ from membership_script import contribution, header_after, member
 
 from chaos_lightning.membership import slots
 from chaos_lightning.membership.slots import carried, close_slot, drifted, fitting, presence_of
-from chaos_lightning.protocol.types import GENESIS, MAX_GATHER_NBYTES, NO_VIEW, Kind, Ledger, Spent, View, ViewId
 from chaos_lightning.protocol.codec import encode_peer
+from chaos_lightning.protocol.types import GENESIS, MAX_GATHER_NBYTES, NO_VIEW, Kind, Ledger, Spent, View, ViewId
 
 IDS = ("a~1", "b~2", "c~3")
 VIEW = View(id=ViewId(1, 1), predecessor=NO_VIEW, members=tuple(member(m) for m in IDS))

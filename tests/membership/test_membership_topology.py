@@ -27,9 +27,9 @@ from chaos_lightning.membership.topology import (
     ranked,
     specs,
 )
-from chaos_lightning.protocol.types import LinkReport, LinkSpec, Member, PlanSpec, View, ViewId
 from chaos_lightning.membership.views import Change, changed_view, plan_within, replanned
 from chaos_lightning.planning.trees import edges
+from chaos_lightning.protocol.types import LinkReport, LinkSpec, Member, PlanSpec, View, ViewId
 
 NAMES = ("a~1", "b~2", "c~3", "d~4", "e~5")
 

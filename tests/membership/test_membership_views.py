@@ -5,8 +5,8 @@ from __future__ import annotations
 from membership_script import member
 
 from chaos_lightning.membership.recovery import Ruling
-from chaos_lightning.protocol.types import GENESIS, Member, PlanSpec, TreeSpec, View, ViewId
 from chaos_lightning.membership.views import Change, changed_view, founding_view, recovered_view
+from chaos_lightning.protocol.types import GENESIS, Member, PlanSpec, TreeSpec, View, ViewId
 
 PLAN = PlanSpec("user", 4096, (TreeSpec(0, 0, ("a", "b", "c"), ("", "a", "a")),))
 INSTEAD = "plan: rotating instead: tree 0 does not span"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from chaos_lightning.protocol.types import Header, Kind, Ledger, Share, Spent, ViewId
 from chaos_lightning.events.events import FIELDS, Event, EventLog, Tail, committed_fields, read_events
 from chaos_lightning.events.reader import parse_line
+from chaos_lightning.protocol.types import Header, Kind, Ledger, Share, Spent, ViewId
 
 HEADER = Header(
     seq=3,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from observe_synthetic import T0, Script, story
 
-from chaos_lightning.observe import folds
 from chaos_lightning.events.events import read_events
 from chaos_lightning.events.spans import intersect, merge, overlaps, size, subtract, words
+from chaos_lightning.observe import folds
 from chaos_lightning.observe.timeline import Timeline
 
 

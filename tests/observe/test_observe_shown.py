@@ -18,10 +18,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from chaos_lightning.errors import ConfigurationError, SchedulerUnreachableError
-from chaos_lightning.observe import charts, cli_report, cli_top, report
-from chaos_lightning.observe.audit import audit
 from chaos_lightning.events.events import read_events
 from chaos_lightning.events.reader import log_files
+from chaos_lightning.observe import charts, cli_report, cli_top, report
+from chaos_lightning.observe.audit import audit
 from chaos_lightning.observe.render import Board, Row, draw, from_status, from_timeline
 from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.observe.units import amount, duration, time_unit

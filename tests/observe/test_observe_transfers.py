@@ -11,8 +11,8 @@ import pytest
 from observe_synthetic import Script
 from rich.console import Console
 
-from chaos_lightning.observe import report
 from chaos_lightning.events.events import read_events
+from chaos_lightning.observe import report
 from chaos_lightning.observe.facts import Progress
 from chaos_lightning.observe.render import PULLS_SHOWN, Board, Row, draw
 from chaos_lightning.observe.timeline import Timeline

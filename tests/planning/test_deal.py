@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, Ledger, Member, Spent, View, ViewId
 from chaos_lightning.planning.deal import after_step, deal_step, local_steps_left, ruling_view, steps_left
 from chaos_lightning.planning.ledger import announce_length, count, is_spent, merge, normalise, remaining
+from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, Ledger, Member, Spent, View, ViewId
 
 
 def member(name, quota=1):

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos_lightning.protocol.types import NO_VIEW, Ledger, Member, Spent, View
 from chaos_lightning.planning.ledger import (
     announce_length,
     announced_length,
@@ -18,6 +17,7 @@ from chaos_lightning.planning.ledger import (
     subtract,
     union,
 )
+from chaos_lightning.protocol.types import NO_VIEW, Ledger, Member, Spent, View
 
 position_sets = st.sets(st.integers(0, 60))
 

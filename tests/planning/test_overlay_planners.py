@@ -10,10 +10,10 @@ from overlay_networks import Rank, inputs, network_of
 from test_trees import check_tree
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.protocol.types import PlanSpec
 from chaos_lightning.planning import overlay, trees
 from chaos_lightning.planning.network import Network
 from chaos_lightning.planning.trees import PLANNERS_GROUP, edges, expand, misfit
+from chaos_lightning.protocol.types import PlanSpec
 
 MIB = 1 << 20
 ALWAYS = ("auto", "widest", "packed", "fapt", "local")

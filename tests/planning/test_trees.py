@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.protocol.types import PlanSpec, TreeSpec
 from chaos_lightning.planning.trees import ALIGNMENT, commit_tree, edges, expand, plan_for
+from chaos_lightning.protocol.types import PlanSpec, TreeSpec
 
 kinds = st.sampled_from(["rotating", "chain", "tree", "tree:3"])
 worlds = st.integers(1, 9).map(lambda n: tuple(f"n{i}~{i}" for i in range(n)))

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from test_trees import check_tree
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.protocol.types import PlanSpec, TreeSpec
 from chaos_lightning.planning.trees import (
     ALIGNMENT,
     SMALLEST_CHUNK,
@@ -20,6 +19,7 @@ from chaos_lightning.planning.trees import (
     plan_for,
     shares,
 )
+from chaos_lightning.protocol.types import PlanSpec, TreeSpec
 
 NAMES = ("a", "b", "c", "d")
 SHAPES = (("", "a", "b", "c"), ("b", "", "d", "b"), ("d", "d", "d", ""), ("", "a", "a", "a"))

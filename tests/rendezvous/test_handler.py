@@ -18,17 +18,17 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
 )
 
-from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.membership.effects import Persist
-from chaos_lightning.protocol.types import NO_VIEW, Member, View, ViewId
-from chaos_lightning.rendezvous import factory, handler
-from chaos_lightning.rendezvous.handler import ChaosRendezvousHandler
 from chaos_lightning.control import hosting
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.hosting import HostedScheduler
 from chaos_lightning.control.options import default_store
-from chaos_lightning.machine.orphan import VARIABLE, agent_mark
 from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.machine.orphan import VARIABLE, agent_mark
+from chaos_lightning.membership.effects import Persist
+from chaos_lightning.protocol.types import NO_VIEW, Member, View, ViewId
+from chaos_lightning.rendezvous import factory, handler
+from chaos_lightning.rendezvous.handler import ChaosRendezvousHandler
 
 
 @pytest.fixture(autouse=True)

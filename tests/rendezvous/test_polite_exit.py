@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
 
+from chaos_lightning.lab.harness import Harness
+from chaos_lightning.machine.orphan import VARIABLE
 from chaos_lightning.rendezvous import polite
 from chaos_lightning.rendezvous.polite import PoliteExit, workers_of
-from chaos_lightning.machine.orphan import VARIABLE
-from chaos_lightning.lab.harness import Harness
 
 HERE = Path(__file__).resolve().parent
 

@@ -18,18 +18,18 @@ from typing import Any
 
 import pytest
 
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.hosting import HostedScheduler
+from chaos_lightning.control.options import settings_to_json
+from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError
+from chaos_lightning.lab.harness import Harness, Record
+from chaos_lightning.machine.process_table import start_time
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.protocol.types import NO_VIEW, Settings, View, ViewId
-from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.security.credentials import Credentials
-from chaos_lightning.control.hosting import HostedScheduler
 from chaos_lightning.security.keyfiles import NODES, Node, init
-from chaos_lightning.control.options import settings_to_json
-from chaos_lightning.machine.process_table import start_time
 from chaos_lightning.security.roles import OBSERVER
-from chaos_lightning.control.sqlite_store import SqliteStore
-from chaos_lightning.lab.harness import Harness, Record
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -12,6 +12,9 @@ import sys
 import threading
 from typing import Any
 
+from chaos_lightning.control.agent import Agent
+from chaos_lightning.machine.orphan import watch_parent
+from chaos_lightning.machine.process_table import host_identity, start_time
 from chaos_lightning.protocol.types import (
     NO_VIEW,
     Decide,
@@ -27,11 +30,8 @@ from chaos_lightning.protocol.types import (
     ToMember,
     Welcome,
 )
-from chaos_lightning.control.agent import Agent
-from chaos_lightning.member.config import EngineConfig
 from chaos_lightning.security.credentials import Credentials
-from chaos_lightning.machine.orphan import watch_parent
-from chaos_lightning.machine.process_table import host_identity, start_time
+from chaos_lightning.settings import EngineConfig
 
 config = EngineConfig.build({})
 restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -25,12 +25,12 @@ from torch.optim import (
 )
 
 from chaos_lightning.collectives.gradients import Gradients, cells_of
-from chaos_lightning.collectives.layout import Layout, Section
-from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.collectives.hyper import hyper_words
+from chaos_lightning.collectives.layout import Layout, Section, section_of
+from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.protocol.types import NO_VIEW, Header, Kind, Share
 from chaos_lightning.replication.access import ModuleState
-from chaos_lightning.replication.replay import OptimizerReplay, Replay, section_of
+from chaos_lightning.replication.replay import OptimizerReplay, Replay
 from chaos_lightning.trainer import norm_buffers
 
 Clip = Callable[[Optimizer], Any]

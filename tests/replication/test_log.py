@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from replication_support import LIMIT_S, ThreadDonor, dial, donors
 
+from chaos_lightning.protocol.codec import decode, encode
 from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, Span
 from chaos_lightning.replication import log as log_module
 from chaos_lightning.replication import log_reader
@@ -21,7 +22,6 @@ from chaos_lightning.replication.by_reference import Lender
 from chaos_lightning.replication.log import SlotLog
 from chaos_lightning.replication.log_reader import LogReader, _shares
 from chaos_lightning.replication.server import ServerConfig
-from chaos_lightning.protocol.codec import decode, encode
 from chaos_lightning.transport.reference import Stamp
 
 NBYTES = 4096

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from chaos_lightning.protocol.codec import wrap_from_member
 from chaos_lightning.protocol.types import Progress
 from chaos_lightning.replication.policy import SourceStats
 from chaos_lightning.replication.session import Meter, PullProgress
-from chaos_lightning.protocol.codec import wrap_from_member
 
 
 def test_progress_before_anything_was_measured() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import grpc
 
+from chaos_lightning.control.service_pb2_grpc import SchedulerStub
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.protocol import chaos_pb2
+from chaos_lightning.protocol.codec import wrap_from_member
 from chaos_lightning.security import keyfiles
 from chaos_lightning.security.access import TOKEN_KEY
-from chaos_lightning.control.chaos_pb2_grpc import SchedulerStub
-from chaos_lightning.protocol.codec import wrap_from_member
 from chaos_lightning.security.credentials import Credentials, KeyFolder
 from chaos_lightning.security.keyfiles import CHAIN, KEY, NODES, TOKEN, TRUSTED, Node
 from chaos_lightning.security.roles import OBSERVER, OPERATOR

@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from chaos_lightning.protocol.types import LinkReport, LinkSpec, Member, View, ViewId
-from chaos_lightning.transport.links import Links
 from chaos_lightning.transport.frames import Frame, FrameType
 from chaos_lightning.transport.link import Link
+from chaos_lightning.transport.links import Links
 from chaos_lightning.transport.loop import IoLoop
 
 T = TypeVar("T")

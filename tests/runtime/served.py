@@ -9,6 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
+from chaos_lightning.control.agent import Agent
+from chaos_lightning.control.memory_store import MemoryStore
+from chaos_lightning.control.seat import Seat
+from chaos_lightning.control.server import SchedulerServer
+from chaos_lightning.control.server_config import ServerConfig
+from chaos_lightning.control.store import Store
+from chaos_lightning.events.events import EventLog
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import (
     NO_VIEW,
@@ -21,13 +28,6 @@ from chaos_lightning.protocol.types import (
     ToMember,
     Welcome,
 )
-from chaos_lightning.events.events import EventLog
-from chaos_lightning.control.agent import Agent
-from chaos_lightning.control.memory_store import MemoryStore
-from chaos_lightning.control.seat import Seat
-from chaos_lightning.control.server import SchedulerServer
-from chaos_lightning.control.server_config import ServerConfig
-from chaos_lightning.control.store import Store
 
 PATIENCE_S = 30.0
 T = TypeVar("T")

@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.protocol.types import PlanSpec, Settings, TreeSpec
-from chaos_lightning.security import access
 from chaos_lightning.control.options import (
     MEMORY,
     SchedulerOptions,
@@ -23,6 +20,9 @@ from chaos_lightning.control.options import (
     settings_from_json,
     settings_to_json,
 )
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.protocol.types import PlanSpec, Settings, TreeSpec
+from chaos_lightning.security import access
 
 
 @pytest.mark.parametrize(

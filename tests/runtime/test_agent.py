@@ -15,7 +15,11 @@ from typing import Any
 
 import pytest
 
+from chaos_lightning.control import agent as agents
+from chaos_lightning.control.agent import Agent
+from chaos_lightning.control.channel import SilentError, StandbyError
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError, StoreError
+from chaos_lightning.machine import forks
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import (
     NO_VIEW,
@@ -28,10 +32,6 @@ from chaos_lightning.protocol.types import (
     Released,
     ViewId,
 )
-from chaos_lightning.control import agent as agents
-from chaos_lightning.machine import forks
-from chaos_lightning.control.agent import Agent
-from chaos_lightning.control.channel import SilentError, StandbyError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import PATIENCE_S, Client, Facts, attending, hello, serving, welcome

@@ -12,6 +12,8 @@ from typer.testing import CliRunner, Result
 from until_support import until
 
 from chaos_lightning.cli import app
+from chaos_lightning.control.channel import change_link, fetch_status
+from chaos_lightning.control.server import real_machine
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import (
@@ -26,8 +28,6 @@ from chaos_lightning.protocol.types import (
     Settings,
     ToMember,
 )
-from chaos_lightning.control.channel import change_link, fetch_status
-from chaos_lightning.control.server import real_machine
 
 SETTINGS = Settings(min_nodes=3, heartbeat_timeout_s=5.0)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from chaos_lightning.member.choice import USUAL_LINK, Situation, TransferChoice, overlay
 from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, Member, View, ViewId
 from chaos_lightning.replication.policies import MultiSource
 from chaos_lightning.replication.policy import Job
-from chaos_lightning.member.choice import USUAL_LINK, Situation, TransferChoice, overlay
 
 
 def situation(members: str, near: str, *links: str, **rates_bps: float) -> Situation:

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import WireError
+from chaos_lightning.protocol import chaos_pb2, codec, generate
 from chaos_lightning.protocol import types as vocabulary
 from chaos_lightning.protocol.types import (
     GENESIS,
@@ -35,7 +36,6 @@ from chaos_lightning.protocol.types import (
     View,
     ViewId,
 )
-from chaos_lightning.protocol import chaos_pb2, codec, generate
 
 sys.path.insert(0, str(Path(__file__).parent))
 from vocabulary import messages, values

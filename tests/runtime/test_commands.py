@@ -14,13 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 from chaos_lightning import cli
+from chaos_lightning.control import scheduler_main
+from chaos_lightning.control.options import MEMORY, SchedulerOptions
 from chaos_lightning.errors import RefusedError
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import Settings, Welcome
-from chaos_lightning.control import scheduler_main
 from chaos_lightning.security.credentials import Credentials, KeyFolder
 from chaos_lightning.security.keyfiles import NODES
-from chaos_lightning.control.options import MEMORY, SchedulerOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import Served, attending, serving

@@ -8,7 +8,7 @@ import pytest
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.replication import POLICIES
-from chaos_lightning.member.config import TRANSFERS, EngineConfig
+from chaos_lightning.settings import TRANSFERS, EngineConfig
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan])

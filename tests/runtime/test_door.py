@@ -21,16 +21,16 @@ from keys_support import CHAIN, KEY, TRUSTED, Keys, Refusals, Shown, call, write
 from served import PATIENCE_S, Facts, Served, attending, serving
 from until_support import until
 
+from chaos_lightning.control import door
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.hosting import ensure_scheduler, look
+from chaos_lightning.control.options import MEMORY, SchedulerOptions
 from chaos_lightning.errors import ConfigurationError, RefusedError
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import Notice, Verdict, Welcome
-from chaos_lightning.control import door
 from chaos_lightning.security import keyfiles
-from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.security.credentials import Credentials, KeyFolder
-from chaos_lightning.control.hosting import ensure_scheduler, look
 from chaos_lightning.security.keyfiles import Node
-from chaos_lightning.control.options import MEMORY, SchedulerOptions
 from chaos_lightning.security.tls_trouble import tls_trouble
 
 

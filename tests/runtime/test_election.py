@@ -21,13 +21,13 @@ from etcd_for_tests import servers
 from test_store import decide, reserve
 from until_support import until
 
-from chaos_lightning.errors import StoreError
-from chaos_lightning.protocol.types import NO_VIEW, ViewId
-from chaos_lightning.machine import process_table
 from chaos_lightning.control.election import Candidate, Election
 from chaos_lightning.control.etcd_client import EtcdClient
 from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.control.etcd_store import EtcdStore
+from chaos_lightning.errors import StoreError
+from chaos_lightning.machine import process_table
+from chaos_lightning.protocol.types import NO_VIEW, ViewId
 
 PATIENCE_S = 60.0
 

@@ -15,9 +15,6 @@ import pytest
 from etcd_for_tests import servers
 from test_store import decide, reserve, view
 
-from chaos_lightning.errors import ConfigurationError, StoreError
-from chaos_lightning.membership.effects import Persist
-from chaos_lightning.protocol.types import NO_VIEW, ViewId
 from chaos_lightning.control.etcd_client import (
     CLIENTS,
     CompactedError,
@@ -30,6 +27,9 @@ from chaos_lightning.control.etcd_client import (
 from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.control.etcd_store import EtcdStore, job_root
 from chaos_lightning.control.store import Appended
+from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.membership.effects import Persist
+from chaos_lightning.protocol.types import NO_VIEW, ViewId
 
 pytestmark = pytest.mark.usefixtures("each_client")
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from until_support import until
 
-from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.protocol.types import Settings
 from chaos_lightning.control.etcd_client import put, read_address
 from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.control.seat import EtcdSeat
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.protocol.types import Settings
 
 PATIENCE_S = 60.0
 

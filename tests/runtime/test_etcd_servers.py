@@ -16,8 +16,8 @@ import pytest
 from etcd_for_tests import servers
 from until_support import until
 
-from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.control.etcd_servers import MOST_QUICK, EtcdServer, EtcdServers, find_etcd
+from chaos_lightning.errors import ConfigurationError, StoreError
 
 PATIENCE_S = 60.0
 ALWAYS_S = 600.0

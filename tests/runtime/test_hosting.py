@@ -18,12 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
-from chaos_lightning.membership.effects import Persist
-from chaos_lightning.protocol.types import NO_VIEW, Member, OpenLinks, Ready, Refused, Settings, View, ViewId
 from chaos_lightning.control import hosting
 from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.member.config import EngineConfig
 from chaos_lightning.control.etcd_servers import EtcdServers, free_ports
 from chaos_lightning.control.hosting import HostedScheduler, ensure_scheduler, look
 from chaos_lightning.control.machine import real_machine
@@ -31,6 +27,10 @@ from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.control.options import MEMORY, SchedulerOptions
 from chaos_lightning.control.scheduler_main import main, open_store
 from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
+from chaos_lightning.membership.effects import Persist
+from chaos_lightning.protocol.types import NO_VIEW, Member, OpenLinks, Ready, Refused, Settings, View, ViewId
+from chaos_lightning.settings import EngineConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import PATIENCE_S, Client, attending, hello, serving

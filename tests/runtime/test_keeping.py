@@ -13,16 +13,16 @@ import pytest
 import torch
 from served import hello
 
-from chaos_lightning.errors import StateError
-from chaos_lightning.membership.effects import Persist
-from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Hello, Kept, Member, Settings, View, ViewId
-from chaos_lightning.events.events import EventLog
-from chaos_lightning.replication import ModuleState, StateAccess
-from chaos_lightning.member.config import EngineConfig
-from chaos_lightning.member.keeping import Keeping, folder_of
 from chaos_lightning.control.options import SchedulerOptions, default_store
 from chaos_lightning.control.resetting import reset_job
 from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.errors import StateError
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.member.keeping import Keeping, folder_of
+from chaos_lightning.membership.effects import Persist
+from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Hello, Kept, Member, Settings, View, ViewId
+from chaos_lightning.replication import ModuleState, StateAccess
+from chaos_lightning.settings import EngineConfig
 from chaos_lightning.trainer import has_stepped
 
 ENDPOINT = "127.0.0.1:9"

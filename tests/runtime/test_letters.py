@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from links_support import DEADLINE_S, Node, a_view, connect
 
-from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, Member, View, ViewId
 from chaos_lightning.membership.routing import Letter
+from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, Member, View, ViewId
 from chaos_lightning.transport.frames import FrameType, pack, payload_checksum
 from chaos_lightning.transport.handshake import Greeting, dial
 

@@ -14,7 +14,15 @@ from typing import Any
 
 import pytest
 
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.link_keys import KeyIssuer, levels
+from chaos_lightning.control.options import check_settings, settings_from_json, settings_to_json
+from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import ConfigurationError, RefusedError
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.member import keyring
+from chaos_lightning.member.keyring import KEPT, Keyring
+from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import (
     GENESIS,
@@ -34,15 +42,7 @@ from chaos_lightning.protocol.types import (
     ViewId,
     Welcome,
 )
-from chaos_lightning.events.events import EventLog
-from chaos_lightning.member import keyring
-from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.member.config import EngineConfig
-from chaos_lightning.member.keyring import KEPT, Keyring
-from chaos_lightning.control.link_keys import KeyIssuer, levels
-from chaos_lightning.member.mailbox import Mailbox
-from chaos_lightning.control.options import check_settings, settings_from_json, settings_to_json
-from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.settings import EngineConfig
 from chaos_lightning.transport.handshake import Greeting, accept, dial
 from chaos_lightning.transport.sealing import Level, session_of
 

@@ -14,10 +14,10 @@ from links_support import DEADLINE_S, Node, connect, pacing_of
 from until_support import until
 
 from chaos_lightning.protocol.types import ViewId
-from chaos_lightning.transport.measuring import RENEW_S
 from chaos_lightning.transport.frames import FrameType
 from chaos_lightning.transport.handshake import RELAY, Greeting, dial
 from chaos_lightning.transport.link import Link
+from chaos_lightning.transport.measuring import RENEW_S
 from chaos_lightning.transport.pacing import EMULATE, IDLE_PART
 from chaos_lightning.transport.probe import Probes
 from chaos_lightning.transport.reference import Stamp

@@ -13,9 +13,9 @@ from links_support import DEADLINE_S, Node
 from until_support import until
 
 from chaos_lightning.errors import RefusedError
+from chaos_lightning.machine.few_lines import FewLines
 from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, Member, View, ViewId
 from chaos_lightning.transport import links
-from chaos_lightning.machine.few_lines import FewLines
 from chaos_lightning.transport.handshake import Greeting, dial
 
 

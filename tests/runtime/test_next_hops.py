@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.protocol.types import LinkSpec, Member, View, ViewId
 from chaos_lightning.membership.routing import MAX_HOPS, Letter, Router, next_hops, unpacked
+from chaos_lightning.protocol.types import LinkSpec, Member, View, ViewId
 
 NAMES = [f"{c}~1" for c in "abcdefgh"]
 

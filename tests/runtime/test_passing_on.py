@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 
 from chaos_lightning.errors import RefusedError
-from chaos_lightning.protocol.types import Member, View, ViewId
-from chaos_lightning.replication.client import Endpoint
 from chaos_lightning.member import shell
 from chaos_lightning.member.shell import Shell
+from chaos_lightning.protocol.types import Member, View, ViewId
+from chaos_lightning.replication.client import Endpoint
 
 
 class Passing:

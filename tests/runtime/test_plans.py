@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.protocol.types import PlanSpec, Settings, TreeSpec
-from chaos_lightning.planning.trees import expand
-from chaos_lightning.rendezvous.options import read_options
-from chaos_lightning.member.config import EngineConfig
 from chaos_lightning.control.hosting import options_for_engine
 from chaos_lightning.control.options import check_settings
+from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.planning.plans import absolute_plan, check_bytes, read_plan
+from chaos_lightning.planning.trees import expand
+from chaos_lightning.protocol.types import PlanSpec, Settings, TreeSpec
+from chaos_lightning.rendezvous.options import read_options
+from chaos_lightning.settings import EngineConfig
 
 STAR = {"start": 0, "stop": 128, "members": ["a", "b", "c"], "parents": ["", "a", "a"]}
 LINE = {"start": 128, "stop": 1000, "members": ["a", "b", "c"], "parents": ["b", None, "b"]}

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.protocol.types import PlanSpec, Settings, TreeSpec
-from chaos_lightning.planning.trees import DRAWN
 from chaos_lightning.control.options import settings_from_json, settings_to_json
+from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.planning.plans import read_plan
+from chaos_lightning.planning.trees import DRAWN
+from chaos_lightning.protocol.types import PlanSpec, Settings, TreeSpec
 
 STAR = {"members": ["a", "b", "c"], "parents": ["", "a", "a"], "weight": 2}
 LINE = {"members": ["a", "b", "c"], "parents": ["b", "", "b"], "weight": 0.5}

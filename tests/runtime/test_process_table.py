@@ -13,6 +13,20 @@ from typing import Any, cast
 
 import pytest
 
+from chaos_lightning.control.memory_store import MemoryStore
+from chaos_lightning.control.server import real_machine
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine import watcher
+from chaos_lightning.machine.process_table import (
+    Sight,
+    host_identity,
+    process_state,
+    rebooted,
+    same_machine_verdict,
+    start_time,
+)
+from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.member.shell import Shell
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import (
     NO_VIEW,
@@ -25,20 +39,6 @@ from chaos_lightning.protocol.types import (
     ViewId,
     Welcome,
 )
-from chaos_lightning.events.events import EventLog
-from chaos_lightning.machine import watcher
-from chaos_lightning.member.mailbox import Mailbox
-from chaos_lightning.control.memory_store import MemoryStore
-from chaos_lightning.machine.process_table import (
-    Sight,
-    host_identity,
-    process_state,
-    rebooted,
-    same_machine_verdict,
-    start_time,
-)
-from chaos_lightning.control.server import real_machine
-from chaos_lightning.member.shell import Shell
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import attending, serving

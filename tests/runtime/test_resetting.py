@@ -14,7 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 from chaos_lightning import cli
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.machine import real_machine
+from chaos_lightning.control.options import SchedulerOptions
+from chaos_lightning.control.resetting import reset_job
+from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError
+from chaos_lightning.machine.process_table import host_identity, start_time
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import (
     NO_VIEW,
@@ -28,12 +34,6 @@ from chaos_lightning.protocol.types import (
     View,
     ViewId,
 )
-from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.control.machine import real_machine
-from chaos_lightning.control.options import SchedulerOptions
-from chaos_lightning.machine.process_table import host_identity, start_time
-from chaos_lightning.control.resetting import reset_job
-from chaos_lightning.control.sqlite_store import SqliteStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import PATIENCE_S, Client, attending, hello, serving

@@ -9,14 +9,14 @@ import pytest
 from keys_support import CHAIN, KEY, Keys, Refusals, Shown, call, write_keys
 from served import PATIENCE_S, Served, attending, serving
 
-from chaos_lightning.errors import RefusedError, WireError
-from chaos_lightning.membership import effects as fx
-from chaos_lightning.protocol.types import Welcome
-from chaos_lightning.security import certificates, roles
-from chaos_lightning.protocol import chaos_pb2
-from chaos_lightning.machine import few_lines
 from chaos_lightning.control.channel import change_link, drain, fetch_status
 from chaos_lightning.control.claims import ask
+from chaos_lightning.errors import RefusedError, WireError
+from chaos_lightning.machine import few_lines
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.protocol import chaos_pb2
+from chaos_lightning.protocol.types import Welcome
+from chaos_lightning.security import certificates, roles
 from chaos_lightning.security.roles import MEMBER, OBSERVER, OPERATOR
 
 CALLS = ("Attend", "Status", "Drain", "ChangeLink", "Reset", "Claim")

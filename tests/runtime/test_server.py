@@ -18,8 +18,16 @@ from typing import Any
 import grpc
 import pytest
 
+from chaos_lightning.control import server
+from chaos_lightning.control.channel import CLIENT_OPTIONS, SERVER_OPTIONS, drain, fetch_status
+from chaos_lightning.control.memory_store import MemoryStore
+from chaos_lightning.control.service_pb2_grpc import SchedulerStub
+from chaos_lightning.control.sqlite_store import SqliteStore
+from chaos_lightning.control.store import Appended
 from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
+from chaos_lightning.events.events import EventLog, read_events
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.protocol import chaos_pb2
 from chaos_lightning.protocol.types import (
     NO_VIEW,
     Heartbeat,
@@ -34,14 +42,6 @@ from chaos_lightning.protocol.types import (
     ViewId,
     Welcome,
 )
-from chaos_lightning.events.events import EventLog, read_events
-from chaos_lightning.protocol import chaos_pb2
-from chaos_lightning.control import server
-from chaos_lightning.control.channel import CLIENT_OPTIONS, SERVER_OPTIONS, drain, fetch_status
-from chaos_lightning.control.chaos_pb2_grpc import SchedulerStub
-from chaos_lightning.control.memory_store import MemoryStore
-from chaos_lightning.control.sqlite_store import SqliteStore
-from chaos_lightning.control.store import Appended
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import PATIENCE_S, Facts, Served, attending, serving, welcome

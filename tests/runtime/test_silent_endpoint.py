@@ -18,21 +18,21 @@ from pathlib import Path
 
 import pytest
 
+from chaos_lightning.control import hosting
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.hosting import ensure_scheduler, look
+from chaos_lightning.control.options import MEMORY, SchedulerOptions
+from chaos_lightning.control.service_pb2_grpc import SchedulerStub
 from chaos_lightning.errors import SchedulerUnreachableError
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine import listener
+from chaos_lightning.machine.addresses import split_endpoint
+from chaos_lightning.machine.listener import is_another_kind, who_listens
+from chaos_lightning.member import waiting
+from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.member.waiting import Waiting
 from chaos_lightning.membership.effects import MessageIn
 from chaos_lightning.protocol.types import Heartbeat, Settings, Welcome
-from chaos_lightning.events.events import EventLog
-from chaos_lightning.control import hosting
-from chaos_lightning.machine import listener
-from chaos_lightning.member import waiting
-from chaos_lightning.security.access import split_endpoint
-from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.control.chaos_pb2_grpc import SchedulerStub
-from chaos_lightning.control.hosting import ensure_scheduler, look
-from chaos_lightning.machine.listener import is_another_kind, who_listens
-from chaos_lightning.member.mailbox import Mailbox
-from chaos_lightning.control.options import MEMORY, SchedulerOptions
-from chaos_lightning.member.waiting import Waiting
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import PATIENCE_S, Facts, attending, serving

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, Member, View, ViewId
 from chaos_lightning.member.sources import endpoint, endpoints
+from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, Member, View, ViewId
 
 
 def member(name: str) -> Member:

@@ -16,8 +16,6 @@ from served import PATIENCE_S, Facts, ScriptedMachine, Served, serving
 from test_store import decide
 from until_support import until
 
-from chaos_lightning.membership import effects as fx
-from chaos_lightning.protocol.types import Settings, ViewId
 from chaos_lightning.control import scheduler_main
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.claims import ask
@@ -32,6 +30,8 @@ from chaos_lightning.control.seat import EtcdSeat
 from chaos_lightning.control.server import CANNOT_LEAD
 from chaos_lightning.control.server_config import Owed, ServerConfig
 from chaos_lightning.control.store import Store
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.protocol.types import Settings, ViewId
 
 
 class PlainSeat:

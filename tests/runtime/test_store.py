@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 from etcd_for_tests import need_client
 
-from chaos_lightning.errors import ConfigurationError, StoreError
-from chaos_lightning.membership.effects import LinkWish, Persist
-from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, Ledger, Member, Spent, View, ViewId
 from chaos_lightning.control.etcd_client import put
 from chaos_lightning.control.etcd_store import EtcdStore
 from chaos_lightning.control.memory_store import MemoryStore, Shelf
 from chaos_lightning.control.sqlite_store import FileLock, SqliteStore, archive
 from chaos_lightning.control.store import MAX_ENDED, Entry, Store, Tip, advance
+from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.membership.effects import LinkWish, Persist
+from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, Ledger, Member, Spent, View, ViewId
 
 Open = Callable[[], Store]
 MEMBERS = (Member("a~1", "a", "host", "127.0.0.1", 4000), Member("b~2", "b", "host", "127.0.0.1", 4001, 7, 8, 9))

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import pytest
 
 from chaos_lightning.errors import DeadlineError
-from chaos_lightning.protocol.types import NO_VIEW, Refused, View, ViewId
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.member import waiting
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.waiting import Waiting
+from chaos_lightning.protocol.types import NO_VIEW, Refused, View, ViewId
 
 LOST = "lost: no scheduler answered"
 

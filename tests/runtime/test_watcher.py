@@ -14,11 +14,11 @@ import pytest
 from links_support import Node, connect
 from until_support import until
 
-from chaos_lightning.transport import links
 from chaos_lightning.machine import watcher
 from chaos_lightning.machine.process_table import start_time
-from chaos_lightning.transport.watching import Watching
+from chaos_lightning.transport import links
 from chaos_lightning.transport.loop import IoLoop
+from chaos_lightning.transport.watching import Watching
 
 KEY = bytes(range(watcher.KEY_NBYTES))
 DEADLINE_S = 20.0

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from served import attending, serving
 
-from chaos_lightning.membership import effects as fx
-from chaos_lightning.protocol.types import Hello, Leave, Member, NextView, Notice, Settings, View, ViewId, Welcome
 from chaos_lightning.control.connection import Connection
 from chaos_lightning.control.server import SchedulerServer
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.protocol.types import Hello, Leave, Member, NextView, Notice, Settings, View, ViewId, Welcome
 
 
 def says_leave(event: fx.SchedulerEvent) -> bool:

@@ -17,8 +17,13 @@ from typing import Any
 
 import pytest
 
+from chaos_lightning.control.agent import Agent
+from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.memory_store import MemoryStore, Shelf
+from chaos_lightning.control.server import real_machine
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.protocol.codec import decode_peer, encode_peer
 from chaos_lightning.protocol.types import (
     Contribution,
     FromMember,
@@ -32,11 +37,6 @@ from chaos_lightning.protocol.types import (
     Verdict,
     ViewId,
 )
-from chaos_lightning.control.agent import Agent
-from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.protocol.codec import decode_peer, encode_peer
-from chaos_lightning.control.memory_store import MemoryStore, Shelf
-from chaos_lightning.control.server import real_machine
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import PATIENCE_S, Facts, Served, hello, serving

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulate_support import notes, outcome_of, run
 
-from chaos_lightning.membership.backoff import FREE, LONGEST_S, Backoff
 from chaos_lightning.lab.simulate.plans import sparse_family
 from chaos_lightning.lab.simulate.sparse import bridge_plan, flapping_link_plan, stranded_plan
 from chaos_lightning.lab.simulate.world import World, simulate
+from chaos_lightning.membership.backoff import FREE, LONGEST_S, Backoff
 
 ROW = (
     "seed 7\nnodes n0:neighbours=n1+n2 n1:neighbours=n0 n2:neighbours=n0\nset min_nodes 3\n"

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chaos_lightning.membership.effects import Note
-from chaos_lightning.protocol.types import Welcome
 from chaos_lightning.lab.simulate import failing
 from chaos_lightning.lab.simulate.bugs import BUGS
 from chaos_lightning.lab.simulate.node import Node
 from chaos_lightning.lab.simulate.script import parse
 from chaos_lightning.lab.simulate.world import Fault, World, simulate
+from chaos_lightning.membership.effects import Note
+from chaos_lightning.protocol.types import Welcome
 
 FOUR = "seed 4\nnodes n0:host=h1 n1:host=h1 n2:host=h2 n3:host=h2\nprogram length 400\nprogram window_s 0.02\n"
 

@@ -55,10 +55,10 @@ def job(tmp_path: Path) -> Iterator[Any]:
     """A job with real processes; its scheduler ends with the test."""
     from strategy_job import Job
 
-    from chaos_lightning.protocol.types import Settings
     from chaos_lightning.control.hosting import ensure_scheduler
     from chaos_lightning.control.options import SchedulerOptions
     from chaos_lightning.lab.harness import Harness
+    from chaos_lightning.protocol.types import Settings
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

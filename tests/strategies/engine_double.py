@@ -11,6 +11,8 @@ from torch import Tensor
 
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.errors import FencedError
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.planning import ledger
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
@@ -22,10 +24,8 @@ from chaos_lightning.protocol.types import (
     View,
     ViewId,
 )
-from chaos_lightning.events.events import EventLog
-from chaos_lightning.planning import ledger
 from chaos_lightning.replication.manifest import decode_manifest, encode_manifest
-from chaos_lightning.member.config import EngineConfig
+from chaos_lightning.settings import EngineConfig
 
 
 class EngineDouble:

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from chaos_lightning.callbacks import FaultInjectorCallback
 from chaos_lightning.member import engine as engine_module
 from chaos_lightning.member.engine import Engine
-from chaos_lightning.transport.links import Links
 from chaos_lightning.strategies import ChaosStrategy, place
+from chaos_lightning.transport.links import Links
 
 
 class Gates(pl.Callback):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from strategy_job import Job
 
-from chaos_lightning.member.config import EngineConfig
+from chaos_lightning.settings import EngineConfig
 from chaos_lightning.strategies import place
 from chaos_lightning.strategies.place import Place, end_evaluating, place_to_evaluate
 

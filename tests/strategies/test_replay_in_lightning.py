@@ -19,10 +19,10 @@ from torch import Tensor, nn
 import chaos_lightning  # noqa: F401  (registers "chaos")
 from chaos_lightning.callbacks.faults import FaultInjectorCallback
 from chaos_lightning.collectives.gradients import Gradients, cells_of
-from chaos_lightning.collectives.layout import Layout
+from chaos_lightning.collectives.layout import Layout, section_of
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.protocol.types import Header, Kind
-from chaos_lightning.replication.replay import Replay, section_of
+from chaos_lightning.replication.replay import Replay
 from chaos_lightning.strategies.replay import LightningReplay, writes_of
 
 

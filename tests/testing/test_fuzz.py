@@ -19,17 +19,17 @@ from typing import Any, cast
 
 import pytest
 
-from chaos_lightning.errors import ConfigurationError, RefusedError, StoreError, WireError
-from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.protocol.types import NO_VIEW, Entered, FromMember, Ready, Settings, ViewId
 from chaos_lightning.control.etcd_store import EtcdStore
 from chaos_lightning.control.options import settings_from_json
+from chaos_lightning.errors import ConfigurationError, RefusedError, StoreError, WireError
 from chaos_lightning.lab.fuzz import mutate
 from chaos_lightning.lab.fuzz.drivers import TARGETS, atheris_missing, replay, with_hypothesis
 from chaos_lightning.lab.fuzz.handshakes import shaken, welcome_handshakes
 from chaos_lightning.lab.fuzz.readers import hello, wrapped
 from chaos_lightning.lab.fuzz.target import FindingError, Target, guarded
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.protocol.types import NO_VIEW, Entered, FromMember, Ready, Settings, ViewId
 from chaos_lightning.transport.handshake import VERSION, Greeting, accept, dial
 
 EXAMPLES = {"agent": 15, "door": 40, "server": 60, "state": 60, "scheduler": 60}

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.replication.pull import StateSink
 from chaos_lightning.lab.fuzz import bulks, doors, mutate
 from chaos_lightning.lab.fuzz.bulks import DONOR_HOSTILE, bulk_seeds, exchanged
 from chaos_lightning.lab.fuzz.doors import Deed
 from chaos_lightning.lab.fuzz.drivers import TARGETS
 from chaos_lightning.lab.fuzz.sealed import Fate, read_stream, travelled
 from chaos_lightning.lab.fuzz.target import FindingError
+from chaos_lightning.replication.pull import StateSink
 from chaos_lightning.transport import sealing
 from chaos_lightning.transport.sealing import Level, Opener
 

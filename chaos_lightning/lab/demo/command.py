@@ -19,6 +19,7 @@ from typing import Annotated, NoReturn, Protocol
 import typer
 from rich.console import Console
 
+from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.lab.demo import proof
 from chaos_lightning.lab.demo.cast import Cast
 from chaos_lightning.lab.demo.screen import Screen
@@ -35,7 +36,6 @@ from chaos_lightning.lab.demo.story import (
     SEVERAL,
     Story,
 )
-from chaos_lightning.errors import ChaosError, ConfigurationError
 
 NETWORK = "network.png"
 """A picture of the demo's network, if somebody has drawn one."""

@@ -19,16 +19,16 @@ from typing import Annotated
 
 import typer
 
+from chaos_lightning.errors import ConfigurationError, DeadlineError
+from chaos_lightning.events.events import Event, Tail
 from chaos_lightning.lab.demo import edge_proof
 from chaos_lightning.lab.demo.command import NETWORK, ExitCodes, perform, prepare
 from chaos_lightning.lab.demo.proof import Check
 from chaos_lightning.lab.demo.screen import Screen
-from chaos_lightning.errors import ConfigurationError, DeadlineError
-from chaos_lightning.events.events import Event, Tail
-from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.lab.edge_file import load_topology
 from chaos_lightning.lab.edge_lab import Lab, LabConfig
 from chaos_lightning.lab.topology import next_change_s
+from chaos_lightning.observe.timeline import Timeline
 
 TOPOLOGY = Path(__file__).with_name("edge_topology.json")
 REST_S = 12.0

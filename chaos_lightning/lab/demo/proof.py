@@ -18,11 +18,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from chaos_lightning.events.events import Event, Record, read_events
 from chaos_lightning.lab.demo import LOSS
 from chaos_lightning.lab.demo.cast import before
 from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe import folds
-from chaos_lightning.events.events import Event, Record, read_events
 from chaos_lightning.observe.fields import node_of, number
 from chaos_lightning.observe.timeline import Life, Timeline
 from chaos_lightning.observe.units import amount, duration

@@ -14,15 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from chaos_lightning.lab.demo.cast import Cast
-from chaos_lightning.lab.demo.screen import Screen
+from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.errors import DeadlineError
 from chaos_lightning.events.events import Event, Record, Tail
+from chaos_lightning.lab.demo.cast import Cast
+from chaos_lightning.lab.demo.screen import Screen
+from chaos_lightning.lab.faults import Action, Fault, FaultPlan, Schedule
 from chaos_lightning.observe.fields import integer, number
 from chaos_lightning.observe.timeline import Slot, Timeline
 from chaos_lightning.observe.units import amount, duration
-from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.lab.faults import Action, Fault, FaultPlan, Schedule
 
 T = TypeVar("T")
 _TURN_S = 0.04

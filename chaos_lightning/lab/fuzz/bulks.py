@@ -19,11 +19,11 @@ from random import Random
 from typing import Any
 
 from chaos_lightning.errors import ChaosError, RefusedError, WireError
-from chaos_lightning.replication import bulk
-from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
 from chaos_lightning.lab.fuzz import mutate
 from chaos_lightning.lab.fuzz.sealed import a_session
 from chaos_lightning.lab.fuzz.target import FindingError
+from chaos_lightning.replication import bulk
+from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
 from chaos_lightning.transport.sealing import Level, ProtectedSocket
 
 HEAD = "00112233445566aa"

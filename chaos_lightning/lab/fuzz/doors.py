@@ -24,14 +24,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from chaos_lightning.protocol.types import Settings
-from chaos_lightning.events.events import EventLog
-from chaos_lightning.protocol import chaos_pb2
 from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.control.server import SchedulerServer
 from chaos_lightning.control.server_config import ServerConfig
+from chaos_lightning.events.events import EventLog
 from chaos_lightning.lab.fuzz import mutate
 from chaos_lightning.lab.fuzz.target import FindingError
+from chaos_lightning.protocol import chaos_pb2
+from chaos_lightning.protocol.types import Settings
 
 import grpc  # isort: skip  (after server, which sets gRPC's environment)
 
@@ -68,9 +68,9 @@ class _Door:
     """A door, a scheduler behind it, and a member that is well."""
 
     def __init__(self) -> None:
+        from chaos_lightning.control.door import Door
         from chaos_lightning.security import keyfiles
         from chaos_lightning.security.credentials import KeyFolder
-        from chaos_lightning.control.door import Door
 
         folder = Path(tempfile.mkdtemp(prefix="chaos-fuzz-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

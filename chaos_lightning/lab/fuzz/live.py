@@ -22,15 +22,12 @@ from typing import Any
 
 import grpc
 
-from chaos_lightning.errors import ChaosError, WireError
-from chaos_lightning.protocol.types import NO_VIEW, FromMember, Heartbeat, Ready, Settings, ToMember, ViewId, Welcome
-from chaos_lightning.events.events import EventLog
-from chaos_lightning.protocol import chaos_pb2, codec
 from chaos_lightning.control.agent import Agent
 from chaos_lightning.control.memory_store import MemoryStore
-from chaos_lightning.membership.routing import Letter, unpacked
 from chaos_lightning.control.server import SchedulerServer
 from chaos_lightning.control.server_config import ServerConfig
+from chaos_lightning.errors import ChaosError, WireError
+from chaos_lightning.events.events import EventLog
 from chaos_lightning.lab.fuzz import mutate
 from chaos_lightning.lab.fuzz.bulks import bulk_seeds, feed_bulk, mutate_bulk
 from chaos_lightning.lab.fuzz.doors import door_seeds, feed_door, mutate_door
@@ -38,6 +35,9 @@ from chaos_lightning.lab.fuzz.handshakes import feed_handshake, handshake_seeds,
 from chaos_lightning.lab.fuzz.readers import hello, message, mutated_message, wrapped
 from chaos_lightning.lab.fuzz.sealed import feeding, mutating, seeds_of
 from chaos_lightning.lab.fuzz.target import FindingError, Target
+from chaos_lightning.membership.routing import Letter, unpacked
+from chaos_lightning.protocol import chaos_pb2, codec
+from chaos_lightning.protocol.types import NO_VIEW, FromMember, Heartbeat, Ready, Settings, ToMember, ViewId, Welcome
 from chaos_lightning.transport.frames import HEADER_NBYTES, Frame, FrameType, pack, payload_checksum, unpack
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop

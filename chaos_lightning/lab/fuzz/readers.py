@@ -19,9 +19,12 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from chaos_lightning.errors import ConfigurationError, StateError, StoreError, WireError
+from chaos_lightning.lab.fuzz import mutate
+from chaos_lightning.lab.fuzz.target import FindingError, Target
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.protocol import chaos_pb2, codec
 from chaos_lightning.protocol.types import (
     NO_VIEW,
     Entered,
@@ -37,9 +40,6 @@ from chaos_lightning.protocol.types import (
     ViewId,
     Welcome,
 )
-from chaos_lightning.protocol import chaos_pb2, codec
-from chaos_lightning.lab.fuzz import mutate
-from chaos_lightning.lab.fuzz.target import FindingError, Target
 
 _ENVELOPES = (chaos_pb2.FromMemberEnvelope, chaos_pb2.ToMemberEnvelope, chaos_pb2.PeerEnvelope)
 _KINDS = (FromMember, ToMember, PeerMessage)
@@ -406,11 +406,11 @@ def _silenced(logger: logging.Logger) -> Iterator[None]:
 
 
 def _each_text(data: bytes) -> None:
-    from chaos_lightning.rendezvous.options import read_options
-    from chaos_lightning.security.access import split_endpoints
     from chaos_lightning.control.etcd_client import read_address
     from chaos_lightning.control.options import settings_from_json
+    from chaos_lightning.machine.addresses import split_endpoints
     from chaos_lightning.planning.plans import read_plan
+    from chaos_lightning.rendezvous.options import read_options
 
     for tag, part in mutate.split(data):
         text = part.decode(errors="replace")

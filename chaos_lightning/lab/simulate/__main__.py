@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.lab.faults import FaultPlan
 from chaos_lightning.lab.simulate.batch import behaviour, outcomes
 from chaos_lightning.lab.simulate.bugs import BUGS
 from chaos_lightning.lab.simulate.fault_plans import PlannedWorld, job
@@ -16,7 +17,6 @@ from chaos_lightning.lab.simulate.narrate import narrate
 from chaos_lightning.lab.simulate.plans import FAMILIES
 from chaos_lightning.lab.simulate.script import parse
 from chaos_lightning.lab.simulate.world import Hooks, Outcome, Plan
-from chaos_lightning.lab.faults import FaultPlan
 
 _COUNTED = {
     "commits": "commits",

@@ -13,23 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.member import MemberMachine
-from chaos_lightning.membership.recovery import Ruling
-from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.membership.slots import close_slot
-from chaos_lightning.protocol.types import (
-    NO_VIEW,
-    Contribution,
-    Header,
-    Hello,
-    Kind,
-    Report,
-    Source,
-    Span,
-    View,
-    ViewId,
-)
 from chaos_lightning.lab.simulate.dataplane import DataPlane, Down, Result, Up
 from chaos_lightning.lab.simulate.failing_bugs import FAILING_BUGS
 from chaos_lightning.lab.simulate.host import Store
@@ -65,6 +48,23 @@ from chaos_lightning.lab.simulate.planting import Bug, StubbornHooks, TrustingHo
 from chaos_lightning.lab.simulate.progress_bugs import PROGRESS_BUGS
 from chaos_lightning.lab.simulate.training import State
 from chaos_lightning.lab.simulate.world import Hooks
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.recovery import Ruling
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.membership.slots import close_slot
+from chaos_lightning.protocol.types import (
+    NO_VIEW,
+    Contribution,
+    Header,
+    Hello,
+    Kind,
+    Report,
+    Source,
+    Span,
+    View,
+    ViewId,
+)
 
 # ------------------------------------------------------------------ 1: one attempt, one set of contributors
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from chaos_lightning.lab.simulate.fabric import Pipe, Stream
+from chaos_lightning.lab.simulate.kernel import Process
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.protocol.types import (
@@ -20,8 +22,6 @@ from chaos_lightning.protocol.types import (
     Verdict,
     Welcome,
 )
-from chaos_lightning.lab.simulate.fabric import Pipe, Stream
-from chaos_lightning.lab.simulate.kernel import Process
 
 if TYPE_CHECKING:
     from chaos_lightning.lab.simulate.host import SchedulerHost

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from chaos_lightning.membership.recovery import with_scope
-from chaos_lightning.protocol.types import NO_VIEW, Span, View, ViewId
 from chaos_lightning.planning.trees import Shape, shares
+from chaos_lightning.protocol.types import NO_VIEW, Span, View, ViewId
 
 Result = frozenset[int]
 RANGE_NBYTES = 64

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from chaos_lightning.lab.simulate.oracle import Violation
 from chaos_lightning.membership.effects import ChangeLink
 from chaos_lightning.membership.topology import Pair, connected, links_of, pair, parts
 from chaos_lightning.protocol.types import LinkRequest, View
-from chaos_lightning.lab.simulate.oracle import Violation
 
 if TYPE_CHECKING:
     from chaos_lightning.lab.simulate.node import Node

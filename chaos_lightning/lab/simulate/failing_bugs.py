@@ -10,10 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from chaos_lightning.membership.detector import Detector
-from chaos_lightning.membership.effects import Chain, Persist
-from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.protocol.types import NO_VIEW, Entered, Heartbeat, Hello, Settings, Verdict, View, ViewId
 from chaos_lightning.control.store import Appended, Tip
 from chaos_lightning.lab.simulate.failing import (
     exchanged_plan,
@@ -28,6 +24,10 @@ from chaos_lightning.lab.simulate.failing import (
 )
 from chaos_lightning.lab.simulate.planting import Bug, hooks_of
 from chaos_lightning.lab.simulate.store import Store
+from chaos_lightning.membership.detector import Detector
+from chaos_lightning.membership.effects import Chain, Persist
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.protocol.types import NO_VIEW, Entered, Heartbeat, Hello, Settings, Verdict, View, ViewId
 
 
 class HastyScheduler(SchedulerMachine):

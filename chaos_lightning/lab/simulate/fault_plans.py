@@ -13,16 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.member import Phase as MemberPhase
-from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.events.events import Event
+from chaos_lightning.lab.faults import LINK_ACTIONS, Action, Fault, FaultPlan, Phase, Schedule
 from chaos_lightning.lab.simulate import world as sim
 from chaos_lightning.lab.simulate.host import SchedulerHost
 from chaos_lightning.lab.simulate.node import Node, NodeSpec, Trap
 from chaos_lightning.lab.simulate.script import Script
 from chaos_lightning.lab.simulate.training import Program
-from chaos_lightning.lab.faults import LINK_ACTIONS, Action, Fault, FaultPlan, Phase, Schedule
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.member import Phase as MemberPhase
+from chaos_lightning.protocol.types import Header, Kind
 
 _DONE_BY = {
     Action.LEAVE: "leave",

@@ -9,6 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from chaos_lightning.errors import StoreError
+from chaos_lightning.lab.simulate.kernel import Kernel, Process
+from chaos_lightning.lab.simulate.store import Store as Store
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.scheduler import Phase, SchedulerMachine
 from chaos_lightning.protocol.types import (
@@ -22,8 +24,6 @@ from chaos_lightning.protocol.types import (
     Settings,
     Welcome,
 )
-from chaos_lightning.lab.simulate.kernel import Kernel, Process
-from chaos_lightning.lab.simulate.store import Store as Store
 
 if TYPE_CHECKING:
     from chaos_lightning.lab.simulate.connected import Connected

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from chaos_lightning.membership.roster import Peer, Standing
-from chaos_lightning.membership.scheduler import Phase, SchedulerMachine
-from chaos_lightning.protocol.types import FromMember, Header
 from chaos_lightning.lab.simulate.joining_plans import all_leave_plan, calm_plan, promise_plan, silent_plan
 from chaos_lightning.lab.simulate.node import Node
 from chaos_lightning.lab.simulate.observing import Entry, Keeper, Observation
 from chaos_lightning.lab.simulate.planting import Bug, TrustingHooks, hooks_of
 from chaos_lightning.lab.simulate.world import Plan
+from chaos_lightning.membership.roster import Peer, Standing
+from chaos_lightning.membership.scheduler import Phase, SchedulerMachine
+from chaos_lightning.protocol.types import FromMember, Header
 
 # ------------------------------------------------------------------ 15: one header's state
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from chaos_lightning.protocol.types import Settings
 from chaos_lightning.lab.simulate.node import NodeSpec
 from chaos_lightning.lab.simulate.observing import Replaying
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.lab.simulate.world import Fault, Plan
+from chaos_lightning.protocol.types import Settings
 
 _MEMBER_TRAPS = ("greeting", "greeting", "header", "committed", "contribution", "report")
 _NEWCOMER_TRAPS = ("observe", "observe", "pull", "entered")

@@ -6,6 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from chaos_lightning.lab.simulate.host import Store
+from chaos_lightning.lab.simulate.node import Node
+from chaos_lightning.lab.simulate.planting import Bug, hooks_of
+from chaos_lightning.lab.simulate.routing import Letter, Routing
+from chaos_lightning.lab.simulate.wiring import forgetting_plan, lost_link_plan, removal_plan, ring_plan, split_plan
 from chaos_lightning.membership.effects import Chain
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.recovery import Ruling
@@ -13,11 +18,6 @@ from chaos_lightning.membership.roster import Peer
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.topology import Pair, connected, every_pair
 from chaos_lightning.protocol.types import Decide, PlanSpec, Report, View, ViewId
-from chaos_lightning.lab.simulate.host import Store
-from chaos_lightning.lab.simulate.node import Node
-from chaos_lightning.lab.simulate.planting import Bug, hooks_of
-from chaos_lightning.lab.simulate.routing import Letter, Routing
-from chaos_lightning.lab.simulate.wiring import forgetting_plan, lost_link_plan, removal_plan, ring_plan, split_plan
 
 
 class ForgetfulScheduler(SchedulerMachine):

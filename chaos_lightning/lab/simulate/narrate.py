@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from chaos_lightning.membership import effects as fx
 from chaos_lightning.lab.simulate.node import Node
 from chaos_lightning.lab.simulate.world import Hooks, Outcome, Plan, World
+from chaos_lightning.membership import effects as fx
 
 _TOLD = (
     "view", "prepare", "decide", "death", "suspect", "fenced", "left", "finished", "refused", "notice", "leave",

@@ -12,6 +12,15 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from chaos_lightning.lab.simulate.connected import Connected
+from chaos_lightning.lab.simulate.connected import NodeSpec as NodeSpec
+from chaos_lightning.lab.simulate.connected import Trap as Trap
+from chaos_lightning.lab.simulate.dataplane import DataPlane, Down, Up
+from chaos_lightning.lab.simulate.observing import Keeper, Observation, check_founding
+from chaos_lightning.lab.simulate.oracle import Made, Violation
+from chaos_lightning.lab.simulate.puller import ResultPull, StatePull
+from chaos_lightning.lab.simulate.routing import Letter, Routing
+from chaos_lightning.lab.simulate.training import State, after_forward, apply_result, initial_state, spent_of
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine, Phase
 from chaos_lightning.protocol.types import (
@@ -28,15 +37,6 @@ from chaos_lightning.protocol.types import (
     View,
     ViewId,
 )
-from chaos_lightning.lab.simulate.connected import Connected
-from chaos_lightning.lab.simulate.connected import NodeSpec as NodeSpec
-from chaos_lightning.lab.simulate.connected import Trap as Trap
-from chaos_lightning.lab.simulate.dataplane import DataPlane, Down, Up
-from chaos_lightning.lab.simulate.observing import Keeper, Observation, check_founding
-from chaos_lightning.lab.simulate.oracle import Made, Violation
-from chaos_lightning.lab.simulate.puller import ResultPull, StatePull
-from chaos_lightning.lab.simulate.routing import Letter, Routing
-from chaos_lightning.lab.simulate.training import State, after_forward, apply_result, initial_state, spent_of
 
 if TYPE_CHECKING:
     from chaos_lightning.lab.simulate.world import World
@@ -109,7 +109,7 @@ class Node(Connected):
         self.timer(0.03, lambda: self._redial(peer))
 
     def link_left(self, peer: str) -> None:
-        """The other end closed the link in good order; as transport/links.py, which dials anew if it is still wanted."""
+        """The other end closed the link in good order; as transport/links.py, which dials anew if it is wanted."""
         self.link_changed(peer, False, "bye")
         self.timer(0.5, lambda: self._redial(peer))
 

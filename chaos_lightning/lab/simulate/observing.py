@@ -19,14 +19,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from chaos_lightning.membership.member import Phase
-from chaos_lightning.membership.recovery import needs_bytes
-from chaos_lightning.membership.scheduler import Phase as SchedulerPhase
-from chaos_lightning.protocol.types import CatchUp, Header, View
 from chaos_lightning.lab.simulate.dataplane import Result
 from chaos_lightning.lab.simulate.oracle import Violation
 from chaos_lightning.lab.simulate.puller import Pull
 from chaos_lightning.lab.simulate.training import State, apply_result
+from chaos_lightning.membership.member import Phase
+from chaos_lightning.membership.recovery import needs_bytes
+from chaos_lightning.membership.scheduler import Phase as SchedulerPhase
+from chaos_lightning.protocol.types import CatchUp, Header, View
 
 if TYPE_CHECKING:
     from chaos_lightning.lab.simulate.node import Node

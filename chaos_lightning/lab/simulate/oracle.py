@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from chaos_lightning.protocol.types import GENESIS, Header, Kind, Span, View
-from chaos_lightning.planning.ledger import remaining
 from chaos_lightning.lab.simulate.dataplane import Result
 from chaos_lightning.lab.simulate.training import Program, State
+from chaos_lightning.planning.ledger import remaining
+from chaos_lightning.protocol.types import GENESIS, Header, Kind, Span, View
 
 
 class Violation(Exception):

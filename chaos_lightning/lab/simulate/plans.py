@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from chaos_lightning.protocol.types import Settings
 from chaos_lightning.lab.simulate.joining_plans import JOINING
 from chaos_lightning.lab.simulate.node import NodeSpec
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.lab.simulate.world import Fault, Plan
+from chaos_lightning.protocol.types import Settings
 
 TRAPS = ("header", "header", "header", "contribution", "committed", "entered", "report")
 KINDS = (

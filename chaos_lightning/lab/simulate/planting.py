@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from chaos_lightning.membership.member import MemberMachine
-from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.protocol.types import Header
 from chaos_lightning.lab.simulate.dataplane import DataPlane
 from chaos_lightning.lab.simulate.host import Store
 from chaos_lightning.lab.simulate.node import Node
 from chaos_lightning.lab.simulate.observing import Keeper, Observation
 from chaos_lightning.lab.simulate.world import Hooks, Plan
+from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.protocol.types import Header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

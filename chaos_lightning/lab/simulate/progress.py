@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from chaos_lightning.lab.simulate.oracle import Violation
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.membership.topology import Pair, pair, parts
 from chaos_lightning.protocol.types import NO_VIEW
-from chaos_lightning.lab.simulate.oracle import Violation
 
 if TYPE_CHECKING:
     from chaos_lightning.lab.simulate.node import Node

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from chaos_lightning.lab.simulate.planting import Bug, hooks_of
+from chaos_lightning.lab.simulate.sparse import (
+    bridge_plan,
+    bridging_plan,
+    flapping_link_plan,
+    needed_plan,
+    stranded_plan,
+)
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Peer
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.protocol.types import Report
-from chaos_lightning.lab.simulate.planting import Bug, hooks_of
-from chaos_lightning.lab.simulate.sparse import bridge_plan, bridging_plan, flapping_link_plan, needed_plan, stranded_plan
 
 
 class AnnouncedScheduler(SchedulerMachine):

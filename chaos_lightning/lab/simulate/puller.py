@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from chaos_lightning.lab.simulate.training import State
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import Header, Source, View
-from chaos_lightning.lab.simulate.training import State
 
 if TYPE_CHECKING:
     from chaos_lightning.lab.simulate.node import Node

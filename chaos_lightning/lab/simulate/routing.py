@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.protocol.types import PeerMessage, View, ViewId
 from chaos_lightning.membership.routing import next_hops
+from chaos_lightning.protocol.types import PeerMessage, View, ViewId
 
 if TYPE_CHECKING:
     from chaos_lightning.lab.simulate.node import Node

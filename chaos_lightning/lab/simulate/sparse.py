@@ -13,12 +13,12 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 from random import Random
 
-from chaos_lightning.protocol.types import PlanSpec
 from chaos_lightning.lab.simulate.node import NodeSpec
 from chaos_lightning.lab.simulate.observing import Replaying
 from chaos_lightning.lab.simulate.plans import random_plan
 from chaos_lightning.lab.simulate.wiring import PLANS, Edge, random_graph
 from chaos_lightning.lab.simulate.world import Fault, Plan
+from chaos_lightning.protocol.types import PlanSpec
 
 SHAPES = ("row", "star", "ring", "tree", "sparse")
 HOSTS = (("h0",), ("h0", "h1"), ("h0", "h1", "h2", "h3"))

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from chaos_lightning.control.store import Appended, Tip, advance, entry_of, judge, with_term
 from chaos_lightning.errors import StoreError
 from chaos_lightning.membership.effects import Chain, LinkWish, Persist
 from chaos_lightning.protocol.types import View, ViewId
-from chaos_lightning.control.store import Appended, Tip, advance, entry_of, judge, with_term
 
 
 @dataclass(frozen=True, slots=True)

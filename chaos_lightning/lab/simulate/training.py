@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chaos_lightning.protocol.types import GENESIS, Header, Kind, Ledger, Span, Spent, View
+from chaos_lightning.lab.simulate.dataplane import Result
 from chaos_lightning.planning.deal import deal_step
 from chaos_lightning.planning.ledger import is_spent, remaining
-from chaos_lightning.lab.simulate.dataplane import Result
+from chaos_lightning.protocol.types import GENESIS, Header, Kind, Ledger, Span, Spent, View
 
 State = tuple[int, ...]
 

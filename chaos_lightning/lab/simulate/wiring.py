@@ -14,10 +14,10 @@ from dataclasses import replace
 from itertools import combinations
 from random import Random
 
-from chaos_lightning.protocol.types import PlanSpec
 from chaos_lightning.lab.simulate.node import NodeSpec
 from chaos_lightning.lab.simulate.plans import random_plan
 from chaos_lightning.lab.simulate.world import Fault, Plan
+from chaos_lightning.protocol.types import PlanSpec
 
 Edge = tuple[str, str]
 OTHERS = (

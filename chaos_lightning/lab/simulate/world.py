@@ -11,9 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from chaos_lightning.membership.effects import Drain, MemberEffect, Note, Persist
-from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.protocol.types import Header, Hello, Kind, Settings, Welcome
 from chaos_lightning.lab.simulate.edges import LINK_FAULTS, Edges
 from chaos_lightning.lab.simulate.fabric import Fabric
 from chaos_lightning.lab.simulate.host import SchedulerHost, Store
@@ -24,6 +21,9 @@ from chaos_lightning.lab.simulate.oracle import Oracle, Violation, check_chain
 from chaos_lightning.lab.simulate.progress import Progress
 from chaos_lightning.lab.simulate.schedulers import SCHEDULER_FAULTS, Schedulers
 from chaos_lightning.lab.simulate.training import Program
+from chaos_lightning.membership.effects import Drain, MemberEffect, Note, Persist
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.protocol.types import Header, Hello, Kind, Settings, Welcome
 
 
 class Hooks:

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from chaos_lightning.protocol import chaos_pb2 as chaos__lightning_dot_runtime_dot_chaos__pb2
+from chaos_lightning.protocol import chaos_pb2 as chaos__lightning_dot_protocol_dot_chaos__pb2
 
 GRPC_GENERATED_VERSION = '1.72.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in chaos_lightning/control/chaos_pb2_grpc.py depends on'
+        + f' but the generated code in chaos_lightning/control/service_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,33 +36,33 @@ class SchedulerStub(object):
         """
         self.Attend = channel.stream_stream(
                 '/chaos_lightning.v1.Scheduler/Attend',
-                request_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.FromMemberEnvelope.SerializeToString,
-                response_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ToMemberEnvelope.FromString,
+                request_serializer=chaos__lightning_dot_protocol_dot_chaos__pb2.FromMemberEnvelope.SerializeToString,
+                response_deserializer=chaos__lightning_dot_protocol_dot_chaos__pb2.ToMemberEnvelope.FromString,
                 _registered_method=True)
         self.Status = channel.unary_unary(
                 '/chaos_lightning.v1.Scheduler/Status',
-                request_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.StatusRequest.SerializeToString,
-                response_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.StatusReply.FromString,
+                request_serializer=chaos__lightning_dot_protocol_dot_chaos__pb2.StatusRequest.SerializeToString,
+                response_deserializer=chaos__lightning_dot_protocol_dot_chaos__pb2.StatusReply.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/chaos_lightning.v1.Scheduler/Drain',
-                request_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.DrainRequest.SerializeToString,
-                response_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.DrainReply.FromString,
+                request_serializer=chaos__lightning_dot_protocol_dot_chaos__pb2.DrainRequest.SerializeToString,
+                response_deserializer=chaos__lightning_dot_protocol_dot_chaos__pb2.DrainReply.FromString,
                 _registered_method=True)
         self.ChangeLink = channel.unary_unary(
                 '/chaos_lightning.v1.Scheduler/ChangeLink',
-                request_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.LinkChangeRequest.SerializeToString,
-                response_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.LinkChangeReply.FromString,
+                request_serializer=chaos__lightning_dot_protocol_dot_chaos__pb2.LinkChangeRequest.SerializeToString,
+                response_deserializer=chaos__lightning_dot_protocol_dot_chaos__pb2.LinkChangeReply.FromString,
                 _registered_method=True)
         self.Reset = channel.unary_unary(
                 '/chaos_lightning.v1.Scheduler/Reset',
-                request_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ResetRequest.SerializeToString,
-                response_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ResetReply.FromString,
+                request_serializer=chaos__lightning_dot_protocol_dot_chaos__pb2.ResetRequest.SerializeToString,
+                response_deserializer=chaos__lightning_dot_protocol_dot_chaos__pb2.ResetReply.FromString,
                 _registered_method=True)
         self.Claim = channel.stream_stream(
                 '/chaos_lightning.v1.Scheduler/Claim',
-                request_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ClaimRequest.SerializeToString,
-                response_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ClaimReply.FromString,
+                request_serializer=chaos__lightning_dot_protocol_dot_chaos__pb2.ClaimRequest.SerializeToString,
+                response_deserializer=chaos__lightning_dot_protocol_dot_chaos__pb2.ClaimReply.FromString,
                 _registered_method=True)
 
 
@@ -112,33 +112,33 @@ def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Attend': grpc.stream_stream_rpc_method_handler(
                     servicer.Attend,
-                    request_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.FromMemberEnvelope.FromString,
-                    response_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ToMemberEnvelope.SerializeToString,
+                    request_deserializer=chaos__lightning_dot_protocol_dot_chaos__pb2.FromMemberEnvelope.FromString,
+                    response_serializer=chaos__lightning_dot_protocol_dot_chaos__pb2.ToMemberEnvelope.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
-                    request_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.StatusRequest.FromString,
-                    response_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.StatusReply.SerializeToString,
+                    request_deserializer=chaos__lightning_dot_protocol_dot_chaos__pb2.StatusRequest.FromString,
+                    response_serializer=chaos__lightning_dot_protocol_dot_chaos__pb2.StatusReply.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
-                    request_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.DrainRequest.FromString,
-                    response_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.DrainReply.SerializeToString,
+                    request_deserializer=chaos__lightning_dot_protocol_dot_chaos__pb2.DrainRequest.FromString,
+                    response_serializer=chaos__lightning_dot_protocol_dot_chaos__pb2.DrainReply.SerializeToString,
             ),
             'ChangeLink': grpc.unary_unary_rpc_method_handler(
                     servicer.ChangeLink,
-                    request_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.LinkChangeRequest.FromString,
-                    response_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.LinkChangeReply.SerializeToString,
+                    request_deserializer=chaos__lightning_dot_protocol_dot_chaos__pb2.LinkChangeRequest.FromString,
+                    response_serializer=chaos__lightning_dot_protocol_dot_chaos__pb2.LinkChangeReply.SerializeToString,
             ),
             'Reset': grpc.unary_unary_rpc_method_handler(
                     servicer.Reset,
-                    request_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ResetRequest.FromString,
-                    response_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ResetReply.SerializeToString,
+                    request_deserializer=chaos__lightning_dot_protocol_dot_chaos__pb2.ResetRequest.FromString,
+                    response_serializer=chaos__lightning_dot_protocol_dot_chaos__pb2.ResetReply.SerializeToString,
             ),
             'Claim': grpc.stream_stream_rpc_method_handler(
                     servicer.Claim,
-                    request_deserializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ClaimRequest.FromString,
-                    response_serializer=chaos__lightning_dot_runtime_dot_chaos__pb2.ClaimReply.SerializeToString,
+                    request_deserializer=chaos__lightning_dot_protocol_dot_chaos__pb2.ClaimRequest.FromString,
+                    response_serializer=chaos__lightning_dot_protocol_dot_chaos__pb2.ClaimReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -166,8 +166,8 @@ class Scheduler(object):
             request_iterator,
             target,
             '/chaos_lightning.v1.Scheduler/Attend',
-            chaos__lightning_dot_runtime_dot_chaos__pb2.FromMemberEnvelope.SerializeToString,
-            chaos__lightning_dot_runtime_dot_chaos__pb2.ToMemberEnvelope.FromString,
+            chaos__lightning_dot_protocol_dot_chaos__pb2.FromMemberEnvelope.SerializeToString,
+            chaos__lightning_dot_protocol_dot_chaos__pb2.ToMemberEnvelope.FromString,
             options,
             channel_credentials,
             insecure,
@@ -193,8 +193,8 @@ class Scheduler(object):
             request,
             target,
             '/chaos_lightning.v1.Scheduler/Status',
-            chaos__lightning_dot_runtime_dot_chaos__pb2.StatusRequest.SerializeToString,
-            chaos__lightning_dot_runtime_dot_chaos__pb2.StatusReply.FromString,
+            chaos__lightning_dot_protocol_dot_chaos__pb2.StatusRequest.SerializeToString,
+            chaos__lightning_dot_protocol_dot_chaos__pb2.StatusReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -220,8 +220,8 @@ class Scheduler(object):
             request,
             target,
             '/chaos_lightning.v1.Scheduler/Drain',
-            chaos__lightning_dot_runtime_dot_chaos__pb2.DrainRequest.SerializeToString,
-            chaos__lightning_dot_runtime_dot_chaos__pb2.DrainReply.FromString,
+            chaos__lightning_dot_protocol_dot_chaos__pb2.DrainRequest.SerializeToString,
+            chaos__lightning_dot_protocol_dot_chaos__pb2.DrainReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -247,8 +247,8 @@ class Scheduler(object):
             request,
             target,
             '/chaos_lightning.v1.Scheduler/ChangeLink',
-            chaos__lightning_dot_runtime_dot_chaos__pb2.LinkChangeRequest.SerializeToString,
-            chaos__lightning_dot_runtime_dot_chaos__pb2.LinkChangeReply.FromString,
+            chaos__lightning_dot_protocol_dot_chaos__pb2.LinkChangeRequest.SerializeToString,
+            chaos__lightning_dot_protocol_dot_chaos__pb2.LinkChangeReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -274,8 +274,8 @@ class Scheduler(object):
             request,
             target,
             '/chaos_lightning.v1.Scheduler/Reset',
-            chaos__lightning_dot_runtime_dot_chaos__pb2.ResetRequest.SerializeToString,
-            chaos__lightning_dot_runtime_dot_chaos__pb2.ResetReply.FromString,
+            chaos__lightning_dot_protocol_dot_chaos__pb2.ResetRequest.SerializeToString,
+            chaos__lightning_dot_protocol_dot_chaos__pb2.ResetReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -301,8 +301,8 @@ class Scheduler(object):
             request_iterator,
             target,
             '/chaos_lightning.v1.Scheduler/Claim',
-            chaos__lightning_dot_runtime_dot_chaos__pb2.ClaimRequest.SerializeToString,
-            chaos__lightning_dot_runtime_dot_chaos__pb2.ClaimReply.FromString,
+            chaos__lightning_dot_protocol_dot_chaos__pb2.ClaimRequest.SerializeToString,
+            chaos__lightning_dot_protocol_dot_chaos__pb2.ClaimReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,10 +16,9 @@ from functools import cached_property
 from pathlib import Path
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.protocol.types import PlanSpec
-from chaos_lightning.security.access import split_endpoints
-from chaos_lightning.control.options import NAME
+from chaos_lightning.machine.addresses import split_endpoints
 from chaos_lightning.planning.plans import DEFAULT_PLAN, read_plan
+from chaos_lightning.protocol.types import NAME, PlanSpec
 from chaos_lightning.transport.sealing import RULES, Level, require_library
 
 TRANSFERS = ("adaptive", "greedy", "optimal", "even", "single", "multi_source", "stop_resume", "shared")
