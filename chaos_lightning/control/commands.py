@@ -19,7 +19,7 @@ from chaos_lightning.control.options import MEMORY, SchedulerOptions, change_set
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import split_endpoints
 from chaos_lightning.machine.terminal import printable
-from chaos_lightning.membership.roster import short
+from chaos_lightning.membership.peers import short
 from chaos_lightning.planning.plans import DEFAULT_PLAN, EXPECTED, read_plan
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.security.credentials import Credentials

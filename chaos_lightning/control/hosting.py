@@ -45,7 +45,7 @@ from chaos_lightning.errors import (
 from chaos_lightning.machine.addresses import is_local, split_endpoint
 from chaos_lightning.machine.listener import is_another_kind, who_listens
 from chaos_lightning.machine.process_table import start_time, still_runs
-from chaos_lightning.membership.roster import short
+from chaos_lightning.membership.peers import short
 from chaos_lightning.protocol.types import PlanSpec
 from chaos_lightning.security.access import check_bind
 from chaos_lightning.security.credentials import Credentials, Secret

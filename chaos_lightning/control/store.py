@@ -23,7 +23,7 @@ from typing import Literal, Self, get_args
 
 from chaos_lightning.errors import StoreError
 from chaos_lightning.membership.effects import Chain, LinkWish, Persist
-from chaos_lightning.membership.roster import short
+from chaos_lightning.membership.peers import short
 from chaos_lightning.protocol.codec import encode
 from chaos_lightning.protocol.types import NO_VIEW, Header, View, ViewId
 

@@ -34,7 +34,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from chaos_lightning.membership.roster import Peer, Process, process_of
+from chaos_lightning.membership.peers import Peer, Process, process_of
 from chaos_lightning.protocol.types import Member, Settings, Verdict
 
 NEIGHBOURS_ASKED = 2

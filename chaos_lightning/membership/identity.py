@@ -22,13 +22,16 @@ anew, under another id, only where no member knocks.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import replace
 
+from chaos_lightning.membership.book import Book
+from chaos_lightning.membership.desk import Desk, Phase
+from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Chain, Close, Send
-from chaos_lightning.membership.rewiring import Rewiring
-from chaos_lightning.membership.roster import Peer, Process, Standing, process_of, same_process, short
-from chaos_lightning.membership.scheduler_state import Phase
+from chaos_lightning.membership.peers import Peer, Process, Standing, process_of, same_process, short
+from chaos_lightning.membership.rebuilding import Rebuild
+from chaos_lightning.membership.recovering import Recovery
+from chaos_lightning.membership.roster import Roster
 from chaos_lightning.protocol.types import (
     NO_VIEW,
     Entered,
@@ -37,22 +40,35 @@ from chaos_lightning.protocol.types import (
     Member,
     Refused,
     Released,
-    Settings,
-    View,
     ViewId,
 )
 
 KNOCKS_S = 3.0
 """A member that is sent away comes back within this time, as long as it lives."""
-REBUILT = "rebuilt"
-"""How the reason of a rebuilt chain's first view begins."""
 
 
-class Identity(Rewiring):
-    """See the module."""
+class Identity:
+    """See the module. Arguments are the parts that it uses, and what the store holds."""
 
-    def __init__(self, settings: Settings, chain: Chain) -> None:
-        super().__init__(settings, chain)
+    def __init__(
+        self,
+        desk: Desk,
+        book: Book,
+        roster: Roster,
+        recovery: Recovery,
+        rebuild: Rebuild,
+        detector: Detector,
+        chain: Chain,
+    ) -> None:
+        self._desk = desk
+        self._settings = desk.settings
+        self._book = book
+        self._roster = roster
+        self._recovery = recovery
+        self._rebuild = rebuild
+        self._detector = detector
+        self._hears_s = chain.hears_s
+        self._hears_until: float | None = None
         self._knocked: dict[str, tuple[float, ViewId, str]] = {}
         """When (s) members of other chains were heard of last, the views that they stand in, and these chains."""
         self._greeted: set[Process] = set()
@@ -65,242 +81,230 @@ class Identity(Rewiring):
         """Hellos that wait until everybody was heard who may know more."""
         self._stale = ""
         """What the store lacks, and what can be done, in words."""
-        self._ended = chain.ended
+
+    def begin(self) -> None:
+        """The scheduler has just started: it listens for a while."""
+        self._hears_until = self._desk.now + self._hears_s
+
+    def shift(self, gap: float) -> None:
+        """The scheduler was frozen for so long (s)."""
+        self._hears_until = self._hears_until + gap if self._hears_until is not None else None
 
     @property
-    @abstractmethod
-    def _rebuilds(self) -> bool:
-        """A lost chain is being rebuilt (membership/rebuilding.py, as the next two)."""
+    def hearing(self) -> bool:
+        """It has just started, and members that know more may be on their way."""
+        return self._desk.clock is not None and self._hears_until is not None and self._desk.clock < self._hears_until
 
-    @property
-    @abstractmethod
-    def _holds_views(self) -> bool:
-        """Whether the store does."""
-
-    @abstractmethod
-    def _take_in(self, conn: int, hello: Hello) -> None:
-        """Somebody who may know the chain that is to be rebuilt."""
-
-    @abstractmethod
-    def _stored_in_vain(self, view: View | None) -> None:
-        """What was on its way to a store that turned out to be stale is in it; nobody hears of it."""
-
-    @abstractmethod
-    def _begin_to_rebuild(self) -> bool:
-        """The store is stale; True if the operator has said that its end is to be rebuilt."""
-
-    # ------------------------------------------------------------------ what somebody knows
+    def hearing_words(self) -> str:
+        if not self.hearing:
+            return ""
+        assert self._hears_until is not None
+        left_s = self._hears_until - self._desk.now
+        return f"it has just started, and listens for {left_s:.1f} s more whether members know more than its store"
 
     def _is_another(self, chain: str) -> bool:
         """Whether this is the id of another chain; who tells none is older than chains' ids."""
-        return bool(chain and self.chain_id and chain != self.chain_id)
-
-    def _lacks(self, number: ViewId | None) -> bool:
-        """Whether this number of this chain is not in the store. What lies before a rebuilt view is over."""
-        if number is None or number in self._numbers:
-            return False
-        return not any(v.reason.startswith(REBUILT) and number < v.id for v in self.chain)
+        return bool(chain and self._book.chain_id and chain != self._book.chain_id)
 
     def _lacking(self, message: Hello | Entered | Heartbeat) -> str:
         """What a member of this chain knows and the store lacks, in words; "" if there is nothing."""
         known = None if isinstance(message, Entered) else message.known
         for number in (message.view, known):
-            if self._lacks(number):
+            if self._book.lacks(number):
                 return f"view {number}"
         if not isinstance(message, Hello):
             return ""
         # Each term is taken once: who knows this one before it was greeted here has it from another store.
         unheard = process_of(message) not in self._greeted
-        if message.term > self.term or (message.term == self.term and self.chain_id and unheard):
+        if message.term > self._book.term or (message.term == self._book.term and self._book.chain_id and unheard):
             return f"a scheduler with term {message.term}"
         return ""
 
-    def _at_odds(self, peer: Peer, message: Entered | Heartbeat) -> bool:
+    def at_odds(self, peer: Peer, message: Entered | Heartbeat) -> bool:
         """A member says something that does not fit the store: then it is not heeded."""
-        if message.view == NO_VIEW and (message.chain in self._ended or self._is_another(message.chain)):
+        if message.view == NO_VIEW and (message.chain in self._book.ended or self._is_another(message.chain)):
             return False  # a newcomer that has not read its welcome yet
-        if message.chain in self._ended and peer.conn is not None:
+        if message.chain in self._book.ended and peer.conn is not None:
             self._turn_home(peer.conn, message.chain)
-            self._drop(peer)
+            self._roster.drop(peer)
             return True
-        if self._rebuilds or not self.chain:
+        if self._rebuild.rebuilds or not self._book.views:
             return False
         if self._is_another(message.chain):  # it was let in by a view of the chain that it knew before
             assert peer.conn is not None
             self._knock(peer.id, message.view, message.chain)
-            self._out.append(Send(peer.conn, Refused(self._lost_words(), retry=True)))
-            self._out.append(Close(peer.conn, f"{peer.id} is of chain {short(message.chain)}"))
-            self._drop(peer)
+            self._desk.out.append(Send(peer.conn, Refused(self.lost_words(), retry=True)))
+            self._desk.out.append(Close(peer.conn, f"{peer.id} is of chain {short(message.chain)}"))
+            self._roster.drop(peer)
             return True
         lacking = self._lacking(message)
         if lacking:
             self._go_stale(peer.id, lacking)
         return bool(lacking)
 
-    # ------------------------------------------------------------------ hellos
-
-    def _on_hello(self, conn: int, hello: Hello) -> None:
-        if hello.job == self.settings.job:
-            if hello.chain in self._ended and hello.view != NO_VIEW:
+    def judge(self, conn: int, hello: Hello) -> Hello | None:
+        """What is to be admitted as usual; None if it was answered here, or waits."""
+        if hello.job == self._settings.job:
+            if hello.chain in self._book.ended and hello.view != NO_VIEW:
                 self._turn_home(conn, hello.chain)
-                return
-            if self.phase is Phase.STALE:
-                self._out.append(Send(conn, Refused(self._stale, retry=True)))
-                return
-            if self._is_another(hello.chain) and self._holds_views:
-                self._on_another(conn, hello)
-                return
-            if self.chain and not self._rebuilds:
+                return None
+            if self._desk.phase is Phase.STALE:
+                self._desk.out.append(Send(conn, Refused(self._stale, retry=True)))
+                return None
+            if self._is_another(hello.chain) and self._rebuild.holds_views:
+                return self._of_another(conn, hello)
+            if self._book.views and not self._rebuild.rebuilds:
                 lacking = self._lacking(hello)
                 if lacking:
                     self._go_stale(hello.resume or hello.name, lacking)
-                    return
-                if self._hearing:
+                    return None
+                if self.hearing:
                     self._held.append((conn, hello))
-                    return
-        self._hear(conn, hello)
+                    return None
+        return self._heard(conn, hello)
 
     def _turn_home(self, conn: int, chain: str) -> None:
         """Its stream was down when an operator ended its job."""
         words = f"an operator has ended the job that it was in, chain {short(chain)}"
-        self._out.append(Send(conn, Released(words, asked=True)))
-        self._out.append(Close(conn, words))
+        self._desk.out.append(Send(conn, Released(words, asked=True)))
+        self._desk.out.append(Close(conn, words))
 
-    def _hear(self, conn: int, hello: Hello) -> None:
+    def _heard(self, conn: int, hello: Hello) -> Hello | None:
         """Somebody of this chain or of none, or the store holds no view."""
         process = process_of(hello)
-        same = bool(hello.chain) and hello.chain == self.chain_id
-        if not self.chain and not same and hello.term > 0 and process not in self._greeted:
-            self._patient_until = self.now + KNOCKS_S
+        same = bool(hello.chain) and hello.chain == self._book.chain_id
+        if not self._book.views and not same and hello.term > 0 and process not in self._greeted:
+            self._patient_until = self._desk.now + KNOCKS_S
         self._greeted.add(process)
-        peer = self.peers.get(hello.resume)
+        peer = self._roster.peers.get(hello.resume)
         outside = peer is None or peer.standing is Standing.REPORTER
-        if hello.resume and hello.job == self.settings.job and outside and self._is_foreign(hello):
+        if hello.resume and hello.job == self._settings.job and outside and self._is_foreign(hello):
             self._on_foreign(conn, hello)
-        else:
-            super()._on_hello(conn, hello)
+            return None
+        return hello
 
-    def _let_in(self) -> bool:
-        """All who may know more were heard: those who were held back are heard now, in their order."""
+    def let_go(self) -> list[tuple[int, Hello]]:
+        """All who may know more were heard: the hellos that were held back, in their order."""
         held, self._held = self._held, []
-        for conn, hello in held:
-            if self._conns.get(conn) == "":
-                self._on_hello(conn, hello)
-        return bool(held)
+        return held
 
     def _is_foreign(self, hello: Hello) -> bool:
         """Whether the store holds no view, and it stands in one, or may be named by one that a header will carry."""
         if hello.view == NO_VIEW:
-            lost = self._rebuilds or (not self.chain and bool(self._why_not_found()))
+            lost = self._rebuild.rebuilds or (not self._book.views and bool(self.why_not_found()))
             return lost and not self._welcomed_here(hello)
-        if any(v.id == hello.view for v in self.chain):
+        if any(v.id == hello.view for v in self._book.views):
             return False
-        return self._rebuilds or not self.chain
+        return self._rebuild.rebuilds or not self._book.views
 
     def _welcomed_here(self, hello: Hello) -> bool:
         own = self._own.get(hello.resume)
         return own is not None and same_process(own, hello)
 
     def _on_foreign(self, conn: int, hello: Hello) -> None:
-        if self._rebuilds:
-            self._take_in(conn, hello)
+        if self._rebuild.rebuilds:
+            self._rebuild.take_in(conn, hello)
         elif hello.view == NO_VIEW:
-            self._out.append(Send(conn, Refused(self._why_not_found(), retry=True)))
+            self._desk.out.append(Send(conn, Refused(self.why_not_found(), retry=True)))
         else:
             self._knock(hello.resume, hello.view, hello.chain)
-            self._out.append(Send(conn, Refused(self._lost_words(), retry=True)))
+            self._desk.out.append(Send(conn, Refused(self.lost_words(), retry=True)))
 
-    def _on_another(self, conn: int, hello: Hello) -> None:
+    def _of_another(self, conn: int, hello: Hello) -> Hello | None:
         """Somebody of another chain than the one in the store."""
         if hello.view != NO_VIEW:
             self._knock(hello.resume, hello.view, hello.chain)
-            self._out.append(Send(conn, Refused(self._lost_words(), retry=True)))
-            return
+            self._desk.out.append(Send(conn, Refused(self.lost_words(), retry=True)))
+            return None
         process = process_of(hello)
         if process not in self._greeted:
-            self._patient_until = self.now + KNOCKS_S
+            self._patient_until = self._desk.now + KNOCKS_S
         self._greeted.add(process)
-        why_not = self._why_not_found()
+        why_not = self.why_not_found()
         if why_not:
-            self._out.append(Send(conn, Refused(why_not, retry=True)))
-        elif self._hearing:
+            self._desk.out.append(Send(conn, Refused(why_not, retry=True)))
+        elif self.hearing:
             self._held.append((conn, hello))
         else:  # it holds nothing, and nobody of its chain is about
-            super()._on_hello(conn, replace(hello, resume=""))
+            return replace(hello, resume="")
+        return None
 
-    def _welcome(self, conn: int, hello: Hello, differs: str = "") -> None:
-        super()._welcome(conn, hello, differs)
-        if welcomed := self._conns.get(conn):
-            self._own[welcomed] = self.peers[welcomed].member
-
-    # ------------------------------------------------------------------ a store that is not the job's
+    def welcomed(self, conn: int) -> None:
+        """Somebody was welcomed on this stream, if it is a newcomer now."""
+        if welcomed := self._roster.conns.get(conn):
+            self._own[welcomed] = self._roster.peers[welcomed].member
 
     def _knock(self, who: str, view: ViewId, chain: str) -> None:
         before, *_ = self._knocked.get(who, (float("-inf"),))
-        self._knocked[who] = (self.now, view, chain)
-        if self.now - before > KNOCKS_S:
-            name = "chain_foreign" if self._holds_views else "chain_lost"
-            self._note(name, member=who, view=str(view), chain=chain, here=self.chain_id, text=self._lost_words())
+        self._knocked[who] = (self._desk.now, view, chain)
+        if self._desk.now - before > KNOCKS_S:
+            name = "chain_foreign" if self._rebuild.holds_views else "chain_lost"
+            self._desk.note(
+                name, member=who, view=str(view), chain=chain, here=self._book.chain_id, text=self.lost_words()
+            )
 
-    def _lost_words(self) -> str:
+    def lost_words(self) -> str:
         """What is wrong, if the store is stale or members of another chain are about; "" otherwise."""
         if self._stale:
             return self._stale
-        here = {m: (v, c) for m, (at, v, c) in self._knocked.items() if self.now - at <= KNOCKS_S}
+        here = {m: (v, c) for m, (at, v, c) in self._knocked.items() if self._desk.now - at <= KNOCKS_S}
         if not here:
             return ""
         who = ", ".join(f"{m} in view {v}{f' of chain {short(c)}' if c else ''}" for m, (v, c) in sorted(here.items()))
-        if not self._holds_views:
+        if not self._rebuild.holds_views:
             return (
-                f"the chain of job {self.settings.job} is lost: {who}, which this scheduler's store does not know; it "
+                f"the chain of job {self._settings.job} is lost: {who}, which this scheduler's store does not know; it "
                 "is empty. Training goes on without a scheduler. Start one on the store that holds the chain; if that "
                 "is gone for good, start one on an empty store by `chaos-lightning scheduler --rebuild`"
             )
         return (
-            f"this scheduler's store holds another chain of job {self.settings.job}, {short(self.chain_id)}, and these "
-            f"are here: {who}. They train on without a scheduler. Start one on the store that holds their chain; if "
-            "that is gone for good, start one on an empty store by `chaos-lightning scheduler --rebuild`"
+            f"this scheduler's store holds another chain of job {self._settings.job}, {short(self._book.chain_id)}, "
+            f"and these are here: {who}. They train on without a scheduler. Start one on the store that holds their "
+            "chain; if that is gone for good, start one on an empty store by `chaos-lightning scheduler --rebuild`"
         )
 
-    def _why_not_found(self) -> str:
+    def why_not_found(self) -> str:
         """Why no job may be founded now; "" if one may."""
-        lost = self._lost_words()
+        lost = self.lost_words()
         if lost:
             return f"no job is founded: {lost}"
-        if self.now < self._patient_until:
+        if self._desk.now < self._patient_until:
             return "the job waits a moment for members: newcomers know a scheduler of it that this store does not"
         return ""
 
     def _go_stale(self, who: str, lacking: str) -> None:
         """From now on nothing is decided by what this store holds: the job went on without it."""
-        ends = self.chain[-1].id
+        ends = self._book.views[-1].id
         self._stale = (
             f"this scheduler's store is an older copy, or another scheduler leads: {who} knows of {lacking} of chain "
-            f"{short(self.chain_id)}, and what is here ends with view {ends} (a backup, a restored snapshot?). Nothing "
-            "is decided by it; training goes on without a scheduler. Start one on the store that holds the rest; if "
-            "that is gone for good, start one on this store by `chaos-lightning scheduler --rebuild`: it goes on from "
-            "what more than half of the members of their last view report, and whoever knows of a later one and does "
-            f"not report is put out. If what {who} knows is to be forgotten, end it, and start this scheduler again"
+            f"{short(self._book.chain_id)}, and what is here ends with view {ends} (a backup, a restored snapshot?). "
+            "Nothing is decided by it; training goes on without a scheduler. Start one on the store that holds the "
+            "rest; if that is gone for good, start one on this store by `chaos-lightning scheduler --rebuild`: it goes "
+            "on from what more than half of the members of their last view report, and whoever knows of a later one "
+            f"and does not report is put out. If what {who} knows is to be forgotten, end it, and start this scheduler "
+            "again"
         )
-        self._note("chain_stale", member=who, lacks=lacking, ends=str(ends), chain=self.chain_id, text=self._stale)
-        self._void_write()
+        self._desk.note(
+            "chain_stale", member=who, lacks=lacking, ends=str(ends), chain=self._book.chain_id, text=self._stale
+        )
+        self._book.void_write(self._rebuild.stored_in_vain)
         self._held.clear()
-        self._decision = self._announced = None
-        self._again, self._waits, self._returning, self._expected = "", "", False, frozenset()
-        for peer in list(self.peers.values()):
-            self.detector.forget(peer.id)
-        self.peers.clear()
-        if self._begin_to_rebuild():
-            for conn in self._conns:
-                self._out.append(Close(conn, "this scheduler rebuilds its chain; connect again"))
+        self._book.decision = self._book.announced = None
+        self._recovery.again, self._desk.waits, self._recovery.returning, self._recovery.expected = (
+            "",
+            "",
+            False,
+            frozenset(),
+        )
+        for peer in list(self._roster.peers.values()):
+            self._detector.forget(peer.id)
+        self._roster.peers.clear()
+        if self._rebuild.begin_to_rebuild():
+            self._stale = ""
+            for conn in self._roster.conns:
+                self._desk.out.append(Close(conn, "this scheduler rebuilds its chain; connect again"))
         else:
-            self.phase = Phase.STALE
-            for conn in self._conns:
-                self._out.append(Send(conn, Refused(self._stale, retry=True)))
-        self._conns = dict.fromkeys(self._conns, "")
-
-    def _void_write(self) -> None:
-        """What is on its way to the store gets there, perhaps; nobody hears of it."""
-        if self._persisting is not None:
-            (token, _), view = self._persisting, self._writes
-            self._persisting = (token, lambda: self._stored_in_vain(view))
+            self._desk.phase = Phase.STALE
+            for conn in self._roster.conns:
+                self._desk.out.append(Send(conn, Refused(self._stale, retry=True)))
+        self._roster.conns = dict.fromkeys(self._roster.conns, "")

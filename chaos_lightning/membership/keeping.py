@@ -12,48 +12,71 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chaos_lightning.membership.rebuilding import Rebuilding
-from chaos_lightning.membership.roster import NEWCOMER, Peer, process_of
+from chaos_lightning.membership.book import Book
+from chaos_lightning.membership.desk import Desk
+from chaos_lightning.membership.graph import Graph
+from chaos_lightning.membership.peers import NEWCOMER, Peer, Process, process_of
+from chaos_lightning.membership.roster import Roster
 from chaos_lightning.protocol.types import GENESIS, Header, Kept, Notice, Released, ViewId
 
 
-class Keeping(Rebuilding):
-    """See the module."""
+class Keeper:
+    """See the module. Arguments are the parts that it uses."""
 
-    # ------------------------------------------------------------------ who goes as one of the last
+    def __init__(self, desk: Desk, book: Book, roster: Roster, graph: Graph) -> None:
+        self._desk = desk
+        self._settings = desk.settings
+        self._book = book
+        self._roster = roster
+        self._graph = graph
+        self._told: tuple[Kept, str, float] | None = None
+        """The newest state that a member said it kept, on which machine, and when."""
+        self._said_anew: set[Process] = set()
+        """Processes of that machine that said hello anew since then: machine, pid and start."""
+        self._unready: dict[Process, float | None] = {}
+        """Since when (s) such processes with a kept state have not been ready; None: they were sent away for it."""
+        self._without = ""
+        """Who on that machine does not go on from it, in words."""
 
-    def _let_keep(self, peer: Peer, reason: str) -> None:
+    def founded(self) -> None:
+        """The job goes on from what its founders have."""
+        self._told, self._without = None, ""
+        self._unready.clear()
+
+    def shift(self, gap: float) -> None:
+        """The scheduler was frozen for so long (s)."""
+        self._unready = {p: since if since is None else since + gap for p, since in self._unready.items()}
+
+    def let_keep(self, peer: Peer, reason: str) -> None:
         """Lets a member go that may be the last one with the state: it is not forgotten before its stream closes."""
         if peer.condemned:
             return
-        peer.condemned, peer.keeps_since = peer.leaving, self.now
-        self._note("left", member=peer.id, reason=f"{peer.leaving}; {reason}")
-        self._say_goodbye(peer, Released(reason, asked=True, keep=True))
+        peer.condemned, peer.keeps_since = peer.leaving, self._desk.now
+        self._desk.note("left", member=peer.id, reason=f"{peer.leaving}; {reason}")
+        self._roster.say_goodbye(peer, Released(reason, asked=True, keep=True))
 
-    def _on_kept(self, peer: Peer, kept: Kept) -> None:
+    def on_kept(self, peer: Peer, kept: Kept) -> None:
         if peer.keeps_since is None and not peer.leaving:
             return  # the state is the job's, and its members go on
-        self._note("kept", member=peer.id, step=kept.header.step, view=str(kept.header.view))
+        self._desk.note("kept", member=peer.id, step=kept.header.step, view=str(kept.header.view))
         if self._told is None or _age(kept) > _age(self._told[0]):
-            self._told = (kept, peer.member.host, self.now)
+            self._told = (kept, peer.member.host, self._desk.now)
             self._said_anew.clear()
 
-    def _writing(self) -> list[Peer]:
+    def writing(self) -> list[Peer]:
         """Members that were let go, and may be writing the state down."""
-        limit = self.settings.last_holder_timeout_s
+        limit = self._settings.last_holder_timeout_s
         return [
             p
-            for p in self.peers.values()
-            if p.keeps_since is not None and p.conn is not None and self.now - p.keeps_since <= limit
+            for p in self._roster.peers.values()
+            if p.keeps_since is not None and p.conn is not None and self._desk.now - p.keeps_since <= limit
         ]
 
-    # ------------------------------------------------------------------ founding
-
-    def _wait_for_kept(self) -> str | None:
+    def wait_for_kept(self) -> str | None:
         """What keeps newcomers from founding the job, in words, "" if only for a moment; None if nothing does."""
-        if writing := self._writing():
+        if writing := self.writing():
             return f"the job waits for {', '.join(p.id for p in writing)}, which may be writing its training state down"
-        newcomers = [p for p in self.peers.values() if p.standing in NEWCOMER]
+        newcomers = [p for p in self._roster.peers.values() if p.standing in NEWCOMER]
         if (awaited := self._wait_for_offer(newcomers)) is not None:
             return awaited
         if self._told is None:
@@ -63,8 +86,8 @@ class Keeping(Rebuilding):
             return None
         if self._without_it(newcomers, kept, host):
             return None
-        limit_s = self.settings.last_holder_timeout_s
-        if self.now - since > limit_s:
+        limit_s = self._settings.last_holder_timeout_s
+        if self._desk.now - since > limit_s:
             return None
         return (
             f"the job waits for a member on the machine of {kept.member}, where the training state at step "
@@ -77,21 +100,21 @@ class Keeping(Rebuilding):
         All hear of it once that takes longer than the way into a job does. In the end it is sent away, once, so that it
         holds no place among the founders.
         """
-        ready, limit_s = self._ready(), self.settings.last_holder_timeout_s
+        ready, limit_s = self._graph.ready(), self._settings.last_holder_timeout_s
         for peer in ready:
             self._unready.pop(process_of(peer.member), None)
         for peer, kept in self._offers(newcomers):
             if peer in ready:
                 return None
-            since = self._unready.setdefault(process_of(peer.member), self.now)
+            since = self._unready.setdefault(process_of(peer.member), self._desk.now)
             if since is None:
                 continue
             what = f"the training state that {kept.member} kept at step {kept.header.step}"
-            if self.now - since <= limit_s:
+            if self._desk.now - since <= limit_s:
                 text = f"the job waits for {peer.id}, which has {what}, to get ready: {limit_s:g} s at most; then it "
-                return f"{text}begins without it" if self.now - since > self.settings.heartbeat_timeout_s else ""
+                return f"{text}begins without it" if self._desk.now - since > self._settings.heartbeat_timeout_s else ""
             self._unready[process_of(peer.member)] = None
-            self._fence(peer, f"it has {what}, and did not get ready within {limit_s:g} s: it says hello anew")
+            self._roster.fence(peer, f"it has {what}, and did not get ready within {limit_s:g} s: it says hello anew")
         return None
 
     def _without_it(self, newcomers: Sequence[Peer], kept: Kept, host: str) -> bool:
@@ -103,7 +126,7 @@ class Keeping(Rebuilding):
         there = [p for p in newcomers if p.member.host == host]
         for peer in [p for p in there if process_of(p.member) not in self._said_anew]:
             self._said_anew.add(process_of(peer.member))
-            self._fence(peer, "a training state was kept on its machine: it says hello anew")
+            self._roster.fence(peer, "a training state was kept on its machine: it says hello anew")
             there.remove(peer)
         self._without = "".join(
             f"; {kept.member} kept one at step {kept.header.step}, and {p.id} on that machine does not go on from it"
@@ -118,40 +141,40 @@ class Keeping(Rebuilding):
 
     def _is_of_this_chain(self, kept: Kept) -> bool:
         """Whether its keeper stood in one of this chain's views when it wrote it down."""
-        return kept.chain == self.chain_id and any(
-            v.id == kept.header.view and v.find(kept.member) is not None for v in self.chain
+        return kept.chain == self._book.chain_id and any(
+            v.id == kept.header.view and v.find(kept.member) is not None for v in self._book.views
         )
 
-    def _first_by_state(self, ready: Sequence[Peer]) -> list[Peer]:
+    def first_by_state(self, ready: Sequence[Peer]) -> list[Peer]:
         """The first member's state is the job's: whoever has the newest kept one comes first."""
         offers = self._offers(ready)
         first = offers[0][0] if offers else None
         return sorted(ready, key=lambda p: p is not first)
 
-    def _founding_base(self, first: Peer) -> tuple[Header, str]:
+    def founding_base(self, first: Peer) -> tuple[Header, str]:
         """What the job is founded on, and what becomes of the state that it had, in words."""
-        lost = f"the state that it had{self._reached_words()} is lost{self._without}" if self.chain else ""
+        lost = f"the state that it had{self._reached_words()} is lost{self._without}" if self._book.views else ""
         kept = first.kept
         if kept is None or not self._is_of_this_chain(kept):
             return GENESIS, lost
         words = f"from the state that {kept.member} kept at step {kept.header.step}"
-        latest = self.chain[-1].id
+        latest = self._book.views[-1].id
         if kept.header.view < latest:
             words += f"; the job went on after that, up to view {latest}{self._reached_words()}, which is lost"
         return kept.header, words
 
     def _reached_words(self) -> str:
-        return f" (at step {self._reached} or later)" if self._reached else ""
+        return f" (at step {self._book.reached} or later)" if self._book.reached else ""
 
-    def _refuse_foreign(self) -> None:
+    def refuse_foreign(self) -> None:
         """Whoever offers a state of another chain hears that it is not used."""
-        for peer in self.peers.values():
+        for peer in self._roster.peers.values():
             kept = peer.kept
             if kept is not None and not peer.told_of_kept and not self._is_of_this_chain(kept):
                 peer.told_of_kept = True
                 text = f"the training state that {kept.member} kept at step {kept.header.step} on this machine is of "
-                self._note("notice", text=f"{peer.id}: {text}another run, and is not used")
-                self._send(peer, Notice(f"{text}another run of this job, and is not used", waiting=True))
+                self._desk.note("notice", text=f"{peer.id}: {text}another run, and is not used")
+                self._roster.send(peer, Notice(f"{text}another run of this job, and is not used", waiting=True))
 
 
 def _age(kept: Kept) -> tuple[ViewId, int]:

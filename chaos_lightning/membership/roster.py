@@ -1,212 +1,252 @@
-"""Everybody the scheduler knows, and who may come in.
-
-Theory of operation. A `Peer` is one incarnation of a training process, from its welcome until a decided view excluded
-it or it was released. Newcomers are STANDBY (beyond max_nodes), LINKING, READY, or OBSERVING (membership/serving.py);
-a MEMBER is in the latest decided view; a LEAVER was let go by a decided view and waits until all others have entered
-it; a REPORTER tells what it knows of a lost chain (membership/rebuilding.py).
-Ids are `name~number` and never reused: the numbers of a term start at (term - 1) * 1,000,000, so that a restarted
-scheduler, whose term is higher, reissues none of those that its predecessor gave to newcomers in no stored view.
-"""
+"""Everybody whom the scheduler knows: groups of them, what is said to one, and what becomes of one."""
 
 from __future__ import annotations
 
-import enum
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from chaos_lightning.protocol import nodes
+from chaos_lightning.membership.book import Book
+from chaos_lightning.membership.desk import Desk, Phase
+from chaos_lightning.membership.detector import Detector
+from chaos_lightning.membership.effects import Chain, Send
+from chaos_lightning.membership.peers import (
+    NEWCOMER,
+    UNKNOWN_OBSERVERS,
+    Peer,
+    Reference,
+    Standing,
+    first_incarnation,
+)
+from chaos_lightning.membership.topology import Topology
 from chaos_lightning.protocol.types import (
-    NO_VIEW,
-    Entered,
+    Fence,
     Hello,
-    Kept,
     Member,
+    Notice,
     Progress,
-    Report,
-    Settings,
+    Refused,
+    Released,
+    ToMember,
     View,
     ViewId,
+    Welcome,
 )
 
-INCARNATIONS_PER_TERM = 1_000_000
-NAMED_DIFFERENCES = 3
-"""A refusal names so many at most."""
-_MISSING = "(missing)"
-_HASH = re.compile("[0-9a-f]{16,}")
 
-UNKNOWN_OBSERVERS = (-1, ("?",))
-"""What a member was told by a scheduler that is gone."""
+class Roster:
+    """See the module.
 
+    Args:
+        desk: What all parts share.
+        book: The chain.
+        detector: Forgets whom the scheduler forgets, as the next one does.
+        topology: The graph of links.
+        chain: What the store holds: members of its last view are expected.
+    """
 
-class Standing(enum.StrEnum):
-    STANDBY = "standby"
-    LINKING = "linking"
-    READY = "ready"
-    OBSERVING = "observing"
-    MEMBER = "member"
-    LEAVER = "leaver"
-    REPORTER = "reporter"
+    def __init__(self, desk: Desk, book: Book, detector: Detector, topology: Topology, chain: Chain) -> None:
+        self._desk = desk
+        self._settings = desk.settings
+        self._book = book
+        self._detector = detector
+        self._topology = topology
+        self.peers: dict[str, Peer] = {}
+        self.conns: dict[int, str] = {}
+        """Member ids by stream; "" of who has not said hello."""
+        self.incarnation = first_incarnation(chain.term, chain.views)
+        self.dismissed: dict[str, Released] = {}
+        """What was said to whom was released on its own or the operator's wish: it may not have heard it."""
+        self.reference: Reference | None = None
+        """What every member must equal."""
+        self.vouched = not chain.views
+        """The reference is that of somebody who holds the state, or nobody does: a newcomer's is only for now."""
+        for member in chain.views[-1].members if chain.views and not chain.finished else ():
+            self.peers[member.id] = Peer(member, Standing.MEMBER, observers=UNKNOWN_OBSERVERS)
 
+    def send(self, peer: Peer, message: ToMember) -> None:
+        if peer.conn is not None:
+            self._desk.out.append(Send(peer.conn, message))
 
-NEWCOMER = (Standing.LINKING, Standing.READY, Standing.OBSERVING)
+    def next_number(self) -> ViewId:
+        """Never issued before, above every number in any report (PROTOCOL.md 7, 9)."""
+        promised = [p.report.number.number for p in self.peers.values() if p.report is not None]
+        self._book.highest = ViewId(self._book.term, max([self._book.highest.number, *promised]) + 1)
+        return self._book.highest
 
+    def slot(self) -> int:
+        """The highest slot that a member has told to be committed."""
+        return max((p.seq for p in self.members()), default=0)
 
-@dataclass(slots=True)
-class Peer:
-    """What the scheduler knows of one incarnation."""
+    def inside(self, member: str) -> bool:
+        peer = self.peers.get(member)
+        return peer is not None and peer.standing in (Standing.MEMBER, Standing.LEAVER) and peer.alive
 
-    member: Member
-    standing: Standing
-    conn: int | None = None
-    heard: float = 0.0
-    closed_at: float = 0.0
-    """When its control stream closed; meaningful while `conn` is None."""
-    known: bool = False
-    """It told its position to this scheduler (False only after a scheduler's restart)."""
-    entered: ViewId = NO_VIEW
-    chain: str = ""
-    """Of a reporter: the chain that it is of."""
-    seq: int = 0
-    step: int = 0
-    head: str = ""
-    loaded: bool = False
-    leaving: str = ""
-    finished: bool = False
-    dead: str = ""
-    """Why it is taken for dead; a word from it clears this until a view excludes it."""
-    proven: bool = False
-    """It is dead beyond doubt, or was waited for long enough: its state counts no more (PROTOCOL.md 12a)."""
-    condemned: str = ""
-    """Why it must go although it may live; nothing clears this."""
-    report: Report | None = None
-    said: Reference | None = None
-    """What it said of itself as a newcomer."""
-    differs: str = ""
-    """In what it is of another program than the job, none of whose members answers: it waits for these to be found."""
-    down: dict[str, str] = field(default_factory=dict)
-    """Peers to which it says its link is closed, with the evidence."""
-    silent: dict[str, str] = field(default_factory=dict)
-    """Peers whose link it gave up because nothing came any more, with the evidence: no sign of the peer's death."""
-    up: set[str] = field(default_factory=set)
-    linked: tuple[str, ...] | None = None
-    """Ids in the OpenLinks last sent on this stream; None: none was sent."""
-    neighbours: tuple[str, ...] = ()
-    asked: dict[str, float] = field(default_factory=dict)
-    """Since when (s) this newcomer has been asked for a link to each of these."""
-    stranded: bool = False
-    """A newcomer that no link leads to: it takes no place until one does, and there is one."""
-    no_replay: str = ""
-    """Why it cannot come in by replay."""
-    way: str = ""
-    """"replay" or "pause", once chosen."""
-    caught_up: bool = False
-    observes_since: float = 0.0
-    observers: tuple[int, tuple[str, ...]] = (-1, ())
-    """The list of observers that it was told last, and on which stream."""
-    progress: Progress | None = None
-    """Of its transfer, as it told last."""
-    kept: Kept | None = None
-    """The newest state of the job that lies on its machine, as it said in its hello."""
-    told_of_kept: bool = False
-    keeps_since: float | None = None
-    """When (s) it was let go as one of the last: it may be writing the state down."""
-    told: tuple[int, str] = (-1, "")
-    """What it was told last that it waits for, and on which stream."""
+    def is_written(self, peer: Peer) -> bool:
+        """Whether the view on its way to the store names it: a header may bring it that view without its stream."""
+        return (
+            self._book.persisting is not None
+            and self._book.writing is not None
+            and self._book.writing.find(peer.id) is not None
+        )
+
+    def members(self) -> list[Peer]:
+        """Peers of the latest view, in rank order; dead ones included, as long as no view excluded them."""
+        ids = self._book.latest.ids() if self._book.latest is not None else ()
+        return [p for m in ids if (p := self.peers.get(m)) is not None and p.standing is Standing.MEMBER]
+
+    def living(self) -> list[Peer]:
+        return [p for p in self.members() if p.alive]
+
+    def willing(self) -> list[Peer]:
+        """Newcomers that can be let in now: ready, heard of lately, and wanted."""
+        limit = self._desk.now - self._settings.heartbeat_timeout_s
+        return [
+            p
+            for p in self.peers.values()
+            if p.standing in (Standing.READY, Standing.OBSERVING)
+            and p.conn is not None
+            and p.heard >= limit
+            and not p.leaving
+        ]
+
+    def leavers(self) -> list[Peer]:
+        return [p for p in self.peers.values() if p.standing is Standing.LEAVER]
 
     @property
-    def id(self) -> str:
-        return self.member.id
+    def settled(self) -> bool:
+        """All members of the latest view stand in it with the state loaded."""
+        latest = self._book.latest
+        if latest is None:
+            return False
+        members = self.members()
+        return len(members) == len(latest.members) and all(
+            p.alive and p.entered == latest.id and p.loaded for p in members
+        )
 
-    @property
-    def alive(self) -> bool:
-        return not self.dead and not self.condemned
+    def drop(self, peer: Peer) -> None:
+        """Forgets a peer for good."""
+        self.peers.pop(peer.id, None)
+        self._detector.forget(peer.id)
+        if peer.conn is not None:
+            self.conns.pop(peer.conn, None)
+        self.forget_terms()
+        self._topology.forget(peer.id)
+        self._topology.news = True
 
-    def stands(self, position: Entered) -> None:
-        """Takes over the position that the member tells."""
-        self.known = True
-        self.entered, self.seq, self.step = position.view, position.seq, position.step
-        self.head, self.loaded = position.head, position.loaded
+    def newcomers(self) -> list[Peer]:
+        """Who is not in the job yet, standbys included."""
+        return [p for p in self.peers.values() if p.standing in (*NEWCOMER, Standing.STANDBY)]
+
+    def forget_terms(self) -> None:
+        """What the job is, the dead do not say: where nobody holds its state, who is here does (PROTOCOL.md 12b)."""
+        if not self.peers or (self._desk.phase is Phase.FOUNDING and not self.newcomers()):
+            self.reference = None
+
+    def fence(self, peer: Peer, reason: str) -> None:
+        if peer.conn is not None:
+            self._desk.note("fenced", member=peer.id, reason=reason)
+        self.send(peer, Fence(f"{peer.id} is out of the job: {reason}"))
+        self.drop(peer)
+
+    def say_goodbye(self, peer: Peer, words: Released) -> None:
+        self.send(peer, words)
+        if words.asked:
+            self.dismissed[peer.id] = words
+
+    def release(self, peer: Peer, reason: str) -> None:
+        self._desk.note("left", member=peer.id, reason=f"{peer.leaving}; {reason}")
+        self.say_goodbye(peer, Released(reason, asked=bool(peer.leaving)))
+        self.drop(peer)
+
+    def die(self, peer: Peer, evidence: str, *, proven: bool) -> None:
+        if peer.alive:
+            peer.dead = evidence
+            self._desk.note("death", member=peer.id, evidence=evidence)
+        peer.proven = peer.proven or proven
+
+    def condemn(self, peer: Peer, reason: str) -> None:
+        if peer.standing in (Standing.MEMBER, Standing.LEAVER):
+            peer.condemned = reason
+            self._desk.note("death", member=peer.id, evidence=reason)
+        else:
+            self.drop(peer)
+
+    def describe(self, peer: Peer) -> dict[str, object]:
+        return {
+            "id": peer.id,
+            "host": peer.member.host,
+            "standing": str(peer.standing),
+            "connected": peer.conn is not None,
+            "view": str(peer.entered),
+            "seq": peer.seq,
+            "step": peer.step,
+            "loaded": peer.loaded,
+            "way": peer.way,
+            "progress": in_words(peer.progress) if peer.progress is not None and not peer.loaded else "",
+            "leaving": peer.leaving,
+            "dead": peer.condemned or peer.dead,
+            "silent_s": round(self._desk.now - peer.heard, 3) if self._desk.clock is not None else 0.0,
+        }
+
+    def refuse(self, conn: int, hello: Hello, reason: str, retry: bool = False) -> None:
+        self._desk.note("refused", member=hello.name, reason=reason)
+        self._desk.out.append(Send(conn, Refused(reason, retry)))
+
+    def was_member(self, member: str) -> bool:
+        peer = self.peers.get(member)
+        return peer is not None and peer.standing in (Standing.MEMBER, Standing.LEAVER)
+
+    def greet(self, peer: Peer, role: str, reason: str) -> None:
+        settings = self._settings
+        self._desk.note("welcomed", member=peer.id, role=role, reason=reason)
+        self.send(
+            peer,
+            Welcome(
+                peer.member,
+                self._book.term,
+                role,
+                reason,
+                settings.heartbeat_interval_s,
+                settings.heartbeat_timeout_s,
+                settings.min_nodes,
+                settings.max_nodes,
+                settings.plan,
+                self._book.chain_id,
+            ),
+        )
+
+    def tell(self, text: str, peers: Sequence[Peer]) -> None:
+        """Tells these, once each, what they wait for."""
+        for peer in peers:
+            if peer.conn is not None and peer.told != (peer.conn, text):
+                peer.told = (peer.conn, text)
+                self.send(peer, Notice(text, waiting=True))
+
+    def members_of(self, view: View) -> list[Peer]:
+        return [self.peers[m] for m in view.ids() if m in self.peers]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
-    """What every member must equal: taken from the job's first member."""
-
-    name: str
-    package: str
-    accumulate: int
-    fingerprint: tuple[tuple[str, str], ...]
-
-    @classmethod
-    def of(cls, hello: Hello) -> Reference:
-        return cls(name=hello.name, package=hello.package, accumulate=hello.accumulate, fingerprint=hello.fingerprint)
-
-
-def refusal(hello: Hello, settings: Settings) -> str:
-    """Why this process cannot be in this job, whatever its program is; "" if it can."""
-    if hello.job != settings.job:
-        return f"this scheduler serves job {settings.job!r}, {hello.name} asks for {hello.job!r}: check the job's name"
-    if not hello.name:
-        return "a member needs a name: set one, or leave the default (host name and rank)"
-    return ""
+def member_of(hello: Hello, member_id: str) -> Member:
+    """The member that this process is under an id."""
+    return Member(
+        id=member_id,
+        name=hello.name,
+        host=hello.host,
+        address=hello.address,
+        port=hello.port,
+        pid=hello.pid,
+        pid_start=hello.pid_start,
+        quota=hello.quota,
+        node=hello.node,
+    )
 
 
-def difference(hello: Hello | Reference, reference: Reference | None) -> str:
-    """What of this process is another than the job's, in words with both values; "" if nothing is."""
-    if reference is None:
-        return ""
-    pairs: list[tuple[str, str, str]] = [
-        ("package version", hello.package, reference.package),
-        ("accumulate", str(hello.accumulate), str(reference.accumulate)),
-    ]
-    mine, theirs = dict(hello.fingerprint), dict(reference.fingerprint)
-    pairs += [(k, mine.get(k, _MISSING), theirs.get(k, _MISSING)) for k in sorted({*mine, *theirs})]
-    differing = [pair for pair in pairs if pair[1] != pair[2]]
-    if not differing:
-        return ""
-    # A hash says that something differs; what it is, other entries tell.
-    named = [pair for pair in differing if not any(_HASH.fullmatch(value) for value in pair[1:])] or differing
-    named.sort(key=lambda pair: _MISSING in pair)  # another optimizer has other settings, but has another name first
-    (first, given, expected), *others = named[:NAMED_DIFFERENCES]
-    words = [f"{first} of {hello.name} is {given}, the job's (from {reference.name}) is {expected}"]
-    words += [f"{name} is {its} instead of {the_jobs}" for name, its, the_jobs in others]
-    if len(named) > NAMED_DIFFERENCES:
-        words.append(f"{len(named) - NAMED_DIFFERENCES} more differ")
-    return f"{'; '.join(words)}: start all members with the same script, package and settings"
-
-
-def short(chain: str) -> str:
-    """A chain's id for people."""
-    return chain[:8]
-
-
-Process = tuple[str, int, int]
-"""Host, process id and start time, in ticks: what stays the same when a process joins again under another id."""
-
-
-def process_of(said: Member | Hello) -> Process:
-    """The process that a member is, or that a hello comes from."""
-    return said.host, said.pid, said.pid_start
-
-
-def same_process(member: Member, hello: Hello) -> bool:
-    """Whether this hello comes from the very process that this member was."""
-    return bool(hello.pid) and process_of(member) == process_of(hello)
-
-
-def first_incarnation(term: int, views: Iterable[View]) -> int:
-    """The lowest number that no id of this job has."""
-    floor = max(0, term - 1) * INCARNATIONS_PER_TERM
-    used = [int(n) for v in views for m in v.members if (n := m.id.rpartition("~")[2]).isdigit()]
-    return max([floor, *used]) + 1
-
-
-def has_place(member: Member, peers: Mapping[str, Peer], settings: Settings) -> bool:
-    """Whether this newcomer fits under max_nodes; those that can link to nobody keep no place from others."""
-    inside = [
-        p.member
-        for p in peers.values()
-        if p.alive and not p.leaving and not p.stranded and p.standing in (*NEWCOMER, Standing.MEMBER)
-    ]
-    return bool(nodes.within([member], inside, settings.max_nodes))
+def in_words(progress: Progress) -> str:
+    """A newcomer's transfer in one line."""
+    if progress.phase == "replay":
+        return f"replays, {progress.lag} behind"
+    left = max(0, progress.total_nbytes - progress.done_nbytes)
+    words = f"{progress.done_nbytes / 2**20:.1f} of {progress.total_nbytes / 2**20:.1f} MiB"
+    if progress.rate_bps > 0:
+        words += f" at {progress.rate_bps / 1e6:.0f} Mbps, {8 * left / progress.rate_bps:.0f} s left"
+    sources = ", ".join(f"{s.member} {s.nbytes / 2**20:.1f} MiB" for s in progress.sources)
+    return f"{words} ({sources})" if sources else words

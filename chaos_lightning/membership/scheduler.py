@@ -20,13 +20,21 @@ Hello(resume) and tell where they stand; if any of them is not in the last view,
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 from chaos_lightning.membership import stimuli
-from chaos_lightning.membership.backoff import LONGEST_S
+from chaos_lightning.membership.admission import Admission
+from chaos_lightning.membership.book import Book
+from chaos_lightning.membership.desk import Desk
+from chaos_lightning.membership.desk import Phase as Phase
+from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import (
     Answer,
+    Chain,
     ChangeLink,
+    Close,
     Closed,
     Drain,
     Gone,
@@ -41,16 +49,21 @@ from chaos_lightning.membership.effects import (
     Stored,
     TermTaken,
 )
-from chaos_lightning.membership.keeping import Keeping
+from chaos_lightning.membership.graph import Graph
+from chaos_lightning.membership.identity import Identity
+from chaos_lightning.membership.judging import Deaths
+from chaos_lightning.membership.keeping import Keeper
+from chaos_lightning.membership.learners import Learners
+from chaos_lightning.membership.links import Links
+from chaos_lightning.membership.peers import NEWCOMER, Peer, Standing, has_place
+from chaos_lightning.membership.rebuilding import Rebuild
+from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling, rule
-from chaos_lightning.membership.roster import (
-    NEWCOMER,
-    Peer,
-    Standing,
-    has_place,
-)
-from chaos_lightning.membership.scheduler_state import Phase as Phase
-from chaos_lightning.membership.topology import CUT_PATIENCE_S, connected, in_words, parts
+from chaos_lightning.membership.rewiring import Rewiring
+from chaos_lightning.membership.roster import Roster
+from chaos_lightning.membership.stimuli import Digest
+from chaos_lightning.membership.terms import Terms
+from chaos_lightning.membership.topology import CUT_PATIENCE_S, Net, Topology, connected, in_words, parts
 from chaos_lightning.membership.views import Change, changed_view, founding_view, intended_change, recovered_view
 from chaos_lightning.protocol import nodes
 from chaos_lightning.protocol.types import (
@@ -59,15 +72,14 @@ from chaos_lightning.protocol.types import (
     Fence,
     Header,
     NextView,
-    Prepare,
     Released,
     Report,
+    Settings,
     View,
-    ViewId,
 )
 
 
-class SchedulerMachine(Keeping):
+class SchedulerMachine:
     """See the module. The shell feeds a SchedulerTick every `tick_interval_s` (or more often).
 
     Args:
@@ -75,235 +87,333 @@ class SchedulerMachine(Keeping):
         chain: What the store holds.
     """
 
-    # ------------------------------------------------------------------ entrance
+    def __init__(self, settings: Settings, chain: Chain) -> None:
+        self.stimulus_log: deque[tuple[float, SchedulerEvent | Digest]] = deque(maxlen=512)
+        self.tick_interval_s = settings.heartbeat_interval_s / 2
+        self._bridges_since: float | None = None
+        """Since when members that would part the others by leaving have been kept for that."""
+        self.settings = settings
+        self.desk = desk = Desk(settings)
+        desk.phase = Phase.FINISHED if chain.finished else Phase.RUNNING if chain.views else Phase.FOUNDING
+        self.detector = detector = Detector(settings)
+        self.topology = topology = Topology(chain.wishes)
+        self.book = book = Book(desk, chain)
+        self.roster = roster = Roster(desk, book, detector, topology, chain)
+        self.recovery = recovery = Recovery(desk, book, roster)
+        self.graph = graph = Graph(desk, book, roster, topology)
+        self.links = Links(desk, book, roster, recovery, graph, topology, detector)
+        self.rewiring = Rewiring(desk, book, roster, recovery, graph, topology, detector)
+        self.deaths = Deaths(desk, book, roster, recovery, detector)
+        self.learners = Learners(desk, book, roster, graph)
+        self.keeper = Keeper(desk, book, roster, graph)
+        self.terms = Terms(desk, roster, detector)
+        self.rebuild = Rebuild(desk, book, roster, recovery, self.terms, topology, chain)
+        self.identity = Identity(desk, book, roster, recovery, self.rebuild, detector, chain)
+        self.admission = Admission(
+            desk, book, roster, recovery, self.links, self.deaths, self.learners, self.keeper, self.terms, self.rebuild,
+            self.identity, topology, detector,
+        )  # fmt: skip
+
+    @property
+    def _deposed(self) -> bool:
+        return self.desk.phase is Phase.DEPOSED
+
+    def _depose(self, why: str) -> None:
+        """Another scheduler rules: nothing is decided or said here any more; members find the other one."""
+        self.desk.phase = Phase.DEPOSED
+        self.desk.note("error", text=f"deposed: {why}; another scheduler rules")
+        for conn in self.roster.conns:
+            self.desk.out.append(Close(conn, "this scheduler is deposed; connect again"))
+        self.desk.out.append(SchedulerDone(f"deposed: {why}", deposed=True))
+
+    def snapshot(self) -> dict[str, object]:
+        """For `chaos-lightning status`: plain values only."""
+        latest = self.book.latest
+        usual = self.recovery.why if self.desk.reserving else latest.reason if latest is not None else ""
+        return {
+            "job": self.settings.job,
+            "term": self.book.term,
+            "chain": self.book.chain_id,
+            "phase": str(self.desk.phase),
+            "view": str(latest.id) if latest is not None else "",
+            "settled": self.roster.settled,
+            "reason": self.identity.lost_words()
+            or self.desk.waits
+            or self.identity.hearing_words()
+            or self.recovery.pause_words()
+            or usual,
+            "members": [self.roster.describe(p) for p in self.roster.members()],
+            "others": [
+                self.roster.describe(p) for p in self.roster.peers.values() if p.standing is not Standing.MEMBER
+            ],
+            "plan": self.rewiring.plan_facts(),
+            "links": self.rewiring.link_facts(),
+        }
+
+    def validate_state(self) -> None:
+        """Asserts what must hold between two events."""
+        latest = self.book.latest
+        for before, view in pairwise(self.book.views):
+            assert view.predecessor == before.id, (view.predecessor, before.id)
+            assert view.id > before.id, (view.id, before.id)
+        assert latest is None or self.book.highest >= latest.id, (self.book.highest, latest)
+        for conn, member in self.roster.conns.items():
+            assert not member or self.roster.peers[member].conn == conn, (conn, member)
+        ids = latest.ids() if latest is not None else ()
+        for peer in self.roster.peers.values():
+            assert peer.conn is None or self.roster.conns.get(peer.conn) == peer.id, peer.id
+            assert peer.standing is not Standing.MEMBER or peer.id in ids, f"{peer.id} is in no view"
+            lost = self.desk.phase is Phase.FOUNDING  # members that held nothing are newcomers again
+            assert lost or peer.standing is Standing.MEMBER or peer.id not in ids, f"{peer.id} is in the last view"
+        if self.desk.reserving:
+            assert latest is not None
+            assert self.recovery.number.number > latest.id.number, (self.recovery.number, latest.id)
+            assert self.recovery.number <= self.book.highest, (self.recovery.number, self.book.highest)
+        if self.desk.phase is Phase.FOUNDING and self.book.persisting is None:
+            assert not self.roster.living(), "somebody holds the state"
+
+    def _rewire(self, latest: View, change: Change, net: Net) -> bool:
+        view = changed_view(latest, self.roster.next_number(), change, self.settings.plan, net)
+        self.book.persist("view", view.id, lambda: self._announce(view), view=view)
+        return True
+
+    @property
+    def phase(self) -> Phase:
+        return self.desk.phase
 
     def on(self, now: float, event: SchedulerEvent) -> list[SchedulerEffect]:
         """Takes one event in; returns the effects in the order in which they must happen."""
         self.stimulus_log.append((now, stimuli.of_scheduler(event)))
-        self._out = []
+        self.desk.out = []
         if self._deposed:
             return []
         self._forgive(now)
         match event:
             case Opened(conn):
-                self._conns[conn] = ""
+                self.roster.conns[conn] = ""
             case MessageIn(conn, message):
-                self._on_message(conn, message)
+                self.admission.on_message(conn, message)
             case Closed(conn, abrupt):
-                self._on_closed(conn, abrupt)
+                self.admission.on_closed(conn, abrupt)
             case Stored(token, ok, detail):
-                self._on_stored(token, ok, detail)
+                if not self.book.stored(token, ok):
+                    self._depose(f"the store refused a write ({detail})")
             case Drain(name):
-                self._on_drain(name)
+                self.admission.on_drain(name)
             case ChangeLink(token, a, b, add):
-                self._on_change_link(token, (a, b), add)
+                self.links.on_change_link(token, (a, b), add)
             case Reset(token, force):
                 self._on_reset(token, force)
             case Gone():
-                self._on_gone(event)
+                self.deaths.on_gone(event)
             case TermTaken(term):
-                self._on_term(term)
+                self.rebuild.on_term(term)
             case SchedulerTick():
                 pass
         if self._deposed:
-            return self._out
-        self._judge()
+            return self.desk.out
+        self.deaths.judge()
         for _ in range(64):
             if not self._turn():
                 break
         else:
-            raise AssertionError(f"the scheduler turns without end in {self.phase}: {self.snapshot()}")
-        self._links()
-        self._seen()
-        self._tell_observers()
-        return self._out
+            raise AssertionError(f"the scheduler turns without end in {self.desk.phase}: {self.snapshot()}")
+        self.links.tell_whom_to_dial()
+        self.rewiring.seen()
+        self.learners.tell_observers()
+        return self.desk.out
 
     def _forgive(self, now: float) -> None:
         """A gap in this process's own clock is nobody's silence (PROTOCOL.md 12)."""
-        first, before = self._now is None, self._now if self._now is not None else now
-        self._now = now
+        first, before = self.desk.clock is None, self.desk.clock if self.desk.clock is not None else now
+        self.desk.clock = now
         gap = now - before
         if first:
-            self._hears_until = now + self._hears_s
-            self.detector.grace_until = now + self.settings.reconnect_grace_s if self._returning else now
-            for peer in self.peers.values():
+            self.identity.begin()
+            self.detector.grace_until = now + self.settings.reconnect_grace_s if self.recovery.returning else now
+            for peer in self.roster.peers.values():
                 peer.heard = peer.closed_at = now
-                self._out.append(Look(peer.member))
+                self.desk.out.append(Look(peer.member))
         elif gap > 3 * self.settings.heartbeat_interval_s:
-            self._note("notice", text=f"this scheduler was frozen for {gap:.2f} s; nobody is judged by that time")
+            self.desk.note("notice", text=f"this scheduler was frozen for {gap:.2f} s; nobody is judged by that time")
             self.detector.shift(now, gap)
-            self._shift_links(gap)
-            self._shift_rebuilding(gap)
-            self._unready = {p: since if since is None else since + gap for p, since in self._unready.items()}
-            self._backoff.shift(gap)
+            self.rewiring.shift(gap)
+            self.rebuild.shift(gap)
+            self.keeper.shift(gap)
+            self.recovery.shift(gap)
             if self._bridges_since is not None:
                 self._bridges_since += gap
-            self._prepared_at += gap
-            self._hears_until = self._hears_until + gap if self._hears_until is not None else None
-            if self._admitted_at is not None:
-                self._admitted_at += gap
-            for peer in self.peers.values():
+            self.identity.shift(gap)
+            if self.book.entered_at is not None:
+                self.book.entered_at += gap
+            for peer in self.roster.peers.values():
                 peer.heard += gap
                 peer.closed_at += gap
                 peer.observes_since += gap
 
-    # ------------------------------------------------------------------ turns
-
     def _turn(self) -> bool:
         """Decides at most one thing; True if something changed that may allow another decision."""
-        if self._persisting is not None or self._hearing:
+        if self.book.persisting is not None or self.identity.hearing:
             return False
-        if self._let_in():
+        if held := self.identity.let_go():
+            for conn, hello in held:
+                if self.roster.conns.get(conn) == "":
+                    self.admission.on_hello(conn, hello)
             return True
-        if self.phase is Phase.STALE:
+        if self.desk.phase is Phase.STALE:
             return False
-        if self._turn_wishes():
+        if self.links.turn_wishes():
             return True
-        if self.phase in (Phase.DEPOSED, Phase.FINISHED):
+        if self.desk.phase in (Phase.DEPOSED, Phase.FINISHED):
             return False
-        if self._turn_terms() or self._promote():
+        if self.terms.turn_terms() or self._promote():
             return True
-        if self.phase is Phase.FOUNDING:
+        if self.desk.phase is Phase.FOUNDING:
             return self._turn_founding()
-        if self.phase is Phase.REBUILDING:
-            return self._turn_rebuilding()
-        if self._turn_again():
+        if self.desk.phase is Phase.REBUILDING:
+            return self.rebuild.turn_rebuilding()
+        if self.rebuild.turn_again():
             return True
         if self._turn_finish():
             return True
-        if not self._living():
-            if not self._take_back():
+        if not self.roster.living():
+            if not self.deaths.take_back():
                 self._lose("all members of the last view are gone")
             return True
-        if self.phase is Phase.RUNNING:
+        if self.desk.phase is Phase.RUNNING:
             return self._turn_running()
         return self._turn_recovering()
 
     def _promote(self) -> bool:
         """The oldest standby gets a place that became free, unless a member that may live has its name."""
-        taken = {p.member.name for p in self._living()}
-        for peer in self.peers.values():
+        taken = {p.member.name for p in self.roster.living()}
+        for peer in self.roster.peers.values():
             waits = peer.standing is Standing.STANDBY and not peer.differs
             if not waits or peer.conn is None or peer.member.name in taken:
                 continue
-            if has_place(peer.member, self.peers, self.settings):
+            if has_place(peer.member, self.roster.peers, self.settings):
                 peer.standing = Standing.LINKING
-                role = "founder" if self.phase is Phase.FOUNDING else "joiner"
-                self._greet(peer, role, "promoted from standby: a place is free")
+                role = "founder" if self.desk.phase is Phase.FOUNDING else "joiner"
+                self.roster.greet(peer, role, "promoted from standby: a place is free")
                 return True
         return False
 
     def _turn_founding(self) -> bool:
-        if self._living():
-            self.phase = Phase.RUNNING
+        if self.roster.living():
+            self.desk.phase = Phase.RUNNING
             return True
-        self._refuse_foreign()
-        why_not = self._why_not_found() or self._wait_for_kept()
+        self.keeper.refuse_foreign()
+        why_not = self.identity.why_not_found() or self.keeper.wait_for_kept()
         if why_not is not None:
             if why_not:
-                self._tell(why_not, [p for p in self.peers.values() if p.standing in NEWCOMER])
+                self.roster.tell(why_not, [p for p in self.roster.peers.values() if p.standing in NEWCOMER])
             return False
-        fitting = nodes.within([p.member for p in self._first_by_state(self._ready())], (), self.settings.max_nodes)
-        ready = self._together([self.peers[m.id] for m in fitting])
+        fitting = nodes.within(
+            [p.member for p in self.keeper.first_by_state(self.graph.ready())], (), self.settings.max_nodes
+        )
+        ready = self.graph.together([self.roster.peers[m.id] for m in fitting])
         if nodes.count(p.member for p in ready) < max(1, self.settings.min_nodes):
-            here = [p for p in self.peers.values() if p.standing in NEWCOMER and p.conn is not None and not p.leaving]
+            here = [
+                p for p in self.roster.peers.values() if p.standing in NEWCOMER and p.conn is not None and not p.leaving
+            ]
             if (number := nodes.count(p.member for p in here)) < self.settings.min_nodes:
                 verb = "is" if number == 1 else "are"
                 words = str(number) if number == len(here) else nodes.in_words([p.member for p in here])
-                self._tell(f"the job waits for min_nodes={self.settings.min_nodes}: {words} {verb} here", here)
+                self.roster.tell(f"the job waits for min_nodes={self.settings.min_nodes}: {words} {verb} here", here)
             elif all(p.standing is Standing.READY for p in here):
-                self._tell_apart(here)
+                self.links.tell_apart(here)
             return False
-        assert self.reference is not None
-        if self._paced(f"{len(ready)} newcomers are ready to found the job"):
+        assert self.roster.reference is not None
+        if self.recovery.paced(f"{len(ready)} newcomers are ready to found the job"):
             return False
-        ready = self._first_by_state(ready)
-        base, state = self._founding_base(ready[0])
-        self._attempt()
+        ready = self.keeper.first_by_state(ready)
+        base, state = self.keeper.founding_base(ready[0])
+        self.recovery.attempt()
         view = founding_view(
-            self._next_number(),
+            self.roster.next_number(),
             [p.member for p in ready],
             plan=self.settings.plan,
-            accumulate=self.reference.accumulate,
-            chain=self.chain,
-            net=self._net([p.id for p in ready]),
-            chain_id=self.chain_id,
+            accumulate=self.roster.reference.accumulate,
+            chain=self.book.views,
+            net=self.graph.net([p.id for p in ready]),
+            chain_id=self.book.chain_id,
             state=state,
         )
         ruling = Ruling(base=base, members=view.ids(), joiners=view.joiners, reason=view.reason)
-        self._persist("view", view.id, lambda: self._decided(view, ruling), view=view, base=base)
+        self.book.persist("view", view.id, lambda: self._decided(view, ruling), view=view, base=base)
         return True
 
     def _turn_finish(self) -> bool:
         """Over once every living member that holds the state has committed the closing header."""
-        holders = [p for p in self._living() if not p.known or (p.entered != NO_VIEW and p.loaded)]
+        holders = [p for p in self.roster.living() if not p.known or (p.entered != NO_VIEW and p.loaded)]
         if not holders or not all(p.finished for p in holders):
             return False
-        self._persist("finish", self._next_number(), self._finished)
+        self.book.persist("finish", self.roster.next_number(), self._finished)
         return True
 
     def _turn_running(self) -> bool:
-        latest = self.latest
+        latest = self.book.latest
         assert latest is not None
         # A leaver is still needed for the slot whose header will let it go.
-        needed = (*self._members(), *(self._leavers() if self._announced is not None else ()))
+        needed = (*self.roster.members(), *(self.roster.leavers() if self.book.announced is not None else ()))
         dead = [p for p in needed if not p.alive]
-        settled = self._settled
+        settled = self.roster.settled
         if settled:
-            for peer in self._leavers():
-                self._release(peer, f"view {latest.id} rules without it")
-        elif dead or len(self._members()) < len(latest.members):
+            for peer in self.roster.leavers():
+                self.roster.release(peer, f"view {latest.id} rules without it")
+        elif dead or len(self.roster.members()) < len(latest.members):
             words = [f"{p.id}: {p.condemned or p.dead}" for p in dead]
-            words += [f"{m}: gone before it was in" for m in latest.ids() if m not in self.peers]
-            return self._recover("; ".join(words), urgent=bool(dead))
-        if self._again:
-            return self._recover(self._again)
-        if self._returning:
+            words += [f"{m}: gone before it was in" for m in latest.ids() if m not in self.roster.peers]
+            return self.recovery.begin("; ".join(words), urgent=bool(dead))
+        if self.recovery.again:
+            return self.recovery.begin(self.recovery.again)
+        if self.recovery.returning:
             return self._turn_returning(latest)
-        if self._turn_failed():
+        if self.rewiring.turn_failed():
             return True
         self._time_joiners(latest)
-        if not settled or any(p.finished for p in self._members()):
+        if not settled or any(p.finished for p in self.roster.members()):
             return False
-        ready = self._ready()
+        ready = self.graph.ready()
         if nodes.count(latest.members) < self.settings.min_nodes:
-            coming = (p.member for p in self._reachable(latest.ids()))
+            coming = (p.member for p in self.graph.reachable(latest.ids()))
             if nodes.count([*latest.members, *coming]) < self.settings.min_nodes:
                 here = nodes.in_words(latest.members)
-                return self._recover(f"fewer than min_nodes={self.settings.min_nodes} are here: {here}")
-        if self._turn_observe(latest, ready) or self._turn_change(latest, self._admissible(ready)):
+                return self.recovery.begin(f"fewer than min_nodes={self.settings.min_nodes} are here: {here}")
+        if self.learners.turn_observe(latest, ready) or self._turn_change(latest, self.learners.admissible(ready)):
             return True
-        return self._turn_links(latest)
+        change = self.rewiring.turn_links(latest)
+        return change is not None and self._rewire(latest, *change)
 
     def _turn_returning(self, latest: View) -> bool:
-        members = self._living()
+        members = self.roster.living()
         if not all(p.known and p.conn is not None for p in members):
             return False
-        self._returning = False
-        if self._promised or any(p.entered != latest.id for p in members):
-            return self._recover("the scheduler was restarted and not all members may move in the last view")
-        self._may_rebuild = False  # all are here and lack nothing: whoever knows more later is of another part
-        self._note("notice", text=f"all members of view {latest.id} are back")
+        self.recovery.returning = False
+        if self.recovery.promised or any(p.entered != latest.id for p in members):
+            return self.recovery.begin("the scheduler was restarted and not all members may move in the last view")
+        self.rebuild.may_rebuild = False  # all are here and lack nothing: whoever knows more later is of another part
+        self.desk.note("notice", text=f"all members of view {latest.id} are back")
         return True
 
     def _time_joiners(self, latest: View) -> None:
         """A joiner that does not get its state in time holds everybody up and goes out again."""
-        if self._admitted_at is not None and self._waited_for:
-            self._admitted_at = self.now  # its donors are silent
-        if self._admitted_at is None or self.now - self._admitted_at <= self.settings.join_timeout_s:
+        if self.book.entered_at is not None and self.deaths.waited_for:
+            self.book.entered_at = self.desk.now  # its donors are silent
+        if self.book.entered_at is None or self.desk.now - self.book.entered_at <= self.settings.join_timeout_s:
             return
-        for peer in self._members():
+        for peer in self.roster.members():
             if peer.id in latest.joiners and not peer.loaded and peer.alive:
                 limit = self.settings.join_timeout_s
-                self._condemn(peer, f"it did not load the state within join_timeout_s={limit:g}")
-                self._again = self._again or f"{peer.id} is put out"
+                self.roster.condemn(peer, f"it did not load the state within join_timeout_s={limit:g}")
+                self.recovery.again = self.recovery.again or f"{peer.id} is put out"
 
     def _turn_change(self, latest: View, ready: list[Peer]) -> bool:
-        leaving = self._loose(latest, [p.id for p in self._members() if p.leaving])
+        leaving = self._loose(latest, [p.id for p in self.roster.members() if p.leaving])
         fitting = self._near(ready, latest, leaving)
         staying = [m for m in latest.members if m.id not in leaving]
         places = nodes.within([p.member for p in fitting], staying, self.settings.max_nodes)
-        fitting = [self.peers[m.id] for m in places]
+        fitting = [self.roster.peers[m.id] for m in places]
         change = intended_change(
             latest,
             leavers=leaving,
@@ -311,116 +421,120 @@ class SchedulerMachine(Keeping):
             min_nodes=self.settings.min_nodes,
         )
         if change is None:
-            for peer in self._members() if leaving else []:
-                self._let_keep(peer, "all members leave; the last one keeps the training state in a file")
+            for peer in self.roster.members() if leaving else []:
+                self.keeper.let_keep(peer, "all members leave; the last one keeps the training state in a file")
             return bool(leaving)
-        net = self._net([m.id for m in change.members])
+        net = self.graph.net([m.id for m in change.members])
         rest = [m.id for m in staying]
-        if leaving and fitting and not connected(rest, self._graph(rest)):
+        if leaving and fitting and not connected(rest, self.graph.pairs(rest)):
             # Who leaves is a bridge for which newcomers may make up: they come in first, as they hold nothing yet.
             coming = tuple(p.member for p in fitting)
             ids = tuple(m.id for m in coming)
             reason = f"{', '.join(ids)} join, before {', '.join(leaving)} leave, without whom no link leads between all"
             change = Change(members=(*latest.members, *coming), joiners=ids, reason=reason)
-            net = self._net([m.id for m in change.members])
+            net = self.graph.net([m.id for m in change.members])
         if not connected([m.id for m in change.members], net.pairs):
             return self._let_go(latest, leaving)
         self._bridges_since = None
-        view = changed_view(latest, self._next_number(), change, self.settings.plan, net)
-        self._persist("view", view.id, lambda: self._announce(view), view=view)
+        view = changed_view(latest, self.roster.next_number(), change, self.settings.plan, net)
+        self.book.persist("view", view.id, lambda: self._announce(view), view=view)
         return True
 
     def _near(self, ready: list[Peer], latest: View, leaving: list[str]) -> list[Peer]:
         """Newcomers with a link to a member that stays, if any stays."""
-        staying = [self.peers[m] for m in latest.ids() if m not in leaving]
-        return [p for p in ready if not staying or any(self._leads(p, m) for m in staying)]
+        staying = [self.roster.peers[m] for m in latest.ids() if m not in leaving]
+        return [p for p in ready if not staying or any(self.graph.leads(p, m) for m in staying)]
 
     def _loose(self, latest: View, leaving: list[str]) -> list[str]:
         """Those of the leavers that can go without parting the others; all of them if there are none."""
         loose: list[str] = []
         for member in leaving:
             ids = [m for m in latest.ids() if m != member and m not in loose]
-            if connected(ids, self._graph(ids)):
+            if connected(ids, self.graph.pairs(ids)):
                 loose.append(member)
         return loose or leaving
 
     def _let_go(self, latest: View, leaving: list[str]) -> bool:
         """Who leaves is the only way between others: they are given time to find one, then one side goes on."""
         ids = [m for m in latest.ids() if m not in leaving]
-        if not leaving or not connected(latest.ids(), self._graph(latest.ids())):
+        if not leaving or not connected(latest.ids(), self.graph.pairs(latest.ids())):
             return False  # a link is down at the moment
-        sides = in_words(parts(ids, self._graph(ids)))
+        sides = in_words(parts(ids, self.graph.pairs(ids)))
         why = f"{', '.join(leaving)} leave, and without them no link leads between {sides}"
         if self._bridges_since is None:
-            self._bridges_since = self.now
+            self._bridges_since = self.desk.now
             text = f"{why}: they stay until there is one, {CUT_PATIENCE_S:g} s at most; then one side goes on alone"
-            self._note("notice", text=text)
-            self._tell(text, self._members())
-        if self.now - self._bridges_since < CUT_PATIENCE_S:
+            self.desk.note("notice", text=text)
+            self.roster.tell(text, self.roster.members())
+        if self.desk.now - self._bridges_since < CUT_PATIENCE_S:
             return False
         self._bridges_since = None
         for member in leaving:
-            peer = self.peers[member]
+            peer = self.roster.peers[member]
             peer.condemned = peer.leaving
-            self._release(peer, why)
-        return self._recover(why, urgent=True)
+            self.roster.release(peer, why)
+        return self.recovery.begin(why, urgent=True)
 
     def _turn_recovering(self) -> bool:
-        if self.phase is Phase.HOLDING:
-            for peer in self._leavers():
-                self._release(peer, "the others wait for members, and go on without it")
-            for peer in [p for p in self._living() if p.leaving]:
-                self._let_keep(peer, "the job waits for members; nobody needs this one meanwhile")
-        living = frozenset(p.id for p in self._living())
-        if living != self._expected or self._again:
-            gone = ", ".join(sorted(self._expected - living)) or "nobody"
-            why = self._again or f"{self._why}; gone since: {gone}"
-            return self._recover(why, urgent=not living >= self._expected)
-        reports = {p.id: p.report for p in self._living() if p.report is not None}
+        if self.desk.phase is Phase.HOLDING:
+            for peer in self.roster.leavers():
+                self.roster.release(peer, "the others wait for members, and go on without it")
+            for peer in [p for p in self.roster.living() if p.leaving]:
+                self.keeper.let_keep(peer, "the job waits for members; nobody needs this one meanwhile")
+        living = frozenset(p.id for p in self.roster.living())
+        if living != self.recovery.expected or self.recovery.again:
+            gone = ", ".join(sorted(self.recovery.expected - living)) or "nobody"
+            why = self.recovery.again or f"{self.recovery.why}; gone since: {gone}"
+            return self.recovery.begin(why, urgent=not living >= self.recovery.expected)
+        reports = {p.id: p.report for p in self.roster.living() if p.report is not None}
         if len(reports) < len(living):
             return False
-        side = self._side(reports)
+        side = self.rewiring.side(reports, self.rule)
         if side is None:
             return False
-        ruling = self._rule(side)
+        ruling = self.rule(side)
         if ruling.base is None:
-            if self._take_back():
+            if self.deaths.take_back():
                 return True
-            if self._before is not None:
-                return self._turn_short(ruling)  # who holds the state may be among those that did not report
+            if self.rebuild.before is not None:
+                return self.rebuild.turn_short(ruling)  # who holds the state may be among those that did not report
             self._lose(ruling.reason, ruling)
             return True
         return self._turn_decide(ruling, ruling.base)
 
-    def _rule(self, reports: Mapping[str, Report]) -> Ruling:
+    def rule(self, reports: Mapping[str, Report]) -> Ruling:
         """Base, hand-on or redo, and who goes on (PROTOCOL.md 9)."""
-        return rule(self.chain, reports)
+        return rule(self.book.views, reports)
 
     def _turn_decide(self, ruling: Ruling, base: Header) -> bool:
-        if self._before is not None and not self._enough(len(ruling.members), self._before):
-            return self._turn_short(ruling)
-        if not self._will_do(ruling):
+        if self.rebuild.before is not None and not self.rebuild.enough(len(ruling.members), self.rebuild.before):
+            return self.rebuild.turn_short(ruling)
+        if not self.rewiring.will_do(ruling):
             rejoin = ruling.rejoin or self._bridged(ruling)
             for member, reason in rejoin:
                 # It would wait here in vain; as a newcomer it counts.
-                self.peers[member].condemned = reason
-                self._send(self.peers[member], Fence(f"{member} is out of the job: {reason}"))
+                self.roster.peers[member].condemned = reason
+                self.roster.send(self.roster.peers[member], Fence(f"{member} is out of the job: {reason}"))
             if rejoin:
                 return True
-            text = f"training waits: {self._able(ruling)} of min_nodes={self.settings.min_nodes} nodes are here"
-            text += "".join(f"; {m}: {words}" for m, words in self._cut.items())
-            self._tell(text, [*self._living(), *self._ready()])
-            if self.phase is not Phase.HOLDING:
-                self.phase = Phase.HOLDING
-                self._note("notice", text=text)
+            text = f"training waits: {self.rewiring.able(ruling)} of min_nodes={self.settings.min_nodes} nodes are here"
+            text += "".join(f"; {m}: {words}" for m, words in self.rewiring.cut.items())
+            self.roster.tell(text, [*self.roster.living(), *self.graph.ready()])
+            if self.desk.phase is not Phase.HOLDING:
+                self.desk.phase = Phase.HOLDING
+                self.desk.note("notice", text=text)
                 return True
             return False
-        latest = self.latest
+        latest = self.book.latest
         assert latest is not None
-        why = "; ".join([self._why, *(f"{m} is put out: {words}, who go on" for m, words in self._cut.items())])
-        view = recovered_view(latest, self._number, ruling, self.settings.plan, why, self._net(ruling.members))
-        view = self._begin_chain(view)
-        self._persist(
+        why = "; ".join(
+            [self.recovery.why, *(f"{m} is put out: {words}, who go on" for m, words in self.rewiring.cut.items())]
+        )
+        view = recovered_view(
+            latest, self.recovery.number, ruling, self.settings.plan, why, self.graph.net(ruling.members)
+        )
+        view = self.rebuild.begin_chain(view)
+        self.book.persist(
             "view", view.id, lambda: self._decided(view, ruling), view=view, base=base, hand_on=ruling.hand_on
         )
         return True
@@ -431,144 +545,99 @@ class SchedulerMachine(Keeping):
         As long as they are members they are cut off, and no newcomer comes in while too few are here; as newcomers
         they count, and come in after those that link them.
         """
-        count = (*ruling.members, *ruling.waiting, *(p.id for p in super()._ready()), *self._cut)
-        together = next((g for g in parts(count, self._graph(count)) if set(ruling.members) & set(g)), ())
-        if nodes.count([p.member for m in together if not (p := self.peers[m]).leaving]) < self.settings.min_nodes:
+        count = (*ruling.members, *ruling.waiting, *(p.id for p in self.roster.willing()), *self.rewiring.cut)
+        together = next((g for g in parts(count, self.graph.pairs(count)) if set(ruling.members) & set(g)), ())
+        if (
+            nodes.count([p.member for m in together if not (p := self.roster.peers[m]).leaving])
+            < self.settings.min_nodes
+        ):
             return ()
-        return tuple((m, f"{words}; newcomers link it to them") for m, words in self._cut.items() if m in together)
-
-    # ------------------------------------------------------------------ decisions, stored
-
-    def _on_stored(self, token: int, ok: bool, detail: str) -> None:
-        if self._persisting is None or self._persisting[0] != token:
-            return
-        _, then = self._persisting
-        self._persisting = None
-        if ok:
-            then()
-            return
-        self._depose(f"the store refused a write ({detail})")
-
-    def _recover(self, why: str, *, urgent: bool = False) -> bool:
-        """Begins a recovery, unless those before brought nothing and it has to wait (see backoff.py).
-
-        Args:
-            why: In words.
-            urgent: Somebody is to be excluded who was not when the last one began, so there is an end to it.
-        """
-        if not urgent and self._paced(why):
-            return False
-        self._attempt()
-        number = self._next_number()
-        self._why, self._again, self._returning = why, "", False
-        self._persist("reserve", number, lambda: self._prepare(number))
-        return True
-
-    def _attempt(self) -> None:
-        self._backoff.begins(self.now, self._slot())
-        self._waits_because = ""
-
-    def _paced(self, why: str) -> bool:
-        """Whether the next attempt has to wait, since those before brought no slot; all are told why."""
-        if not self._backoff.left_s(self.now, self._slot()):
-            return False
-        if not self._waits_because:
-            text = f"{self._backoff.fruitless} attempts in a row to go on committed no slot; the next one waits up to "
-            self._waits_because = f"{text}{LONGEST_S:g} s: {why}"
-            self._note("notice", text=self._waits_because)
-            self._tell(self._waits_because, [p for p in self.peers.values() if p.alive])
-        return True
-
-    def _prepare(self, number: ViewId) -> None:
-        self.phase = Phase.PREPARING
-        self._number, self._prepared_at = number, self.now
-        self._again = ""  # what was lost while the number was written is made up for, too
-        self._decision = self._announced = None
-        living = self._living()
-        self._expected = frozenset(p.id for p in living)
-        self._note("prepare", number=str(number), reason=self._why)
-        for peer in living:
-            peer.report = None
-            self._send(peer, Prepare(number, self._why))
-
-    def _append(self, view: View) -> None:
-        self._rewired(self.latest, view)
-        self.chain.append(view)
-        self._admitted_at = None
-        self._note(
-            "view", id=str(view.id), members=view.ids(), joiners=view.joiners, reason=view.reason, chain=view.chain
+        return tuple(
+            (m, f"{words}; newcomers link it to them") for m, words in self.rewiring.cut.items() if m in together
         )
 
     def _decided(self, view: View, ruling: Ruling) -> None:
         """A founding or recovered view is in the chain: tell its members; all others of the old one are out."""
         assert ruling.base is not None
-        old = self._members()
-        self._vouched = True  # who is in this view says what the job is
+        old = self.roster.members()
+        self.roster.vouched = True  # who is in this view says what the job is
         self._append(view)
-        self._chain_begun()
-        if self.phase is Phase.FOUNDING:
-            self._told, self._without, self._reached = None, "", ruling.base.step
-            self._unready.clear()
-            self._backoff.founded(ruling.base.seq)
-        self.phase, self._returning, self._announced = Phase.RUNNING, False, None
-        self._decision = Decide(view, ruling.base, ruling.hand_on, ruling.sources, view.reason)
-        self._note(
+        self.rebuild.chain_begun()
+        if self.desk.phase is Phase.FOUNDING:
+            self.keeper.founded()
+            self.book.reached = ruling.base.step
+            self.recovery.backoff.founded(ruling.base.seq)
+        self.desk.phase, self.recovery.returning, self.book.announced = Phase.RUNNING, False, None
+        self.book.decision = Decide(view, ruling.base, ruling.hand_on, ruling.sources, view.reason)
+        self.desk.note(
             "decide", id=str(view.id), members=view.ids(), base=ruling.base.hash, hand_on=ruling.hand_on,
             reason=view.reason,
         )  # fmt: skip
         self._sort_out(old, view, ruling)
-        for peer in self._members_of(view):
+        for peer in self.roster.members_of(view):
             peer.standing = Standing.MEMBER
             peer.report = None
-            self._send(peer, self._decision)
+            self.roster.send(peer, self.book.decision)
 
     def _sort_out(self, old: Iterable[Peer], view: View | None, ruling: Ruling) -> None:
         reasons = dict(ruling.rejoin)
         for peer in old:
-            if (view is not None and view.find(peer.id) is not None) or (view is None and peer in self._writing()):
+            if (view is not None and view.find(peer.id) is not None) or (
+                view is None and peer in self.keeper.writing()
+            ):
                 continue
             if peer.id in ruling.waiting and peer.alive and peer.conn is not None:
                 peer.standing, peer.report, peer.entered = Standing.READY, None, NO_VIEW
                 if peer.caught_up:
-                    peer.standing, peer.observes_since = Standing.OBSERVING, self.now
+                    peer.standing, peer.observes_since = Standing.OBSERVING, self.desk.now
             elif peer.standing is Standing.LEAVER:
-                self._release(peer, "nobody is left who needs it")
+                self.roster.release(peer, "nobody is left who needs it")
             elif view is not None and peer.leaving and not peer.dead:
-                self._release(peer, self._cut.get(peer.id) or reasons.get(peer.id) or "the others go on without it")
+                self.roster.release(
+                    peer, self.rewiring.cut.get(peer.id) or reasons.get(peer.id) or "the others go on without it"
+                )
             elif view is None and not peer.condemned and peer.id not in reasons:
                 continue  # dead without proof beyond time: if it comes back before others found the job, it goes on
             else:
-                cut = f"{self._cut[peer.id]}, who go on" if peer.id in self._cut else ""
-                self._fence(peer, reasons.get(peer.id) or peer.condemned or cut or peer.dead or "a view excluded it")
+                cut = f"{self.rewiring.cut[peer.id]}, who go on" if peer.id in self.rewiring.cut else ""
+                self.roster.fence(
+                    peer, reasons.get(peer.id) or peer.condemned or cut or peer.dead or "a view excluded it"
+                )
+
+    def _append(self, view: View) -> None:
+        self.links.follow(self.book.latest, view)
+        self.book.append(view)
 
     def _announce(self, view: View) -> None:
         """A view that a header will carry."""
         self._append(view)
-        self._changes.add(view.id)
-        self._decision, self._announced = None, NextView(view)
-        for peer in self._members_of(view):
+        self.book.changes.add(view.id)
+        self.book.decision, self.book.announced = None, NextView(view)
+        for peer in self.roster.members_of(view):
             peer.standing = Standing.MEMBER
-        for peer in self.peers.values():
+        for peer in self.roster.peers.values():
             if peer.standing is Standing.MEMBER and view.find(peer.id) is None:
                 peer.standing = Standing.LEAVER
             if peer.standing in (Standing.MEMBER, Standing.LEAVER):
-                self._send(peer, self._announced)
+                self.roster.send(peer, self.book.announced)
 
     def _on_reset(self, token: int, force: bool) -> None:
         """The operator's word ends the job; not beside members that train on, unless it says so."""
-        lives = [p.id for p in self._living() if p.conn is not None and p.id not in self.detector.suspicions]
-        lost = self._lost_words()
+        lives = [p.id for p in self.roster.living() if p.conn is not None and p.id not in self.detector.suspicions]
+        lost = self.identity.lost_words()
         awaited = [
-            p.id for p in self._living() if p.conn is None and not p.known and self.now < self.detector.grace_until
+            p.id
+            for p in self.roster.living()
+            if p.conn is None and not p.known and self.desk.now < self.detector.grace_until
         ]
         why = ""
-        if self._persisting is not None:
+        if self.book.persisting is not None:
             why = "a decision is being written at this moment; ask again"
-        elif self.phase is Phase.FINISHED:
+        elif self.desk.phase is Phase.FINISHED:
             why = "the job is finished already; the next one by its name begins when this scheduler ends, in a moment"
         elif lost and not force:
-            why = f"{lost}. To begin another job all the same: --force" if self.chain else lost
-        elif not self.chain:
+            why = f"{lost}. To begin another job all the same: --force" if self.book.views else lost
+        elif not self.book.views:
             why = "there is nothing to end: no view of this job was decided yet"
         elif lives and not force:
             why = (
@@ -576,52 +645,53 @@ class SchedulerMachine(Keeping):
                 "(`chaos-lightning drain NODE`, or Ctrl+C there); or end the job under them: --force"
             )
         elif awaited and not force:
-            left = self.detector.grace_until - self.now
+            left = self.detector.grace_until - self.desk.now
             why = (
                 f"this scheduler has just begun, and {', '.join(awaited)} may be on the way back to it: ask again in "
                 f"{left:.0f} s, or --force"
             )
         if why:
-            self._out.append(Answer(token, False, why))
+            self.desk.out.append(Answer(token, False, why))
             return
-        self._persist("finish", self._next_number(), lambda: self._reset(token))
+        self.book.persist("finish", self.roster.next_number(), lambda: self._reset(token))
 
     def _reset(self, token: int) -> None:
         """Who is in the job is let go, whatever it does; newcomers come again, and found the next one."""
         reason = "an operator has ended the job"
-        who = [p.id for p in self._members()]
-        self.phase = Phase.FINISHED
-        for peer in self.peers.values():
+        who = [p.id for p in self.roster.members()]
+        self.desk.phase = Phase.FINISHED
+        for peer in self.roster.peers.values():
             if peer.standing in (Standing.MEMBER, Standing.LEAVER):
-                self._send(peer, Released(reason, asked=True))
-        self._note("reset", members=who, view=str(self.chain[-1].id))
-        self._out.append(Answer(token, True, f"the job is ended; its last view had {', '.join(who) or 'nobody'} in it"))
-        self._out.append(SchedulerDone(reason, again=True))
-
-    def _members_of(self, view: View) -> list[Peer]:
-        return [self.peers[m] for m in view.ids() if m in self.peers]
+                self.roster.send(peer, Released(reason, asked=True))
+        self.desk.note("reset", members=who, view=str(self.book.views[-1].id))
+        self.desk.out.append(
+            Answer(token, True, f"the job is ended; its last view had {', '.join(who) or 'nobody'} in it")
+        )
+        self.desk.out.append(SchedulerDone(reason, again=True))
 
     def _finished(self) -> None:
-        self.phase = Phase.FINISHED
-        for peer in list(self.peers.values()):
-            self._send(peer, Released("the job is finished"))
-        peers = self.peers.values()
-        self._note("finished", seq=max(p.seq for p in peers), step=max(p.step for p in peers))
-        self._out.append(SchedulerDone("the job is finished and all members are released"))
+        self.desk.phase = Phase.FINISHED
+        for peer in list(self.roster.peers.values()):
+            self.roster.send(peer, Released("the job is finished"))
+        peers = self.roster.peers.values()
+        self.desk.note("finished", seq=max(p.seq for p in peers), step=max(p.step for p in peers))
+        self.desk.out.append(SchedulerDone("the job is finished and all members are released"))
 
     def _lose(self, reason: str, ruling: Ruling | None = None) -> None:
         """Nobody holds the training state any more: the next newcomers found the job again."""
-        self._note("notice", text=f"{reason}; the next members found the job again from their own state")
+        self.desk.note("notice", text=f"{reason}; the next members found the job again from their own state")
         ruling = ruling or Ruling(base=None)
-        self._decision, self._announced, self._returning = None, None, False
-        self._again = ""
-        self._expected = frozenset()
-        for peer in self.peers.values():
+        self.book.decision, self.book.announced, self.recovery.returning = None, None, False
+        self.recovery.again = ""
+        self.recovery.expected = frozenset()
+        for peer in self.roster.peers.values():
             if peer.standing is Standing.OBSERVING:
                 peer.standing = Standing.READY
             peer.way, peer.caught_up = "", False
-        self._sort_out([*self._members(), *self._leavers()], None, ruling)
-        self.phase = Phase.FOUNDING  # not before all are sorted: those that are newcomers again say what the job is
+        self._sort_out([*self.roster.members(), *self.roster.leavers()], None, ruling)
+        self.desk.phase = (
+            Phase.FOUNDING
+        )  # not before all are sorted: those that are newcomers again say what the job is
         # One of them that comes back before others found the job holds its state, and says what it is.
-        self._vouched = False
-        self._forget_terms()
+        self.roster.vouched = False
+        self.roster.forget_terms()

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from chaos_lightning.membership.effects import LinkWish
-from chaos_lightning.membership.roster import Peer
+from chaos_lightning.membership.peers import Peer
 from chaos_lightning.planning.graph import connected_parts
 from chaos_lightning.planning.graph import neighbours as links_by_member
 from chaos_lightning.protocol.types import LinkReport, LinkSpec, View
@@ -180,6 +180,8 @@ class Topology:
         """By two names: asked for beyond what the neighbours named."""
         self.version = 0
         """Grows with every measurement."""
+        self.news = True
+        """Something about links changed since they were looked at."""
         for wish in wishes:
             self.wished(wish)
 

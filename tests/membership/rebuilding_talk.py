@@ -107,7 +107,7 @@ class Talk:
         self.says(name, Recollection(stands, waiting, ViewId(1, promised)))
 
     def promises(self, name: str, entered: View | None, *, loaded: bool = True, last: Header = HEAD) -> None:
-        number = self.machine._number
+        number = self.machine.recovery.number
         stands = entered.id if entered is not None else NO_VIEW
         self.says(name, Report(number, stands, last.seq, last.hash, loaded=loaded, last=last))
 

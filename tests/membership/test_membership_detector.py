@@ -8,7 +8,7 @@ import pytest
 from membership_script import member
 
 from chaos_lightning.membership.detector import Death, Detector, Findings
-from chaos_lightning.membership.roster import Peer, Standing
+from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.protocol.types import Member, Settings, Verdict, ViewId
 
 SETTINGS = Settings(

@@ -103,7 +103,7 @@ def test_a_newcomer_that_another_chains_view_lets_in_is_dropped_and_not_put_out(
     talk.says("d", Entered(AB.id, HEAD.seq, HEAD.step, HEAD.hash, chain=X))
     assert talk.heard("d", Refused)
     assert not any(talk.heard("d", kind) for kind in HARM)
-    assert not [p for p in talk.machine.peers.values() if p.member.name == "d"]
+    assert not [p for p in talk.machine.roster.peers.values() if p.member.name == "d"]
 
 
 def test_a_newcomer_forgets_the_numbers_of_the_chain_before() -> None:
@@ -263,7 +263,7 @@ def test_a_stale_store_is_rebuilt_on_the_operators_word_and_keeps_what_it_has() 
     assert first.predecessor == AB.id
     assert first.id.number > 7
     assert first.chain == X
-    assert [v.id for v in talk.machine.chain] == [A.id, AB.id, first.id]
+    assert [v.id for v in talk.machine.book.views] == [A.id, AB.id, first.id]
     talk.comes(says_hello("a", A))  # whom the copy knows, and the others do not
     assert talk.heard("a", Fence)
 
@@ -335,7 +335,7 @@ def test_an_empty_store_takes_the_id_of_the_chain_that_is_rebuilt() -> None:
         talk.says(name, Recollection(abc, None, NO_VIEW))
     for name in "abc":
         talk.promises(name, abc)
-    assert talk.machine.chain_id == X
+    assert talk.machine.book.chain_id == X
     assert talk.views()[0].chain == X
 
 

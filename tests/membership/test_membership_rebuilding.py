@@ -47,7 +47,7 @@ def test_all_members_report_and_nobody_waits() -> None:
     assert first.reason.startswith("rebuilt")
     assert first.ids() == ABC.ids()
     assert all(talk.heard(name, Decide) for name in "abc")
-    assert [v.id for v in talk.machine.chain] == [first.id]
+    assert [v.id for v in talk.machine.book.views] == [first.id]
 
 
 def test_absent_ones_are_waited_for_and_join_again_later() -> None:

@@ -97,7 +97,7 @@ def test_one_that_freezes_before_it_answers_is_sent_to_join_again_when_the_chain
         talk.promises(name, ABC)
     assert len(talk.views()) == 1
     assert "before it told what it knows" in str(talk.said[conn][-1])
-    assert "d~4" not in talk.machine.peers
+    assert "d~4" not in talk.machine.roster.peers
 
 
 def test_one_that_beats_and_does_not_answer_is_waited_for_a_while_and_named() -> None:
@@ -134,4 +134,4 @@ def test_one_that_is_drained_before_it_has_told_where_it_stands_stays_all_the_sa
     talk.comes(hello("a", ABC))
     talk.feed(fx.Drain("a"))
     assert not talk.heard("a", Released)
-    assert talk.machine.peers["a~1"].leaving
+    assert talk.machine.roster.peers["a~1"].leaving

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from membership_script import NOT_OFFERED, MemberScript, SchedulerScript, contribution, header_after, member
 
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.roster import Standing
+from chaos_lightning.membership.peers import Standing
 from chaos_lightning.membership.slots import close_slot
 from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Kind, Observers, View, ViewId
 
@@ -56,7 +56,7 @@ def newcomers(*names: str) -> str:
 
 def observing(to: SchedulerScript) -> set[str]:
     assert to.machine is not None
-    return {p.member.name for p in to.machine.peers.values() if p.standing is Standing.OBSERVING}
+    return {p.member.name for p in to.machine.roster.peers.values() if p.standing is Standing.OBSERVING}
 
 
 # ------------------------------------------------------------------ which way
@@ -66,8 +66,8 @@ def test_one_that_did_not_offer_to_replay_is_no_observer() -> None:
     scheduler = script(JOB + "c hello\nc link a up\na link c up\nc ready")
     assert observing(scheduler) == set()
     assert scheduler.machine is not None
-    assert scheduler.machine.peers["c~3"].way == "pause"
-    assert scheduler.machine.peers["c~3"].no_replay == NOT_OFFERED
+    assert scheduler.machine.roster.peers["c~3"].way == "pause"
+    assert scheduler.machine.roster.peers["c~3"].no_replay == NOT_OFFERED
 
 
 def test_one_generation_at_a_time() -> None:
@@ -191,7 +191,9 @@ class Watch:
             words = " ".join(["beats", *(n for n in (first, *rest) if n in script.conns or "=" in n)])
         elif name not in script.conns and first != "hello":
             return
-        if first == "hello" and any(p.member.name == name and p.conn is not None for p in machine.peers.values()):
+        if first == "hello" and any(
+            p.member.name == name and p.conn is not None for p in machine.roster.peers.values()
+        ):
             return
         sent: list[fx.Send] = []
         feed = machine.on
@@ -214,21 +216,21 @@ class Watch:
     def check(self) -> None:
         machine = self.script.machine
         assert machine is not None
-        served = {p.id for p in machine.peers.values() if p.standing is Standing.OBSERVING}
-        for peer in machine.peers.values():
+        served = {p.id for p in machine.roster.peers.values() if p.standing is Standing.OBSERVING}
+        for peer in machine.roster.peers.values():
             if peer.standing is Standing.OBSERVING:
                 assert peer.way == "replay"
                 assert peer.conn is not None, "its stream is closed: it is nobody any more"
             if peer.caught_up:
                 assert peer.standing in (Standing.OBSERVING, Standing.MEMBER)
-        if machine._reserving or machine.latest is None:
+        if machine.desk.reserving or machine.book.latest is None:
             return
-        for peer in machine.peers.values():
+        for peer in machine.roster.peers.values():
             if peer.conn is not None and peer.standing is Standing.MEMBER:
                 ids = set(self.told.get(peer.conn, ()))
                 assert served <= ids, f"{peer.id} does not serve {served - ids}"
                 for extra in ids - served:
-                    other = machine.peers[extra]  # KeyError: it serves somebody who is gone
+                    other = machine.roster.peers[extra]  # KeyError: it serves somebody who is gone
                     assert other.standing is Standing.MEMBER
                     assert not other.loaded, f"{peer.id} serves {extra}, who is in"
 

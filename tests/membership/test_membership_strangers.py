@@ -56,7 +56,7 @@ def test_newcomers_of_the_same_program_stay_when_the_members_are_back() -> None:
     machine = SchedulerMachine(Settings(min_nodes=1), CHAIN)
     assert answers(said(machine, 1, HELLO), Welcome)
     assert not answers(said(machine, 2, returning(0)), Refused)
-    assert "x" in {p.member.name for p in machine.peers.values()}
+    assert "x" in {p.member.name for p in machine.roster.peers.values()}
 
 
 def test_where_nobody_came_back_a_member_of_another_program_does_not_vouch() -> None:

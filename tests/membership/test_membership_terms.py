@@ -299,8 +299,8 @@ def test_what_the_address_tells_of_a_new_start_of_the_machine_is_no_proof_agains
     job.feed(gone)
     job.closes("a")
     job.feed(gone)
-    assert len(job.machine._living()) == 1
+    assert len(job.machine.roster.living()) == 1
     job.passes(1.2)
     job.feed(gone)
-    assert not job.machine._living()
+    assert not job.machine.roster.living()
     assert job.machine.phase == "founding"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos_lightning.membership.roster import Peer, Standing
+from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.membership.topology import (
     FIRST_STAND_S,
     FORGIVEN_S,

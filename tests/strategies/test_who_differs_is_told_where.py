@@ -15,7 +15,7 @@ from strategy_job import Job
 from strategy_models import Regression, Stream, loader, trainer
 from torch.utils.data import DataLoader
 
-from chaos_lightning.membership.roster import Reference, difference
+from chaos_lightning.membership.peers import Reference, difference
 from chaos_lightning.protocol.types import Hello
 from chaos_lightning.strategies import ChaosStrategy
 from chaos_lightning.strategies.fingerprint import advice

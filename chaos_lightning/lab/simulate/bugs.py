@@ -44,11 +44,13 @@ from chaos_lightning.lab.simulate.plans import (
     sleepy_scheduler_plan,
     stale_plan,
 )
-from chaos_lightning.lab.simulate.planting import Bug, StubbornHooks, TrustingHooks, hooks_of
+from chaos_lightning.lab.simulate.planting import Bug, StubbornHooks, TrustingHooks, hooks_of, with_parts
 from chaos_lightning.lab.simulate.progress_bugs import PROGRESS_BUGS
 from chaos_lightning.lab.simulate.training import State
 from chaos_lightning.lab.simulate.world import Hooks
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.book import Book
+from chaos_lightning.membership.identity import Identity
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.scheduler import SchedulerMachine
@@ -146,11 +148,11 @@ class BlindMachine(MemberMachine):
 # ------------------------------------------------------------------ 7, 14a: the chain
 
 
-class HastyScheduler(SchedulerMachine):
+class HastyBook(Book):
     """Announces a view before it is stored."""
 
-    def _persist(self, kind: str, number: ViewId, then: Callable[[], None], **fields: Any) -> None:
-        super()._persist(kind, number, lambda: None, **fields)
+    def persist(self, kind: str, number: ViewId, then: Callable[[], None], **fields: Any) -> None:
+        super().persist(kind, number, lambda: None, **fields)
         then()
 
 
@@ -162,11 +164,14 @@ class MemoryStore(Store):
         return super().open(above, chain)
 
 
-class CarefreeScheduler(SchedulerMachine):
+class CarefreeIdentity(Identity):
     """Takes members of unknown views for newcomers, whom the real one sends away, and founds a job beside them."""
 
     def _is_foreign(self, hello: Hello) -> bool:
         return False
+
+
+CarefreeScheduler = with_parts(identity=CarefreeIdentity)
 
 
 # ------------------------------------------------------------------ 8: promises
@@ -189,8 +194,8 @@ class FickleMachine(MemberMachine):
 class LowBaseScheduler(SchedulerMachine):
     """Takes the lowest report as the base and always redoes."""
 
-    def _rule(self, reports: Mapping[str, Report]) -> Ruling:
-        ruling = super()._rule(reports)
+    def rule(self, reports: Mapping[str, Report]) -> Ruling:
+        ruling = super().rule(reports)
         loaded = [r for m, r in reports.items() if r.loaded and m in ruling.members]
         if ruling.base is None or not loaded:
             return ruling
@@ -201,8 +206,8 @@ class LowBaseScheduler(SchedulerMachine):
 class CarelessScheduler(SchedulerMachine):
     """Hands on a header although some of its bytes are nowhere."""
 
-    def _rule(self, reports: Mapping[str, Report]) -> Ruling:
-        ruling = super()._rule(reports)
+    def rule(self, reports: Mapping[str, Report]) -> Ruling:
+        ruling = super().rule(reports)
         pending = next((r.pending for r in reports.values() if r.pending is not None), None)
         if pending is None or ruling.base is None or ruling.hand_on or pending.prev_hash != ruling.base.hash:
             return ruling
@@ -345,7 +350,7 @@ BUGS: dict[str, Bug] = {
     "7-hasty": Bug(
         rule="7",
         what="views are announced before they are stored",
-        hooks=hooks_of(scheduler=HastyScheduler),
+        hooks=hooks_of(scheduler=with_parts(book=HastyBook)),
         plan=forgetful_plan,
         control=Hooks,
     ),

@@ -22,19 +22,22 @@ from chaos_lightning.lab.simulate.failing import (
     restored_plan,
     strange_plan,
 )
-from chaos_lightning.lab.simulate.planting import Bug, hooks_of
+from chaos_lightning.lab.simulate.planting import Bug, hooks_of, with_parts
 from chaos_lightning.lab.simulate.store import Store
+from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Chain, Persist
+from chaos_lightning.membership.identity import Identity
+from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.protocol.types import NO_VIEW, Entered, Heartbeat, Hello, Settings, Verdict, View, ViewId
 
 
-class HastyScheduler(SchedulerMachine):
+class HastyBook(Book):
     """Announces a view before it is stored, and goes on."""
 
-    def _persist(self, kind: str, number: ViewId, then: Callable[[], None], **fields: Any) -> None:
-        super()._persist(kind, number, (lambda: None) if kind == "view" else then, **fields)
+    def persist(self, kind: str, number: ViewId, then: Callable[[], None], **fields: Any) -> None:
+        super().persist(kind, number, (lambda: None) if kind == "view" else then, **fields)
         if kind == "view":
             then()
 
@@ -56,14 +59,14 @@ class OpenStore(Store):
         return super().judge(term, persist, None)
 
 
-class DeafScheduler(SchedulerMachine):
+class DeafIdentity(Identity):
     """Does not heed what members know and its store lacks."""
 
     def _lacking(self, message: Hello | Entered | Heartbeat) -> str:
         return ""
 
 
-class RuthlessScheduler(DeafScheduler):
+class RuthlessIdentity(DeafIdentity):
     """Moreover takes whoever stands in a view that it does not know for excluded by one that it knows."""
 
     def _is_foreign(self, hello: Hello) -> bool:
@@ -85,7 +88,7 @@ class ShortsightedScheduler(SchedulerMachine):
         super().__init__(settings, replace(chain, views=chain.views[:-1] or chain.views))
 
 
-class IndifferentScheduler(SchedulerMachine):
+class IndifferentIdentity(Identity):
     """Takes the numbers of any chain for its own's."""
 
     def _is_another(self, chain: str) -> bool:
@@ -95,23 +98,23 @@ class IndifferentScheduler(SchedulerMachine):
         return ""
 
 
-class HurriedScheduler(SchedulerMachine):
+class HurriedIdentity(Identity):
     """Decides as soon as it has started, from whoever is there."""
 
     @property
-    def _hearing(self) -> bool:
+    def hearing(self) -> bool:
         return False
 
 
-class MinorityScheduler(HurriedScheduler):
+class HastyRebuild(Rebuild):
     """Rebuilds a lost chain from whoever is there first."""
 
-    def _enough(self, here: int, view: View) -> bool:
+    def enough(self, here: int, view: View) -> bool:
         return here > 0
 
-    def _turn_rebuilding(self) -> bool:
+    def turn_rebuilding(self) -> bool:
         self._first_at = -1e9 if self._first_at is not None else None
-        return super()._turn_rebuilding()
+        return super().turn_rebuilding()
 
 
 class GullibleDetector(Detector):
@@ -121,15 +124,15 @@ class GullibleDetector(Detector):
         super().verdict(by, verdict)
 
 
-class GullibleScheduler(SchedulerMachine):
-    detector_class = GullibleDetector
+DeafScheduler = with_parts(identity=DeafIdentity)
+HurriedScheduler = with_parts(identity=HurriedIdentity)
 
 
 FAILING_BUGS: dict[str, Bug] = {
     "7-announced": Bug(
         rule="7",
         what="views are announced before a failing store has them",
-        hooks=hooks_of(scheduler=HastyScheduler),
+        hooks=hooks_of(scheduler=with_parts(book=HastyBook)),
         plan=forked_plan,
     ),
     "7-lax": Bug(
@@ -148,7 +151,7 @@ FAILING_BUGS: dict[str, Bug] = {
     "7-unfenced": Bug(
         rule="7",
         what="a deposed scheduler goes on to put out members that it never heard of",
-        hooks=hooks_of(scheduler=RuthlessScheduler),
+        hooks=hooks_of(scheduler=with_parts(identity=RuthlessIdentity)),
         plan=lingering_plan,
     ),
     "9-excluded": Bug(
@@ -161,14 +164,14 @@ FAILING_BUGS: dict[str, Bug] = {
     "14a-minority": Bug(
         rule="14a",
         what="a lost chain is rebuilt from a minority's reports",
-        hooks=hooks_of(scheduler=MinorityScheduler),
+        hooks=hooks_of(scheduler=with_parts(identity=HurriedIdentity, rebuild=HastyRebuild)),
         plan=lost_plan,
         control=hooks_of(scheduler=HurriedScheduler),
     ),
     "7-foreign": Bug(
         rule="7",
         what="the members of one chain are judged by another one",
-        hooks=hooks_of(scheduler=IndifferentScheduler),
+        hooks=hooks_of(scheduler=with_parts(identity=IndifferentIdentity)),
         plan=leftover_plan,
     ),
     "14a-stale": Bug(
@@ -192,7 +195,7 @@ FAILING_BUGS: dict[str, Bug] = {
     "12-gullible": Bug(
         rule="12",
         what="a newcomer without a link confirms a death",
-        hooks=hooks_of(scheduler=GullibleScheduler),
+        hooks=hooks_of(scheduler=with_parts(detector=GullibleDetector)),
         plan=strange_plan,
     ),
 }

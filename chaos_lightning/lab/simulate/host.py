@@ -243,7 +243,7 @@ class SchedulerHost(Process):
             if self.cut_off:
                 self.store.errors += 1
                 raise StoreError("etcd cannot be reached from here")
-            outcome = self.store.write(self.machine.term, entry, self.seat.number, self.seen)
+            outcome = self.store.write(self.machine.book.term, entry, self.seat.number, self.seen)
         except StoreError:
             self.timer(AGAIN_S, lambda: self._again(entry, since))
             return

@@ -15,10 +15,12 @@ from dataclasses import replace
 from chaos_lightning.lab.simulate.joining_plans import all_leave_plan, calm_plan, promise_plan, silent_plan
 from chaos_lightning.lab.simulate.node import Node
 from chaos_lightning.lab.simulate.observing import Entry, Keeper, Observation
-from chaos_lightning.lab.simulate.planting import Bug, TrustingHooks, hooks_of
+from chaos_lightning.lab.simulate.planting import Bug, TrustingHooks, hooks_of, with_parts
 from chaos_lightning.lab.simulate.world import Plan
-from chaos_lightning.membership.roster import Peer, Standing
-from chaos_lightning.membership.scheduler import Phase, SchedulerMachine
+from chaos_lightning.membership.admission import Admission
+from chaos_lightning.membership.desk import Phase
+from chaos_lightning.membership.learners import Learners
+from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.protocol.types import FromMember, Header
 
 # ------------------------------------------------------------------ 15: one header's state
@@ -78,21 +80,21 @@ class RepeatingObservation(Observation):
 # ------------------------------------------------------------------ 18: the log is kept until the newcomer stands
 
 
-class HastyScheduler(SchedulerMachine):
+class HastyLearners(Learners):
     """Has nobody served who has caught up."""
 
     def _observers(self) -> tuple[str, ...]:
-        return tuple(m for m in super()._observers() if not self.peers[m].caught_up)
+        return tuple(m for m in super()._observers() if not self._roster.peers[m].caught_up)
 
 
-class PatientScheduler(SchedulerMachine):
+class PatientLearners(Learners):
     """Waits for observers for ever."""
 
     def _overdue(self, peer: Peer) -> str:
         return ""
 
 
-class LeisurelyScheduler(SchedulerMachine):
+class LeisurelyLearners(Learners):
     """Lets observers take their time although nobody will be left who trains, or holds the state."""
 
     def _too_few(self) -> str:
@@ -115,16 +117,16 @@ class UnprovenHooks(TrustingHooks):
 # ------------------------------------------------------------------ 8: an observer's word is no promise
 
 
-class CountingScheduler(SchedulerMachine):
+class CountingAdmission(Admission):
     """Takes any word of an observer for a member's report."""
 
-    def _on_message(self, conn: int, message: FromMember) -> None:
-        super()._on_message(conn, message)
-        peer = self.peers.get(self._conns.get(conn, ""))
-        if self.phase is not Phase.PREPARING or peer is None or peer.standing is not Standing.OBSERVING:
+    def on_message(self, conn: int, message: FromMember) -> None:
+        super().on_message(conn, message)
+        peer = self._roster.peers.get(self._roster.conns.get(conn, ""))
+        if self._desk.phase is not Phase.PREPARING or peer is None or peer.standing is not Standing.OBSERVING:
             return
-        given = next((p.report for p in self._living() if p.report is not None), None)
-        missing = next((p for p in self._living() if p.report is None), None)
+        given = next((p.report for p in self._roster.living() if p.report is not None), None)
+        missing = next((p for p in self._roster.living() if p.report is None), None)
         if given is not None and missing is not None:
             missing.report = given
 
@@ -149,7 +151,7 @@ JOINING_BUGS: dict[str, Bug] = {
     "8-observers": Bug(
         rule="8",
         what="an observer's word is taken for a member's promise",
-        hooks=hooks_of(scheduler=CountingScheduler),
+        hooks=hooks_of(scheduler=with_parts(admission=CountingAdmission)),
         plan=promise_plan,
     ),
     "15-late": _unproven("the state is copied one step late", "15", keeper=LateKeeper),
@@ -160,19 +162,19 @@ JOINING_BUGS: dict[str, Bug] = {
     "18-hasty": Bug(
         rule="18",
         what="the log is let go as soon as an observer has caught up",
-        hooks=hooks_of(scheduler=HastyScheduler),
+        hooks=hooks_of(scheduler=with_parts(learners=HastyLearners)),
         plan=calm_plan,
     ),
     "18-patient": Bug(
         rule="18",
         what="observers that say nothing are waited for, and others behind them",
-        hooks=hooks_of(scheduler=PatientScheduler),
+        hooks=hooks_of(scheduler=with_parts(learners=PatientLearners)),
         plan=silent_plan,
     ),
     "17-leisurely": Bug(
         rule="17",
         what="observers take their time though the last member leaves",
-        hooks=hooks_of(scheduler=LeisurelyScheduler),
+        hooks=hooks_of(scheduler=with_parts(learners=LeisurelyLearners)),
         plan=all_leave_plan,
     ),
     "19-unproven": Bug(

@@ -2,53 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from chaos_lightning.lab.simulate.host import Store
 from chaos_lightning.lab.simulate.node import Node
-from chaos_lightning.lab.simulate.planting import Bug, hooks_of
+from chaos_lightning.lab.simulate.planting import Bug, hooks_of, with_parts
 from chaos_lightning.lab.simulate.routing import Letter, Routing
 from chaos_lightning.lab.simulate.wiring import forgetting_plan, lost_link_plan, removal_plan, ring_plan, split_plan
-from chaos_lightning.membership.effects import Chain
+from chaos_lightning.membership.effects import Chain, Persist, SchedulerEffect, SchedulerEvent
+from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.peers import Peer
 from chaos_lightning.membership.recovery import Ruling
-from chaos_lightning.membership.roster import Peer
+from chaos_lightning.membership.rewiring import Rewiring, Rule
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.topology import Pair, connected, every_pair
 from chaos_lightning.protocol.types import Decide, PlanSpec, Report, View, ViewId
 
 
-class ForgetfulScheduler(SchedulerMachine):
+class ForgetfulGraph(Graph):
     """Takes every link that is wanted for one that stands."""
 
     def _usable(self, one: Peer, other: Peer, *, patient: bool = True) -> bool:
-        return self.topology.wants(one, other)
+        return self._topology.wants(one, other)
 
 
-class UndividedScheduler(SchedulerMachine):
+class UndividedGraph(Graph):
     """Puts everybody into one view, though no link leads from some to others."""
 
-    def _graph(self, members: Iterable[str]) -> frozenset[Pair]:
+    def pairs(self, members: Iterable[str]) -> frozenset[Pair]:
         ids = list(members)
-        found = super()._graph(ids)
-        return found if connected(ids, found) or not self._reserving else every_pair(ids)
+        found = super().pairs(ids)
+        return found if connected(ids, found) or not self._desk.reserving else every_pair(ids)
 
-    def _side(self, reports: Mapping[str, Report]) -> Mapping[str, Report] | None:
+
+class UndividedRewiring(Rewiring):
+    """The same."""
+
+    def side(self, reports: Mapping[str, Report], rule: Rule) -> Mapping[str, Report] | None:
         return reports
 
 
-class HarshScheduler(SchedulerMachine):
+class HarshRewiring(Rewiring):
     """Puts out who has no link to the oldest member, though others lead there."""
 
-    def _side(self, reports: Mapping[str, Report]) -> Mapping[str, Report] | None:
-        side = super()._side(reports)
+    def side(self, reports: Mapping[str, Report], rule: Rule) -> Mapping[str, Report] | None:
+        side = super().side(reports, rule)
         if not side:
             return side
         first = next(iter(side))
-        near = [m for m in side if m == first or self._usable(self.peers[first], self.peers[m])]
-        self._cut = {**self._cut, **{m: f"it has no link to {first}" for m in side if m not in near}}
+        near = [m for m in side if m == first or self._graph._usable(self._roster.peers[first], self._roster.peers[m])]
+        self.cut = {**self.cut, **{m: f"it has no link to {first}" for m in side if m not in near}}
         return {m: side[m] for m in near}
 
 
@@ -57,14 +62,14 @@ class TwofoldScheduler(SchedulerMachine):
 
     def _sort_out(self, old: Iterable[Peer], view: View | None, ruling: Ruling) -> None:
         peers = list(old)
-        cut = [p for p in peers if p.id in self._cut]
+        cut = [p for p in peers if p.id in self.rewiring.cut]
         if view is not None and ruling.base is not None:
             own = ViewId(view.id.term, view.id.number + 1)
             members = tuple(p.member for p in cut)
             apart = replace(view, id=own, members=members, joiners=(), plan=PlanSpec(), links=())
             for peer in cut:
-                self._send(peer, Decide(apart, ruling.base, reason="the other side"))
-                self._drop(peer)
+                self.roster.send(peer, Decide(apart, ruling.base, reason="the other side"))
+                self.roster.drop(peer)
         super()._sort_out([p for p in peers if p not in cut], view, ruling)
 
 
@@ -106,29 +111,34 @@ class WishlessStore(Store):
 class GenerousScheduler(SchedulerMachine):
     """Grants wishes about links before they are stored."""
 
-    def _persist(self, kind: str, number: ViewId, then: Callable[[], None], **fields: Any) -> None:
-        if kind == "link":
-            self._asked[0].answer(True, "it is as good as done")
-        super()._persist(kind, number, then, **fields)
+    def on(self, now: float, event: SchedulerEvent) -> list[SchedulerEffect]:
+        effects = super().on(now, event)
+        for place, effect in enumerate(effects):
+            if isinstance(effect, Persist) and effect.kind == "link":
+                before, self.desk.out = self.desk.out, []
+                self.links._asked[0].answer(True, "it is as good as done")
+                effects[place:place], self.desk.out = self.desk.out, before
+                break
+        return effects
 
 
 LINK_BUGS: dict[str, Bug] = {
     "links-forgotten": Bug(
         rule="links",
         what="the next view uses a link again that is cut",
-        hooks=hooks_of(scheduler=ForgetfulScheduler),
+        hooks=hooks_of(scheduler=with_parts(graph=ForgetfulGraph)),
         plan=lost_link_plan,
     ),
     "links-undivided": Bug(
         rule="links",
         what="a view spans parts between which there is no link",
-        hooks=hooks_of(scheduler=UndividedScheduler),
+        hooks=hooks_of(scheduler=with_parts(graph=UndividedGraph, rewiring=UndividedRewiring)),
         plan=split_plan,
     ),
     "links-harsh": Bug(
         rule="links",
         what="a member is put out for a link though others lead to it",
-        hooks=hooks_of(scheduler=HarshScheduler),
+        hooks=hooks_of(scheduler=with_parts(rewiring=HarshRewiring)),
         plan=lost_link_plan,
     ),
     "links-twofold": Bug(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from chaos_lightning.lab.simulate.planting import with_parts
 from chaos_lightning.membership.detector import Detector, Suspicion
-from chaos_lightning.membership.roster import Peer
-from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.membership.judging import Deaths
+from chaos_lightning.membership.peers import Peer
+from chaos_lightning.membership.roster import Roster
+from chaos_lightning.membership.terms import Terms
 from chaos_lightning.protocol.types import Member
 
 
@@ -24,14 +27,6 @@ class HastyDetector(Detector):
         return 0.0
 
 
-class HastyJudge(SchedulerMachine):
-    detector_class = HastyDetector
-
-
-class RashScheduler(SchedulerMachine):
-    detector_class = RashDetector
-
-
 class ImpatientDetector(Detector):
     """The last one that holds the state is judged like everybody else."""
 
@@ -39,15 +34,11 @@ class ImpatientDetector(Detector):
         return False
 
 
-class StubbornScheduler(SchedulerMachine):
+class StubbornDeaths(Deaths):
     """Never takes a death back, whoever died since."""
 
-    def _take_back(self) -> bool:
+    def take_back(self) -> bool:
         return False
-
-
-class ImpatientScheduler(StubbornScheduler):
-    detector_class = ImpatientDetector
 
 
 class CredulousDetector(Detector):
@@ -57,40 +48,49 @@ class CredulousDetector(Detector):
         return super()._proof(now, peer, suspicion, everybody) or self._fact(peer, everybody)
 
 
-class CredulousScheduler(SchedulerMachine):
-    detector_class = CredulousDetector
-
-
 class DeafDetector(RashDetector, ImpatientDetector):
     """A missed heartbeat of the last one that holds the state is a death, too."""
 
 
-class DeafScheduler(ImpatientScheduler):
+class DeafDeaths(StubbornDeaths):
     """Moreover nobody whom it takes for dead can talk it out of that."""
 
-    detector_class = DeafDetector
-
-    def _revive(self, peer: Peer) -> None:
-        self.detector.heard(peer.id)
+    def revive(self, peer: Peer) -> None:
+        self._detector.heard(peer.id)
 
 
-class UnforgivingScheduler(DeafScheduler):
+HastyJudge = with_parts(detector=HastyDetector)
+RashScheduler = with_parts(detector=RashDetector)
+StubbornScheduler = with_parts(deaths=StubbornDeaths)
+ImpatientScheduler = with_parts(detector=ImpatientDetector, deaths=StubbornDeaths)
+CredulousScheduler = with_parts(detector=CredulousDetector)
+DeafScheduler = with_parts(detector=DeafDetector, deaths=DeafDeaths)
+
+
+class UnforgivingScheduler(DeafScheduler):  # type: ignore[valid-type, misc]
     """Judges everybody by its own sleep."""
 
     def _forgive(self, now: float) -> None:
-        before = self._now
+        before = self.desk.clock
         super()._forgive(now)
         gap = now - before if before is not None else 0.0
         if gap > 3 * self.settings.heartbeat_interval_s:
-            for peer in self.peers.values():
+            for peer in self.roster.peers.values():
                 peer.heard -= gap
 
 
-class FaithfulScheduler(SchedulerMachine):
+class FaithfulTerms(Terms):
     """Turns away who is of another program than the members were, whoever of them lives."""
 
     def _authorities(self) -> list[Peer]:
-        return [p for p in self.peers.values() if not p.differs]
+        return [p for p in self._roster.peers.values() if not p.differs]
 
-    def _forget_terms(self) -> None:
+
+class FaithfulRoster(Roster):
+    """Does not forget what the dead said."""
+
+    def forget_terms(self) -> None:
         pass
+
+
+FaithfulScheduler = with_parts(terms=FaithfulTerms, roster=FaithfulRoster)

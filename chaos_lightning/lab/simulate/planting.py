@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from chaos_lightning.lab.simulate.dataplane import DataPlane
 from chaos_lightning.lab.simulate.host import Store
 from chaos_lightning.lab.simulate.node import Node
 from chaos_lightning.lab.simulate.observing import Keeper, Observation
 from chaos_lightning.lab.simulate.world import Hooks, Plan
+from chaos_lightning.membership.effects import Chain
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.protocol.types import Header
+from chaos_lightning.protocol.types import Header, Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,23 @@ def hooks_of(
     }  # fmt: skip
     node_with = type(node.__name__, (node,), parts)
     return type("BugHooks", (base,), {"node_class": node_with, "scheduler_class": scheduler, "store_class": store})
+
+
+def with_parts(base: type[SchedulerMachine] = SchedulerMachine, **parts: type[Any]) -> type[SchedulerMachine]:
+    """A scheduler some of whose parts behave otherwise.
+
+    Args:
+        base: The others are this one's.
+        parts: By the scheduler's attribute: a class derived from the part's own, without state of its own.
+    """
+
+    class Planted(base):  # type: ignore[valid-type, misc]
+        def __init__(self, settings: Settings, chain: Chain) -> None:
+            super().__init__(settings, chain)
+            for name, kind in parts.items():
+                getattr(self, name).__class__ = kind
+
+    return Planted
 
 
 class StubbornHooks(Hooks):

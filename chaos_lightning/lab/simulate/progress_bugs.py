@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from chaos_lightning.lab.simulate.planting import Bug, hooks_of
+from chaos_lightning.lab.simulate.planting import Bug, hooks_of, with_parts
 from chaos_lightning.lab.simulate.sparse import (
     bridge_plan,
     bridging_plan,
@@ -12,30 +12,33 @@ from chaos_lightning.lab.simulate.sparse import (
     needed_plan,
     stranded_plan,
 )
+from chaos_lightning.membership.graph import Graph
+from chaos_lightning.membership.peers import Peer
+from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling
-from chaos_lightning.membership.roster import Peer
+from chaos_lightning.membership.rewiring import Rewiring, Rule
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.protocol.types import Report
 
 
-class AnnouncedScheduler(SchedulerMachine):
+class AnnouncedRewiring(Rewiring):
     """Judges which links are missed by the announced view, in which a recovery would not put everybody."""
 
     def _remaining(self) -> list[str]:
-        return [p.id for p in self._living()]
+        return [p.id for p in self._roster.living()]
 
 
-class RestlessScheduler(SchedulerMachine):
+class RestlessRecovery(Recovery):
     """Begins a recovery whenever there is a cause, whatever became of those before."""
 
-    def _paced(self, why: str) -> bool:
+    def paced(self, why: str) -> bool:
         return False
 
 
-class HospitableScheduler(SchedulerMachine):
+class HospitableGraph(Graph):
     """Keeps a place for whoever came first, though no link leads to it."""
 
-    def _strand(self, newcomers: list[Peer], members: list[Peer]) -> None:
+    def strand(self, newcomers: list[Peer], members: list[Peer]) -> None:
         pass
 
 
@@ -46,17 +49,17 @@ class StubbornScheduler(SchedulerMachine):
         return ()
 
 
-class ClingingScheduler(SchedulerMachine):
+class ClingingRewiring(Rewiring):
     """Keeps the places of members that are cut off, though too few are left without them."""
 
-    def _side(self, reports: Mapping[str, Report]) -> Mapping[str, Report] | None:
-        side = super()._side(reports)
+    def side(self, reports: Mapping[str, Report], rule: Rule) -> Mapping[str, Report] | None:
+        side = super().side(reports, rule)
         for member in reports:
-            self.peers[member].stranded = False
+            self._roster.peers[member].stranded = False
         return side
 
 
-class ChoosyScheduler(SchedulerMachine):
+class ChoosyGraph(Graph):
     """Lets nobody in by a link that carries nothing, though too few are left."""
 
     def _few(self) -> bool:
@@ -67,19 +70,19 @@ PROGRESS_BUGS: dict[str, Bug] = {
     "31-announced": Bug(
         rule="31",
         what="links are missed by the announced view, and brought back by the one after",
-        hooks=hooks_of(scheduler=AnnouncedScheduler),
+        hooks=hooks_of(scheduler=with_parts(rewiring=AnnouncedRewiring)),
         plan=bridging_plan,
     ),
     "31-restless": Bug(
         rule="31",
         what="recoveries that bring nothing follow each other at once",
-        hooks=hooks_of(scheduler=RestlessScheduler),
+        hooks=hooks_of(scheduler=with_parts(recovery=RestlessRecovery)),
         plan=flapping_link_plan,
     ),
     "31-hospitable": Bug(
         rule="31",
         what="newcomers that can link to nobody keep their places from others",
-        hooks=hooks_of(scheduler=HospitableScheduler),
+        hooks=hooks_of(scheduler=with_parts(graph=HospitableGraph)),
         plan=stranded_plan,
     ),
     "31-stubborn": Bug(
@@ -91,13 +94,13 @@ PROGRESS_BUGS: dict[str, Bug] = {
     "31-clinging": Bug(
         rule="31",
         what="members that are cut off keep their places from the newcomer that links them",
-        hooks=hooks_of(scheduler=ClingingScheduler),
+        hooks=hooks_of(scheduler=with_parts(rewiring=ClingingRewiring)),
         plan=needed_plan,
     ),
     "31-choosy": Bug(
         rule="31",
         what="a newcomer waits outside because its link carries nothing, though it is needed",
-        hooks=hooks_of(scheduler=ChoosyScheduler),
+        hooks=hooks_of(scheduler=with_parts(graph=ChoosyGraph)),
         plan=needed_plan,
     ),
 }

@@ -141,7 +141,7 @@ class Schedulers:
                 world.kernel.after(AGAIN_S, try_it)
                 return
             world.expect(-1)
-            world.say(f"a scheduler leads with term {self.leader.machine.term}")
+            world.say(f"a scheduler leads with term {self.leader.machine.book.term}")
 
         world.kernel.after(gap, try_it)
 
@@ -152,7 +152,7 @@ class Schedulers:
 
     def _ended(self, host: SchedulerHost) -> None:
         """It was deposed, or its store failed for too long."""
-        self._world.say(f"scheduler {host.machine.term} stands by: it leads no more")
+        self._world.say(f"scheduler {host.machine.book.term} stands by: it leads no more")
         self.cut_streams += host.lost
         if host.machine.phase is not Phase.FINISHED:
             self._release(host)
@@ -206,7 +206,7 @@ class Schedulers:
     def _cut(self, host: SchedulerHost, lasts: float) -> None:
         """The leader cannot reach the store; its members can reach it."""
         world, kernel = self._world, self._world.kernel
-        world.say(f"scheduler {host.machine.term} is cut off from its store for {lasts:g} s")
+        world.say(f"scheduler {host.machine.book.term} is cut off from its store for {lasts:g} s")
         host.cut_off = True
 
         def over() -> None:

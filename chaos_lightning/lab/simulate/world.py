@@ -185,7 +185,7 @@ class World:
     def heed(self, host: SchedulerHost, note: Note) -> None:
         """A scheduler says something for the event log."""
         if note.name == "view":
-            self.edges.check(host.machine.chain)
+            self.edges.check(host.machine.book.views)
         self.on_note(note)
 
     def gone(self, place: str, member: str) -> bool:

@@ -17,27 +17,37 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from chaos_lightning.membership.judging import Judging
-from chaos_lightning.membership.roster import Peer, Standing
+from chaos_lightning.membership.book import Book
+from chaos_lightning.membership.desk import Desk
+from chaos_lightning.membership.graph import Graph
+from chaos_lightning.membership.peers import Peer, Standing
+from chaos_lightning.membership.roster import Roster
 from chaos_lightning.protocol.types import CatchUp, Observers, View
 
 
-class Serving(Judging):
-    """See the module."""
+class Learners:
+    """See the module. Arguments are the parts that it uses."""
 
-    def _admissible(self, ready: list[Peer]) -> list[Peer]:
+    def __init__(self, desk: Desk, book: Book, roster: Roster, graph: Graph) -> None:
+        self._desk = desk
+        self._settings = desk.settings
+        self._book = book
+        self._roster = roster
+        self._graph = graph
+
+    def admissible(self, ready: list[Peer]) -> list[Peer]:
         """Newcomers that the next view may hold."""
         return [p for p in ready if p.way == "pause" or p.caught_up]
 
-    def _turn_observe(self, latest: View, ready: list[Peer]) -> bool:
+    def turn_observe(self, latest: View, ready: list[Peer]) -> bool:
         """Chooses ways, and begins a new generation of observers when there is none."""
         few = self._too_few()
         for peer in [p for p in ready if not p.way]:
             peer.way, reason = self._way_in(peer, few)
-            self._note("way_in", member=peer.id, way=peer.way, reason=reason)
+            self._desk.note("way_in", member=peer.id, way=peer.way, reason=reason)
         for peer in [p for p in ready if few and p.way == "replay" and not p.caught_up]:
             self._pause_instead(peer, few)
-        observing = [p for p in self.peers.values() if p.standing is Standing.OBSERVING]
+        observing = [p for p in self._roster.peers.values() if p.standing is Standing.OBSERVING]
         for peer in observing:
             overdue = self._overdue(peer)
             if overdue:
@@ -47,68 +57,66 @@ class Serving(Judging):
         if observing or not waiting or self._observers():
             return False
         for peer in waiting:
-            peer.standing, peer.observes_since = Standing.OBSERVING, self.now
+            peer.standing, peer.observes_since = Standing.OBSERVING, self._desk.now
         return True
 
     def _too_few(self) -> str:
         """Words if so few members stay that newcomers must not take their time; "" otherwise."""
-        staying = self._staying()
-        if staying >= max(1, self.settings.min_nodes):
+        staying = self._graph.staying()
+        if staying >= max(1, self._settings.min_nodes):
             return ""
-        return f"{staying} of min_nodes={self.settings.min_nodes} nodes stay: nobody would train meanwhile"
+        return f"{staying} of min_nodes={self._settings.min_nodes} nodes stay: nobody would train meanwhile"
 
     def _overdue(self, peer: Peer) -> str:
         """Why this observer holds up the next ones for no use; "" if it does not."""
-        limit, silent = self.settings.observe_timeout_s, self.settings.hang_timeout_s
-        if self.now - peer.heard > silent:
+        limit, silent = self._settings.observe_timeout_s, self._settings.hang_timeout_s
+        if self._desk.now - peer.heard > silent:
             return f"no word of it for hang_timeout_s={silent:g}"
-        if self.now - peer.observes_since <= limit:
+        if self._desk.now - peer.observes_since <= limit:
             return ""
         return f"it {'was not let in' if peer.caught_up else 'did not catch up'} within observe_timeout_s={limit:g}"
 
     def _way_in(self, peer: Peer, few: str) -> tuple[str, str]:
         if peer.no_replay or few:
             return "pause", peer.no_replay or few
-        if not any(p.step for p in self._living()):
+        if not any(p.step for p in self._roster.living()):
             return "pause", "no step is committed yet"
         return "replay", "its steps are a pure function of state and gradients: nobody needs to wait for it"
 
-    def _on_catch_up(self, peer: Peer, message: CatchUp) -> None:
+    def on_catch_up(self, peer: Peer, message: CatchUp) -> None:
         if peer.standing is not Standing.OBSERVING:
             return
         if not message.able:
             self._pause_instead(peer, message.reason or "it cannot catch up")
         elif not peer.caught_up:
             peer.caught_up = True
-            self._note("caught_up", member=peer.id, seq=message.seq)
+            self._desk.note("caught_up", member=peer.id, seq=message.seq)
 
     def _pause_instead(self, peer: Peer, reason: str) -> None:
         peer.standing, peer.way, peer.caught_up = Standing.READY, "pause", False
-        self._note("way_in", member=peer.id, way="pause", reason=reason)
-
-    # ------------------------------------------------------------------ telling
+        self._desk.note("way_in", member=peer.id, way="pause", reason=reason)
 
     def _observers(self) -> tuple[str, ...]:
         """Whom members serve: who observes, and who was let in and has yet to stand in its view."""
         return tuple(
             p.id
-            for p in self.peers.values()
+            for p in self._roster.peers.values()
             if p.alive
             and (p.standing is Standing.OBSERVING or (p.caught_up and p.standing is Standing.MEMBER and not p.loaded))
         )
 
-    def _tell_observers(self) -> None:
+    def tell_observers(self) -> None:
         """The list goes to whoever has another one."""
-        latest = self.latest
-        if latest is None or self._reserving:
+        latest = self._book.latest
+        if latest is None or self._desk.reserving:
             return
         ids = self._observers()
         # Whoever of the view has the state may be asked, though it came in with this very view.
-        view = replace(latest, joiners=tuple(p.id for p in self._members() if not p.loaded))
-        for peer in self.peers.values():
+        view = replace(latest, joiners=tuple(p.id for p in self._roster.members() if not p.loaded))
+        for peer in self._roster.peers.values():
             concerned = peer.standing is Standing.MEMBER or peer.id in ids or peer.id in peer.observers[1]
             if peer.conn is None or not concerned:
                 continue
             if peer.observers != (peer.conn, ids) and (ids or peer.observers[1]):
                 peer.observers = (peer.conn, ids)
-                self._send(peer, Observers(ids, view))
+                self._roster.send(peer, Observers(ids, view))

@@ -1,0 +1,95 @@
+"""The chain of decided views as the store has it, and the one write that may be on its way there (PROTOCOL.md 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from chaos_lightning.membership.desk import Desk
+from chaos_lightning.membership.effects import Chain, LinkWish, Persist
+from chaos_lightning.protocol.types import NO_VIEW, Decide, Header, NextView, View, ViewId
+
+REBUILT = "rebuilt"
+"""How the reason of a rebuilt chain's first view begins."""
+
+
+class Book:
+    """See the module.
+
+    Args:
+        desk: What all parts share.
+        chain: What the store holds.
+    """
+
+    def __init__(self, desk: Desk, chain: Chain) -> None:
+        self._desk = desk
+        self.term = chain.term
+        self.chain_id = chain.id
+        self.views: list[View] = list(chain.views)
+        self.highest = chain.highest
+        self.numbers = {NO_VIEW, chain.highest, *chain.numbers, *(v.id for v in chain.views)}
+        """All that the store holds."""
+        self.changes = set(chain.changes)
+        """Views that a header was to carry."""
+        self.ended = chain.ended
+        self.reached = chain.step
+        """Optimizer steps that the job is known to have committed."""
+        self.decision: Decide | None = None
+        self.announced: NextView | None = None
+        self.entered_at: float | None = None
+        """When the first member stood in the latest view (s)."""
+        self.persisting: tuple[int, Callable[[], None]] | None = None
+        """Token of the write that is out, and what follows from it."""
+        self.writing: View | None = None
+        """The view that is being written, if it is one."""
+        self.token = 0
+
+    @property
+    def latest(self) -> View | None:
+        """The last decided view."""
+        return self.views[-1] if self.views else None
+
+    def persist(
+        self,
+        kind: str,
+        number: ViewId,
+        then: Callable[[], None],
+        *,
+        view: View | None = None,
+        base: Header | None = None,
+        hand_on: bool = False,
+        wish: LinkWish | None = None,
+    ) -> None:
+        self.token += 1
+        self.persisting, self.writing = (self.token, then), view
+        self.numbers.add(number)
+        self._desk.out.append(Persist(self.token, kind, number, view, base, hand_on, wish))
+
+    def lacks(self, number: ViewId | None) -> bool:
+        """Whether this number of this chain is not in the store. What lies before a rebuilt view is over."""
+        if number is None or number in self.numbers:
+            return False
+        return not any(v.reason.startswith(REBUILT) and number < v.id for v in self.views)
+
+    def void_write(self, stored: Callable[[View | None], None]) -> None:
+        """What is on its way to the store gets there, perhaps; nobody hears of it but `stored`, given the view."""
+        if self.persisting is not None:
+            (token, _), view = self.persisting, self.writing
+            self.persisting = (token, lambda: stored(view))
+
+    def stored(self, token: int, ok: bool) -> bool:
+        """The outcome of a write; False if it is the one that is out, and the store refused it."""
+        if self.persisting is None or self.persisting[0] != token:
+            return True
+        _, then = self.persisting
+        self.persisting = None
+        if ok:
+            then()
+        return ok
+
+    def append(self, view: View) -> None:
+        """A decided view is in the store."""
+        self.views.append(view)
+        self.entered_at = None
+        self._desk.note(
+            "view", id=str(view.id), members=view.ids(), joiners=view.joiners, reason=view.reason, chain=view.chain
+        )

@@ -1,0 +1,49 @@
+"""What all parts of a scheduler share while it works on one event: its rules, the time, its phase, and what it says."""
+
+from __future__ import annotations
+
+import enum
+
+from chaos_lightning.membership.effects import Note, SchedulerEffect
+from chaos_lightning.protocol.types import Settings
+
+
+class Phase(enum.StrEnum):
+    FOUNDING = "founding"
+    REBUILDING = "rebuilding"
+    STALE = "stale"
+    RUNNING = "running"
+    PREPARING = "preparing"
+    HOLDING = "holding"
+    FINISHED = "finished"
+    DEPOSED = "deposed"
+
+
+class Desk:
+    """See the module.
+
+    Args:
+        settings: The job's rules.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.phase = Phase.FOUNDING
+        self.clock: float | None = None
+        """Time of the last event (s); None before the first."""
+        self.out: list[SchedulerEffect] = []
+        """Effects of the present event, in the order in which they must happen."""
+        self.waits = ""
+        """What the job waits for, in words; "" if for nothing."""
+
+    @property
+    def now(self) -> float:
+        assert self.clock is not None
+        return self.clock
+
+    def note(self, name: str, **fields: object) -> None:
+        self.out.append(Note(name, tuple(fields.items())))
+
+    @property
+    def reserving(self) -> bool:
+        return self.phase in (Phase.PREPARING, Phase.HOLDING)

@@ -1,0 +1,199 @@
+"""The graph that a view may use, and which newcomers it leads to.
+
+Theory of operation. What is known of each pair of members is in `Topology`. From that follows which pairs the next
+view may have (`pairs`), who holds together, and who may come in: a newcomer needs a link to a member, or, where nobody
+is in, to the other founders. One that no link leads to keeps no place from others (`strand`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+
+from chaos_lightning.membership.book import Book
+from chaos_lightning.membership.desk import Desk, Phase
+from chaos_lightning.membership.peers import Peer, has_place
+from chaos_lightning.membership.roster import Roster
+from chaos_lightning.membership.topology import (
+    NEIGHBOUR_PATIENCE_S,
+    Net,
+    Pair,
+    Topology,
+    connected,
+    links_of,
+    pair,
+    parts,
+    ranked,
+)
+from chaos_lightning.protocol import nodes
+from chaos_lightning.protocol.types import View, ViewId
+
+_NO_LINK = "no link"
+"""Under this word a newcomer's `asked` tells since when no link has led to it; no id looks like this."""
+
+
+class Graph:
+    """See the module. Arguments are what all parts share, the chain, everybody, and what is known of links."""
+
+    def __init__(self, desk: Desk, book: Book, roster: Roster, topology: Topology) -> None:
+        self._desk = desk
+        self._settings = desk.settings
+        self._book = book
+        self._roster = roster
+        self._topology = topology
+        self._known: dict[ViewId, frozenset[Pair]] = {}
+
+    def of_view(self, view: View) -> frozenset[Pair]:
+        """The pairs of this view."""
+        if view.id not in self._known:
+            self._known = {v.id: links_of(v) for v in (*self._book.views[-2:], view)}
+        return self._known[view.id]
+
+    def in_force(self, one: str, other: str) -> bool:
+        """Whether a view that members may stand in uses this link."""
+        latest = self._book.latest
+        if latest is None:
+            return False
+        views = [latest]
+        before = self._book.views[-2:-1] if self._book.announced is not None else []
+        if any(
+            self._roster.inside(m) and self._roster.peers[m].entered != latest.id for view in before for m in view.ids()
+        ):
+            views += before
+        return any(pair(one, other) in self.of_view(v) for v in views)
+
+    def _usable(self, one: Peer, other: Peer, *, patient: bool = True) -> bool:
+        """Whether a new view may use the link between these two.
+
+        Args:
+            one: A member, or a newcomer that is ready.
+            other: Another one.
+            patient: A link that the latest view does not use must have stood for long enough.
+        """
+        if not self._topology.wants(one, other):
+            return False
+        fact = self._topology.facts.get(pair(one.id, other.id))
+        if fact is not None and (fact.down or (patient and fact.idle)):
+            return False
+        latest = self._book.latest
+        if latest is None or latest.find(one.id) is None or latest.find(other.id) is None:
+            return True  # whoever is ready vouches for its links
+        if pair(one.id, other.id) in self.of_view(latest):
+            return not patient or fact is None or fact.failures < 2 or fact.seasoned(self._desk.now)
+        if fact is None or not fact.stands:
+            return False
+        return not patient or fact.seasoned(self._desk.now)
+
+    def pairs(self, members: Iterable[str]) -> frozenset[Pair]:
+        """What a view of these may use; links that have yet to prove themselves only where it would fall apart."""
+        here = [self._roster.peers[m] for m in members if m in self._roster.peers]
+        ids = [p.id for p in here]
+        found = frozenset(pair(a.id, b.id) for a, b in combinations(here, 2) if self._usable(a, b))
+        if connected(ids, found):
+            return found
+        return frozenset(pair(a.id, b.id) for a, b in combinations(here, 2) if self._usable(a, b, patient=False))
+
+    def net(self, members: Sequence[str]) -> Net:
+        pairs = self.pairs(members)
+        return Net(pairs, self._topology.measured(members, pairs))
+
+    def together(self, peers: list[Peer]) -> list[Peer]:
+        """The largest part of these that links hold together."""
+        ids = [p.id for p in peers]
+        best = next(iter(ranked(parts(ids, self.pairs(ids)), ids)), ())
+        return [p for p in peers if p.id in best]
+
+    def ready(self) -> list[Peer]:
+        """Newcomers that can be let in now: a link to a member stands, or they hold together where nobody is in."""
+        here = [p for p in self._roster.willing() if not p.stranded]
+        anchors = self._roster.living()
+        ready = [p for p in here if not self._speaks_alone(p, [*anchors, *here])]
+        if not anchors:
+            return self.together(ready) if len(ready) > 1 else ready
+        return [p for p in ready if any(self.leads(p, m) for m in anchors)]
+
+    def staying(self) -> int:
+        """How many nodes of the latest view do not leave."""
+        return nodes.count(p.member for p in self._roster.members() if not p.leaving)
+
+    def _few(self) -> bool:
+        """Whether fewer than min_nodes can go on, so that newcomers count over any link that stands (14)."""
+        return self._desk.phase is Phase.HOLDING or self.staying() < max(1, self._settings.min_nodes)
+
+    def leads(self, newcomer: Peer, member: Peer) -> bool:
+        """Whether it can come in by its link to this one; by a link that carries nothing only where it is needed."""
+        return self._usable(newcomer, member, patient=not self._few())
+
+    def reachable(self, members: Sequence[str]) -> list[Peer]:
+        """Newcomers that are ready and links lead to from these members, over each other if need be.
+
+        They come in one after the other, each when somebody is in to whom it has a link.
+        """
+        here = [p for p in self._roster.willing() if not p.stranded]
+        ids = [*members, *(p.id for p in here)]
+        part = next((g for g in parts(ids, self.pairs(ids)) if set(members) & set(g)), ())
+        return [p for p in here if p.id in part]
+
+    def strand(self, newcomers: list[Peer], members: list[Peer]) -> None:
+        """Takes their places from newcomers that no link leads to, and gives one to whom a link leads again."""
+        anchors = self._anchors(newcomers, members)
+        for peer in newcomers:
+            others = (self._roster.peers[m] for m in anchors)
+            if peer.id in anchors or any(m.id in peer.up and self.leads(peer, m) for m in others):
+                peer.asked.pop(_NO_LINK, None)
+                if peer.stranded and has_place(peer.member, self._roster.peers, self._settings):
+                    peer.stranded = False
+                elif peer.stranded and members:  # founders are told why the job does not begin
+                    self._roster.tell(f"on standby: {self._settings.max_nodes} members are in", [peer])
+            elif self._desk.now - peer.asked.setdefault(_NO_LINK, self._desk.now) > NEIGHBOUR_PATIENCE_S:
+                peer.stranded = True
+
+    def _anchors(self, newcomers: list[Peer], members: list[Peer]) -> Sequence[str]:
+        """To one of these a newcomer must have a link.
+
+        That is a member; where fewer than min_nodes are in, also another newcomer that is linked to one, over others if
+        need be. Who has no place holds nobody together.
+        """
+        placed = [p for p in newcomers if not p.stranded]
+        ids = [m.id for m in members]
+        if not members:
+            best = self._best_part(newcomers)
+            return self._best_part([p for p in placed if p.id in best]) or best
+        if not self._few():
+            return ids
+        here = [*members, *placed]
+        return [m for g in parts([p.id for p in here], self._linked(here)) if set(ids).intersection(g) for m in g]
+
+    def _best_part(self, newcomers: list[Peer]) -> tuple[str, ...]:
+        """Of newcomers that are to found the job the largest part that links hold together."""
+        ids = [p.id for p in newcomers]
+        return next(iter(ranked(parts(ids, self._linked(newcomers)), ids)), ())
+
+    def _linked(self, peers: list[Peer]) -> frozenset[Pair]:
+        """Pairs of which an end has said that their link stands."""
+        return frozenset(
+            pair(a.id, b.id)
+            for a, b in combinations(peers, 2)
+            if (b.id in a.up or a.id in b.up) and self._usable(a, b, patient=False)
+        )
+
+    def _speaks_alone(self, peer: Peer, others: Iterable[Peer]) -> bool:
+        """Whether it says that a link stands of which its other end, which would say so, has not said a word yet.
+
+        That one may be about to accept it: in a view before that, what it sent meanwhile would have gone nowhere. One
+        that says nothing for NEIGHBOUR_PATIENCE_S hangs, and is no reason to keep others out.
+        """
+        alone = False
+        for other in others:
+            fact = self._topology.facts.get(pair(peer.id, other.id)) if other is not peer else None
+            since = f"{other.id} is silent on their link"
+            if (
+                fact is not None
+                and fact.words == {peer.id: ""}
+                and other.conn is not None
+                and self._topology.wants(peer, other)
+            ):
+                alone = alone or self._desk.now - peer.asked.setdefault(since, self._desk.now) <= NEIGHBOUR_PATIENCE_S
+            else:
+                peer.asked.pop(since, None)
+        return alone

@@ -1,0 +1,354 @@
+"""Links between members: what both ends say becomes facts, and everybody is told whom to connect to.
+
+Theory of operation. Members say when a link comes up or fails (LinkEvent) and what it carries (LinkReport); operators
+and members ask for links or against them: what is granted is stored before it is answered, and holds from then on,
+also for the next scheduler (`_turn_wishes`). All of it goes into `Topology` (topology.py). `OpenLinks`
+names the peers that a member is to have links to beside those of the view that it stands in: newcomers, and wanted
+pairs that the view does not use, so that a link that failed is dialled until it is back. Its list replaces the one
+before.
+
+A link that is made anew within a view may have lost bytes on the way: the open slot is reduced again (`_again`). What
+becomes of a link that stays down is decided in rewiring.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from chaos_lightning.membership.book import Book
+from chaos_lightning.membership.desk import Desk, Phase
+from chaos_lightning.membership.detector import Detector
+from chaos_lightning.membership.effects import Answer, LinkWish
+from chaos_lightning.membership.graph import Graph
+from chaos_lightning.membership.peers import NEWCOMER, Peer, Standing
+from chaos_lightning.membership.recovering import Recovery
+from chaos_lightning.membership.roster import Roster
+from chaos_lightning.membership.topology import (
+    NEIGHBOUR_PATIENCE_S,
+    Fact,
+    Topology,
+    in_words,
+    neighbours,
+    node_of,
+    pair,
+    parts,
+)
+from chaos_lightning.protocol.types import (
+    MADE_ANEW,
+    NO_VIEW,
+    LinkReport,
+    LinkRequest,
+    Notice,
+    OpenLinks,
+    View,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Somebody asks for or against a link, by words that name its ends, and waits for the answer."""
+
+    ends: tuple[str, str]
+    add: bool
+    why: str
+    answer: Callable[[bool, str], None]
+
+
+class Links:
+    """See the module. Arguments are the parts that it uses."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        book: Book,
+        roster: Roster,
+        recovery: Recovery,
+        graph: Graph,
+        topology: Topology,
+        detector: Detector,
+    ) -> None:
+        self._desk = desk
+        self._settings = desk.settings
+        self._book = book
+        self._roster = roster
+        self._recovery = recovery
+        self._graph = graph
+        self._topology = topology
+        self._detector = detector
+        self._asked: deque[_Asked] = deque()
+        """Not answered yet, oldest first; the first may be on its way to the store."""
+        self._unused: dict[str, list[Peer]] = {}
+        """Wanted neighbours that the latest view has no link to, by member."""
+
+    def follow(self, before: View | None, view: View) -> None:
+        """A view is in the chain: links that it gave up are no sign of anybody's death, and have failed once more."""
+        self._topology.news = True
+        if before is None:
+            return
+        lost = [p for p in self._graph.of_view(before) - self._graph.of_view(view) if all(view.find(m) for m in p)]
+        for one, other in sorted(map(sorted, lost)):
+            fact = self._topology.fact(one, other)
+            fact.failures += 1 if fact.down or fact.idle else 0
+            for me, them in ((one, other), (other, one)):
+                if me in self._roster.peers:
+                    self._roster.peers[me].down.pop(them, None)
+                    self._roster.peers[me].silent.pop(them, None)
+
+    def on_link(self, peer: Peer, other: str, up: bool, evidence: str) -> None:
+        fact = self._topology.fact(peer.id, other) if other in self._roster.peers else Fact()
+        self._topology.news = True
+        if up:
+            anew = evidence == MADE_ANEW
+            if anew:
+                fact.say(self._desk.now, peer.id, "closed")
+            fact.say(self._desk.now, peer.id, "")
+            self._on_link_up(peer, other, fact, anew)
+            return
+        fact.say(self._desk.now, peer.id, evidence or "down")
+        peer.up.discard(other)
+        latest = self._book.latest
+        if (
+            latest is not None
+            and latest.find(peer.id)
+            and latest.find(other)
+            and not self._graph.in_force(peer.id, other)
+        ):
+            return
+        if evidence.startswith("silent"):
+            peer.silent[other] = evidence
+        if not evidence.startswith("closed"):
+            return
+        peer.down[other] = evidence
+        subject = self._roster.peers.get(other)
+        if subject is not None and subject.alive and subject.standing in (Standing.MEMBER, Standing.LEAVER):
+            self._detector.suspect(self._desk.now, other, f"{peer.id} says that its link is {evidence}")
+
+    def _on_link_up(self, peer: Peer, other: str, fact: Fact, anew: bool) -> None:
+        silent, before = peer.silent.pop(other, None), peer.down.pop(other, None)
+        before = before or silent or ("closed" if anew else None)
+        subject = self._roster.peers.get(other)
+        together = subject is not None and peer.entered == subject.entered
+        if before is None and together and other not in peer.up and peer.known and peer.entered.number:
+            before = "it was not there when the view began"
+        peer.up.add(other)
+        # Whatever was sent on the link before is lost; a new attempt makes up for it.
+        if before is None or self._desk.reserving or not (self._roster.inside(peer.id) and self._roster.inside(other)):
+            return
+        if self._graph.in_force(peer.id, other):
+            fact.failures += fact.stands  # both ends tell
+            self._recovery.again = f"the link between {peer.id} and {other} was made anew ({before})"
+
+    def on_link_report(self, peer: Peer, report: LinkReport) -> None:
+        if report.peer in self._roster.peers:
+            self._topology.report(peer.id, report)
+            self._topology.news = True
+
+    def may_witness(self, by: Peer, suspect: str) -> bool:
+        """Whether a missing link says anything: to a neighbour it does; to others only if no neighbour lives to ask."""
+        latest = self._book.latest
+        if latest is None or not latest.links or latest.find(by.id) is None or latest.find(suspect) is None:
+            return True
+        near = neighbours(latest, suspect)
+        living = [p for m in near if (p := self._roster.peers.get(m)) is not None and p.alive and p.conn is not None]
+        return by.id in near or not living
+
+    @staticmethod
+    def is_stranger(by: Peer, suspect: str) -> bool:
+        """A newcomer that never had a link to the suspect, so that it misses none."""
+        return by.standing not in (Standing.MEMBER, Standing.LEAVER) and suspect not in by.up and suspect not in by.down
+
+    def on_link_request(self, peer: Peer, request: LinkRequest) -> None:
+        def answer(granted: bool, text: str) -> None:
+            self._roster.send(peer, Notice(text if granted else f"refused: {text}"))
+
+        why = f"{peer.id} asks: {request.reason or 'no reason given'}"
+        self._asked.append(_Asked((peer.id, request.peer), request.add, why, answer))
+
+    def on_change_link(self, token: int, ends: tuple[str, str], add: bool) -> None:
+        def answer(granted: bool, text: str) -> None:
+            self._desk.out.append(Answer(token, granted, text))
+
+        self._asked.append(_Asked(ends, add, "an operator asks", answer))
+
+    def turn_wishes(self) -> bool:
+        """Refuses what cannot be, and has the first wish that can be stored; nothing else is decided meanwhile."""
+        while self._asked:
+            asked = self._asked[0]
+            found = self._ends(asked)
+            if not isinstance(found, str):
+                one, other = found
+                refusal = self._needless(one, other) if asked.add else self._indispensable(one, other)
+                if not refusal:
+                    why = asked.why if asked.add else f"removed, {asked.why}"
+                    wish = LinkWish(one.member.name, other.member.name, asked.add, why)
+                    self._book.persist("link", NO_VIEW, partial(self._granted, wish, one.id, other.id), wish=wish)
+                    return True
+                self._note_wish(asked, one.id, other.id, refusal)
+                found = refusal
+            self._asked.popleft()
+            asked.answer(False, found)
+        return False
+
+    def _granted(self, wish: LinkWish, one: str, other: str) -> None:
+        """A wish for or against the link of these members is in the store."""
+        asked = self._asked.popleft()
+        self._topology.wished(wish)
+        self._topology.news = True
+        fact = self._topology.facts.get(pair(one, other))
+        if wish.add and fact is not None:
+            fact.failures = 0
+        text = (
+            f"{one} and {other} are told to connect; the next view after their link stands has it"
+            if wish.add
+            else f"the next view has no link between {one} and {other}; it stays away until it is added again"
+        )
+        self._note_wish(asked, one, other, text)
+        asked.answer(True, text)
+
+    def _note_wish(self, asked: _Asked, one: str, other: str, text: str) -> None:
+        self._desk.note("notice", text=f"link {'add' if asked.add else 'remove'} {one} {other} ({asked.why}): {text}")
+
+    def _ends(self, asked: _Asked) -> tuple[Peer, Peer] | str:
+        """Who is meant; words if that is not clear, or nothing can be changed any more."""
+        if self._desk.phase in (Phase.FINISHED, Phase.DEPOSED):
+            return f"this scheduler is {self._desk.phase}: no link changes any more"
+        a, b = asked.ends
+        one, other = self._find(a), self._find(b)
+        if isinstance(one, str):
+            return f"{a!r} {one}"
+        if isinstance(other, str):
+            return f"{b!r} {other}"
+        return f"{a!r} and {b!r} are both {one.id}: a link has two ends" if one is other else (one, other)
+
+    def _find(self, word: str) -> Peer | str:
+        """Who is meant by an id, a name or a node; words if that is nobody, or not clear."""
+        here = [p for p in self._roster.peers.values() if p.alive and p.standing in (*NEWCOMER, Standing.MEMBER)]
+        exact = [p for p in here if word in (p.id, p.member.name)]
+        found = exact or [p for p in here if node_of(p.member.name) == word]
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            return f"is no member; present: {', '.join(p.id for p in here) or 'nobody'}"
+        return f"is the node of {', '.join(p.id for p in found)}: name one of them"
+
+    def _needless(self, one: Peer, other: Peer) -> str:
+        """Why a link cannot be added; "" if it can."""
+        latest = self._book.latest
+        both = latest is not None and latest.find(one.id) is not None and latest.find(other.id) is not None
+        there = both and latest is not None and pair(one.id, other.id) in self._graph.of_view(latest)
+        if there and pair(one.member.name, other.member.name) not in self._topology.removed:
+            return f"{one.id} and {other.id} have a link already"
+        return ""
+
+    def _indispensable(self, one: Peer, other: Peer) -> str:
+        """Why a link cannot be removed; "" if it can."""
+        if not self._topology.wants(one, other):
+            names = pair(one.member.name, other.member.name)
+            was = self._topology.removed.get(names, "neither named the other as its neighbour")
+            return f"{one.id} and {other.id} have no link: {was}"
+        inside = [p.id for p in self._roster.living()] or [
+            p.id for p in self._roster.peers.values() if p.standing in NEWCOMER
+        ]
+        if one.id in inside and other.id in inside:
+            rest = parts(inside, self._graph.pairs(inside) - {pair(one.id, other.id)})
+            if len(rest) > 1:
+                return f"without the link of {one.id} and {other.id} the members fall apart: {in_words(rest)}"
+        return ""
+
+    def tell_whom_to_dial(self) -> None:
+        """Tells newcomers and members of each other; the list replaces the one before."""
+        if self._desk.phase in (Phase.FINISHED, Phase.DEPOSED):
+            return
+        wants = self._topology.wants
+        newcomers = [p for p in self._roster.peers.values() if p.standing in NEWCOMER]
+        members = self._roster.living()
+        latest = self._book.latest
+        joining = [p for p in members if latest is not None and p.entered != latest.id and p.id in latest.joiners]
+        for peer in newcomers:
+            others = [p for p in (*members, *newcomers) if p is not peer and wants(peer, p)]
+            others.sort(key=lambda p: p.member.name not in peer.neighbours)
+            self._open_links(peer, self._within_reach(peer, others))
+        self._tell_lonely(newcomers)
+        self._graph.strand(newcomers, members)
+        unused = self._unused_links(members)
+        for peer in members:
+            # Until it has entered the last view, a member knows the newer ones by this list only; a link that it
+            # gave up in between would be missed when it enters.
+            standing_in = latest is not None and peer.entered == latest.id
+            known = [*joining, *(p for p in unused.get(peer.id, ()) if p not in joining)] if standing_in else members
+            self._open_links(peer, [p for p in (*known, *newcomers) if p is not peer and wants(peer, p)])
+
+    def _unused_links(self, members: list[Peer]) -> dict[str, list[Peer]]:
+        """By member: neighbours that it wants and the latest view has no link to. They are dialled all the same."""
+        latest = self._book.latest
+        if latest is None or not latest.links:
+            return {}
+        if self._topology.news:
+            used, wants = self._graph.of_view(latest), self._topology.wants
+            self._unused = {
+                p.id: [q for q in members if q is not p and pair(p.id, q.id) not in used and wants(p, q)]
+                for p in members
+            }
+        return self._unused
+
+    def _within_reach(self, peer: Peer, others: list[Peer]) -> list[Peer]:
+        """Without neighbours that a newcomer does not reach, if it has reached another one.
+
+        They may not reach the scheduler, which so cannot tell them of the newcomer, and train on. Where nobody is in
+        yet, it may found the job without them.
+        """
+        if peer.standing is not Standing.LINKING or peer.conn is None:
+            return others
+        for other in others:
+            peer.asked.setdefault(other.id, self._desk.now)
+        late = [p for p in others if p.id not in peer.up and self._desk.now - peer.asked[p.id] > NEIGHBOUR_PATIENCE_S]
+        if not late:
+            return others
+        words = ", ".join(f"{p.id} ({self._topology.down(peer.id, p.id) or 'no answer'})" for p in late)
+        if self._desk.phase is not Phase.FOUNDING and not any(p.id in peer.up for p in others):
+            self._roster.tell(
+                f"{peer.id} reaches none of its neighbours: {words}; it comes in when a link stands", [peer]
+            )
+            return others
+        for other in late:
+            fact = self._topology.fact(peer.id, other.id)
+            if not fact.words.get(peer.id):
+                fact.say(self._desk.now, peer.id, f"not reached within {NEIGHBOUR_PATIENCE_S:g} s")
+        self._roster.tell(f"{peer.id} comes in without its links to {words}", [peer])
+        return [p for p in others if p not in late]
+
+    def _tell_lonely(self, newcomers: list[Peer]) -> None:
+        """Newcomers that are ready but have no link to a member learn what they wait for."""
+        members = self._roster.living()
+        for peer in newcomers if members else ():
+            if peer.standing is Standing.LINKING or any(self._graph.leads(peer, m) for m in members):
+                peer.asked.pop("", None)
+                continue
+            if self._desk.now - peer.asked.setdefault("", self._desk.now) > NEIGHBOUR_PATIENCE_S:
+                wanted = [m for m in members if self._topology.wants(peer, m)]
+                words = ", ".join(f"{m.id} ({self._topology.trouble(peer.id, m.id) or 'no answer'})" for m in wanted)
+                nobody = f"none of the neighbours that it names is in the job: {', '.join(peer.neighbours)}"
+                self._roster.tell(
+                    f"{peer.id} has no link to a member: {words or nobody}; it comes in when one stands", [peer]
+                )
+
+    def _open_links(self, peer: Peer, others: list[Peer]) -> None:
+        ids = tuple(p.id for p in others)
+        linked = peer.linked if peer.linked is not None or peer.standing is Standing.LINKING else ()
+        if peer.conn is not None and ids != linked:
+            self._roster.send(peer, OpenLinks(tuple(p.member for p in others)))
+            peer.linked = ids
+
+    def tell_apart(self, founders: Sequence[Peer]) -> None:
+        """Founders that are enough and all ready learn what they wait for, if no links hold them together."""
+        ids = [p.id for p in founders]
+        groups = parts(ids, self._graph.pairs(ids))
+        if len(groups) > 1:
+            text = (
+                f"the job waits for links: {len(ids)} members are here (min_nodes={self._settings.min_nodes}), but no "
+                f"link leads between {in_words(groups)}; check which neighbours they name and whether they reach these"
+            )
+            self._roster.tell(text, founders)

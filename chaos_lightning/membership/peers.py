@@ -1,0 +1,212 @@
+"""What the scheduler knows of each process, and what makes one another than the job's.
+
+Theory of operation. A `Peer` is one incarnation of a training process, from its welcome until a decided view excluded
+it or it was released. Newcomers are STANDBY (beyond max_nodes), LINKING, READY, or OBSERVING (membership/learners.py);
+a MEMBER is in the latest decided view; a LEAVER was let go by a decided view and waits until all others have entered
+it; a REPORTER tells what it knows of a lost chain (membership/rebuilding.py).
+Ids are `name~number` and never reused: the numbers of a term start at (term - 1) * 1,000,000, so that a restarted
+scheduler, whose term is higher, reissues none of those that its predecessor gave to newcomers in no stored view.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from chaos_lightning.protocol import nodes
+from chaos_lightning.protocol.types import (
+    NO_VIEW,
+    Entered,
+    Hello,
+    Kept,
+    Member,
+    Progress,
+    Report,
+    Settings,
+    View,
+    ViewId,
+)
+
+INCARNATIONS_PER_TERM = 1_000_000
+NAMED_DIFFERENCES = 3
+"""A refusal names so many at most."""
+_MISSING = "(missing)"
+_HASH = re.compile("[0-9a-f]{16,}")
+
+UNKNOWN_OBSERVERS = (-1, ("?",))
+"""What a member was told by a scheduler that is gone."""
+
+
+class Standing(enum.StrEnum):
+    STANDBY = "standby"
+    LINKING = "linking"
+    READY = "ready"
+    OBSERVING = "observing"
+    MEMBER = "member"
+    LEAVER = "leaver"
+    REPORTER = "reporter"
+
+
+NEWCOMER = (Standing.LINKING, Standing.READY, Standing.OBSERVING)
+
+
+@dataclass(slots=True)
+class Peer:
+    """What the scheduler knows of one incarnation."""
+
+    member: Member
+    standing: Standing
+    conn: int | None = None
+    heard: float = 0.0
+    closed_at: float = 0.0
+    """When its control stream closed; meaningful while `conn` is None."""
+    known: bool = False
+    """It told its position to this scheduler (False only after a scheduler's restart)."""
+    entered: ViewId = NO_VIEW
+    chain: str = ""
+    """Of a reporter: the chain that it is of."""
+    seq: int = 0
+    step: int = 0
+    head: str = ""
+    loaded: bool = False
+    leaving: str = ""
+    finished: bool = False
+    dead: str = ""
+    """Why it is taken for dead; a word from it clears this until a view excludes it."""
+    proven: bool = False
+    """It is dead beyond doubt, or was waited for long enough: its state counts no more (PROTOCOL.md 12a)."""
+    condemned: str = ""
+    """Why it must go although it may live; nothing clears this."""
+    report: Report | None = None
+    said: Reference | None = None
+    """What it said of itself as a newcomer."""
+    differs: str = ""
+    """In what it is of another program than the job, none of whose members answers: it waits for these to be found."""
+    down: dict[str, str] = field(default_factory=dict)
+    """Peers to which it says its link is closed, with the evidence."""
+    silent: dict[str, str] = field(default_factory=dict)
+    """Peers whose link it gave up because nothing came any more, with the evidence: no sign of the peer's death."""
+    up: set[str] = field(default_factory=set)
+    linked: tuple[str, ...] | None = None
+    """Ids in the OpenLinks last sent on this stream; None: none was sent."""
+    neighbours: tuple[str, ...] = ()
+    asked: dict[str, float] = field(default_factory=dict)
+    """Since when (s) this newcomer has been asked for a link to each of these."""
+    stranded: bool = False
+    """A newcomer that no link leads to: it takes no place until one does, and there is one."""
+    no_replay: str = ""
+    """Why it cannot come in by replay."""
+    way: str = ""
+    """"replay" or "pause", once chosen."""
+    caught_up: bool = False
+    observes_since: float = 0.0
+    observers: tuple[int, tuple[str, ...]] = (-1, ())
+    """The list of observers that it was told last, and on which stream."""
+    progress: Progress | None = None
+    """Of its transfer, as it told last."""
+    kept: Kept | None = None
+    """The newest state of the job that lies on its machine, as it said in its hello."""
+    told_of_kept: bool = False
+    keeps_since: float | None = None
+    """When (s) it was let go as one of the last: it may be writing the state down."""
+    told: tuple[int, str] = (-1, "")
+    """What it was told last that it waits for, and on which stream."""
+
+    @property
+    def id(self) -> str:
+        return self.member.id
+
+    @property
+    def alive(self) -> bool:
+        return not self.dead and not self.condemned
+
+    def stands(self, position: Entered) -> None:
+        """Takes over the position that the member tells."""
+        self.known = True
+        self.entered, self.seq, self.step = position.view, position.seq, position.step
+        self.head, self.loaded = position.head, position.loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What every member must equal: taken from the job's first member."""
+
+    name: str
+    package: str
+    accumulate: int
+    fingerprint: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, hello: Hello) -> Reference:
+        return cls(name=hello.name, package=hello.package, accumulate=hello.accumulate, fingerprint=hello.fingerprint)
+
+
+def refusal(hello: Hello, settings: Settings) -> str:
+    """Why this process cannot be in this job, whatever its program is; "" if it can."""
+    if hello.job != settings.job:
+        return f"this scheduler serves job {settings.job!r}, {hello.name} asks for {hello.job!r}: check the job's name"
+    if not hello.name:
+        return "a member needs a name: set one, or leave the default (host name and rank)"
+    return ""
+
+
+def difference(hello: Hello | Reference, reference: Reference | None) -> str:
+    """What of this process is another than the job's, in words with both values; "" if nothing is."""
+    if reference is None:
+        return ""
+    pairs: list[tuple[str, str, str]] = [
+        ("package version", hello.package, reference.package),
+        ("accumulate", str(hello.accumulate), str(reference.accumulate)),
+    ]
+    mine, theirs = dict(hello.fingerprint), dict(reference.fingerprint)
+    pairs += [(k, mine.get(k, _MISSING), theirs.get(k, _MISSING)) for k in sorted({*mine, *theirs})]
+    differing = [pair for pair in pairs if pair[1] != pair[2]]
+    if not differing:
+        return ""
+    # A hash says that something differs; what it is, other entries tell.
+    named = [pair for pair in differing if not any(_HASH.fullmatch(value) for value in pair[1:])] or differing
+    named.sort(key=lambda pair: _MISSING in pair)  # another optimizer has other settings, but has another name first
+    (first, given, expected), *others = named[:NAMED_DIFFERENCES]
+    words = [f"{first} of {hello.name} is {given}, the job's (from {reference.name}) is {expected}"]
+    words += [f"{name} is {its} instead of {the_jobs}" for name, its, the_jobs in others]
+    if len(named) > NAMED_DIFFERENCES:
+        words.append(f"{len(named) - NAMED_DIFFERENCES} more differ")
+    return f"{'; '.join(words)}: start all members with the same script, package and settings"
+
+
+def short(chain: str) -> str:
+    """A chain's id for people."""
+    return chain[:8]
+
+
+Process = tuple[str, int, int]
+"""Host, process id and start time, in ticks: what stays the same when a process joins again under another id."""
+
+
+def process_of(said: Member | Hello) -> Process:
+    """The process that a member is, or that a hello comes from."""
+    return said.host, said.pid, said.pid_start
+
+
+def same_process(member: Member, hello: Hello) -> bool:
+    """Whether this hello comes from the very process that this member was."""
+    return bool(hello.pid) and process_of(member) == process_of(hello)
+
+
+def first_incarnation(term: int, views: Iterable[View]) -> int:
+    """The lowest number that no id of this job has."""
+    floor = max(0, term - 1) * INCARNATIONS_PER_TERM
+    used = [int(n) for v in views for m in v.members if (n := m.id.rpartition("~")[2]).isdigit()]
+    return max([floor, *used]) + 1
+
+
+def has_place(member: Member, peers: Mapping[str, Peer], settings: Settings) -> bool:
+    """Whether this newcomer fits under max_nodes; those that can link to nobody keep no place from others."""
+    inside = [
+        p.member
+        for p in peers.values()
+        if p.alive and not p.leaving and not p.stranded and p.standing in (*NEWCOMER, Standing.MEMBER)
+    ]
+    return bool(nodes.within([member], inside, settings.max_nodes))

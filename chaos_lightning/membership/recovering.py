@@ -1,0 +1,84 @@
+"""Recoveries: when one begins, whom it asks for a promise and a report, and how long the next one waits (8, 9, 31)."""
+
+from __future__ import annotations
+
+from chaos_lightning.membership.backoff import LONGEST_S, Backoff
+from chaos_lightning.membership.book import Book
+from chaos_lightning.membership.desk import Desk, Phase
+from chaos_lightning.membership.roster import Roster
+from chaos_lightning.protocol.types import NO_VIEW, Prepare, ViewId
+
+
+class Recovery:
+    """See the module. Arguments are what all parts share, the chain, and everybody."""
+
+    def __init__(self, desk: Desk, book: Book, roster: Roster) -> None:
+        self._desk = desk
+        self._book = book
+        self._roster = roster
+        self.again = ""
+        """Why another recovery is due; "" if none is."""
+        self.why = ""
+        self.number: ViewId = NO_VIEW
+        self.expected: frozenset[str] = frozenset()
+        """Whose reports the present one waits for."""
+        self.prepared_at = 0.0
+        self.returning = desk.phase is Phase.RUNNING
+        """After a restart, until all members of the last view are back."""
+        # A number beyond the last view: members may have promised it and wait for its decision.
+        self.promised = bool(book.views) and book.highest.number > book.views[-1].id.number
+        self.backoff = Backoff()
+        self.waits_because = ""
+        """What was told of the wait for the next recovery; "" if nothing was."""
+
+    def pause_words(self) -> str:
+        """Why the next recovery waits, while it does (membership/backoff.py)."""
+        waits = self._desk.clock is not None and self.backoff.left_s(self._desk.now, self._roster.slot())
+        return self.waits_because if waits else ""
+
+    def begin(self, why: str, *, urgent: bool = False) -> bool:
+        """Begins a recovery, unless those before brought nothing and it has to wait (see backoff.py).
+
+        Args:
+            why: In words.
+            urgent: Somebody is to be excluded who was not when the last one began, so there is an end to it.
+        """
+        if not urgent and self.paced(why):
+            return False
+        self.attempt()
+        number = self._roster.next_number()
+        self.why, self.again, self.returning = why, "", False
+        self._book.persist("reserve", number, lambda: self._prepare(number))
+        return True
+
+    def attempt(self) -> None:
+        self.backoff.begins(self._desk.now, self._roster.slot())
+        self.waits_because = ""
+
+    def paced(self, why: str) -> bool:
+        """Whether the next attempt has to wait, since those before brought no slot; all are told why."""
+        if not self.backoff.left_s(self._desk.now, self._roster.slot()):
+            return False
+        if not self.waits_because:
+            text = f"{self.backoff.fruitless} attempts in a row to go on committed no slot; the next one waits up to "
+            self.waits_because = f"{text}{LONGEST_S:g} s: {why}"
+            self._desk.note("notice", text=self.waits_because)
+            self._roster.tell(self.waits_because, [p for p in self._roster.peers.values() if p.alive])
+        return True
+
+    def _prepare(self, number: ViewId) -> None:
+        self._desk.phase = Phase.PREPARING
+        self.number, self.prepared_at = number, self._desk.now
+        self.again = ""  # what was lost while the number was written is made up for, too
+        self._book.decision = self._book.announced = None
+        living = self._roster.living()
+        self.expected = frozenset(p.id for p in living)
+        self._desk.note("prepare", number=str(number), reason=self.why)
+        for peer in living:
+            peer.report = None
+            self._roster.send(peer, Prepare(number, self.why))
+
+    def shift(self, gap: float) -> None:
+        """The scheduler was frozen for so long (s)."""
+        self.backoff.shift(gap)
+        self.prepared_at += gap
