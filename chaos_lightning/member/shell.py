@@ -235,7 +235,7 @@ class Shell:
         self.feed(fx.RangesDone(view, seq))
 
     def link_changed(self, peer: str, up: bool, evidence: str) -> None:
-        if not up or not self.machine.links.get(peer):  # what stands is told again whenever it is wanted
+        if not up or not self.machine.neighbours.links.get(peer):  # what stands is told again whenever it is wanted
             self.events.emit("link_up" if up else "link_down", peer=peer, evidence=evidence)
         if up and self.machine.view is None and self.links is not None and (member := self.links.wanted(peer)):
             self.transfer.expect(member)
@@ -389,7 +389,7 @@ class Shell:
 
     def near(self) -> frozenset[str]:
         """Members that this one has a link to."""
-        return frozenset(p for p, up in dict(self.machine.links).items() if up)
+        return frozenset(p for p, up in dict(self.machine.neighbours.links).items() if up)
 
     def dial(self, member_id: str) -> socket.socket:
         """A bulk connection to a member that this one may know, for others (replication/forward.py).

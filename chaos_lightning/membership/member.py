@@ -25,8 +25,11 @@ view that the header named; if a recovery's view already rules, `Viewed` follows
 
 from __future__ import annotations
 
+import enum
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, Self
 
 from chaos_lightning.membership import stimuli
 from chaos_lightning.membership.effects import (
@@ -40,6 +43,7 @@ from chaos_lightning.membership.effects import (
     LinkChanged,
     MemberEffect,
     MemberEvent,
+    Note,
     OpenAttempt,
     PeerIn,
     PullResult,
@@ -52,22 +56,23 @@ from chaos_lightning.membership.effects import (
     ToScheduler,
     Viewed,
 )
-from chaos_lightning.membership.member_state import MAX_EARLY
-from chaos_lightning.membership.member_state import Phase as Phase
-from chaos_lightning.membership.observing import Observing
+from chaos_lightning.membership.learning import Learning
+from chaos_lightning.membership.neighbours import Neighbours
 from chaos_lightning.membership.recovery import needs_bytes
 from chaos_lightning.membership.slots import close_slot, kind_of
+from chaos_lightning.membership.stimuli import Digest
 from chaos_lightning.protocol.types import (
-    MADE_ANEW,
+    GENESIS,
     NO_VIEW,
     Contribution,
     Decide,
+    Entered,
     Fence,
     Finished,
     Header,
+    Heartbeat,
     Kind,
     Leave,
-    LinkEvent,
     NextView,
     Notice,
     Observers,
@@ -76,6 +81,7 @@ from chaos_lightning.protocol.types import (
     Probe,
     Ready,
     Recall,
+    Recollection,
     Refused,
     Released,
     Report,
@@ -87,9 +93,75 @@ from chaos_lightning.protocol.types import (
     Welcome,
 )
 
+MAX_EARLY = 4096
+"""Contributions kept for attempts that this member has not entered; more than any job has members."""
 
-class MemberMachine(Observing):
-    """See the module; arguments and attributes are those of `MemberState`."""
+
+class Phase(enum.StrEnum):
+    OUT = "out"
+    WAITING = "waiting"
+    LOADING = "loading"
+    ACTIVE = "active"
+    LEAVING = "leaving"
+    CLOSED = "closed"
+    GONE = "gone"
+
+
+class MemberMachine:
+    """See the module.
+
+    Args:
+        linger_timeout_s: How long a member that may go waits to be released, in seconds.
+        log_length: How many of the latest events `stimulus_log` keeps.
+
+    Attributes:
+        phase: See the module.
+        member_id: Given by the scheduler; "" before Welcome.
+        view: The view entered; None before the first.
+        dealing: The view that `header` named: the deal of the open slot is its function (PROTOCOL.md 10).
+        header: The last committed header.
+        pending: Header of the next slot, for want of reduced bytes not committed.
+        promised: Nothing older than this is looked at.
+        pending_leave: Why this member asked to leave; "" if it did not.
+        notice: Last words of the scheduler.
+        term: The highest of any scheduler of its chain that this member heard of.
+        observers: Newcomers that are to be served, as the scheduler said last.
+        closing_is_stable: All members have the closing header, so the last slot may leave the job, too (4).
+        stimulus_log: The last (now, event) pairs, large ones in words.
+    """
+
+    def __init__(self, *, linger_timeout_s: float = 5.0, log_length: int = 256) -> None:
+        self.phase = Phase.OUT
+        self.member_id = ""
+        self.role = ""
+        self.view: View | None = None
+        self.dealing: View | None = None
+        self.header: Header = GENESIS
+        self.pending: Header | None = None
+        self.promised: ViewId = NO_VIEW
+        self.waiting_view: View | None = None
+        self.contribution: Contribution | None = None
+        self.observers: tuple[str, ...] = ()
+        self.pending_leave = ""
+        self.notice = ""
+        self._term = 0
+        self._chain = ""
+        self._known = NO_VIEW
+        self.closing_is_stable = False
+        self.neighbours = Neighbours()
+        self.learning = Learning()
+        self.stimulus_log: deque[tuple[float, MemberEvent | Digest]] = deque(maxlen=log_length)
+        self._linger_timeout_s = linger_timeout_s
+        self._lingers_since = 0.0
+        self._raw = False
+        self._entering: Decide | None = None
+        self._complete: tuple[ViewId, int] | None = None
+        self._pulled = ""
+        self._inbox: dict[tuple[ViewId, int], dict[str, Contribution]] = {}
+        self._ready_sent = False
+        self._finish_reason = ""
+        self._now = 0.0
+        self._out: list[MemberEffect] = []
 
     # ------------------------------------------------------------------ entrance
 
@@ -117,13 +189,89 @@ class MemberMachine(Observing):
             case StateLoaded(head):
                 self._on_state_loaded(head)
             case LinkChanged(peer, up, evidence):
-                self._on_link(peer, up, evidence)
+                self._emit(*self.neighbours.changed(peer, up, evidence))
+                self._check_ready()
             case LeaveRequested(reason):
                 self.pending_leave = reason or "asked to leave"
                 self._emit(ToScheduler(Leave(self.pending_leave)))
             case Tick():
                 self._on_tick()
         return self._out
+
+    # ------------------------------------------------------------------ what the shell reads
+
+    @property
+    def seq(self) -> int:
+        """Last committed slot."""
+        return self.header.seq
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps committed."""
+        return self.header.step
+
+    @property
+    def loaded(self) -> bool:
+        """Whether this member holds the training state at `header`."""
+        return self.phase in (Phase.ACTIVE, Phase.LEAVING, Phase.CLOSED)
+
+    @property
+    def is_root(self) -> bool:
+        return self.view is not None and self.view.root == self.member_id
+
+    @property
+    def prepared(self) -> bool:
+        """A promise is given and the decision is not here yet: nothing moves until it comes."""
+        return self.promised > self._entered_id
+
+    @property
+    def _entered_id(self) -> ViewId:
+        return self.view.id if self.view is not None else NO_VIEW
+
+    @property
+    def term(self) -> int:
+        return max(self._term, self.promised.term)
+
+    @property
+    def chain(self) -> str:
+        """Id of the chain that this member's views, promises and terms are of; "": of none yet."""
+        return (self.view.chain if self.view is not None else "") or self._chain
+
+    @property
+    def known(self) -> ViewId:
+        """The highest number that this member was told of or has promised: the job's chain has it (14a)."""
+        waiting = self.waiting_view.id if self.waiting_view is not None else NO_VIEW
+        return max(self._known, self.promised, waiting, self._entered_id)
+
+    def anew(self) -> Self:
+        """The machine with which the same process joins again (PROTOCOL.md 11).
+
+        It holds nothing and has promised nothing, but knows still what was in the job's store: it may be the only one
+        to tell that to a scheduler on an older copy, which takes it for a member (14a).
+        """
+        machine = type(self)(linger_timeout_s=self._linger_timeout_s, log_length=self.stimulus_log.maxlen or 0)
+        machine._chain, machine._term, machine._known = self.chain, self.term, self.known
+        return machine
+
+    def knowledge(self) -> dict[str, Any]:
+        """What a Hello tells beside who says it: id, chain and view, as far as there are any, and the highest numbers.
+
+        Also who stands in no view yet tells its id: a view that a header will carry may name it.
+        """
+        return {
+            "resume": self.member_id,
+            "view": self._entered_id,
+            "term": self.term,
+            "chain": self.chain,
+            "known": self.known,
+        }
+
+    def heartbeat(self) -> Heartbeat:
+        """Also called from another thread: values may be one slot old."""
+        view = self.view
+        return Heartbeat(
+            view.id if view is not None else NO_VIEW, self.seq, self.step, chain=self.chain, known=self.known
+        )
 
     # ------------------------------------------------------------------ control messages
 
@@ -136,7 +284,7 @@ class MemberMachine(Observing):
                 if not retry:
                     self._eject(reason, rejoin=False)
             case OpenLinks(peers):
-                self._wanted = tuple(p for p in peers if p.id != self.member_id)
+                self.neighbours.wanted = tuple(p for p in peers if p.id != self.member_id)
                 self._connect()
                 self._check_ready()
             case NextView(view):
@@ -146,7 +294,7 @@ class MemberMachine(Observing):
             case Decide():
                 self._on_decide(message)
             case Probe(suspect):
-                up = self.links.get(suspect, False)
+                up = self.neighbours.links.get(suspect, False)
                 evidence = "its link stands" if up else "its link is closed"
                 self._emit(ToScheduler(Verdict(suspect, up, evidence)))
             case Observers():
@@ -155,8 +303,8 @@ class MemberMachine(Observing):
                 self._eject(reason, rejoin=rejoin)
             case Notice(text):
                 self.notice = text
-            case Recall():
-                self._recollect()
+            case Recall():  # a scheduler that is to rebuild a lost chain
+                self._emit(ToScheduler(Recollection(self.view, self.waiting_view, self.promised)))
             case Released(reason, asked):
                 self.closing_is_stable = self.phase is Phase.CLOSED
                 self._leave_now(reason, asked=asked)
@@ -175,14 +323,11 @@ class MemberMachine(Observing):
                 return
             self.member_id = message.member.id
             self.phase, self._ready_sent = Phase.WAITING, False
-            self._observe_anew()
+            self._emit(*self.learning.told(None))
             return
         # The control stream was replaced: whatever was under way on the old one is said again. Links go first: a link
         # that comes up after this member stood in its view would mean that bytes were lost on it.
-        for peer, up in self.links.items():
-            words = (MADE_ANEW if peer in self._remade else "connected") if up else self._parted.get(peer) or "closed"
-            self._emit(ToScheduler(LinkEvent(peer, up, words)))
-        self._emit(ToScheduler(self._position()))
+        self._emit(*self.neighbours.again(), ToScheduler(self._position()))
         if self._ready_sent and self.phase is Phase.WAITING:
             self._emit(ToScheduler(Ready()))
         if self.phase is Phase.CLOSED:
@@ -190,6 +335,11 @@ class MemberMachine(Observing):
             self._emit(ToScheduler(Finished(self.seq, self.step)))
         elif self.pending_leave:
             self._emit(ToScheduler(Leave(self.pending_leave)))
+
+    def _on_observers(self, message: Observers) -> None:
+        self.observers = message.ids
+        if self.phase is Phase.WAITING:
+            self._emit(*self.learning.told(message.view if self.member_id in message.ids else None))
 
     def _on_next_view(self, view: View) -> None:
         if view.id < self.promised or view.id <= self._entered_id:
@@ -261,7 +411,8 @@ class MemberMachine(Observing):
             prev=self.header,
             contributions=box,
             waiting=self._carriable(),
-            observers=self._observers_for(kind),
+            # The list changes with steps only, so that a newcomer's first header is that of a step.
+            observers=self.observers if kind is Kind.STEP else self.header.observers,
         )
 
     def _on_ranges_done(self, view: ViewId, seq: int) -> None:
@@ -276,7 +427,7 @@ class MemberMachine(Observing):
             self._note("dropped", what="header", seq=header.seq, view=str(header.view), promised=str(self.promised))
             return
         if self.phase in (Phase.WAITING, Phase.LOADING):
-            self._consider_observing(header)
+            self._emit(*self.learning.consider(self.member_id, header))
             self._consider_admission(header)
             return
         if self.phase is not Phase.ACTIVE or header.view != self._entered_id or header.seq <= self.seq:
@@ -313,8 +464,10 @@ class MemberMachine(Observing):
         change = header.view_change
         entering, self._entering = self._entering, None
         observed, self.header = self.header.observers, header
-        self._greet_observers(observed)
-        self._forget_former()
+        for observer in header.observers:
+            if observer not in observed and observer != self.member_id:
+                self._emit(ToPeer(observer, header))
+        self._emit(*self.neighbours.settle(self.member_id, self.view))
         self._raw = True
         self.dealing = change or self.view
         self._close_open_slot()
@@ -346,14 +499,13 @@ class MemberMachine(Observing):
     def _enter(self, view: View, reason: str, committed: Header | None = None) -> None:
         """This member stands in `view` from now on."""
         older = self._entered_id
-        self._former = self.view if committed is not None else None
+        self.neighbours.enter(self.view if committed is not None else None)
         self.view = view
         self.promised = max(self.promised, view.id)
         if self.waiting_view is not None and self.waiting_view.id <= view.id:
             self.waiting_view = None
         for key in [k for k in self._inbox if k[0] < view.id]:
             del self._inbox[key]
-        self._remade.clear()
         if older != NO_VIEW:
             self._emit(DropAttempt(older))
         self._connect()
@@ -391,12 +543,11 @@ class MemberMachine(Observing):
         self.phase = Phase.LOADING
         founded = self.dealing if self.header.hash == header.hash else None  # slot 1 is dealt by no recovery's view
         self.view, self.header, self.dealing = view, header, header.view_change or founded or view
-        self._former = None
+        self.neighbours.enter(None)
         self.promised = max(self.promised, view.id)
         self.waiting_view = None
         self._raw = False
         self._close_open_slot()
-        self._remade.clear()
         self._connect()
         self._emit(Viewed(view), ToScheduler(self._position()), PullState(header, view))
 
@@ -505,3 +656,60 @@ class MemberMachine(Observing):
             self._emit(DropAttempt(self.view.id))
         self.phase = Phase.GONE
         self._emit(Ejected(reason, rejoin))
+
+    # ------------------------------------------------------------------ small moves
+
+    def _emit(self, *effects: MemberEffect) -> None:
+        self._out.extend(effects)
+
+    def _note(self, name: str, **fields: object) -> None:
+        self._out.append(Note(name, tuple(fields.items())))
+
+    def _position(self) -> Entered:
+        if self.view is None:
+            return Entered(NO_VIEW, 0, 0, "", loaded=False, chain=self.chain)
+        return Entered(self.view.id, self.seq, self.step, self.header.hash, loaded=self.loaded, chain=self.chain)
+
+    def _floor(self) -> int:
+        return self.seq if self.loaded else -1
+
+    def _connect(self) -> None:
+        self._emit(*self.neighbours.connect(self.member_id, self.view))
+
+    def _carriable(self) -> View | None:
+        waiting = self.waiting_view
+        return waiting if waiting is not None and waiting.predecessor == self._entered_id else None
+
+    def _check_ready(self) -> None:
+        if self.phase is Phase.WAITING and not self._ready_sent and self.neighbours.ready:
+            self._ready_sent = True
+            self._emit(ToScheduler(Ready()))
+
+    # ------------------------------------------------------------------ for tests
+
+    def validate_state(self) -> None:
+        """Asserts what must hold between two events."""
+        if self.view is not None:
+            assert self.promised >= self.view.id, (self.promised, self.view.id)
+            assert self.phase is not Phase.OUT
+        if self.phase in (Phase.ACTIVE, Phase.LOADING):
+            assert self.view is not None
+            assert self.view.find(self.member_id) is not None, "in a view that does not hold this member"
+            assert self.dealing is not None
+        if self.pending is not None and self.phase is Phase.ACTIVE:
+            assert self.pending.seq == self.seq + 1
+            assert self.pending.prev_hash == self.header.hash
+        if self.contribution is not None and self.phase is Phase.ACTIVE:
+            assert self.contribution.seq == self.seq + 1
+        if self._complete is not None:
+            assert self._complete == (self._entered_id, self.seq + 1)
+        if self._entering is not None:
+            assert self.pending is not None, "entering without the base's header"
+            assert self._entering.base.hash == self.pending.hash
+            assert self.promised == self._entering.view.id
+        if self.waiting_view is not None:
+            assert self.waiting_view.id >= self.promised
+            assert self.waiting_view.id > self._entered_id
+        for view, seq in self._inbox:
+            assert view >= self._entered_id
+            assert seq > self._floor()

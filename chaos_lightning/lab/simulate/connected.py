@@ -276,7 +276,7 @@ class Connected(Process):
         elif node.spec.host == self.spec.host or self.world.plan.watched:
             alive, evidence = node.alive and (node.busy or not node.frozen), "process table"
             certain, seen = not node.alive, True
-        elif not self.machine.links.get(suspect, False):
+        elif not self.machine.neighbours.links.get(suspect, False):
             alive, evidence = False, "no link"
         else:
             silent = not node.alive or (node.frozen and self.kernel.now - node.frozen_since > SILENT_S)

@@ -125,7 +125,7 @@ class Fabric:
         for peer in sorted(wanted):
             self._dial(me, peer)
             here = self.nodes.get(me)
-            if here is not None and frozenset((me, peer)) in self.links and not here.machine.links.get(peer):
+            if here is not None and frozenset((me, peer)) in self.links and not here.machine.neighbours.links.get(peer):
                 # The other end wanted it first. As transport/links.py, which tells what stands whenever it is wanted.
                 self.kernel.after(0.0, lambda n=here, p=peer: n.deliver(lambda: self._stands(n, p)))  # type: ignore[misc]
 

@@ -77,7 +77,7 @@ class HurriedMachine(MemberMachine):
     """Closes links of the view before at once when it enters the next, whatever is still to come over them."""
 
     def _connect(self) -> None:
-        self._former = None
+        self.neighbours.former = None
         super()._connect()
 
 

@@ -99,7 +99,7 @@ class Node(Connected):
     def measure(self, peer: str, evidence: str) -> None:
         """Tells the scheduler what this end measures on a link that stands."""
         other = self.world.fabric.nodes.get(peer)
-        if other is not None and not self.outcome and self.machine.links.get(peer):
+        if other is not None and not self.outcome and self.machine.neighbours.links.get(peer):
             rate_bps = self.world.rates.get(frozenset((self.name, other.name)), USUAL_BPS)
             self._tell(LinkReport(peer, 0.0005, rate_bps, evidence))
 

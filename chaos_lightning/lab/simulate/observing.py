@@ -444,7 +444,7 @@ class Patience:
                 continue
             since = max(node.newcomer_since, self._calm_at, node.thawed_at)
             if node.machine.phase in (Phase.WAITING, Phase.LOADING) and now - since > world.plan.patience_s:
-                peer = scheduler.machine.peers.get(node.machine.member_id)
+                peer = scheduler.machine.roster.peers.get(node.machine.member_id)
                 raise Violation(
                     f"{node.machine.member_id} has been ready for {now - since:.1f} s and is not in; to the scheduler "
                     f"it is {peer}"

@@ -2,7 +2,7 @@
 
 Theory of operation. A letter goes the ways of the view that its message names, at every hop, so that it cannot run in
 circles while a view changes: who has yet to enter that view keeps the letter until it has, and who has left it for the
-next one still knows its ways, whose links stay until the next slot commits (membership/member_state.py, `_connect`). A
+next one still knows its ways, whose links stay until the next slot commits (membership/neighbours.py). A
 message to a newcomer goes directly or not at all: its neighbours send it, too.
 """
 

@@ -1,0 +1,48 @@
+"""What a newcomer needs before it can learn by replay (PROTOCOL.md 15, 17).
+
+Theory of operation. It needs two things before it can ask for bytes, in any order: the header that names it first,
+which every member sends it, since the root may die in between; and the scheduler's word of who the members are.
+"""
+
+from __future__ import annotations
+
+from chaos_lightning.membership.effects import MemberEffect, Observe
+from chaos_lightning.protocol.types import Header, Kind, View
+
+
+class Learning:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._header: Header | None = None
+        self._view: View | None = None
+        self._began = False
+
+    def told(self, view: View | None) -> list[MemberEffect]:
+        """The scheduler's word: the view whose members have the state; None: this member is no learner (any more)."""
+        if view is None:
+            self._header = self._view = None
+            self._began = False
+            return []
+        self._view = view
+        return self._begin()
+
+    def consider(self, me: str, header: Header) -> list[MemberEffect]:
+        """A header for a newcomer that waits: the state to pull is the one at the header that names it first.
+
+        Who sent that header may be dead and the slot done again, or the next root did not know the list yet: then a
+        newer one names this member first, and nobody has the state at the older one.
+        """
+        if me not in header.observers or header.kind is not Kind.STEP:
+            return []  # others repeat the list, as the one that lets it in
+        known = self._header
+        if known is None or (header.view, header.seq) > (known.view, known.seq):
+            self._header, self._began = header, False
+            return self._begin()
+        return []
+
+    def _begin(self) -> list[MemberEffect]:
+        if self._header is None or self._view is None or self._began:
+            return []
+        self._began = True
+        return [Observe(self._header, self._view)]

@@ -1,0 +1,87 @@
+"""One member's links: which it wants, which stand, and what the scheduler has yet to hear of them.
+
+Theory of operation. A member has links to its neighbours in the view, and to whom the scheduler named: newcomers, and
+links that may come back. Those of the view before stay until the first slot of this one commits, since then every
+member has all that came over them (PROTOCOL.md 1).
+"""
+
+from __future__ import annotations
+
+from chaos_lightning.membership.effects import Connect, MemberEffect, ToScheduler
+from chaos_lightning.membership.topology import neighbours
+from chaos_lightning.protocol.types import MADE_ANEW, LinkEvent, Member, View
+
+
+class Neighbours:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.links: dict[str, bool] = {}
+        """Whether they stand, by member."""
+        self.wanted: tuple[Member, ...] | None = None
+        """Whom the scheduler named; None before it did."""
+        self.former: View | None = None
+        """The view before, while links of it stay."""
+        self._remade: set[str] = set()
+        """Made anew since this member entered its view."""
+        self._parted: dict[str, str] = {}
+        """Why the others do not stand."""
+
+    def connect(self, me: str, view: View | None) -> list[MemberEffect]:
+        """Has the links that this member wants in this view, and no others."""
+        wanted: dict[str, Member] = {}
+        if view is not None:
+            near = {m for v in (view, self.former) if v is not None for m in neighbours(v, me)}
+            wanted = {m.id: m for m in view.members if m.id in near}
+        for member in self.wanted or ():
+            wanted.setdefault(member.id, member)
+        wanted.pop(me, None)
+        effects: list[MemberEffect] = []
+        for peer in [p for p, up in self.links.items() if up and p not in wanted]:
+            effects += self._let_go_of(peer, view)
+        return [*effects, Connect(tuple(wanted.values()))]
+
+    def _let_go_of(self, peer: str, view: View | None) -> list[MemberEffect]:
+        """This link is not wanted any more; of one between two members of the view the scheduler is told."""
+        if view is None or view.find(peer) is None:
+            del self.links[peer]
+            return []
+        self.links[peer], self._parted[peer] = False, "removed"
+        return [ToScheduler(LinkEvent(peer, False, "removed"))]
+
+    def enter(self, former: View | None) -> None:
+        """This member enters a view; `former` is the one before, if a header brought it here."""
+        self.former = former
+        self._remade.clear()
+
+    def settle(self, me: str, view: View | None) -> list[MemberEffect]:
+        """All members stand in this view: links of the one before that it does not have go."""
+        former, self.former = self.former, None
+        if former is None or view is None:
+            return []
+        gone = set(neighbours(former, me)) - set(neighbours(view, me))
+        return self.connect(me, view) if any(view.find(m) is not None for m in gone) else []
+
+    def changed(self, peer: str, up: bool, evidence: str) -> list[MemberEffect]:
+        """A link came up, or failed."""
+        before = self.links.get(peer)
+        if before is up:
+            return []
+        self.links[peer] = up
+        self._parted[peer] = "" if up or evidence.startswith("closed") else evidence
+        if up and before is False:
+            self._remade.add(peer)
+        return [ToScheduler(LinkEvent(peer, up, evidence))]
+
+    def again(self) -> list[MemberEffect]:
+        """The control stream was replaced: what was said of links on the old one may be lost."""
+        words = {
+            peer: (MADE_ANEW if peer in self._remade else "connected") if up else self._parted.get(peer) or "closed"
+            for peer, up in self.links.items()
+        }
+        return [ToScheduler(LinkEvent(peer, up, words[peer])) for peer, up in self.links.items()]
+
+    @property
+    def ready(self) -> bool:
+        """All links to whom the scheduler named stand."""
+        return self.wanted is not None and all(self.links.get(p.id, False) for p in self.wanted)
