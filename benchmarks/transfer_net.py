@@ -250,7 +250,7 @@ class Network:
         return self.ingress.shape(sock) if self.ingress is not None else sock
 
     def endpoints(self) -> list[Any]:
-        from chaos_lightning.replication.client import Endpoint
+        from chaos_lightning.replication.source import Endpoint
 
         return [Endpoint(name, "127.0.0.1", self.ports[name]) for name in self.near]
 

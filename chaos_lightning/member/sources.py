@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 
 from chaos_lightning.protocol.types import Member, View
-from chaos_lightning.replication.client import Endpoint
+from chaos_lightning.replication.source import Endpoint
 
 
 def endpoint(source: Member, view: View, near: Collection[str]) -> Endpoint:

@@ -12,7 +12,8 @@ import socket
 import threading
 
 from chaos_lightning.errors import ChaosError
-from chaos_lightning.replication.client import Dial, Endpoint
+from chaos_lightning.replication.source import Dial
+from chaos_lightning.replication.source import Endpoint
 
 
 class Spares:

@@ -25,7 +25,8 @@ from chaos_lightning.protocol.types import Header, Member, Span, View
 from chaos_lightning.protocol.types import Progress as ProgressMessage
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.bulk import BulkSocket
-from chaos_lightning.replication.client import Endpoint, PullConfig
+from chaos_lightning.replication.client import PullConfig
+from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.policy import TransferPolicy
 from chaos_lightning.replication.pull import PullReport, pull_result, pull_state
 from chaos_lightning.replication.server import StateServer

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from chaos_lightning.errors import WireError
+from chaos_lightning.errors import RefusedError, WireError
 from chaos_lightning.transport.sealing import session_of
 
 MAGIC = b"CLRB"
@@ -299,6 +299,40 @@ class BulkSocket:
         if got and on_bytes is not None:
             on_bytes(got)
         return got
+
+    def reply_to(self, request: Frame, answer: Type, heard: Callable[[], None] = lambda: None) -> Frame:
+        """The header of the answer to a request that was sent before; whoever is asked may say first that it lives.
+
+        Args:
+            request: What was asked.
+            answer: What is expected.
+            heard: Called for each header that comes; what it raises ends the wait.
+
+        Raises:
+            RefusedError: In the other end's words.
+            OSError, WireError: The connection is of no use any more.
+        """
+        while True:
+            frame = self.receive_header()
+            if frame is None:
+                raise ConnectionError("the donor closed the connection")
+            heard()
+            if (frame.head, frame.seq) != (request.head, request.seq):
+                raise WireError(
+                    f"the donor answered for header {frame.head} (slot {frame.seq}), asked was {request.head} "
+                    f"(slot {request.seq})"
+                )
+            if frame.type is Type.REFUSED:
+                raise RefusedError(self.receive_payload(frame).decode(errors="replace"))
+            if frame.type is answer:
+                return frame
+            if frame.type is not Type.PENDING:
+                raise WireError(f"the donor answered {frame.type.name} where {answer.name} was expected")
+
+    def ask(self, request: Frame, answer: Type, heard: Callable[[], None] = lambda: None) -> bytes:
+        """Sends a request and returns the answer's payload; arguments and errors are those of `reply_to`."""
+        self.send(request)
+        return self.receive_payload(self.reply_to(request, answer, heard))
 
     def receive_payload(self, frame: Frame) -> bytes:
         """A control payload. Memory grows with what has arrived, never with what a header claims."""

@@ -18,10 +18,10 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-from chaos_lightning.errors import RefusedError, StateError, WireError
+from chaos_lightning.errors import RefusedError, WireError
 from chaos_lightning.protocol.types import Span
 from chaos_lightning.replication.board import Board
-from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
+from chaos_lightning.replication.bulk import Frame, Type
 from chaos_lightning.replication.client import Donor, Sink, elsewhere
 from chaos_lightning.replication.published import Published, RefusalError
 from chaos_lightning.replication.table import DTYPES, Entry, StateTable, dtype_name
@@ -195,35 +195,12 @@ class Buffers:
         return seen in (seq, seq + 1)
 
 
-def ask(channel: BulkSocket, request: Frame, answer: Type, abandoned: Callable[[], bool] | None = None) -> bytes:
-    """One control request on a connection of its own.
-
-    Raises:
-        RefusedError: In the donor's words.
-        StateError: `abandoned` says so.
-        OSError, WireError: The connection is of no use any more.
-    """
-    channel.send(request)
-    while True:
-        frame = channel.receive_header()
-        if frame is None:
-            raise ConnectionError("the donor closed the connection")
-        if frame.type is Type.REFUSED:
-            raise RefusedError(channel.receive_payload(frame).decode(errors="replace"))
-        if (frame.head, frame.seq) != (request.head, request.seq) or frame.type not in (answer, Type.PENDING):
-            raise WireError(f"it answered {frame.type.name} of slot {frame.seq} where {answer.name} was expected")
-        if frame.type is answer:
-            return channel.receive_payload(frame)
-        if abandoned is not None and abandoned():
-            raise StateError("something else was decided meanwhile")
-
-
 def deliver(donor: Donor, board: Board, sink: Sink) -> None:
     """A donor's jobs (policy.Deliver): read out of its memory where that is possible, else by requests.
 
     What was read counts after the sink has verified it.
     """
-    places = _places_of(donor) if sink.request is Type.GET_STATE and donor.beside() else None
+    places = _places_of(donor) if sink.request is Type.GET_STATE and donor.source.beside() else None
     if places is None:
         donor.stream(board, sink)
         return
@@ -246,4 +223,4 @@ def _places_of(donor: Donor) -> Places | None:
     return places if places.readable else None
 
 
-__all__ = ["Buffers", "Lender", "Places", "ask", "deliver", "refuse_unless"]
+__all__ = ["Buffers", "Lender", "Places", "deliver", "refuse_unless"]

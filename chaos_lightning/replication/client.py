@@ -1,56 +1,37 @@
 """The joiner's side of one donor: a connection, and the thread that uses it.
 
-Theory of operation. A `Donor` is dialled by its own thread and only that thread touches its socket, so a donor that
+Theory of operation. A `Donor` is dialled by its own thread and only that thread touches its connection, so a donor that
 hangs holds up nobody else; `close()` from outside cuts the connection and thereby ends any wait. Requests go out up
 to `depth` ahead of the replies. A connection that breaks or garbles a frame is dialled again a few times (the count
 starts anew whenever something arrived intact), and a donor that was heard before is dialled for some time even if
 nothing answers there, while others take over what it had been asked for; a donor that refuses, by contrast, has said
-so and is done with. A donor without a link is reached through its neighbours: the way is made first (forward.py).
+so and is done with.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import queue
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from chaos_lightning.errors import ChaosError, RefusedError, StateError, WireError
+from chaos_lightning.errors import StateError, WireError
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.board import Board, Flight
 from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
-from chaos_lightning.replication.forward import send_route
 from chaos_lightning.replication.policy import Deliver, Job
+from chaos_lightning.replication.source import Dial, Endpoint, Source, reason_of
 from chaos_lightning.replication.table import Piece
-from chaos_lightning.transport.locality import on_this_machine
 
 T = TypeVar("T")
 
 _REDIAL_S = 0.05
 _REDIAL_MOST_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where a donor listens."""
-
-    member: str
-    address: str
-    port: int
-    route: tuple[str, ...] = ()
-    """Empty: there. Else that is the address of the first of these, and each passes requests on to the next, up to
-    `member`."""
-
-
-Dial = Callable[[Endpoint], socket.socket]
-"""Returns a connected, authenticated, blocking socket; bounded in time by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +104,9 @@ class Sink(Protocol):
 
 
 class Donor:
-    """One donor, its connection and its thread."""
+    """One donor: its connection, and the thread that uses it."""
 
     def __init__(self, endpoint: Endpoint, dial: Dial, *, head: str, seq: int, config: PullConfig, deadline: float):
-        self.endpoint = endpoint
         self.member = endpoint.member
         self.head, self.seq = head, seq
         self.deadline = deadline
@@ -134,13 +114,11 @@ class Donor:
         """Why there is no connection just now, if one broke."""
         self.heard_at = time.monotonic()
         """When it last said something (or was first asked)."""
-        self._dial = dial
+        self.source = Source(
+            endpoint, dial, stall_timeout_s=config.stall_timeout_s, deadline=deadline, head=head, seq=seq
+        )
         self._config = config
-        self._channel: BulkSocket | None = None
-        self._lock = threading.Lock()
-        self._closed = False
         self._failures = 0
-        self._dialling = False
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"chaos-pull-{self.member}", daemon=True)
         self._thread.start()
@@ -155,12 +133,7 @@ class Donor:
 
     def close(self) -> None:
         """Cut the connection and end the thread as soon as it notices."""
-        with self._lock:
-            self._closed = True
-            channel = self._channel
-        if channel is not None:
-            with contextlib.suppress(OSError):
-                channel.sock.shutdown(socket.SHUT_RDWR)
+        self.source.cut()
         self._work.put(None)
 
     def join(self, timeout_s: float) -> None:
@@ -176,59 +149,35 @@ class Donor:
                 future.set_exception(error)
             else:
                 future.set_result(result)
-        self._disconnect()
+        self.source.disconnect()
 
     # --- in the donor's thread ------------------------------------------------------------------------------------
 
+    def _heard(self) -> None:
+        self.heard_at = time.monotonic()
+
     def _connect(self) -> BulkSocket:
-        if self._channel is None:
-            self._dialling = True
-            channel = self._reach()
-            self._dialling = False
-            self.broken = ""
-            with self._lock:
-                if not self._closed:
-                    self._channel = channel
-                    return channel
-            channel.sock.close()
-            raise ConnectionError("the pull is over")
-        return self._channel
-
-    def _reach(self) -> BulkSocket:
-        route = self.endpoint.route
-        first = replace(self.endpoint, member=route[0], route=()) if route else self.endpoint
-        sock = self._dial(first)
-        channel = BulkSocket(sock, stall_timeout_s=self._config.stall_timeout_s, deadline=self.deadline)
-        try:
-            if len(route) > 1:
-                send_route(channel, self.head, self.seq, route[1:])
-        except BaseException:
-            sock.close()
-            raise
+        fresh = self.source.channel is None
+        channel = self.source.connect()
+        self.broken = "" if fresh else self.broken
         return channel
-
-    def _disconnect(self) -> None:
-        with self._lock:
-            channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.sock.close()
 
     def _survives(self, error: Exception) -> bool:
         """After a failure: whether to dial this donor again."""
-        self._disconnect()
+        self.source.disconnect()
         self._failures += 1
         self.broken = reason_of(error)
         silent = isinstance(error, TimeoutError)  # it has had its chance
-        return not silent and not self._closed and self._failures < self._config.max_failures
+        return not silent and not self.source.closed and self._failures < self._config.max_failures
 
     def _wants_redial(self, board: Board, error: Exception) -> bool:
         """After a failure in mid-transfer: wait a little if nothing answers there, then whether to dial again."""
-        dialling, self._dialling = self._dialling, False
+        dialling, self.source.dialling = self.source.dialling, False
         if not dialling or isinstance(error, ConnectionRefusedError):  # refused: nobody listens there any more
             return self._survives(error)
         self.broken = reason_of(error)
         silent = time.monotonic() - self.heard_at
-        if self._closed or silent >= self._config.redial_s:
+        if self.source.closed or silent >= self._config.redial_s:
             return False
         return board.pause(min(_REDIAL_MOST_S, max(_REDIAL_S, silent / 2)), self.deadline)
 
@@ -236,10 +185,7 @@ class Donor:
         """One control request, dialling again if the connection breaks."""
         while True:
             try:
-                channel = self._connect()
-                channel.send(Frame(type_, self.head, self.seq))
-                frame = self._reply(channel, answer)
-                payload = channel.receive_payload(frame)
+                payload = self._connect().ask(Frame(type_, self.head, self.seq), answer, self._heard)
                 self._failures = 0
                 return payload
             except (OSError, WireError) as error:
@@ -259,24 +205,6 @@ class Donor:
             raise WireError(f"malformed digest: {digest}")
         return digest
 
-    def _reply(self, channel: BulkSocket, answer: Type) -> Frame:
-        while True:
-            frame = channel.receive_header()
-            if frame is None:
-                raise ConnectionError("the donor closed the connection")
-            self.heard_at = time.monotonic()
-            if (frame.head, frame.seq) != (self.head, self.seq):
-                raise WireError(
-                    f"the donor answered for header {frame.head} (slot {frame.seq}), asked was {self.head} "
-                    f"(slot {self.seq})"
-                )
-            if frame.type is Type.REFUSED:
-                raise RefusedError(channel.receive_payload(frame).decode(errors="replace"))
-            if frame.type is answer:
-                return frame
-            if frame.type is not Type.PENDING:
-                raise WireError(f"the donor answered {frame.type.name} where {answer.name} was expected")
-
     def deliver(self, board: Board, sink: Sink, how: Deliver | None = None) -> None:
         """Take jobs and have them sent until none are left. Raises what ended it early; the board knows already.
 
@@ -294,23 +222,19 @@ class Donor:
                         self.stream(board, sink)
                     return
                 except (OSError, WireError) as error:
-                    if self._closed and board.over:  # cut, since only overtaken requests were under way
-                        self._disconnect()
+                    if self.source.closed and board.over:  # cut, since only overtaken requests were under way
+                        self.source.disconnect()
                         board.release(self.member)
                         return
-                    if not self._dialling:
-                        self._disconnect()  # from here on nothing more is received
+                    if not self.source.dialling:
+                        self.source.disconnect()  # from here on nothing more is received
                     board.release(self.member)
                     if not self._wants_redial(board, error):
                         raise
         except BaseException:
-            self._disconnect()
+            self.source.disconnect()
             board.dismiss(self.member)
             raise
-
-    def beside(self) -> bool:
-        """Whether it is on this machine, as far as addresses tell; connects if need be."""
-        return not self.endpoint.route and on_this_machine(self._connect().sock)
 
     def stream(self, board: Board, sink: Sink) -> None:
         """Jobs by requests on this connection, until none are left."""
@@ -329,14 +253,16 @@ class Donor:
 
     def _receive(self, flight: Flight, board: Board, sink: Sink) -> None:
         job = flight.job
-        frame = self._reply(self._connect(), Type.DATA)
+        channel = self._connect()
+        request = Frame(sink.request, self.head, self.seq, job.start, job.nbytes)
+        frame = channel.reply_to(request, Type.DATA, self._heard)
         if (frame.offset, frame.length) != (job.start, job.nbytes) or frame.flags != sink.flags:
             raise WireError(
                 f"the donor sent bytes [{frame.offset}, {frame.offset + frame.length}) with flags {frame.flags}, "
                 f"asked were [{job.start}, {job.stop}) with {sink.flags}"
             )
         buffers = elsewhere(job) if flight.copy else sink.land(job)
-        self._connect().receive_into(buffers, lambda nbytes: board.arrived(flight, nbytes))
+        channel.receive_into(buffers, lambda nbytes: board.arrived(flight, nbytes))
         self.heard_at = time.monotonic()
         self.judge(flight, board, sink, buffers, frame)
 
@@ -366,12 +292,3 @@ def elsewhere(job: Job) -> list[memoryview]:
         views.append(whole[at : at + size])
         at += size
     return views
-
-
-def reason_of(error: BaseException) -> str:
-    """A donor's failure in words."""
-    if isinstance(error, TimeoutError):
-        return "it sent nothing for too long"
-    if isinstance(error, ChaosError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"

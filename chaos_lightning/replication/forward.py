@@ -56,17 +56,9 @@ def send_route(channel: BulkSocket, head: str, seq: int, route: Sequence[str]) -
         RefusedError: Somebody on the way does not, and says why.
         WireError: It answered something else.
     """
-    channel.send(*bulk.reply(Type.ROUTE, head, seq, encode_route(route)))
-    while True:
-        frame = channel.receive_header()
-        if frame is None:
-            raise ConnectionError(f"the connection ended while the way to {route[-1]} was being made")
-        if frame.type is Type.REFUSED:
-            raise RefusedError(channel.receive_payload(frame).decode(errors="replace"))
-        if frame.type is Type.ROUTED:
-            return
-        if frame.type is not Type.PENDING:
-            raise WireError(f"{frame.type.name} came where ROUTED was expected")
+    request, payload = bulk.reply(Type.ROUTE, head, seq, encode_route(route))
+    channel.send(request, payload)
+    channel.reply_to(request, Type.ROUTED)
 
 
 @dataclass

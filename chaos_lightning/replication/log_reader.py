@@ -13,21 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from chaos_lightning.errors import ChaosError, RefusedError, StateError, WireError
 from chaos_lightning.protocol.types import Header, Span
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
-from chaos_lightning.replication.by_reference import Buffers, ask
-from chaos_lightning.replication.client import Dial, Endpoint, reason_of
+from chaos_lightning.replication.by_reference import Buffers
 from chaos_lightning.replication.log import unpacked
-from chaos_lightning.transport.locality import on_this_machine
+from chaos_lightning.replication.source import Dial, Endpoint, Source, reason_of
 
 REQUEST_NBYTES = 4 << 20
 INLINE_NBYTES = 64 << 10
@@ -44,21 +42,27 @@ class LogEntry:
     raw: memoryview | None
 
 
-@dataclass
-class _Source:
-    endpoint: Endpoint
-    channel: BulkSocket | None = None
-    failed: str = ""
-    nbytes: int = 0
-    busy_s: float = 0.0
-    lent: Buffers | None = None
-    """Where its reduced bytes lie, if they can be read there."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
+class _Keeper:
+    """A member that keeps the log."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.failed = ""
+        self.lent: Buffers | None = None
+        """Where its reduced bytes lie, if they can be read there."""
+        self.lock = threading.Lock()
+        self._nbytes = 0
+        self._busy_s = 0.0
 
     @property
     def rate(self) -> float:
         """Bytes per second so far; 0: not known."""
-        return self.nbytes / self.busy_s if self.busy_s else 0.0
+        return self._nbytes / self._busy_s if self._busy_s else 0.0
+
+    def sent(self, nbytes: int, seconds: float) -> None:
+        """So much came of it in so long."""
+        self._nbytes += nbytes
+        self._busy_s += seconds
 
 
 class LogReader:
@@ -96,8 +100,7 @@ class LogReader:
         self.received_nbytes = 0
         self._began = (header.seq, time.monotonic())
         self._told_at = 0.0
-        self._sources = [_Source(s) for s in sources]
-        self._dial = dial
+        self._keepers = [_Keeper(Source(s, dial, stall_timeout_s=stall_timeout_s)) for s in sources]
         self._decode = decode
         self._scope = scope
         self._by_reference = by_reference
@@ -115,8 +118,8 @@ class LogReader:
     def start(self) -> None:
         self._thread.start()
         if self._by_reference:  # all of them hear what is here, also those that nothing is asked of
-            for source in self._sources:
-                self._pool.submit(self._greet, source)
+            for keeper in self._keepers:
+                self._pool.submit(self._greet, keeper)
 
     def take(self, timeout_s: float) -> LogEntry | None:
         """The next entry, or None if there is none within the timeout."""
@@ -148,11 +151,13 @@ class LogReader:
         """Ends all threads and connections; nobody writes into buffers any more when this returns."""
         self._closed = True
         self._spare.put(None)
-        for source in self._sources:
-            self._cut(source)
+        for keeper in self._keepers:
+            keeper.source.cut()
         if self._thread.is_alive():
             self._thread.join(self._stall_timeout_s)
         self._pool.shutdown(wait=True, cancel_futures=True)
+        for keeper in self._keepers:
+            keeper.source.disconnect()
 
     # ------------------------------------------------------------------ the chain
 
@@ -180,54 +185,35 @@ class LogReader:
 
     def _next(self, at: Header) -> tuple[Header, int, memoryview]:
         """The header that stands on `at`, from the first source that can tell; with its bytes, if they are few."""
-        while living := [s for s in self._sources if not s.failed]:
-            source = living[0]
+        while living := [k for k in self._keepers if not k.failed]:
+            keeper = living[0]
             try:
-                self._connect(source)
+                channel = self._connect(keeper)
                 self.listening = True
                 request = Frame(Type.GET_ENTRY, at.hash, at.seq + 1, 0, INLINE_NBYTES)
-                frame, payload = self._ask(source, request, Type.ENTRY)
-                encoded, inline = unpacked(payload)
+                channel.send(request)
+                frame = channel.reply_to(request, Type.ENTRY, self._check_open)
+                encoded, inline = unpacked(channel.receive_payload(frame))
                 header = self._decode(encoded)
                 if (header.seq, header.prev_hash) != (at.seq + 1, at.hash):
                     raise WireError(f"it sent slot {header.seq} on {header.prev_hash} for {at.seq + 1} on {at.hash}")
                 return header, frame.offset, inline
             except (ChaosError, OSError) as error:
-                self._fail(source, error)
+                self._fail(keeper, error)
         raise StateError(f"nobody can give slot {at.seq + 1} of the log: {self._fates()}")
-
-    def _ask(self, source: _Source, request: Frame, answer: Type) -> tuple[Frame, bytes]:
-        channel = self._connect(source)
-        channel.send(request)
-        frame = self._reply(channel, request, answer)
-        return frame, channel.receive_payload(frame)
-
-    def _reply(self, channel: BulkSocket, request: Frame, answer: Type) -> Frame:
-        while True:
-            frame = channel.receive_header()
-            if frame is None:
-                raise ConnectionError("it closed the connection")
-            if (frame.head, frame.seq) != (request.head, request.seq):
-                raise WireError(f"it answered for slot {frame.seq}, asked was {request.seq}")
-            if frame.type is Type.REFUSED:
-                raise RefusedError(channel.receive_payload(frame).decode(errors="replace"))
-            if frame.type is answer:
-                return frame
-            if frame.type is not Type.PENDING or self._closed:
-                raise WireError(f"it answered {frame.type.name} where {answer.name} was expected")
 
     # ------------------------------------------------------------------ bytes
 
     def _look(self, header: Header, raw: memoryview, spans: Sequence[Span]) -> bool:
         """Reads them out of a source's memory; False if no source has them there (any more)."""
-        for source in self._sources:
-            lent = source.lent if not source.failed else None
+        for keeper in self._keepers:
+            lent = keeper.lent if not keeper.failed else None
             if lent is None:
                 continue
             try:
                 whole = lent.read(header.seq, raw, spans)
             except (OSError, WireError) as error:
-                self._fail(source, error)
+                self._fail(keeper, error)
                 continue
             if whole:
                 self.received_nbytes += sum(stop - start for start, stop in spans)
@@ -237,36 +223,32 @@ class LogReader:
 
     def _tell(self, header: Header) -> None:
         """These bytes are here: those who lend theirs need not keep them."""
-        for source in self._sources:
-            self._say(source, Frame(Type.HAVE_RESULT, header.hash, header.seq))
-
-    @staticmethod
-    def _say(source: _Source, frame: Frame) -> None:
-        channel = source.channel
-        if channel is not None and source.lent is not None and not source.failed:
-            with contextlib.suppress(OSError):  # what becomes of this connection shows when it is needed
-                channel.send(frame)
+        for keeper in self._keepers:
+            channel = keeper.source.channel
+            if channel is not None and keeper.lent is not None and not keeper.failed:
+                with contextlib.suppress(OSError):  # what becomes of this connection shows when it is needed
+                    channel.send(Frame(Type.HAVE_RESULT, header.hash, header.seq))
 
     def _fetch(self, header: Header, raw: memoryview, spans: Sequence[Span]) -> None:
         missing = [span for span in spans if span[1] > span[0]]
         while missing:
-            living = [s for s in self._sources if not s.failed]
+            living = [k for k in self._keepers if not k.failed]
             if not living:
                 raise StateError(f"nobody is left for the bytes of slot {header.seq}: {self._fates()}")
-            parts = _shares(missing, [s.rate for s in living])
+            parts = _shares(missing, [k.rate for k in living])
             orders = {
-                self._pool.submit(self._stripe, source, header, raw, part): (source, part)
-                for source, part in zip(living, parts, strict=True)
+                self._pool.submit(self._stripe, keeper, header, raw, part): (keeper, part)
+                for keeper, part in zip(living, parts, strict=True)
                 if part
             }
             missing = []
             for future in as_completed(orders):
-                source, part = orders[future]
+                keeper, part = orders[future]
                 error = future.exception()
                 if error is None:
                     self.received_nbytes += sum(stop - start for start, stop in part)
                 elif isinstance(error, ChaosError | OSError):
-                    self._fail(source, error)
+                    self._fail(keeper, error)
                     missing += part
                 else:
                     raise error
@@ -282,8 +264,8 @@ class LogReader:
             at += stop - start
         self.received_nbytes += at
 
-    def _stripe(self, source: _Source, header: Header, raw: memoryview, part: Sequence[Span]) -> None:
-        channel = self._connect(source)
+    def _stripe(self, keeper: _Keeper, header: Header, raw: memoryview, part: Sequence[Span]) -> None:
+        channel = self._connect(keeper)
         began = time.monotonic()
         requests = [
             Frame(Type.GET_RESULT, header.hash, header.seq, at, min(REQUEST_NBYTES, stop - at))
@@ -293,47 +275,40 @@ class LogReader:
         for request in requests:
             channel.send(request)
         for request in requests:
-            frame = self._reply(channel, request, Type.DATA)
+            frame = channel.reply_to(request, Type.DATA, self._check_open)
             if (frame.offset, frame.length, frame.flags) != (request.offset, request.length, 0):
                 raise WireError(f"it sent {frame.length} bytes at {frame.offset}, asked was {request}")
             into = raw[frame.offset : frame.offset + frame.length]
             channel.receive_into([into])
             bulk.check_payload(frame, [into])
-        source.nbytes += sum(r.length for r in requests)
-        source.busy_s += time.monotonic() - began
+        keeper.sent(sum(r.length for r in requests), time.monotonic() - began)
 
     # ------------------------------------------------------------------ connections
 
-    def _greet(self, source: _Source) -> None:
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConnectionError("the log is not read any more")
+
+    def _greet(self, keeper: _Keeper) -> None:
         with contextlib.suppress(ChaosError, OSError):  # shows again when it is needed
-            self._connect(source)
+            self._connect(keeper)
 
-    def _connect(self, source: _Source) -> BulkSocket:
-        with source.lock:
-            if source.channel is None:
-                sock = self._dial(source.endpoint)
-                source.channel = BulkSocket(sock, stall_timeout_s=self._stall_timeout_s)
-                if self._closed:
-                    sock.close()
-                    raise ConnectionError("the log is not read any more")
-                if self._by_reference and on_this_machine(sock):
-                    with contextlib.suppress(RefusedError, PermissionError):
-                        source.lent = Buffers(ask(source.channel, Frame(Type.GET_BUFFERS, NOBODY, 0), Type.BUFFERS))
-            return source.channel
+    def _connect(self, keeper: _Keeper) -> BulkSocket:
+        with keeper.lock:
+            fresh = keeper.source.channel is None
+            channel = keeper.source.connect()
+            if fresh and self._by_reference and keeper.source.beside():
+                with contextlib.suppress(RefusedError, PermissionError):
+                    keeper.lent = Buffers(channel.ask(Frame(Type.GET_BUFFERS, NOBODY, 0), Type.BUFFERS))
+            return channel
 
-    def _fail(self, source: _Source, error: BaseException) -> None:
-        source.failed = reason_of(error)
-        self._cut(source)
-
-    def _cut(self, source: _Source) -> None:
-        channel = source.channel
-        if channel is not None:
-            with contextlib.suppress(OSError):
-                channel.sock.shutdown(socket.SHUT_RDWR)
-            channel.sock.close()
+    def _fail(self, keeper: _Keeper, error: BaseException) -> None:
+        keeper.failed = reason_of(error)
+        keeper.source.cut()
+        keeper.source.disconnect()
 
     def _fates(self) -> str:
-        return "; ".join(f"{s.endpoint.member}: {s.failed}" for s in self._sources if s.failed) or "no source failed"
+        return "; ".join(f"{k.source.member}: {k.failed}" for k in self._keepers if k.failed) or "no source failed"
 
 
 def _shares(spans: Sequence[Span], rates: Sequence[float]) -> list[list[Span]]:

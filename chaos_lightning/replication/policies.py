@@ -45,7 +45,7 @@ from chaos_lightning.replication.table import PIECE_NBYTES
 
 if TYPE_CHECKING:
     from chaos_lightning.replication.board import Flight
-    from chaos_lightning.replication.client import Endpoint
+    from chaos_lightning.replication.source import Endpoint
 
 Estimates = Mapping[str, tuple[float, float]]
 """(latency in seconds, rate in bits per second) of the link to each member; at a rate of 0 it carries nothing."""

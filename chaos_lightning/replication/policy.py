@@ -21,7 +21,8 @@ from chaos_lightning.replication.table import Piece, StateTable
 
 if TYPE_CHECKING:
     from chaos_lightning.replication.board import Board, Flight
-    from chaos_lightning.replication.client import Donor, Endpoint, Sink
+    from chaos_lightning.replication.client import Donor, Sink
+    from chaos_lightning.replication.source import Endpoint
 
 REQUESTS_PER_DONOR = 4
 """At least so many jobs for each donor, as long as they do not fall below..."""

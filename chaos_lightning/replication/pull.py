@@ -35,7 +35,7 @@ from chaos_lightning.replication import bulk
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.board import Board
 from chaos_lightning.replication.bulk import Frame, Type
-from chaos_lightning.replication.client import Dial, Digest, Donor, Endpoint, PullConfig
+from chaos_lightning.replication.client import Digest, Donor, PullConfig
 from chaos_lightning.replication.hashing import Hashes, Own, hash_regions
 from chaos_lightning.replication.manifest import decode_values, fitting
 from chaos_lightning.replication.memory import Region, region
@@ -43,6 +43,7 @@ from chaos_lightning.replication.policies import make_policy
 from chaos_lightning.replication.policy import Job, SharedQueue, TransferPolicy, cut_jobs
 from chaos_lightning.replication.published import merge_spans
 from chaos_lightning.replication.session import Meter, Progress, PullReport, Session
+from chaos_lightning.replication.source import Dial, Endpoint
 from chaos_lightning.replication.table import (
     Piece,
     StateTable,

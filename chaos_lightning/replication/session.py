@@ -21,8 +21,9 @@ from chaos_lightning.errors import DeadlineError, NoDonorError, StateError
 from chaos_lightning.protocol.types import SourceProgress
 from chaos_lightning.replication import bulk, by_reference
 from chaos_lightning.replication.board import Board
-from chaos_lightning.replication.client import Dial, Donor, Endpoint, PullConfig, Sink, reason_of
+from chaos_lightning.replication.client import Donor, PullConfig, Sink
 from chaos_lightning.replication.policy import Job, SourceStats, TransferPolicy
+from chaos_lightning.replication.source import Dial, Endpoint, reason_of
 
 _PATIENCE_S = 0.1
 

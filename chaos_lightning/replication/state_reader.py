@@ -21,13 +21,13 @@ from torch import Tensor
 from chaos_lightning.errors import ChaosError, RefusedError, StateError, WireError
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
-from chaos_lightning.replication.by_reference import Places, ask
-from chaos_lightning.replication.client import Dial, Endpoint, PullConfig, reason_of
+from chaos_lightning.replication.by_reference import Places
+from chaos_lightning.replication.client import PullConfig
 from chaos_lightning.replication.manifest import decode_manifest
 from chaos_lightning.replication.memory import Region, region
 from chaos_lightning.replication.session import PullReport, SourceReport
+from chaos_lightning.replication.source import Dial, Endpoint, Source, reason_of
 from chaos_lightning.replication.table import check_layout, make_attached, placeholder
-from chaos_lightning.transport.locality import on_this_machine
 
 BLOCK_NBYTES = 16 << 20
 """So much is read between two looks at the stamp and words to the donors."""
@@ -100,14 +100,14 @@ class StateReader:
     # ------------------------------------------------------------------ connections
 
     def _connected(self, endpoint: Endpoint) -> BulkSocket | None:
+        deadline = self._began + self._config.deadline_s
+        source = Source(endpoint, self._dial, stall_timeout_s=self._config.stall_timeout_s, deadline=deadline)
         try:
-            sock = self._dial(endpoint)
+            channel = source.connect()
         except (ChaosError, OSError) as error:
             self._failed[endpoint.member] = reason_of(error)
             return None
-        deadline = self._began + self._config.deadline_s
-        channel = BulkSocket(sock, stall_timeout_s=self._config.stall_timeout_s, deadline=deadline)
-        if on_this_machine(sock):
+        if source.beside():
             return channel
         self._spare(endpoint.member, channel)
         return None
@@ -142,7 +142,7 @@ class StateReader:
         try:
             while True:
                 request = Frame(Type.GET_PLACES, self._head, self._seq, 0, 1)
-                places = Places(ask(channel, request, Type.PLACES, self._abandoned))
+                places = Places(channel.ask(request, Type.PLACES, self._go_on))
                 self._prepare(places)
                 if self._read(places, member, channel):
                     self._finish(places)
@@ -163,8 +163,7 @@ class StateReader:
         """Block by block; False if the state did not stay still: what was copied of it lies elsewhere."""
         total = places.table.nbytes
         while self._at < total:
-            if self._abandoned():
-                raise StateError(f"reading the state of slot {self._seq} was abandoned: something else was decided")
+            self._go_on()
             began = time.monotonic()
             parts = list(self._landing(places, self._at, min(total, self._at + BLOCK_NBYTES)))
             if not places.read(self._at, [buffer for _, _, _, buffer in parts]):
@@ -179,6 +178,10 @@ class StateReader:
             self._tell(channel)
             self._tell_others()
         return True
+
+    def _go_on(self) -> None:
+        if self._abandoned():
+            raise StateError(f"reading the state of slot {self._seq} was abandoned: something else was decided")
 
     def _landing(self, places: Places, low: int, high: int) -> Iterator[tuple[Region, int, int, memoryview]]:
         """Region, range within it, and memory for what lies in [low, high)."""

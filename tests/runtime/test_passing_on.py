@@ -12,7 +12,7 @@ from chaos_lightning.errors import RefusedError
 from chaos_lightning.member import shell
 from chaos_lightning.member.shell import Shell
 from chaos_lightning.protocol.types import Member, View, ViewId
-from chaos_lightning.replication.client import Endpoint
+from chaos_lightning.replication.source import Endpoint
 
 
 class Passing:

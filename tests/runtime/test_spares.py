@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from chaos_lightning.member.spares import Spares
-from chaos_lightning.replication.client import Endpoint
+from chaos_lightning.replication.source import Endpoint
 
 LIMIT_S = 30.0
 

@@ -1,0 +1,145 @@
+"""Where bytes can be had from: a member, the way to it, and the connection.
+
+Theory of operation. A `Source` is dialled when it is first needed, by whichever thread asks. One without a link is
+reached through its neighbours: the way is made first (forward.py). What a source on this machine lends can be read out
+of its memory instead (by_reference.py). `cut` from another thread ends any wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from chaos_lightning.errors import ChaosError
+from chaos_lightning.replication.bulk import BulkSocket
+from chaos_lightning.replication.forward import send_route
+from chaos_lightning.transport.locality import on_this_machine
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a donor listens."""
+
+    member: str
+    address: str
+    port: int
+    route: tuple[str, ...] = ()
+    """Empty: there. Else that is the address of the first of these, and each passes requests on to the next, up to
+    `member`."""
+
+
+Dial = Callable[[Endpoint], socket.socket]
+"""Returns a connected, authenticated, blocking socket; bounded in time by itself."""
+
+
+class Source:
+    """See the module.
+
+    Args:
+        endpoint: The member, and the way to it.
+        dial: Opens an authenticated bulk socket.
+        stall_timeout_s: It is given up if it sends nothing for so long.
+        deadline: By `time.monotonic()`; no wait passes it.
+        head: Hash of the header that a route is made for.
+        seq: Its slot.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        dial: Dial,
+        *,
+        stall_timeout_s: float,
+        deadline: float = float("inf"),
+        head: str = "0" * 16,
+        seq: int = 0,
+    ) -> None:
+        self.endpoint = endpoint
+        self.member = endpoint.member
+        self.dialling = False
+        """The last attempt has not got as far as a connection."""
+        self._dial = dial
+        self._stall_timeout_s = stall_timeout_s
+        self._deadline = deadline
+        self._about = head, seq
+        self._channel: BulkSocket | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def channel(self) -> BulkSocket | None:
+        """The connection, if there is one."""
+        return self._channel
+
+    def connect(self) -> BulkSocket:
+        """The connection, made if need be.
+
+        Raises:
+            ChaosError, OSError: There is none.
+        """
+        if self._channel is not None:
+            return self._channel
+        self.dialling = True
+        channel = self._reach()
+        self.dialling = False
+        with self._lock:
+            if not self._closed:
+                self._channel = channel
+                return channel
+        channel.sock.close()
+        raise ConnectionError("the transfer is over")
+
+    def _reach(self) -> BulkSocket:
+        route = self.endpoint.route
+        first = replace(self.endpoint, member=route[0], route=()) if route else self.endpoint
+        sock = self._dial(first)
+        channel = BulkSocket(sock, stall_timeout_s=self._stall_timeout_s, deadline=self._deadline)
+        try:
+            if len(route) > 1:
+                send_route(channel, *self._about, route[1:])
+        except BaseException:
+            sock.close()
+            raise
+        return channel
+
+    def beside(self) -> bool:
+        """Whether it is on this machine, as far as addresses tell; connects if need be."""
+        return not self.endpoint.route and on_this_machine(self.connect().sock)
+
+    def disconnect(self) -> None:
+        """Closes the connection; the next request makes another one."""
+        with self._lock:
+            channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.sock.close()
+
+    def release(self) -> BulkSocket | None:
+        """Gives the connection away, if there is one."""
+        with self._lock:
+            channel, self._channel = self._channel, None
+        return channel
+
+    def cut(self) -> None:
+        """From any thread: whoever waits for this source waits no more, and it is not dialled again."""
+        with self._lock:
+            self._closed = True
+            channel = self._channel
+        if channel is not None:
+            with contextlib.suppress(OSError):
+                channel.sock.shutdown(socket.SHUT_RDWR)
+
+
+def reason_of(error: BaseException) -> str:
+    """A source's failure in words."""
+    if isinstance(error, TimeoutError):
+        return "it sent nothing for too long"
+    if isinstance(error, ChaosError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
