@@ -47,8 +47,8 @@ from chaos_lightning.protocol.types import (
     Welcome,
 )
 from chaos_lightning.replication.by_reference import Lender
-from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.forward import Forwarder
+from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.transport.frames import Frame, FrameType
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.links import PING_INTERVAL_S, Links

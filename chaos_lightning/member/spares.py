@@ -12,8 +12,7 @@ import socket
 import threading
 
 from chaos_lightning.errors import ChaosError
-from chaos_lightning.replication.source import Dial
-from chaos_lightning.replication.source import Endpoint
+from chaos_lightning.replication.source import Dial, Endpoint
 
 
 class Spares:

@@ -26,12 +26,12 @@ from chaos_lightning.protocol.types import Progress as ProgressMessage
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.bulk import BulkSocket
 from chaos_lightning.replication.client import PullConfig
-from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.policy import TransferPolicy
 from chaos_lightning.replication.pull import PullReport, pull_result, pull_state
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.session import PullProgress
 from chaos_lightning.replication.snapshot import Snapshot
+from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.state_reader import StateReader
 from chaos_lightning.replication.table import StateTable
 from chaos_lightning.security.credentials import Credentials, Secret

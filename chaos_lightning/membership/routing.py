@@ -1,10 +1,13 @@
-"""Messages across a network in which not every pair has a link: who is next on the way, and the letter that travels.
+"""Messages across a network in which not every pair has a link: who is next on the way, what waits, what is dropped.
 
 Theory of operation. A view names its links, so every member computes the same shortest ways from the same list
 (`next_hops`): fewest hops, and among equals the neighbour of lowest rank. Each hop brings a letter one link nearer,
 so that letters cannot run in circles while all stand in one view. While a view changes two members may for a moment
 hold different tables; against that a letter has a limited number of hops and is never given back to whom it came from.
 What cannot go on is dropped, and said: the contributions and headers that travel this way are sent anew by a recovery.
+
+What cannot go on yet waits here, for a link or for the next view. The caller says which links stand, and carries out
+what the router decides (`Step`); so processes and simulated ones drive the same object.
 
 Newcomers are in no view yet. The views that are decided, or that a header names, say with whom they have links; those
 are kept beside the ruling one, for addressees that it lacks (`Router.foresee`).
@@ -14,14 +17,17 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from chaos_lightning.errors import WireError
 from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, View, ViewId
 
 MAX_HOPS = 255
 """A letter starts with as many hops as its view has members, and with no more than these."""
+
+MAX_WAITING = 4096
+"""Messages that wait for a link or for a view."""
 
 _HEAD = struct.Struct("<BHHQQ")
 _MAX_ID_NBYTES = 1024
@@ -100,26 +106,108 @@ def unpacked(data: memoryview) -> Letter:
     return Letter(to, source, hops_left, data[start:], ViewId(term, number))
 
 
-class Router:
-    """The ways of one member: those of the ruling view, and beside them those of views that are coming."""
+@dataclass(frozen=True, slots=True)
+class Hand:
+    """To this neighbour, over a link that stands; `bare`: the message alone, which is this member's own."""
 
-    def __init__(self) -> None:
+    peer: str
+    letter: Letter
+    bare: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """It is for this member."""
+
+    letter: Letter
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """It goes no further; a recovery has it sent again."""
+
+    letter: Letter
+    reason: str
+
+
+Step = Hand | Take | Drop
+
+
+class Router:
+    """The ways of one member: those of the ruling view, and beside them those of views that are coming.
+
+    Attributes:
+        me: This member's id.
+        up: Members to which a link stands; the caller's own, so that it is never out of date.
+        wanted: Members to which a link is wanted, likewise.
+    """
+
+    def __init__(self, me: str = "", up: Container[str] = (), wanted: Container[str] = ()) -> None:
+        self.me = me
+        self.up = up
+        self.wanted = wanted
+        self._waiting: deque[tuple[Letter, str]] = deque()
+        """With the neighbour that each came from."""
         self._ruling: tuple[View | None, dict[str, str]] = (None, {})
         self._coming: list[tuple[View, dict[str, str]]] = []
         self._former: tuple[View | None, dict[str, str]] = (None, {})
 
-    def rule(self, me: str, view: View | None) -> None:
-        """`view` rules from now on; None: this member is in none."""
+    def rule(self, view: View | None) -> list[Step]:
+        """`view` rules from now on; None: this member is in none. What can go on now does."""
         if view is None or self._ruling[0] is None or view.id != self._ruling[0].id:
             self._former = self._ruling
-        self._ruling = (view, _ways(me, view) if view is not None else {})
+        self._ruling = (view, _ways(self.me, view) if view is not None else {})
         self._coming = [(v, ways) for v, ways in self._coming if view is None or v.id > view.id]
+        return self.again()
 
-    def foresee(self, me: str, view: View) -> None:
+    def foresee(self, view: View) -> list[Step]:
         """`view` is decided, or a header names it: its links say how its newcomers are reached."""
         ruling = self._ruling[0]
         if (ruling is None or view.id > ruling.id) and all(view.id != v.id for v, _ in self._coming):
-            self._coming = [*self._coming, (view, _ways(me, view))][-4:]
+            self._coming = [*self._coming, (view, _ways(self.me, view))][-4:]
+        return self.again()
+
+    # ------------------------------------------------------------------ messages
+
+    @property
+    def waiting(self) -> int:
+        """How many messages wait."""
+        return len(self._waiting)
+
+    def send(self, to: str, payload: bytes | memoryview, view: ViewId) -> list[Step]:
+        """An own message, by the ways of this view."""
+        return self._post(Letter(to, self.me, self.hops, payload, view), "")
+
+    def arrived(self, letter: Letter, came_from: str) -> list[Step]:
+        """A letter came over the link to this neighbour."""
+        if letter.to == self.me:
+            return [Take(letter)]
+        if letter.hops_left <= 1:
+            return [Drop(letter, "it has come over as many links as any way has")]
+        return self._post(replace(letter, hops_left=letter.hops_left - 1), came_from)
+
+    def returned(self, letter: Letter) -> list[Step]:
+        """A link broke before this letter had left."""
+        return self._post(letter, "")
+
+    def again(self) -> list[Step]:
+        """Links or ways have changed: what waited is looked at again."""
+        waiting, self._waiting = self._waiting, deque()
+        return [step for letter, came_from in waiting for step in self._post(letter, came_from)]
+
+    def _post(self, letter: Letter, came_from: str) -> list[Step]:
+        """Sends a letter on, has it wait, or drops it."""
+        hop = letter.to if letter.to in self.up else self.hop(letter.to, letter.view)
+        if hop and hop == came_from:
+            return [Drop(letter, f"{came_from}, where it came from, is the next hop")]
+        if hop and hop in self.up:
+            return [Hand(hop, letter, bare=hop == letter.to and letter.source == self.me)]
+        if hop == "" and letter.to not in self.wanted:
+            return [Drop(letter, "no way to it is known")]
+        if len(self._waiting) >= MAX_WAITING:
+            return [Drop(letter, f"{MAX_WAITING} messages wait already")]
+        self._waiting.append((letter, came_from))
+        return []
 
     @property
     def neighbours(self) -> frozenset[str]:

@@ -20,7 +20,6 @@ import random
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -28,7 +27,7 @@ from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.machine.few_lines import FewLines
 from chaos_lightning.machine.forks import close_in_children
 from chaos_lightning.machine.process_table import Sight, host_identity
-from chaos_lightning.membership.routing import Letter, Router, unpacked
+from chaos_lightning.membership.routing import Drop, Hand, Router, Step, Take, unpacked
 from chaos_lightning.protocol.types import NO_VIEW, LinkReport, Member, View, ViewId
 from chaos_lightning.security.credentials import Credentials, Secret
 from chaos_lightning.transport.frames import MAX_PAYLOAD_NBYTES, Frame, FrameType
@@ -56,7 +55,6 @@ FINISH_S = 30.0
 _MAX_HANDSHAKES = 64
 _FULL_PAUSE_S = 0.2
 """Before the next attempt where this process has too many files open."""
-_MAX_WAITING_MESSAGES = 4096
 
 
 class Host(Owner, Protocol):
@@ -122,9 +120,7 @@ class Links:
         self._failures: dict[str, int] = {}
         self._finishing: dict[Link, tuple[str, float, int]] = {}
         """Links that are not wanted any more: peer, since when (monotonic, s), first slot opened after (-1: none)."""
-        self._router = Router()
-        self._letters: deque[tuple[Letter, str]] = deque()
-        """With the neighbour that each came from."""
+        self._router = Router("", self._links, self._wanted)
         self._measuring = Measuring(loop.later, owner.measured)
         self._host = host_identity()
         self._watching = Watching(loop, refused, self._watch_broke)
@@ -146,13 +142,15 @@ class Links:
 
     def want(self, peers: tuple[Member, ...]) -> None:
         """Keeps links to exactly these members."""
-        before, self._wanted = set(self._wanted), {m.id: m for m in peers if m.id != self.me}
+        before = set(self._wanted)
+        self._wanted.clear()
+        self._wanted.update({m.id: m for m in peers if m.id != self.me})
         self._expect()
         for peer in [p for p in self._links if p not in self._wanted]:
             self._finish(peer, self._links.pop(peer))
         for peer in before.difference(self._wanted):
             self._watching.drop(peer)
-        self._post_again()
+        self._carry_out(self._router.again())
         for peer in self._wanted:
             if peer in self._links:
                 self._changed(peer, True, "connected")
@@ -161,15 +159,17 @@ class Links:
 
     def rule(self, view: View | None) -> None:
         """This view rules from now on, so messages go by its links; None: this member is in none."""
-        self._router.rule(self.me, view)
+        self._router.me = self.me
+        steps = self._router.rule(view)
         self._expect()
-        self._post_again()
+        self._carry_out(steps)
 
     def foresee(self, view: View) -> None:
         """This view is coming: its links say how its newcomers are reached."""
-        self._router.foresee(self.me, view)
+        self._router.me = self.me
+        steps = self._router.foresee(view)
         self._expect()
-        self._post_again()
+        self._carry_out(steps)
 
     def _expect(self) -> None:
         with self._told:
@@ -194,11 +194,10 @@ class Links:
             self._measuring.forget(peer)
         self._links.clear()
         self._finishing.clear()
-        self._letters.clear()
         for peer in self._wanted:
             self._watching.drop(peer)
-        self._router = Router()
-        self._wanted = {}
+        self._wanted.clear()
+        self._router = Router("", self._links, self._wanted)
         self._expect()
 
     def _finish(self, peer: str, link: Link) -> None:
@@ -367,7 +366,7 @@ class Links:
         close_in_children(sock.fileno())
         stamp = None if self._measuring.emulated(peer) else self.stamp
         link = self._links[peer] = Link(self._loop, sock, peer, self, stamp)
-        self._post_again()
+        self._carry_out(self._router.again())
         if not link.open:
             self.broken(peer, link, "closed (as soon as it was made)")
         elif self._links.get(peer) is link:
@@ -384,7 +383,7 @@ class Links:
         self._measuring.lost(peer, link)
         self._changed(peer, False, evidence)
         for data in link.letters():
-            self._post(unpacked(data))
+            self._carry_out(self._router.returned(unpacked(data)))
         if peer in self._wanted:
             # After a goodbye the peer is as a rule about to be forgotten here, too.
             self._loop.later(0.5 if evidence == "bye" else 0.05, lambda: self._dial(peer))
@@ -412,37 +411,31 @@ class Links:
 
     def message(self, peer: str, payload: bytes, view: ViewId = NO_VIEW) -> None:
         """Sends an encoded PeerMessage, over one link or several (by the ways of `view`), now or when it can."""
-        link = self._links.get(peer)
-        if link is not None:
-            link.send(FrameType.MESSAGE, payload=(memoryview(payload),))
-        else:
-            self._post(Letter(peer, self.me, self._router.hops, payload, view))
+        self._router.me = self.me
+        self._carry_out(self._router.send(peer, payload, view))
 
-    def _post(self, letter: Letter, came_from: str = "") -> None:
-        """Sends a letter on, has it wait, or drops it."""
-        hop = letter.to if letter.to in self._links else self._router.hop(letter.to, letter.view)
-        link = self._links.get(hop or "")
-        if hop and hop == came_from:
-            self._owner.undelivered(letter.to, letter.source, f"{came_from}, where it came from, is the next hop")
-        elif link is not None and hop == letter.to and letter.source == self.me:
-            link.send(FrameType.MESSAGE, payload=(memoryview(letter.payload),))
-        elif link is not None:
-            data = letter.packed()
-            if len(data) > MAX_PAYLOAD_NBYTES:
-                self._owner.undelivered(letter.to, letter.source, f"{len(data)} bytes are too many for one frame")
-            else:
-                link.send(FrameType.ROUTED, payload=(memoryview(data),))
-        elif hop == "" and letter.to not in self._wanted:
-            self._owner.undelivered(letter.to, letter.source, "no way to it is known")
-        elif len(self._letters) >= _MAX_WAITING_MESSAGES:
-            self._owner.undelivered(letter.to, letter.source, f"{_MAX_WAITING_MESSAGES} messages wait already")
-        else:
-            self._letters.append((letter, came_from))
-
-    def _post_again(self) -> None:
-        letters, self._letters = self._letters, deque()
-        for letter, came_from in letters:
-            self._post(letter, came_from)
+    def _carry_out(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            letter = step.letter
+            if isinstance(step, Hand) and step.peer not in self._links:  # it broke as the one before was sent
+                self._carry_out(self._router.returned(letter))
+                continue
+            match step:
+                case Take():
+                    inner = Frame(FrameType.MESSAGE, letter.view, 0, 0, len(letter.payload), 0)
+                    self._owner.arrived(letter.source, inner, memoryview(letter.payload))
+                case Drop(_, reason):
+                    self._owner.undelivered(letter.to, letter.source, reason)
+                case Hand(peer, _, True):
+                    self._links[peer].send(FrameType.MESSAGE, payload=(memoryview(letter.payload),))
+                case Hand(peer):
+                    data = letter.packed()
+                    if len(data) > MAX_PAYLOAD_NBYTES:
+                        reason = f"{len(data)} bytes are too many for one frame"
+                        self._owner.undelivered(letter.to, letter.source, reason)
+                        continue
+                    self.relayed += letter.source != self.me
+                    self._links[peer].send(FrameType.ROUTED, payload=(memoryview(data),))
 
     # ------------------------------------------------------------------ frames (owner of links)
 
@@ -469,15 +462,8 @@ class Links:
             if link is not None:
                 self._measuring.arrived(peer, link, frame, payload)
             return
-        letter = unpacked(payload)
-        if letter.to == self.me:
-            inner = Frame(FrameType.MESSAGE, frame.view, frame.seq, 0, len(letter.payload), 0)
-            self._owner.arrived(letter.source, inner, memoryview(letter.payload))
-        elif letter.hops_left <= 1:
-            self._owner.undelivered(letter.to, letter.source, "it has come over as many links as any way has")
-        else:
-            self.relayed += 1
-            self._post(Letter(letter.to, letter.source, letter.hops_left - 1, letter.payload, letter.view), peer)
+        self._router.me = self.me
+        self._carry_out(self._router.arrived(unpacked(payload), peer))
 
     # ------------------------------------------------------------------ chunks and pings
 
@@ -539,11 +525,11 @@ class Links:
     def facts(self) -> dict[str, object]:
         """Bytes and rates per link, the latter since the last call, and letters that passed here or wait."""
         links = self._measuring.facts(time.monotonic())
-        return {"links": links, "relayed": self.relayed, "waiting": len(self._letters)}
+        return {"links": links, "relayed": self.relayed, "waiting": self._router.waiting}
 
     def close(self, *, bye: bool = True) -> None:
         self._closed = True
-        self._wanted = {}
+        self._wanted.clear()
         self._expect()
         for link in list(self._links.values()):
             link.close(bye=bye)

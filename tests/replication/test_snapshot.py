@@ -14,10 +14,10 @@ from replication_support import HEAD, LIMIT_S, OTHER, SEQ, dial, donors, numbere
 from chaos_lightning.errors import StateError
 from chaos_lightning.replication import server, snapshot
 from chaos_lightning.replication.client import PullConfig
-from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.pull import PullReport, pull_state
 from chaos_lightning.replication.server import ServerConfig
 from chaos_lightning.replication.snapshot import Snapshot
+from chaos_lightning.replication.source import Endpoint
 
 
 def test_what_is_copied_stays_as_it_was() -> None:

@@ -81,24 +81,24 @@ def view(number: int, members: str, links: str, joiners: str = "") -> View:
 
 
 def test_newcomers_are_reached_by_the_view_that_is_coming() -> None:
-    router = Router()
+    router = Router("a~1")
     assert router.hop("b~1") == ""
-    router.rule("a~1", view(1, "abc", "ab bc"))
+    router.rule(view(1, "abc", "ab bc"))
     assert (router.hop("c~1"), router.hop("d~1")) == ("b~1", "")
-    router.foresee("a~1", view(2, "abcd", "ab ac bc cd", "d"))
+    router.foresee(view(2, "abcd", "ab ac bc cd", "d"))
     assert router.hop("d~1") == "c~1"
     assert router.hop("c~1") == "b~1", "the ruling view comes first"
-    router.rule("a~1", view(2, "abcd", "ab bc bd", "d"))
+    router.rule(view(2, "abcd", "ab bc bd", "d"))
     assert router.hop("d~1") == "b~1", "what was foreseen is over when it rules"
-    router.foresee("a~1", view(1, "abce", "ae"))
+    router.foresee(view(1, "abce", "ae"))
     assert router.hop("e~1") == "", "older views are not foreseen"
 
 
 def test_letters_go_over_as_many_links_as_the_largest_view_has_members() -> None:
-    router = Router()
+    router = Router("a~1")
     assert router.hops == 1
-    router.rule("a~1", view(1, "abc", "ab bc"))
-    router.foresee("a~1", view(2, "abcd", "ab bc cd"))
+    router.rule(view(1, "abc", "ab bc"))
+    router.foresee(view(2, "abcd", "ab bc cd"))
     assert router.hops == 4
 
 

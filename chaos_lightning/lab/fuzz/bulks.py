@@ -159,8 +159,8 @@ def exchanged(data: bytes) -> str:
 
 def _pull(connect: Callable[[], socket.socket], *, replayed: bool) -> str:
     from chaos_lightning.replication.client import PullConfig
-    from chaos_lightning.replication.source import Endpoint
     from chaos_lightning.replication.pull import pull_state
+    from chaos_lightning.replication.source import Endpoint
     from chaos_lightning.replication.table import state_hash
 
     waits = PullConfig(

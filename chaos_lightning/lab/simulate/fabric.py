@@ -3,8 +3,7 @@
 Theory of operation. Every direction of every connection is FIFO with a latency of its own; different connections
 reorder freely against each other. A connection that breaks loses what is in flight; both ends learn of it, each after
 a while. Of a killed process what it had sent is either delivered or lost from some message on (never a gap), then
-comes the end of the stream. The younger member dials, as in transport/links.py; messages for a link that does not stand
-yet wait.
+comes the end of the stream. The younger member dials, as in transport/links.py.
 """
 
 from __future__ import annotations
@@ -167,9 +166,7 @@ class Fabric:
         pipes = {end: Pipe(self.kernel, 0.0002, 0.002 + extra) for end in (me, peer)}
         self.links[pair] = Link((me, peer), pipes)
         for node, other in ((here, peer), (there, me)):
-            node.link_changed(other, True, "connected")
-            for payload in node.unsent.pop(other, []):
-                self.send(node.machine.member_id, other, payload)
+            node.stands(other)
 
     def cut(self, one: str, other: str, seconds: float) -> None:
         """The network between two nodes is gone for so long: their link breaks and cannot be made again."""

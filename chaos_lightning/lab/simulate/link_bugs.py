@@ -8,7 +8,6 @@ from dataclasses import replace
 from chaos_lightning.lab.simulate.host import Store
 from chaos_lightning.lab.simulate.node import Node
 from chaos_lightning.lab.simulate.planting import Bug, hooks_of, with_parts
-from chaos_lightning.lab.simulate.routing import Letter, Routing
 from chaos_lightning.lab.simulate.wiring import forgetting_plan, lost_link_plan, removal_plan, ring_plan, split_plan
 from chaos_lightning.membership.effects import Chain, Persist, SchedulerEffect, SchedulerEvent
 from chaos_lightning.membership.graph import Graph
@@ -16,9 +15,10 @@ from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.peers import Peer
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.rewiring import Rewiring, Rule
+from chaos_lightning.membership.routing import Router
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.topology import Pair, connected, every_pair
-from chaos_lightning.protocol.types import Decide, PlanSpec, Report, View, ViewId
+from chaos_lightning.protocol.types import NO_VIEW, Decide, PlanSpec, Report, View, ViewId
 
 
 class ForgetfulGraph(Graph):
@@ -81,23 +81,15 @@ class HurriedMachine(MemberMachine):
         super()._connect()
 
 
-class OwnWays(Routing):
+class OwnWays(Router):
     """Sends letters on by the view that it stands in itself, whatever view they are of."""
 
-    def forward(self, letter: Letter, came_from: str) -> None:
-        view = self._node.machine.view
-        if letter.to == self._node.machine.member_id or view is None:
-            super().forward(letter, came_from)
-        else:
-            self._hand_on(self._ways[view.id][1].get(letter.to, ""), letter, came_from)
-
-    def _hand_on(self, hop: str, letter: Letter, came_from: str) -> None:
-        if hop != came_from:  # or it would run to and fro
-            super()._hand_on(hop, letter, came_from)
+    def hop(self, to: str, view: ViewId = NO_VIEW) -> str | None:
+        return super().hop(to, NO_VIEW)
 
 
 class OwnWaysNode(Node):
-    routing_class = OwnWays
+    router_class = OwnWays
 
 
 class WishlessStore(Store):

@@ -10,19 +10,21 @@ their own (`lab/simulate/bugs.py` overrides them).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from chaos_lightning.lab.simulate.connected import Connected
 from chaos_lightning.lab.simulate.connected import NodeSpec as NodeSpec
 from chaos_lightning.lab.simulate.connected import Trap as Trap
 from chaos_lightning.lab.simulate.dataplane import DataPlane, Down, Up
+from chaos_lightning.lab.simulate.fabric import Stream
 from chaos_lightning.lab.simulate.observing import Keeper, Observation, check_founding
 from chaos_lightning.lab.simulate.oracle import Made, Violation
 from chaos_lightning.lab.simulate.puller import ResultPull, StatePull
-from chaos_lightning.lab.simulate.routing import Letter, Routing
 from chaos_lightning.lab.simulate.training import State, after_forward, apply_result, initial_state, spent_of
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine, Phase
+from chaos_lightning.membership.routing import Drop, Hand, Letter, Router, Step, Take
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
@@ -32,6 +34,7 @@ from chaos_lightning.protocol.types import (
     Kind,
     LinkReport,
     Member,
+    NextView,
     Ready,
     Span,
     View,
@@ -49,7 +52,7 @@ class Node(Connected):
     """See the module."""
 
     plane_class: type[DataPlane] = DataPlane
-    routing_class: type[Routing] = Routing
+    router_class: type[Router] = Router
     keeper_class: type[Keeper] = Keeper
     observation_class: type[Observation] = Observation
 
@@ -57,8 +60,7 @@ class Node(Connected):
         super().__init__(world, spec, number)
         self.plane = self._make_plane()
         self.wanted: frozenset[str] = frozenset()
-        self.unsent: dict[str, list[object]] = {}
-        self.routing = self.routing_class(self)
+        self.router = self.router_class()
         self.traps: list[Trap] = []
         self.troubled_at = -100.0
         self.stale = False
@@ -124,9 +126,37 @@ class Node(Connected):
         if isinstance(payload, Up | Down):
             self.plane.take(payload)
         elif isinstance(payload, Letter):
-            self.routing.forward(payload, peer)
+            self.carry_on(self._router().arrived(payload, peer))
         else:
             self.feed(fx.PeerIn(peer, payload))  # type: ignore[arg-type]
+
+    def _router(self) -> Router:
+        """The router, told how things stand."""
+        me = self.machine.member_id
+        self.router.me, self.router.up, self.router.wanted = me, self.world.fabric.peers_of(me), self.wanted
+        return self.router
+
+    def control(self, stream: Stream, message: object) -> None:
+        if stream is self.stream and not self.outcome and isinstance(message, NextView):
+            self.carry_on(self._router().foresee(message.view))
+        super().control(stream, message)
+
+    def stands(self, peer: str) -> None:
+        """A link was made."""
+        self.carry_on(self._router().again())
+        self.link_changed(peer, True, "connected")
+
+    def carry_on(self, steps: Sequence[Step]) -> None:
+        """What the router decided about messages."""
+        fabric, me = self.world.fabric, self.machine.member_id
+        for step in steps:
+            match step:
+                case Take(letter):
+                    self.feed(fx.PeerIn(letter.source, letter.payload))  # type: ignore[arg-type]
+                case Hand(peer, letter, bare):
+                    fabric.send(me, peer, letter.payload if bare else letter)
+                case Drop():
+                    pass  # a recovery has it sent again
 
     def _send_chunk(self, peer: str, chunk: Up | Down) -> None:
         self.world.fabric.send(self.machine.member_id, peer, chunk)
@@ -143,8 +173,6 @@ class Node(Connected):
         effects = machine.on(self.kernel.now, event)
         if self.world.validate:
             machine.validate_state()
-        if machine.view is not None:
-            self.routing.entered(machine.view)
         self._carry_out(deque(effects), machine, phase)
 
     def _carry_out(self, effects: deque[fx.MemberEffect], machine: MemberMachine, phase: Phase) -> None:
@@ -172,7 +200,9 @@ class Node(Connected):
                 if isinstance(message, Ready):
                     self.newcomer_since = self.kernel.now
             case fx.ToPeer(peer, message):
-                self.routing.send(peer, message)
+                if isinstance(message, Header) and message.view_change is not None:
+                    self.carry_on(self._router().foresee(message.view_change))
+                self.carry_on(self._router().send(peer, message, message.view))  # type: ignore[arg-type]
             case fx.Connect(peers):
                 self._connect(peers)
             case fx.OpenAttempt(view, seq):
@@ -197,8 +227,9 @@ class Node(Connected):
                 pass
 
     def _connect(self, peers: tuple[Member, ...]) -> None:
+        self.carry_on(self._router().rule(self.machine.view))
         before, self.wanted = self.wanted, frozenset(p.id for p in peers)
-        self.unsent = {p: m for p, m in self.unsent.items() if p in self.wanted}
+        self.carry_on(self._router().again())
         self.world.fabric.wants(self.machine.member_id, self.wanted, before)
 
     def _observe(self, header: Header, view: View) -> None:
@@ -434,8 +465,8 @@ class Node(Connected):
         self.keeper, self.newcomer_since = self.keeper_class(self), -1.0
         self.machine = self.machine.anew()
         self.plane = self._make_plane()
-        self.wanted, self.unsent, self.training = frozenset(), {}, False
-        self.routing = self.routing_class(self)
+        self.wanted, self.training = frozenset(), False
+        self.router = self.router_class()
         self.header, self.dealing, self.published, self.lineage = GENESIS, None, None, ""
         self.forget()
 
