@@ -92,8 +92,14 @@ class Gradients:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Reduced buffers are now as at every member: what a step of weight 0 goes back to."""
+        """Reduced buffers are now as at every member: what `restore` goes back to."""
         self._settled = [self._layout.slots[i].tensor.clone() for i in self._layout.buffer_slots]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Reduced buffers as they were settled last: what forward passes since then did to them is undone."""
+        for index, settled in zip(self._layout.buffer_slots, self._settled, strict=True):
+            self._layout.slots[index].tensor.copy_(settled)
 
     # ------------------------------------------------------------------ a window
 
@@ -219,8 +225,7 @@ class Gradients:
         if total <= 0:  # nobody had a sample: no gradient, and buffers without what stand-in batches did to them
             for index in self._scope:
                 self._layout.slots[index].tensor.grad = None
-            for index, settled in zip(self._layout.buffer_slots, self._settled, strict=True):
-                self._layout.slots[index].tensor.copy_(settled)
+            self.restore()
             return
         total_sum = self._memory.results[header.seq % 2] if raw is None else torch.frombuffer(raw, dtype=torch.uint8)
         scale = 1.0 / total

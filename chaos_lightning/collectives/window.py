@@ -102,6 +102,10 @@ class Window:
         """The member holds the job's state now: what steps without any samples leave as it is."""
         self._gradients.settle()
 
+    def restore(self) -> None:
+        """This window is never committed: what its forward passes did to reduced buffers is undone."""
+        self._gradients.restore()
+
     def abandon(self) -> None:
         """The window comes to nothing: its member is out."""
         self.seq = -1

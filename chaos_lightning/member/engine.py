@@ -458,8 +458,12 @@ class Engine:
             return bool(mail.left or mail.lost)
 
     def keep(self, state: StateAccess) -> None:
-        """This member goes, and no header lets it go: others that hold the state may be gone, too. So it keeps its own,
-        which must stand on `header`, in a file, from which the job can be founded again (PROTOCOL.md 14c)."""
+        """This member goes, and no header lets it go: others that hold the state may be gone, too. So it keeps its own
+        in a file, from which the job can be founded again (PROTOCOL.md 14c).
+
+        Args:
+            state: It stands on `header`; what forward passes since then did to reduced buffers is undone here.
+        """
         mail = self._mail
         with mail.changed:
             asked = self.leaving or mail.giving_up
@@ -467,6 +471,7 @@ class Engine:
         if not self.role or self.out or self.view is None or void or not asked or self.header.kind is Kind.CLOSING:
             return
         assert self._hello is not None
+        self._need_window().restore()
         kept = self._keeping.keep(self.header, self.view, self.member_id, self._hello, state)
         if kept is not None:
             self._send_control(kept)

@@ -49,6 +49,25 @@ def test_after_the_death_of_all_at_once_whoever_founds_the_job_again_says_what_i
         assert "is lost" in words
 
 
+def test_what_the_last_ones_keep_is_the_state_at_the_last_header(job: Job) -> None:
+    """They stand in mid-step, and their forward passes have changed what batch normalisation has counted."""
+    job.serve(min_nodes=3)
+    job.start("a", gates={5: job.gate("a")})
+    for name in "bc":
+        job.start(name)
+    job.harness.wait_step(5, node="a")
+    job.harness.kill("a")
+    job.harness.wait_for("notice", lambda r: "training waits: 2 of" in r["text"], node="default")
+    for name in "bc":
+        job.harness.terminate(name)
+    job.finish(*"bc")  # the audit compares
+    kept = [r for r in job.harness.records if r.name == "kept" and r.node in ("b", "c")]
+    assert {r.node for r in kept} == {"b", "c"}
+    said = [r for r in job.harness.records if r.name == "state_hash" and r["head"] == kept[0]["head"]]
+    assert {r.node for r in said} == {"b", "c"}
+    assert len({r["hash"] for r in said}) == 1
+
+
 def test_an_edited_script_begins_anew_where_the_one_before_was_interrupted(job: Job) -> None:
     """The state that the first one kept does not fit, and its scheduler still knows of it."""
     job.start("a", gates={5: (gate := job.gate("a"))})

@@ -29,9 +29,10 @@ def test_a_fit_that_is_left_in_the_last_step_of_its_epoch_goes_on(
 
 
 def goes_on(job: Job, tmp_path: Path, way: str, stop: int, **trainer: Any) -> None:
-    """Weights, trace and schedules of both parts together are those of one run without a break."""
+    """Weights, statistics, trace and schedules of both parts together are those of one run without a break."""
     spec: dict[str, Any] = {
         "model": "Scheduled",
+        "model_args": {"norm": True},
         "samples": 52,
         "trainer": trainer,
         "callbacks": () if "max_steps" in trainer else ("stopping",),  # no validation is due at a step in mid-epoch
@@ -62,6 +63,8 @@ def goes_on(job: Job, tmp_path: Path, way: str, stop: int, **trainer: Any) -> No
     (whole,) = job.finish("c", audit=False)
     assert second["step"] == whole["step"] >= kept["step"]
     assert torch.equal(second["weights"], whole["weights"])
+    for its, the_wholes in zip(second["buffers"], whole["buffers"], strict=True):
+        assert torch.equal(its, the_wholes), "a pass that no step has used counts for nothing"
     lines, mine = ([line for line in part["trace"] if "starts" not in line] for part in (whole, second))
     assert mine == lines[len(lines) - len(mine) :]
     assert len([line for line in first["trace"] if "starts" not in line]) + len(mine) >= len(lines)
