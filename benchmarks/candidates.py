@@ -17,10 +17,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.workers import Worker, free_port
+from benchmarks.workers import Worker
 from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.observe.events import Record, Tail
-from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.runtime.etcd_servers import EtcdServers
+from chaos_lightning.runtime.listener import free_port, free_ports
 from chaos_lightning.runtime.options import ETCD
 
 COUNT = 3

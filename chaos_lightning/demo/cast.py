@@ -15,7 +15,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.observe.events import Event, EventLog
+from chaos_lightning.runtime.listener import free_port
 from chaos_lightning.testing.edge_marks import Mark
 from chaos_lightning.testing.processes import Child, start_command
 from chaos_lightning.transport.pacing import EMULATE
@@ -42,13 +42,6 @@ class NodeDied(ChaosError):
 def before(name: str) -> str:
     """Under which name the exit code stands of a node that was started again since then."""
     return f"{name} before"
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def rates_of(node: str) -> dict[str, float]:

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from chaos_lightning.demo.cast import Cast, free_port
+from chaos_lightning.demo.cast import Cast
 from chaos_lightning.demo.command import ExitCodes, perform, prepare
 from chaos_lightning.demo.proof import Check, audited
 from chaos_lightning.demo.screen import Screen
@@ -29,6 +29,7 @@ from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.observe.units import duration
 from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.etcd_servers import EtcdServer, EtcdServers
+from chaos_lightning.runtime.listener import free_port
 
 JOINS, JOINS_TOO, KILLED = "edge-4", "edge-5", "edge-2"
 WAITS_S = 1.0

@@ -16,7 +16,6 @@ nodes count as of different machines (CHAOS_HOST) that cannot read each other's 
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from typing import Protocol
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.observe.events import Event, EventLog
+from chaos_lightning.runtime.listener import free_port
 from chaos_lightning.testing import namespaces
 from chaos_lightning.testing.relay import LinkRelay
 from chaos_lightning.testing.topology import (
@@ -289,10 +289,3 @@ class Edge:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -33,7 +33,7 @@ from typing import Any
 import compat_run
 import lightning.pytorch as pl
 import torch
-from compat_plugin import causes, free_port
+from compat_plugin import causes
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
@@ -50,6 +50,7 @@ from torch.utils.data import (
 )
 
 from chaos_lightning.errors import ChaosError, UnsupportedError
+from chaos_lightning.runtime.listener import free_port
 from chaos_lightning.testing.harness import Harness
 
 MARK, COMMAND = "features", "tests/compat/compat_features.py"

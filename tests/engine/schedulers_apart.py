@@ -18,7 +18,8 @@ from engine_job import Job, says, who_leads
 
 from chaos_lightning.runtime.access import split_endpoint
 from chaos_lightning.runtime.channel import fetch_status
-from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.runtime.etcd_servers import EtcdServers
+from chaos_lightning.runtime.listener import free_ports
 from chaos_lightning.testing.owners import owner_of
 from chaos_lightning.testing.relay import LinkRelay, _Connection, pair_of
 

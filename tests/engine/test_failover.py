@@ -14,7 +14,8 @@ from engine_job import Job, says, who_leads
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.observe.events import Record
-from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.runtime.etcd_servers import EtcdServers
+from chaos_lightning.runtime.listener import free_ports
 from chaos_lightning.runtime.server import HEARS_SEVERAL_S
 
 SPEC: dict[str, Any] = {"epochs": 1000, "step_s": 0.04}

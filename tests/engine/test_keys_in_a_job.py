@@ -16,8 +16,9 @@ from chaos_lightning.observe.events import Record
 from chaos_lightning.runtime import keyfiles
 from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.credentials import Credentials, KeyFolder
-from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.runtime.etcd_servers import EtcdServers
 from chaos_lightning.runtime.keyfiles import KEY, NODES, Node
+from chaos_lightning.runtime.listener import free_ports
 from chaos_lightning.runtime.roles import OBSERVER, OPERATOR
 
 SPEC: dict[str, Any] = {"epochs": 1000, "step_s": 0.01}

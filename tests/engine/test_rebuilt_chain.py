@@ -16,8 +16,9 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.observe.events import Record
 from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.etcd_client import delete, read_address
-from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.runtime.etcd_servers import EtcdServers
 from chaos_lightning.runtime.etcd_store import job_root
+from chaos_lightning.runtime.listener import free_ports
 
 RULES = {"min_nodes": 1, "reconnect_grace_s": 2.0}
 

@@ -13,7 +13,8 @@ from test_rebuilt_chain import begin, candidates, goes_on, machine
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.observe.events import Record
-from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.runtime.etcd_servers import EtcdServers
+from chaos_lightning.runtime.listener import free_ports
 
 RULINGS = ("prepare", "decide", "view", "fenced", "left", "rejoin")
 

@@ -32,17 +32,12 @@ from chaos_lightning.runtime import agent as agents
 from chaos_lightning.runtime import forks
 from chaos_lightning.runtime.agent import Agent
 from chaos_lightning.runtime.channel import SilentError, StandbyError
+from chaos_lightning.runtime.listener import free_port
 
 sys.path.insert(0, str(Path(__file__).parent))
 from served import PATIENCE_S, Client, Facts, attending, hello, serving, welcome
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def hellos(event: fx.SchedulerEvent) -> bool:

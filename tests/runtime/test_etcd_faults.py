@@ -31,8 +31,9 @@ from chaos_lightning.runtime import election as election_module
 from chaos_lightning.runtime import etcd_client, etcd_store
 from chaos_lightning.runtime.election import Candidate, Election, now
 from chaos_lightning.runtime.etcd_client import EtcdAddress, EtcdClient, delete, open_client, put, read_address
-from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.runtime.etcd_servers import EtcdServers
 from chaos_lightning.runtime.etcd_store import EtcdStore
+from chaos_lightning.runtime.listener import free_ports
 
 PATIENCE_S = 30.0
 

@@ -24,8 +24,9 @@ from chaos_lightning.membership.types import NO_VIEW, Member, OpenLinks, Ready, 
 from chaos_lightning.runtime import hosting
 from chaos_lightning.runtime.channel import fetch_status
 from chaos_lightning.runtime.config import EngineConfig
-from chaos_lightning.runtime.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.runtime.etcd_servers import EtcdServers
 from chaos_lightning.runtime.hosting import HostedScheduler, ensure_scheduler, look
+from chaos_lightning.runtime.listener import free_port, free_ports
 from chaos_lightning.runtime.machine import real_machine
 from chaos_lightning.runtime.memory_store import MemoryStore
 from chaos_lightning.runtime.options import MEMORY, SchedulerOptions
@@ -41,9 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def endpoint() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{sock.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 @pytest.fixture
