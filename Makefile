@@ -55,7 +55,7 @@ demo-failover: debian $(STAMP) ## kill schedulers and etcd servers while four no
 	@$(BIN)/chaos-lightning demo-failover $(ARGS)
 
 test: debian $(STAMP) ## the tests without the slow ones
-	@$(PY) -m pytest -m "not slow" -n $(JOBS) --dist loadfile $(ARGS)
+	@$(PY) -m pytest -m "not slow" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: debian $(STAMP) ## the slow tests
 	@$(PY) -m pytest -m slow --timeout=1800 $(ARGS)

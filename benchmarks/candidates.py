@@ -17,11 +17,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.workers import Worker, free_port
-from chaos_lightning.control.etcd_servers import EtcdServers, free_ports
+from benchmarks.workers import Worker
+from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.control.options import ETCD
 from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.events.events import Record, Tail
+from chaos_lightning.machine.listener import free_port, free_ports
 
 COUNT = 3
 PATIENCE_S = 30.0

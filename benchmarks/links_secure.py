@@ -23,7 +23,8 @@ from pathlib import Path
 from benchmarks.common import MIB, Result, median, parser, run
 from benchmarks.links_secure_cost import FRAME_NBYTES, best_ratio, frame_costs, library_costs
 from benchmarks.links_secure_members import LINKS, SOCKETS, Case, carry, make_certificate, schedulers, train
-from benchmarks.workers import Worker, context, free_port
+from benchmarks.workers import Worker, context
+from chaos_lightning.machine.listener import free_port
 
 SIZES = (64 << 10, 1 << 20, 4 << 20)
 BOUND_SLOWER = 1 / 0.7

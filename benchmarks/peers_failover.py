@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from benchmarks import peers_torchft, peers_torchrun
 from benchmarks.common import Result
 from benchmarks.survival import World
-from benchmarks.workers import Worker, context, free_port
+from benchmarks.workers import Worker, context
+from chaos_lightning.machine.listener import free_port
 
 STATE_MIB = 6.0
 WATCHED_S, QUICK_WATCHED_S = 120.0, 60.0

@@ -33,7 +33,8 @@ from typing import Any
 from benchmarks.common import Result, compute_alone, median, state_model
 from benchmarks.survival import Case, World, blow, report
 from benchmarks.victims import BATCH, fingerprint
-from benchmarks.workers import Worker, context, free_port
+from benchmarks.workers import Worker, context
+from chaos_lightning.machine.listener import free_port
 
 INSTALL = "pip install torchft-nightly==2026.10.26 (in release 0.2.0 survivors die with the killed replica)"
 TUNED = ("--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "100")

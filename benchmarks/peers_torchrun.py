@@ -23,7 +23,8 @@ from pathlib import Path
 
 from benchmarks.common import Result, compute_alone, median, state_model
 from benchmarks.victims import BATCH
-from benchmarks.workers import free_port, scratch
+from benchmarks.workers import scratch
+from chaos_lightning.machine.listener import free_port
 
 SAVE_EVERY = 20
 PATIENCE_S = 180.0

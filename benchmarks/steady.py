@@ -21,7 +21,8 @@ import random
 from benchmarks import steady_peers
 from benchmarks.common import Result, median, parser, run
 from benchmarks.steady_members import CHAOS, work
-from benchmarks.workers import Worker, context, free_port, scheduler
+from benchmarks.workers import Worker, context, scheduler
+from chaos_lightning.machine.listener import free_port
 
 BOUND_DDP = 0.90
 BOUND_VIEW = 1.00

@@ -17,7 +17,8 @@ from typing import Any
 from benchmarks import peers_torchft
 from benchmarks.common import Result, compute_alone, state_model
 from benchmarks.victims import BATCH
-from benchmarks.workers import Worker, context, free_port, scheduler
+from benchmarks.workers import Worker, context, scheduler
+from chaos_lightning.machine.listener import free_port
 
 WARM_UP = 5
 

@@ -14,10 +14,18 @@ from hypothesis import settings
 from chaos_lightning.lab.harness import Harness
 
 DUMPED_EVENTS = 120
+SLOW_FOLDERS = ("examples", "callbacks", "strategies", "engine", "rendezvous", "benchmarks", "simulate", "testing")
+"""Their files take longest."""
 
 # A generated example that takes long on a busy machine is no failure.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first: of processes that share them none is left with one at the end."""
+    place = {folder: number for number, folder in enumerate(SLOW_FOLDERS)}
+    items.sort(key=lambda item: place.get(item.path.parent.name, len(place)))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -33,6 +33,7 @@ from benchmarks.paper.convergence_curves import Change, Curve
 from benchmarks.paper.convergence_data import Samples, Stream
 from benchmarks.paper.convergence_tasks import Judge, Problem, Recipe, learned_arrays, loss_of, one_thread
 from chaos_lightning.events.events import Event, Record, Tail
+from chaos_lightning.machine.listener import free_port
 
 DEADLINE_S = 240.0
 """After so long without a word from any node a run has failed."""
@@ -346,7 +347,7 @@ class _Scheduler:
 
     def __init__(self, folder: Path) -> None:
         self.min_nodes = 0
-        self.endpoint = f"127.0.0.1:{workers.free_port()}"
+        self.endpoint = f"127.0.0.1:{free_port()}"
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
 

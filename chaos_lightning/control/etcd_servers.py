@@ -14,10 +14,9 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +25,7 @@ from typing import Self
 from chaos_lightning.control.etcd_client import EtcdAddress, EtcdClient, open_client
 from chaos_lightning.control.options import ETCD
 from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.machine.listener import free_ports
 
 HEARTBEAT_MS, ELECTION_MS = 50, 500
 _POLITE_S = 1.0
@@ -297,16 +297,3 @@ def find_etcd() -> str:
     if found is None:
         raise ConfigurationError(f"the program etcd is not installed: {ADVICE}")
     return found
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on at the moment."""
-    with contextlib.ExitStack() as stack:
-        return list(_bound(stack, count))
-
-
-def _bound(stack: contextlib.ExitStack, count: int) -> Iterator[int]:
-    for _ in range(count):
-        probe = stack.enter_context(socket.socket())
-        probe.bind(("127.0.0.1", 0))
-        yield probe.getsockname()[1]

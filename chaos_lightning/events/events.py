@@ -58,6 +58,7 @@ class Event(enum.StrEnum):
     REJOIN = "rejoin"
     FINISHED = "finished"
     # --- views and slots
+    NEXT_VIEW = "next_view"
     VIEW = "view"
     PREPARE = "prepare"
     DECIDE = "decide"
@@ -114,6 +115,8 @@ FIELDS: Mapping[Event, tuple[str, ...]] = {
     Event.FENCED: ("reason",),
     Event.REJOIN: ("reason",),
     Event.FINISHED: ("seq", "step"),
+    # A member has heard of a view that a header is to carry.
+    Event.NEXT_VIEW: ("id",),
     # id: "term.number"; predecessor likewise; members, joiners: ids in rank order.
     Event.VIEW: ("id", "members", "joiners", "reason"),
     # Scheduler: a view is being prepared after a failure; decided: base is a header hash, hand_on a bool.

@@ -16,7 +16,6 @@ nodes count as of different machines (CHAOS_HOST) that cannot read each other's 
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +36,7 @@ from chaos_lightning.lab.topology import (
     links_of,
     next_change_s,
 )
+from chaos_lightning.machine.listener import free_port
 
 logger = logging.getLogger("chaos_lightning.lab")
 
@@ -289,10 +289,3 @@ class Edge:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

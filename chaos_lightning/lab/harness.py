@@ -242,6 +242,30 @@ class Harness:
 
         return self.wait_until(found, f"event {name!r}" + (f" of {node}" if node else ""), deadline_s)
 
+    def wait_admitted(self, name: str, scheduler: str) -> Record:
+        """Until a view that has this node as a joiner is decided, and the member that leads it knows of that.
+
+        Args:
+            name: The newcomer's.
+            scheduler: Under which name the scheduler logs: the job's.
+
+        Returns:
+            The scheduler's event.
+        """
+
+        def joins(record: Record) -> bool:
+            return any(joiner.startswith(f"{name}~") for joiner in record.get("joiners") or ())
+
+        view = self.wait_for(Event.VIEW, joins, node=scheduler)
+        first = str(view["members"][0]).rpartition("~")[0]
+
+        def knows() -> bool:
+            told = (Event.NEXT_VIEW, Event.VIEW)
+            return any(r.name in told and r.node == first and r.get("id") == view["id"] for r in self.records)
+
+        self.wait_until(knows, f"the view of {name} at {first}")
+        return view
+
     def wait_until(self, ready: Callable[[], T | None], what: str, deadline_s: float | None = None) -> T:
         """Repeat `ready` as events come in until it returns something but None or False."""
         limit = self.deadline_s if deadline_s is None else deadline_s

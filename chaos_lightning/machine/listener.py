@@ -7,8 +7,10 @@ nothing comes back. A program of another kind says something else, or hangs up. 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from chaos_lightning.machine.process_table import process_state
@@ -17,6 +19,10 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 
 """How a client begins HTTP/2, with empty settings; a server of gRPC answers with its own."""
 _SETTINGS = 4
 _LISTENING = "0A"
+_OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""Ports that the kernel gives to connections, and to whoever asks for any."""
+_FIRST = 10_000
+_tried = itertools.count()
 
 
 def is_another_kind(host: str, port: int, timeout_s: float = 1.0) -> bool:
@@ -74,3 +80,38 @@ def _words(pid: int, folder: Path) -> str:
     if limit.isdigit() and count >= int(limit):
         return f"{text}, which has {count} of {limit} files open"
     return f"{text}, which runs"
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody uses, for servers that are started a moment later.
+
+    They lie below those that the kernel gives to outgoing connections, as one of these could take a port before its
+    server does. Each process begins to look elsewhere, so that two that look at once find different ones.
+
+    Raises:
+        OSError: All are in use.
+    """
+    with contextlib.ExitStack() as stack:
+        return list(itertools.islice(_bound(stack), count))
+
+
+def free_port() -> int:
+    """One of them."""
+    (port,) = free_ports(1)
+    return port
+
+
+def _bound(stack: contextlib.ExitStack) -> Iterator[int]:
+    with contextlib.suppress(OSError, ValueError):
+        span = int(_OUTGOING.read_text().split()[0]) - _FIRST
+        base = os.getpid() * 2654435761
+        for _ in range(span):
+            port = _FIRST + (base + next(_tried)) % span
+            probe = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                yield port
+    while True:  # no such range, or nothing free in it: any
+        probe = stack.enter_context(socket.socket())
+        probe.bind(("127.0.0.1", 0))
+        yield probe.getsockname()[1]

@@ -176,6 +176,7 @@ class Shell:
             ranges = self.reducer.held()
             held = with_scope(ranges, self.reducer.scope_spans()) if ranges is not None else ()
         elif isinstance(message, NextView) and self.links is not None:
+            self.events.emit(Event.NEXT_VIEW, id=str(message.view.id))
             self.links.foresee(message.view)
             if self.reducer is not None:
                 self.reducer.foresee(message.view)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from chaos_lightning.control.hosting import ensure_scheduler
 from chaos_lightning.control.options import SchedulerOptions
 from chaos_lightning.lab.faults import FaultPlan
 from chaos_lightning.lab.harness import Harness
+from chaos_lightning.machine.listener import free_port
 from chaos_lightning.observe import folds
 from chaos_lightning.protocol.types import Settings
 
@@ -48,9 +48,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     # Generous: test machines are busy, and a member that is slow must not look dead.
     rules = Settings(heartbeat_timeout_s=3.0, confirm_timeout_s=1.0, report_timeout_s=5.0)
     options = SchedulerOptions(

@@ -33,7 +33,7 @@ from typing import Any
 import compat_run
 import lightning.pytorch as pl
 import torch
-from compat_plugin import causes, free_port
+from compat_plugin import causes
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
@@ -51,6 +51,7 @@ from torch.utils.data import (
 
 from chaos_lightning.errors import ChaosError, UnsupportedError
 from chaos_lightning.lab.harness import Harness
+from chaos_lightning.machine.listener import free_port
 
 MARK, COMMAND = "features", "tests/compat/compat_features.py"
 GLOBAL_BATCH = 12

@@ -14,7 +14,6 @@ import functools
 import json
 import multiprocessing
 import os
-import socket
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from lightning.pytorch import Trainer
 import chaos_lightning.member.engine as engine_module
 from chaos_lightning.control.hosting import HostedScheduler
 from chaos_lightning.errors import ChaosError
+from chaos_lightning.machine.listener import free_port
 from chaos_lightning.strategies import ChaosStrategy
 
 NOTED_LINES = 6
@@ -170,10 +170,3 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 def shortened(text: str) -> str:
     """The first lines of a message."""
     return "\n".join(text.splitlines()[:NOTED_LINES])[:NOTED_CHARACTERS]
-
-
-def free_port() -> int:
-    """A port of the loopback on which nobody listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.lab.harness import Harness
 from chaos_lightning.lab.relay import LinkRelay
+from chaos_lightning.machine.listener import free_port
 
 PRELOAD = ("torch", "chaos_lightning.trainer", "chaos_lightning.control.agent", "lightning.pytorch")
 
@@ -30,9 +30,7 @@ class Job:
         self.folder = folder
         self._relay = relay
         self._paths: dict[str, ControlPath] = {}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.endpoint = f"127.0.0.1:{free_port()}"
 
     def start(
         self,
@@ -110,10 +108,8 @@ class Job:
             pass
 
     def admitted(self, name: str) -> None:
-        """Until a view that has this member as a joiner is decided."""
-        self.harness.wait_for(
-            "view", lambda r: any(j.startswith(f"{name}~") for j in r.get("joiners") or ()), node="default"
-        )
+        """Until a view that has this member as a joiner is decided, and the others know."""
+        self.harness.wait_admitted(name, "default")
 
     def silence_s(self, name: str) -> float:
         """How long the scheduler has not heard a word of this member."""

@@ -14,10 +14,11 @@ from test_failover import SETTINGS, SPEC, equal, leading, train
 
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.etcd_client import delete, read_address
-from chaos_lightning.control.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.control.etcd_store import job_root
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import Record
+from chaos_lightning.machine.listener import free_ports
 
 RULES = {"min_nodes": 1, "reconnect_grace_s": 2.0}
 

@@ -11,9 +11,10 @@ from engine_job import Job
 from test_failover import SETTINGS, SPEC, equal, train
 from test_rebuilt_chain import begin, candidates, goes_on, machine
 
-from chaos_lightning.control.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import Record
+from chaos_lightning.machine.listener import free_ports
 
 RULINGS = ("prepare", "decide", "view", "fenced", "left", "rejoin")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -14,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from chaos_lightning.machine.listener import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_GPT = ["--block", "16", "--layers", "1", "--width", "16"]
@@ -26,12 +27,6 @@ SCRIPTS = {
     "gpt_text": TINY_GPT,
     "fashion_cnn": ["--digits"],
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def script(tmp_path: Path, *command: str, **extra: str) -> str:

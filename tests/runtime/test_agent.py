@@ -20,6 +20,7 @@ from chaos_lightning.control.agent import Agent
 from chaos_lightning.control.channel import SilentError, StandbyError
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.machine import forks
+from chaos_lightning.machine.listener import free_port
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import (
     NO_VIEW,
@@ -37,12 +38,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from served import PATIENCE_S, Client, Facts, attending, hello, serving, welcome
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def hellos(event: fx.SchedulerEvent) -> bool:

@@ -26,6 +26,7 @@ from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.hosting import ensure_scheduler, look
 from chaos_lightning.control.options import MEMORY, SchedulerOptions
 from chaos_lightning.errors import ConfigurationError, RefusedError
+from chaos_lightning.machine.listener import free_port
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import Notice, Verdict, Welcome
 from chaos_lightning.security import keyfiles
@@ -155,6 +156,7 @@ sys.path.insert(0, sys.argv[1])
 from served import Client
 from chaos_lightning.protocol.types import Welcome
 from chaos_lightning.security.credentials import Credentials, KeyFolder
+from chaos_lightning.machine.listener import free_port
 client = Client(sys.argv[2], token=Credentials(keys=KeyFolder(sys.argv[3])))
 client.messages.wait_for(Welcome)
 os.kill(os.getpid(), 9)
@@ -461,9 +463,7 @@ def the_door(served: Served) -> door.Door:
 
 
 def test_a_hosted_scheduler_gets_the_folder_and_no_secret(keys: Keys, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     options = SchedulerOptions(listen=endpoint, store=MEMORY, log_dir=str(tmp_path / "logs"))
     started = ensure_scheduler(options, keys.of("a"))
     assert started is not None

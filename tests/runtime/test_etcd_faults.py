@@ -29,9 +29,10 @@ from chaos_lightning.control import election as election_module
 from chaos_lightning.control import etcd_client, etcd_store
 from chaos_lightning.control.election import Candidate, Election, now
 from chaos_lightning.control.etcd_client import EtcdAddress, EtcdClient, delete, open_client, put, read_address
-from chaos_lightning.control.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.control.etcd_store import EtcdStore
 from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.machine.listener import free_ports
 from chaos_lightning.protocol.types import NO_VIEW, ViewId
 
 PATIENCE_S = 30.0

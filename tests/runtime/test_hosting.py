@@ -20,7 +20,7 @@ import pytest
 
 from chaos_lightning.control import hosting
 from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.control.etcd_servers import EtcdServers, free_ports
+from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.control.hosting import HostedScheduler, ensure_scheduler, look
 from chaos_lightning.control.machine import real_machine
 from chaos_lightning.control.memory_store import MemoryStore
@@ -28,6 +28,7 @@ from chaos_lightning.control.options import MEMORY, SchedulerOptions
 from chaos_lightning.control.scheduler_main import main, open_store
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
+from chaos_lightning.machine.listener import free_port, free_ports
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.protocol.types import NO_VIEW, Member, OpenLinks, Ready, Refused, Settings, View, ViewId
 from chaos_lightning.settings import EngineConfig
@@ -41,9 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def endpoint() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{sock.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -58,11 +57,10 @@ def job(tmp_path: Path) -> Iterator[Any]:
     from chaos_lightning.control.hosting import ensure_scheduler
     from chaos_lightning.control.options import SchedulerOptions
     from chaos_lightning.lab.harness import Harness
+    from chaos_lightning.machine.listener import free_port
     from chaos_lightning.protocol.types import Settings
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     events = tmp_path / "events"
     # Generous: test machines are busy, and a member that is slow must not look dead.
     rules = Settings(heartbeat_timeout_s=3.0, confirm_timeout_s=1.0, report_timeout_s=5.0)

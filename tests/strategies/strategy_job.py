@@ -41,12 +41,8 @@ class Job:
             pass
 
     def wait_admitted(self, name: str) -> None:
-        """The scheduler has decided a view with this newcomer; the next boundary lets it in."""
-        self.harness.wait_for(
-            "view",
-            lambda r: any(j.startswith(f"{name}~") for j in r.get("joiners") or ()),
-            node=self.options.settings.job,
-        )
+        """A view with this newcomer is decided, and the others know; the next boundary lets it in."""
+        self.harness.wait_admitted(name, self.options.settings.job)
 
     def fresh(self, **settings: Any) -> None:
         """Another scheduler in place of the one that nobody has spoken to yet."""

@@ -12,7 +12,6 @@ from test_relay import DEADLINE_S, Member, broken, there_and_back
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog, read_events
-from chaos_lightning.lab import edge as edges
 from chaos_lightning.lab import namespaces
 from chaos_lightning.lab.edge import Edge, choose_backend
 from chaos_lightning.lab.topology import Change, Condition, Link, LinkState, Node, Topology
@@ -156,6 +155,5 @@ def test_a_change_that_the_backend_refuses_is_told_and_the_rest_goes_on(monkeypa
         assert told.get(timeout=DEADLINE_S) == "a - b: 150 Mbps -> 75 Mbps"
 
 
-def test_ports_are_free() -> None:
-    assert 0 < edges.free_port() < 65536
+def test_nothing_is_left_in_the_environment() -> None:
     assert os.environ.get(RELAY) is None

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from chaos_lightning.errors import ChaosError
 from chaos_lightning.events.events import Event, EventLog
 from chaos_lightning.lab.edge_marks import Mark
 from chaos_lightning.lab.processes import Child, start_command
+from chaos_lightning.machine.listener import free_port
 from chaos_lightning.transport.pacing import EMULATE
 
 MARK = "CHAOS_DEMO"
@@ -42,13 +42,6 @@ class NodeDied(ChaosError):
 def before(name: str) -> str:
     """Under which name the exit code stands of a node that was started again since then."""
     return f"{name} before"
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def rates_of(node: str) -> dict[str, float]:

@@ -22,11 +22,12 @@ from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.etcd_servers import EtcdServer, EtcdServers
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.events.events import Event, Record, read_events
-from chaos_lightning.lab.demo.cast import Cast, free_port
+from chaos_lightning.lab.demo.cast import Cast
 from chaos_lightning.lab.demo.command import ExitCodes, perform, prepare
 from chaos_lightning.lab.demo.proof import Check, audited
 from chaos_lightning.lab.demo.screen import Screen
 from chaos_lightning.lab.demo.story import FOUNDERS, FULL, QUICK, Story
+from chaos_lightning.machine.listener import free_port
 from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.observe.units import duration
 
