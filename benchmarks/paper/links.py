@@ -1,10 +1,11 @@
 """Fig. 9 and Table I: links that come and go, members that leave, and what that costs the others.
 
 Real processes are those of benchmarks/primitives.py, which defines what an exposed delay is; here they are run at
-several cluster sizes with a small model. As many members as in the paper do not fit a small machine, so larger clusters
-are simulated: the product's own member and scheduler machines in virtual time (chaos_lightning/lab/simulate), where every
-message takes 0.2 ms, the work for a step 30 ms, and processors nothing. Nothing is random there, so undisturbed steps
-all take equally long, and what a change adds to the critical path of messages shows to the microsecond.
+several cluster sizes with a small model. As many members as in the paper do not fit a small machine, so larger
+clusters are simulated: the product's own member and scheduler machines in virtual time
+(chaos_lightning/lab/simulate), where every message takes 0.2 ms, the work for a step 30 ms, and processors nothing.
+Nothing is random there, so undisturbed steps all take equally long, and what a change adds to the critical path of
+messages shows to the microsecond.
 """
 
 from __future__ import annotations

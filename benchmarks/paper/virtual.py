@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from benchmarks.paper.clusters import LATENCY_S, Join
 from chaos_lightning.planning import shards
 from chaos_lightning.replication import Job, PolicyOptions, make_policy
-from chaos_lightning.replication.board import Board, Flight
-from chaos_lightning.replication.policy import TransferPolicy
+from chaos_lightning.replication.board import Board
+from chaos_lightning.replication.policy import Flight, TransferPolicy
 from chaos_lightning.replication.table import PIECE_NBYTES
 
 DEPTH = 2

@@ -47,8 +47,7 @@ from chaos_lightning.machine.listener import is_another_kind, who_listens
 from chaos_lightning.machine.process_table import start_time, still_runs
 from chaos_lightning.membership.peers import short
 from chaos_lightning.protocol.types import PlanSpec
-from chaos_lightning.security.access import check_bind
-from chaos_lightning.security.credentials import Credentials, Secret
+from chaos_lightning.security.credentials import Credentials, Secret, check_bind
 
 if TYPE_CHECKING:
     from chaos_lightning.settings import EngineConfig

@@ -43,8 +43,8 @@ from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol import chaos_pb2
 from chaos_lightning.protocol.codec import unwrap_from_member, wrap_to_member
 from chaos_lightning.protocol.types import Hello, Pulse, ToMember, Welcome
-from chaos_lightning.security.access import LEADER_KEY, check_bind
-from chaos_lightning.security.credentials import Credentials
+from chaos_lightning.security.access import LEADER_KEY
+from chaos_lightning.security.credentials import Credentials, check_bind
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 

@@ -59,8 +59,7 @@ from chaos_lightning.protocol.types import (
 )
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.replay import Replay
-from chaos_lightning.security.access import check_bind
-from chaos_lightning.security.credentials import Credentials
+from chaos_lightning.security.credentials import Credentials, check_bind
 from chaos_lightning.settings import EngineConfig
 from chaos_lightning.transport.links import Links
 from chaos_lightning.transport.loop import IoLoop

@@ -40,8 +40,7 @@ from chaos_lightning.machine.addresses import is_local, split_endpoint
 from chaos_lightning.machine.orphan import VARIABLE, agent_mark
 from chaos_lightning.rendezvous.options import RendezvousOptions, read_options
 from chaos_lightning.rendezvous.polite import PoliteExit
-from chaos_lightning.security.access import check_bind
-from chaos_lightning.security.credentials import Credentials
+from chaos_lightning.security.credentials import Credentials, check_bind
 
 logger = logging.getLogger("chaos_lightning.rendezvous")
 

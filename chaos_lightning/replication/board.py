@@ -1,11 +1,10 @@
 """Which donor sends which bytes next: the shared work of one pull.
 
-Theory of operation. The board is the only thing that the donors' threads share. A *task* is a job and what became of
-it; a *flight* is one request for it. A task has at most one flight that receives in place, its owner. A duplicate
-receives into memory of its own; if it is verified first, the task is done, but the copy is *held* until the owner's
-flight has ended in one way or another, and only then written to its place. So nobody writes into verified memory
-again, and nobody has to be stopped for that. What a donor does not deliver (it died, its connection broke, the bytes
-were wrong) goes back and is offered to others first.
+Theory of operation. The board is the only thing that the donors' threads share. A task has at most one flight that
+receives in place, its owner. A duplicate receives into memory of its own; if it is verified first, the task is done,
+but the copy is *held* until the owner's flight has ended in one way or another, and only then written to its place.
+So nobody writes into verified memory again, and nobody has to be stopped for that. What a donor does not deliver (it
+died, its connection broke, the bytes were wrong) goes back and is offered to others first.
 
 When nothing is left the pull cuts the connections on which only overtaken requests are under way.
 """
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from chaos_lightning.errors import StateError
-from chaos_lightning.replication.policy import Job, Queue, SourceStats, TransferPolicy
+from chaos_lightning.replication.policy import Flight, Job, Queue, SourceStats, Task, TransferPolicy
 from chaos_lightning.replication.table import Piece
 
 MOST_FLIGHTS = 32
@@ -28,36 +27,6 @@ MAX_TRIES = 5
 """The same bytes may arrive corrupted so often, from whomever."""
 
 Place = Callable[[Job, list[memoryview]], None]
-
-
-@dataclass(eq=False, slots=True)
-class Task:
-    """A job and what became of it."""
-
-    job: Job
-    owner: Flight | None = None
-    """The request that receives it in place."""
-    copies: int = 0
-    """Duplicate requests under way."""
-    done: bool = False
-    held: list[memoryview] | None = None
-    """A verified copy that waits until the owner has ended."""
-
-
-@dataclass(eq=False, slots=True)
-class Flight:
-    """One request under way."""
-
-    task: Task
-    source: str
-    copy: bool
-    """It receives into memory of its own."""
-    got: int = 0
-    """Bytes that arrived so far."""
-
-    @property
-    def job(self) -> Job:
-        return self.task.job
 
 
 @dataclass

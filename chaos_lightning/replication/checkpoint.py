@@ -18,17 +18,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from chaos_lightning.errors import ConfigurationError, StateError, WireError
 from chaos_lightning.replication import bulk
+from chaos_lightning.replication.board import Board
 from chaos_lightning.replication.bulk import Frame, Type
+from chaos_lightning.replication.client import Deliver, Donor, Sink
 from chaos_lightning.replication.parts import part_of, sweep
-
-if TYPE_CHECKING:
-    from chaos_lightning.replication.board import Board
-    from chaos_lightning.replication.client import Donor, Sink
-    from chaos_lightning.replication.policy import Deliver
 
 PART_NBYTES = 4 << 20
 SYNC_NBYTES = 64 << 20

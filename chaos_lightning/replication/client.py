@@ -22,9 +22,9 @@ from typing import Any, Protocol, TypeVar
 
 from chaos_lightning.errors import StateError, WireError
 from chaos_lightning.replication import bulk
-from chaos_lightning.replication.board import Board, Flight
+from chaos_lightning.replication.board import Board
 from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
-from chaos_lightning.replication.policy import Deliver, Job
+from chaos_lightning.replication.policy import Flight, Job
 from chaos_lightning.replication.source import Dial, Endpoint, Source, reason_of
 from chaos_lightning.replication.table import Piece
 
@@ -292,3 +292,7 @@ def elsewhere(job: Job) -> list[memoryview]:
         views.append(whole[at : at + size])
         at += size
     return views
+
+
+Deliver = Callable[[Donor, Board, Sink], None]
+"""Another way for a donor's bytes than by requests on its connection."""

@@ -24,28 +24,23 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.planning import shards
 from chaos_lightning.planning.shards import Links, Neighbour, SharePlan
-from chaos_lightning.replication.checkpoint import reader
 from chaos_lightning.replication.policy import (
     MIN_REQUEST_NBYTES,
     Assignment,
-    Deliver,
+    Checkpoint,
+    Flight,
     Job,
     Queue,
     SharedQueue,
     SourceStats,
     TransferPolicy,
 )
+from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.table import PIECE_NBYTES
-
-if TYPE_CHECKING:
-    from chaos_lightning.replication.board import Flight
-    from chaos_lightning.replication.source import Endpoint
 
 Estimates = Mapping[str, tuple[float, float]]
 """(latency in seconds, rate in bits per second) of the link to each member; at a rate of 0 it carries nothing."""
@@ -297,8 +292,9 @@ class StopResume(TransferPolicy):
         folder = self.options.folder
         return Assignment({writer: list(jobs)}, f"{writer} writes a checkpoint to {folder}, this member reads it there")
 
-    def delivery(self) -> Deliver | None:
-        return reader(Path(self.options.folder), self.options.disk_bps)
+    @property
+    def checkpoint(self) -> Checkpoint:  # type: ignore[override]
+        return Checkpoint(self.options.folder, self.options.disk_bps)
 
 
 _PLANNERS: dict[str, Planner] = {

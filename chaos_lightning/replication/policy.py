@@ -13,16 +13,11 @@ The base class decides nothing: first come, first served, in address order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
+from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.table import Piece, StateTable
-
-if TYPE_CHECKING:
-    from chaos_lightning.replication.board import Board, Flight
-    from chaos_lightning.replication.client import Donor, Sink
-    from chaos_lightning.replication.source import Endpoint
 
 REQUESTS_PER_DONOR = 4
 """At least so many jobs for each donor, as long as they do not fall below..."""
@@ -58,6 +53,36 @@ class Job:
     def with_next(self, other: Job) -> Job:
         """Both in one; `other` begins where this one ends."""
         return replace(self, stop=other.stop, pieces=(*self.pieces, *other.pieces))
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    """A job and what became of it."""
+
+    job: Job
+    owner: Flight | None = None
+    """The request that receives it in place."""
+    copies: int = 0
+    """Duplicate requests under way."""
+    done: bool = False
+    held: list[memoryview] | None = None
+    """A verified copy that waits until the owner has ended."""
+
+
+@dataclass(eq=False, slots=True)
+class Flight:
+    """One request under way."""
+
+    task: Task
+    source: str
+    copy: bool
+    """It receives into memory of its own."""
+    got: int = 0
+    """Bytes that arrived so far."""
+
+    @property
+    def job(self) -> Job:
+        return self.task.job
 
 
 @dataclass(slots=True)
@@ -147,7 +172,17 @@ class Assignment:
     reason: str = ""
 
 
-Deliver = Callable[["Donor", "Board", "Sink"], None]
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Bytes come through a file that a donor writes (checkpoint.py).
+
+    Attributes:
+        folder: Where donors write, as seen from here.
+        disk_bps: Reading is held to this rate in bits per second; 0: as fast as the disk is.
+    """
+
+    folder: str
+    disk_bps: float = 0.0
 
 
 class TransferPolicy:
@@ -160,6 +195,8 @@ class TransferPolicy:
     """How long an idle source waits before it is considered again, if nothing changes meanwhile."""
     barrier = False
     """Whether everybody is meant to wait for the end of the transfer; recorded."""
+    checkpoint: Checkpoint | None = None
+    """Through which bytes get here, if not over connections."""
 
     def sources(self, donors: Sequence[Endpoint]) -> list[Endpoint]:
         """Whom to ask, given the donors that can be dialled."""
@@ -199,10 +236,6 @@ class TransferPolicy:
         self, source: str, flights: Sequence[Flight], stats: Mapping[str, SourceStats], now: float
     ) -> Flight | None:
         """Which of the others' requests an idle source is to make as well. `flights` are those that it may."""
-        return None
-
-    def delivery(self) -> Deliver | None:
-        """How a donor's bytes get here, if not by requests on its connection."""
         return None
 
 

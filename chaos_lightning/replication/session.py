@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from chaos_lightning.errors import DeadlineError, NoDonorError, StateError
 from chaos_lightning.protocol.types import SourceProgress
 from chaos_lightning.replication import bulk, by_reference
 from chaos_lightning.replication.board import Board
-from chaos_lightning.replication.client import Donor, PullConfig, Sink
+from chaos_lightning.replication.client import Deliver, Donor, PullConfig, Sink
 from chaos_lightning.replication.policy import Job, SourceStats, TransferPolicy
 from chaos_lightning.replication.source import Dial, Endpoint, reason_of
 
@@ -252,7 +253,7 @@ class Session:
         size = self.config.request_nbytes
         board = Board(jobs, policy, sink.place, on_done=account, request_nbytes=size)
         self._board, self.policy = board, policy
-        how = policy.delivery() or (by_reference.deliver if self.config.by_reference else None)
+        how = self._way(policy)
 
         def enlist(member: str) -> None:
             donor = self.donors[member]
@@ -293,6 +294,14 @@ class Session:
         if board.error is not None:
             raise board.error
         return board
+
+    def _way(self, policy: TransferPolicy) -> Deliver | None:
+        """How bytes get here, if not by requests."""
+        if policy.checkpoint is not None:
+            from chaos_lightning.replication.checkpoint import reader  # for comparison: no usual transfer loads it
+
+            return reader(Path(policy.checkpoint.folder), policy.checkpoint.disk_bps)
+        return by_reference.deliver if self.config.by_reference else None
 
     def _let_go(self, board: Board) -> None:
         """Nobody writes any more when this returns; donors that only dial, or wait, are not waited for."""

@@ -14,13 +14,8 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.machine.addresses import is_loopback
-
-if TYPE_CHECKING:
-    from chaos_lightning.security.credentials import Credentials
 
 logger = logging.getLogger("chaos_lightning.runtime")
 
@@ -58,13 +53,3 @@ def load_token(token_file: str = "", environ: Mapping[str, str] = os.environ) ->
     if token and len(token) < MIN_TOKEN_NBYTES:
         raise ConfigurationError(f"{source} has {len(token)} bytes, at least {MIN_TOKEN_NBYTES} are needed")
     return token
-
-
-def check_bind(host: str, token: bytes | Credentials) -> None:
-    """Refuses to listen beyond loopback without a token or keys."""
-    if not token and not is_loopback(host):
-        raise ConfigurationError(
-            f"listening on {host} would let everybody in who can reach it: give a folder of keys (`chaos-lightning "
-            "keys init`, then --keys-dir, keys_dir= or CHAOS_KEYS_DIR), or at least a cluster token (--token-file, "
-            "token_file= or CHAOS_TOKEN_FILE / CHAOS_TOKEN, the same on all nodes), or bind to 127.0.0.1"
-        )

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos_lightning.errors import ConfigurationError, RefusedError, WireError
+from chaos_lightning.machine.addresses import is_loopback
 from chaos_lightning.security.access import MIN_TOKEN_NBYTES, TOKEN_KEY, load_token
 from chaos_lightning.security.certificates import Facts, facts_of, when
 from chaos_lightning.security.keyfiles import CHAIN, KEY, TOKEN, TRUSTED
@@ -289,3 +290,13 @@ def open_channel(endpoint: str, secret: Secret, options: list[tuple[str, Any]]) 
         )
     shown = grpc.ssl_channel_credentials(now.trusted, now.key, now.chain)
     return grpc.secure_channel(endpoint, shown, options=options)
+
+
+def check_bind(host: str, token: Secret) -> None:
+    """Refuses to listen beyond loopback without a token or keys."""
+    if not token and not is_loopback(host):
+        raise ConfigurationError(
+            f"listening on {host} would let everybody in who can reach it: give a folder of keys (`chaos-lightning "
+            "keys init`, then --keys-dir, keys_dir= or CHAOS_KEYS_DIR), or at least a cluster token (--token-file, "
+            "token_file= or CHAOS_TOKEN_FILE / CHAOS_TOKEN, the same on all nodes), or bind to 127.0.0.1"
+        )

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import StateError
-from chaos_lightning.replication.board import Board, Flight
+from chaos_lightning.replication.board import Board
 from chaos_lightning.replication.memory import DeviceRegion, HostRegion, StridedRegion
-from chaos_lightning.replication.policy import Assignment, Job, Queue, SourceStats, TransferPolicy
+from chaos_lightning.replication.policy import Assignment, Flight, Job, Queue, SourceStats, TransferPolicy
 from chaos_lightning.replication.pull import StateSink
 from chaos_lightning.replication.table import Piece
 

@@ -41,11 +41,10 @@ from chaos_lightning.replication import (
     pull_state,
     state_hash,
 )
-from chaos_lightning.replication.board import Flight, Task
 from chaos_lightning.replication.checkpoint import CheckpointWriter, Pace, file_name
 from chaos_lightning.replication.forward import Forwarder
 from chaos_lightning.replication.policies import Adaptive
-from chaos_lightning.replication.policy import Queue
+from chaos_lightning.replication.policy import Flight, Queue, Task
 
 NEW = "new"
 LINKS = {("a", NEW): (0.0, 8e-8), ("b", NEW): (0.0, 4e-8), ("b", "c"): (0.0, 1e-8), ("c", "d"): (0.0, 1e-8)}

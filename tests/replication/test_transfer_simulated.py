@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from chaos_lightning.replication import Job, make_policy
-from chaos_lightning.replication.board import Board, Flight
-from chaos_lightning.replication.policy import TransferPolicy
+from chaos_lightning.replication.board import Board
+from chaos_lightning.replication.policy import Flight, TransferPolicy
 
 TICK_S = 0.001
 GRAIN = 1 << 20

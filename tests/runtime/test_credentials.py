@@ -13,8 +13,7 @@ from keys_support import CHAIN, KEY, TOKEN, TRUSTED, Keys, write_keys
 from chaos_lightning.control.server_config import ServerConfig
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.security import keyfiles
-from chaos_lightning.security.access import check_bind
-from chaos_lightning.security.credentials import Credentials, KeyFolder, known
+from chaos_lightning.security.credentials import Credentials, KeyFolder, check_bind, known
 from chaos_lightning.security.roles import MEMBER, OBSERVER
 from chaos_lightning.settings import EngineConfig
 
