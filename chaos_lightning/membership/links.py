@@ -276,10 +276,12 @@ class Links:
         unused = self._unused_links(members)
         for peer in members:
             # Until it has entered the last view, a member knows the newer ones by this list only; a link that it
-            # gave up in between would be missed when it enters.
+            # gave up in between would be missed when it enters, though it has to go in the view after that.
             standing_in = latest is not None and peer.entered == latest.id
+            promised = self._graph.of_view(latest) if latest is not None and not standing_in else ()
             known = [*joining, *(p for p in unused.get(peer.id, ()) if p not in joining)] if standing_in else members
-            self._open_links(peer, [p for p in (*known, *newcomers) if p is not peer and wants(peer, p)])
+            told = [p for p in (*known, *newcomers) if wants(peer, p) or pair(peer.id, p.id) in promised]
+            self._open_links(peer, [p for p in told if p is not peer])
 
     def _unused_links(self, members: list[Peer]) -> dict[str, list[Peer]]:
         """By member: neighbours that it wants and the latest view has no link to. They are dialled all the same."""

@@ -7,7 +7,7 @@ hold different tables; against that a letter has a limited number of hops and is
 What cannot go on is dropped, and said: the contributions and headers that travel this way are sent anew by a recovery.
 
 What cannot go on yet waits here, for a link or for the next view. The caller says which links stand, and carries out
-what the router decides (`Step`); so processes and simulated ones drive the same object.
+what the router decides (`RouteStep`); so processes and simulated ones drive the same object.
 
 Newcomers are in no view yet. The views that are decided, or that a header names, say with whom they have links; those
 are kept beside the ruling one, for addressees that it lacks (`Router.foresee`).
@@ -130,7 +130,7 @@ class Drop:
     reason: str
 
 
-Step = Hand | Take | Drop
+RouteStep = Hand | Take | Drop
 
 
 class Router:
@@ -152,7 +152,7 @@ class Router:
         self._coming: list[tuple[View, dict[str, str]]] = []
         self._former: tuple[View | None, dict[str, str]] = (None, {})
 
-    def rule(self, view: View | None) -> list[Step]:
+    def rule(self, view: View | None) -> list[RouteStep]:
         """`view` rules from now on; None: this member is in none. What can go on now does."""
         if view is None or self._ruling[0] is None or view.id != self._ruling[0].id:
             self._former = self._ruling
@@ -160,7 +160,7 @@ class Router:
         self._coming = [(v, ways) for v, ways in self._coming if view is None or v.id > view.id]
         return self.again()
 
-    def foresee(self, view: View) -> list[Step]:
+    def foresee(self, view: View) -> list[RouteStep]:
         """`view` is decided, or a header names it: its links say how its newcomers are reached."""
         ruling = self._ruling[0]
         if (ruling is None or view.id > ruling.id) and all(view.id != v.id for v, _ in self._coming):
@@ -174,11 +174,11 @@ class Router:
         """How many messages wait."""
         return len(self._waiting)
 
-    def send(self, to: str, payload: bytes | memoryview, view: ViewId) -> list[Step]:
+    def send(self, to: str, payload: bytes | memoryview, view: ViewId) -> list[RouteStep]:
         """An own message, by the ways of this view."""
         return self._post(Letter(to, self.me, self.hops, payload, view), "")
 
-    def arrived(self, letter: Letter, came_from: str) -> list[Step]:
+    def arrived(self, letter: Letter, came_from: str) -> list[RouteStep]:
         """A letter came over the link to this neighbour."""
         if letter.to == self.me:
             return [Take(letter)]
@@ -186,16 +186,16 @@ class Router:
             return [Drop(letter, "it has come over as many links as any way has")]
         return self._post(replace(letter, hops_left=letter.hops_left - 1), came_from)
 
-    def returned(self, letter: Letter) -> list[Step]:
+    def returned(self, letter: Letter) -> list[RouteStep]:
         """A link broke before this letter had left."""
         return self._post(letter, "")
 
-    def again(self) -> list[Step]:
+    def again(self) -> list[RouteStep]:
         """Links or ways have changed: what waited is looked at again."""
         waiting, self._waiting = self._waiting, deque()
         return [step for letter, came_from in waiting for step in self._post(letter, came_from)]
 
-    def _post(self, letter: Letter, came_from: str) -> list[Step]:
+    def _post(self, letter: Letter, came_from: str) -> list[RouteStep]:
         """Sends a letter on, has it wait, or drops it."""
         hop = letter.to if letter.to in self.up else self.hop(letter.to, letter.view)
         if hop and hop == came_from:

@@ -1,12 +1,11 @@
 """The member's side of the network: one listener, one link per neighbour, and who dials whom.
 
-Theory of operation. The member with the younger id dials (newcomers dial the others), the other accepts; handshakes
-run in short-lived threads so that a slow stranger never holds up the loop. A link that breaks is reported with its
-evidence and dialled again while its peer is wanted, with growing pauses. A link that is not wanted any more is
-finished, not cut: the slot that made the change may still have bytes in it. Who dials without being expected - no view
-and nothing that the scheduler said links it with this member - is waited for a moment, since its end may have been told
-first, and then refused, whatever keys it knows. Both ends ping, so a link on which nothing
-arrives for `SILENCE_S` is given up and dialled anew: a path that swallows bytes closes no socket.
+Theory of operation. Whom to dial, when again, and who may dial this member, membership/dialling.py decides. Attempts
+and handshakes run in short-lived threads, so that a slow stranger never holds up the loop. A link that is not wanted
+any more is finished, not cut: the slot that made the change may still have bytes in it. Who dials without being
+expected is waited for a moment, since its end may have been told first, and then refused, whatever keys it knows.
+Both ends ping, so a link on which nothing arrives for `SILENCE_S` is given up and dialled anew: a path that swallows
+bytes closes no socket.
 
 Messages go over the direct link if there is one; else, where the view names its links, as letters from neighbour to
 neighbour (membership/routing.py). What cannot go on yet waits for a link or for the next view; what has no way at all
@@ -27,7 +26,8 @@ from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.machine.few_lines import FewLines
 from chaos_lightning.machine.forks import close_in_children
 from chaos_lightning.machine.process_table import Sight, host_identity
-from chaos_lightning.membership.routing import Drop, Hand, Router, Step, Take, unpacked
+from chaos_lightning.membership.dialling import Dial, Dialling, LinkStep, Tell, youth
+from chaos_lightning.membership.routing import Drop, Hand, Router, RouteStep, Take, unpacked
 from chaos_lightning.protocol.types import NO_VIEW, LinkReport, Member, View, ViewId
 from chaos_lightning.security.credentials import Credentials, Secret
 from chaos_lightning.transport.frames import MAX_PAYLOAD_NBYTES, Frame, FrameType
@@ -67,12 +67,6 @@ class Host(Owner, Protocol):
         """A message was dropped on its way; a recovery has it sent again."""
 
 
-def youth(member_id: str) -> tuple[int, str]:
-    """Sort key: later incarnations are younger. Of two members the younger one dials."""
-    name, _, number = member_id.rpartition("~")
-    return (int(number) if number.isdigit() else 0, name)
-
-
 class Links:
     """All links of this member. Methods belong to the loop's thread unless said otherwise.
 
@@ -98,7 +92,6 @@ class Links:
         bulk: Callable[[socket.socket, str], object],
         refused: Callable[[str], None],
     ) -> None:
-        self.me = ""
         self.stamp: Stamp | None = None
         """Set: neighbours on this machine may read chunks out of this process's memory."""
         self.keys: Keys | None = None
@@ -112,12 +105,11 @@ class Links:
         self._tell_refused = refused
         self._few = FewLines()
         self._links: dict[str, Link] = {}
-        self._wanted: dict[str, Member] = {}
+        self._dialling = Dialling(self._links)
+        self._wanted = self._dialling.wanted
         self._told = threading.Condition()
         self._expected: frozenset[str] = frozenset()
         """Who may dial this member; read by the threads that greet."""
-        self._dialling: set[str] = set()
-        self._failures: dict[str, int] = {}
         self._finishing: dict[Link, tuple[str, float, int]] = {}
         """Links that are not wanted any more: peer, since when (monotonic, s), first slot opened after (-1: none)."""
         self._router = Router("", self._links, self._wanted)
@@ -140,40 +132,44 @@ class Links:
 
     # ------------------------------------------------------------------ wanting
 
+    @property
+    def me(self) -> str:
+        """This member's id."""
+        return self._dialling.me
+
+    @me.setter
+    def me(self, member_id: str) -> None:
+        with self._told:
+            self._dialling.me = self._router.me = member_id
+            self._told.notify_all()
+
     def want(self, peers: tuple[Member, ...]) -> None:
         """Keeps links to exactly these members."""
         before = set(self._wanted)
-        self._wanted.clear()
-        self._wanted.update({m.id: m for m in peers if m.id != self.me})
+        self._dialling.want(peers)
         self._expect()
         for peer in [p for p in self._links if p not in self._wanted]:
             self._finish(peer, self._links.pop(peer))
         for peer in before.difference(self._wanted):
             self._watching.drop(peer)
         self._carry_out(self._router.again())
-        for peer in self._wanted:
-            if peer in self._links:
-                self._changed(peer, True, "connected")
-            else:
-                self._dial(peer)
+        self._follow(self._dialling.look())
 
     def rule(self, view: View | None) -> None:
         """This view rules from now on, so messages go by its links; None: this member is in none."""
-        self._router.me = self.me
         steps = self._router.rule(view)
         self._expect()
         self._carry_out(steps)
 
     def foresee(self, view: View) -> None:
         """This view is coming: its links say how its newcomers are reached."""
-        self._router.me = self.me
         steps = self._router.foresee(view)
         self._expect()
         self._carry_out(steps)
 
     def _expect(self) -> None:
         with self._told:
-            self._expected = self._router.neighbours.union(self._wanted)
+            self._expected = self._dialling.expected(self._router)
             self._told.notify_all()
 
     def opened(self, seq: int) -> None:
@@ -196,8 +192,8 @@ class Links:
         self._finishing.clear()
         for peer in self._wanted:
             self._watching.drop(peer)
-        self._wanted.clear()
-        self._router = Router("", self._links, self._wanted)
+        self._dialling.want(())
+        self._router = Router(self.me, self._links, self._wanted)
         self._expect()
 
     def _finish(self, peer: str, link: Link) -> None:
@@ -207,16 +203,21 @@ class Links:
         if link.open:
             self._finishing[link] = (peer, time.monotonic(), -1)
 
-    def also(self, peers: tuple[Member, ...]) -> None:
-        """Wants these members too."""
-        self.want((*self._wanted.values(), *(p for p in peers if p.id not in self._wanted)))
+    # ------------------------------------------------------------------ dialling (attempts in threads of their own)
+
+    def _follow(self, steps: Sequence[LinkStep]) -> None:
+        for step in steps:
+            match step:
+                case Tell(peer, up, evidence):
+                    self._changed(peer, up, evidence)
+                case Dial(peer, 0.0):
+                    self._dial(peer)
+                case Dial(peer, after_s):
+                    self._loop.later(after_s, lambda p=peer: self._dial(p))  # type: ignore[misc]
 
     def _dial(self, peer: str) -> None:
-        if self._closed or peer in self._dialling or peer in self._links or peer not in self._wanted:
+        if self._closed or not self._dialling.due(peer):
             return
-        if youth(self.me) < youth(peer):
-            return
-        self._dialling.add(peer)
         member, me = self._wanted[peer], self.me
 
         def work() -> None:
@@ -224,16 +225,15 @@ class Links:
                 greeting = Greeting(self._job, me, peer, "link")
                 sock = dial(member.address, member.port, greeting, token=self._secret.tokens(), keys=self.keys)
             except (OSError, ChaosError) as error:
-                reason = f"refused ({error})"
-                self._loop.call(lambda: self._failed(peer, reason))
+                reason = str(error)
+                self._loop.call(lambda: self._follow(self._dialling.failed(peer, reason, random.random())))
             else:
                 self._loop.call(lambda: self._dialled(peer, me, sock))
 
         threading.Thread(target=work, name=f"chaos-dial-{peer}", daemon=True).start()
 
     def _dialled(self, peer: str, me: str, sock: socket.socket) -> None:
-        self._dialling.discard(peer)
-        if me != self.me or peer not in self._wanted:
+        if not self._dialling.ended(peer, me):
             sock.close()
             self._dial(peer)  # as who this member is by now
             return
@@ -273,15 +273,6 @@ class Links:
         session = session_of(sock)
         self._watching.add(peer, sock, session.watch_key if session is not None else b"", dialled=dialled)
 
-    def _failed(self, peer: str, reason: str) -> None:
-        self._dialling.discard(peer)
-        if peer not in self._wanted:
-            return
-        failures = self._failures[peer] = self._failures.get(peer, 0) + 1
-        if failures in (1, 5) or failures % 50 == 0:
-            self._changed(peer, False, reason)
-        self._loop.later(min(2.0, 0.05 * 2 ** min(failures, 6)) * random.uniform(0.5, 1.0), lambda: self._dial(peer))
-
     # ------------------------------------------------------------------ accepting (own threads)
 
     def _accept_all(self) -> None:
@@ -301,6 +292,8 @@ class Links:
             threading.Thread(target=self._greet, args=(sock,), name="chaos-greet", daemon=True).start()
 
     def _greet(self, sock: socket.socket) -> None:
+        with self._told:  # who dials may have heard of this member before it has heard who it is
+            self._told.wait_for(lambda: self.me or self._closed, EXPECT_S)
         try:
             greeting = accept(
                 sock,
@@ -362,7 +355,7 @@ class Links:
         if old is not None:
             old.close()
             self._measuring.lost(peer, old)
-        self._failures.pop(peer, None)
+        self._dialling.made(peer)
         close_in_children(sock.fileno())
         stamp = None if self._measuring.emulated(peer) else self.stamp
         link = self._links[peer] = Link(self._loop, sock, peer, self, stamp)
@@ -381,12 +374,9 @@ class Links:
         del self._links[peer]
         self._watching.ask(peer)
         self._measuring.lost(peer, link)
-        self._changed(peer, False, evidence)
+        self._follow(self._dialling.broken(peer, evidence))
         for data in link.letters():
             self._carry_out(self._router.returned(unpacked(data)))
-        if peer in self._wanted:
-            # After a goodbye the peer is as a rule about to be forgotten here, too.
-            self._loop.later(0.5 if evidence == "bye" else 0.05, lambda: self._dial(peer))
 
     def up(self, peer: str) -> bool:
         return peer in self._links
@@ -411,10 +401,9 @@ class Links:
 
     def message(self, peer: str, payload: bytes, view: ViewId = NO_VIEW) -> None:
         """Sends an encoded PeerMessage, over one link or several (by the ways of `view`), now or when it can."""
-        self._router.me = self.me
         self._carry_out(self._router.send(peer, payload, view))
 
-    def _carry_out(self, steps: Sequence[Step]) -> None:
+    def _carry_out(self, steps: Sequence[RouteStep]) -> None:
         for step in steps:
             letter = step.letter
             if isinstance(step, Hand) and step.peer not in self._links:  # it broke as the one before was sent
@@ -462,7 +451,6 @@ class Links:
             if link is not None:
                 self._measuring.arrived(peer, link, frame, payload)
             return
-        self._router.me = self.me
         self._carry_out(self._router.arrived(unpacked(payload), peer))
 
     # ------------------------------------------------------------------ chunks and pings
@@ -529,7 +517,7 @@ class Links:
 
     def close(self, *, bye: bool = True) -> None:
         self._closed = True
-        self._wanted.clear()
+        self._dialling.want(())
         self._expect()
         for link in list(self._links.values()):
             link.close(bye=bye)

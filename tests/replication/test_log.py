@@ -322,8 +322,8 @@ def copied(log: SlotLog, header: Header) -> bool:
 def test_sums_are_read_where_they_lie_and_nobody_copies_or_sends_them(three: list[ThreadDonor]) -> None:
     lending = [Lending(donor) for donor in three]
     reader = reader_of(three, by_reference=True)
-    for source in reader._sources:  # whoever is connected later hears of later slots only
-        reader._connect(source)
+    for keeper in reader._keepers:  # whoever is connected later hears of later slots only
+        reader._connect(keeper)
     reader.start()
     for header in chain(7):
         for one in lending:

@@ -131,7 +131,8 @@ class Node:
 
     def expect(self, *ids: str) -> None:
         """These may dial: younger members, so that this one does not dial them, whatever it wants besides."""
-        self.do(lambda: self.links.also(tuple(Member(i, i[0], "host", "127.0.0.1", 1) for i in ids)))
+        more = tuple(Member(i, i[0], "host", "127.0.0.1", 1) for i in ids)
+        self.do(lambda: self.links.want((*self.links._wanted.values(), *more)))
 
     def close(self) -> None:
         self.loop.call(self.links.close)

@@ -229,7 +229,7 @@ def test_letters_of_a_member_that_is_out_are_dropped_with_the_view(build: Build)
 
 
 def test_too_many_waiting_messages_are_dropped_and_told(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.transport.links._MAX_WAITING_MESSAGES", 2)
+    monkeypatch.setattr("chaos_lightning.membership.routing.MAX_WAITING", 2)
     nodes = build("ab")
     a, b = nodes.values()
     a.rule(a_view(1, (a, b), ""))

@@ -70,6 +70,29 @@ def greet(node: Node, me: str) -> socket.socket:
     return dial("127.0.0.1", node.links.port, greeting, token=b"token", deadline_s=DEADLINE_S)
 
 
+def test_who_does_not_know_yet_who_it_is_lets_others_wait_a_moment() -> None:
+    """Others may have heard of a newcomer before it has heard its own id."""
+    node = Node("")
+    met: list[socket.socket] = []
+
+    def meet() -> None:
+        met.append(dial("127.0.0.1", node.links.port, Greeting("job", "c~3", "b~2", "link"), token=b"token"))
+
+    dialler = threading.Thread(target=meet)
+    try:
+        node.expect("c~3")
+        dialler.start()
+        until(lambda: node.links._slots._value < links._MAX_HANDSHAKES, "somebody who greets")
+        node.do(lambda: setattr(node.links, "me", "b~2"))
+        node.wait_up("c~3")
+        dialler.join(DEADLINE_S)
+        assert len(met) == 1
+        met[0].close()
+        assert not node.refused
+    finally:
+        node.close()
+
+
 def test_a_process_that_had_no_descriptor_left_takes_links_again() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     node = Node("b~2")

@@ -228,6 +228,11 @@ def test_aimed_plans_hold_all_contracts(plan: object, seed: int) -> None:
     assert simulate(plan(seed)).violation == ""  # type: ignore[operator]
 
 
+def test_removal_of_a_link_of_a_view_that_is_still_to_come_breaks_nothing() -> None:
+    """One end had entered that view, the other not yet; it closed the link, which the first one needed."""
+    assert simulate(removal_plan(28)).violation == ""
+
+
 def test_nodes_that_cannot_reach_each_other_found_one_job_and_not_two() -> None:
     """The other one waits; it was not there for the founding of anything."""
     world, _ = run("seed 7\nnodes n0 n1\nunlinked n0 n1\nprogram length 60")

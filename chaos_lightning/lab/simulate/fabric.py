@@ -8,16 +8,19 @@ comes the end of the stream. The younger member dials, as in transport/links.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from chaos_lightning.lab.simulate.kernel import Kernel
+from chaos_lightning.membership.dialling import BYE, Dial
 
 if TYPE_CHECKING:
     from chaos_lightning.lab.simulate.node import Node
 
 Payload = object
+EXPECT_S = 1.0
+_POLL_S = 0.02
 SILENT_S = 3.0
 """A link on which nothing was heard for so long is given up (transport/links.py)."""
 Taker = Callable[[Payload], None]
@@ -61,11 +64,6 @@ class Pipe:
             self.kernel.at(self.last, told)
 
 
-def youth(member_id: str) -> tuple[int, str]:
-    name, _, number = member_id.rpartition("~")
-    return (int(number) if number.isdigit() else 0, name)
-
-
 @dataclass(slots=True)
 class Link:
     """A standing link between two incarnations."""
@@ -81,8 +79,11 @@ class Fabric:
 
     kernel: Kernel
     nodes: dict[str, Node] = field(default_factory=dict)
+    processes: dict[str, Node] = field(default_factory=dict)
+    """By name, also before they have an id."""
+    _unexpected: dict[str, list[Callable[[], None]]] = field(default_factory=dict)
+    """Handshakes with nodes that do not expect the other end yet."""
     links: dict[frozenset[str], Link] = field(default_factory=dict)
-    dialling: set[frozenset[str]] = field(default_factory=set)
     slow_links: dict[frozenset[str], float] = field(default_factory=dict)
     """Extra latency by pair of node names."""
     blocked: dict[frozenset[str], tuple[float, float]] = field(default_factory=dict)
@@ -117,48 +118,51 @@ class Fabric:
             border += sorted(near)
         return other in seen
 
-    def wants(self, me: str, wanted: frozenset[str], before: frozenset[str]) -> None:
-        """`me` wants links to exactly these."""
-        for gone in sorted(before - wanted):
-            self.bye(me, gone)
-        for peer in sorted(wanted):
-            self._dial(me, peer)
-            here = self.nodes.get(me)
-            if here is not None and frozenset((me, peer)) in self.links and not here.machine.neighbours.links.get(peer):
-                # The other end wanted it first. As transport/links.py, which tells what stands whenever it is wanted.
-                self.kernel.after(0.0, lambda n=here, p=peer: n.deliver(lambda: self._stands(n, p)))  # type: ignore[misc]
+    def dial(self, here: Node, peer: str) -> None:
+        """An attempt of this node; its `dialling` hears how it ends."""
+        me = here.machine.member_id
+        at = self.kernel.now + self.kernel.between(0.0005, 0.004)
+        self.kernel.at(at, lambda: self._shake(here, me, peer, at + EXPECT_S))
 
-    def _stands(self, here: Node, peer: str) -> None:
-        if frozenset((here.machine.member_id, peer)) in self.links and not here.outcome:
-            here.link_changed(peer, True, "connected")
+    def told(self, node: Node) -> None:
+        """This node may expect others than before."""
+        waiting = self._unexpected.pop(node.name, [])
+        for again in waiting:
+            again()
 
-    def _dial(self, me: str, peer: str) -> None:
-        pair = frozenset((me, peer))
-        if pair in self.links or pair in self.dialling or youth(me) < youth(peer):
+    def _shake(self, here: Node, me: str, peer: str, give_up_at: float) -> None:
+        """The handshake; it waits for ends that are frozen, and a moment for one that has not been told."""
+        if not here.alive:
             return
-        self.dialling.add(pair)
-        delay = self.kernel.between(0.0005, 0.004)
-        self.kernel.after(delay, lambda: self._shake(me, peer, pair))
+        there = self.processes.get(peer.rpartition("~")[0])
+        if there is not None and not self.open(here.name, there.name):
+            self._refuse(here, me, peer, "no route to host")
+        elif there is None or not there.alive or there.machine.member_id not in ("", peer):
+            self._refuse(here, me, peer, "connection refused")
+        elif here.frozen or there.frozen:
+            self.kernel.after(_POLL_S, lambda: self._shake(here, me, peer, self.kernel.now + EXPECT_S))
+        elif there.expects(me):
+            here.deliver(lambda: self._meet(here, there, me, peer))
+        elif self.kernel.now < give_up_at:
+            self._unexpected.setdefault(there.name, []).append(lambda: self._shake(here, me, peer, give_up_at))
+            self.kernel.at(give_up_at, lambda: self.told(there))
+        else:
+            self._refuse(here, me, peer, f"no view has a link of it with {peer}, and the scheduler has not told of one")
 
-    def _shake(self, me: str, peer: str, pair: frozenset[str], tries: int = 0) -> None:
-        """Both processes must run for the handshake."""
-        here, there = self.nodes.get(me), self.nodes.get(peer)
-        if here is None or not here.alive or here.machine.member_id != me or peer not in here.wanted:
-            self.dialling.discard(pair)
-        elif there is not None and not self.open(here.name, there.name):
-            if tries in (0, 4):  # as transport/links.py tells it
-                here.deliver(lambda: here.link_changed(peer, False, "refused (no route to host)"))
-            self.kernel.after(0.02 * 2 ** min(tries, 5), lambda: self._shake(me, peer, pair, tries + 1))
-        elif not self._can_meet(here, there, peer):
-            self.kernel.after(0.02, lambda: self._shake(me, peer, pair))
-        elif there is not None:
-            self.dialling.discard(pair)
-            self._stand(here, there, pair)
+    def _refuse(self, here: Node, me: str, peer: str, reason: str) -> None:
+        def told() -> None:
+            if not here.outcome:
+                here.follow(here.dialling.failed(peer, reason, 0.5))
 
-    def _can_meet(self, here: Node, there: Node | None, peer: str) -> bool:
-        if there is None or there.machine.member_id != peer or not there.alive or there.frozen or here.frozen:
-            return False
-        return self.open(here.name, there.name)
+        here.deliver(told)
+
+    def _meet(self, here: Node, there: Node, me: str, peer: str) -> None:
+        if here.outcome:
+            return
+        if not here.dialling.ended(peer, me):
+            here.follow([Dial(peer)])
+        elif frozenset((me, peer)) not in self.links:
+            self._stand(here, there, frozenset((me, peer)))
 
     def _stand(self, here: Node, there: Node, pair: frozenset[str]) -> None:
         extra = self.slow_links.get(frozenset((here.name, there.name)), 0.0)
@@ -204,7 +208,7 @@ class Fabric:
             words = f"silent (nothing was heard for {SILENT_S} s)" if other in muted else "closed (end of stream)"
             link.pipes[other].cut(self.kernel.now)
             if node is not None:
-                node.deliver(lambda n=node, o=other, w=words: n.link_broken(o, w))  # type: ignore[misc]
+                node.deliver(lambda n=node, o=other, w=words: n.link_ended(o, w))  # type: ignore[misc]
 
     def send(self, me: str, peer: str, payload: Payload) -> bool:
         """True if a link took it."""
@@ -226,7 +230,7 @@ class Fabric:
 
         def told() -> None:
             if other is not None:
-                other.deliver(lambda: other.link_left(me))
+                other.deliver(lambda: other.link_ended(me, BYE))
 
         link.pipes[me].end(told)
 
@@ -253,12 +257,25 @@ class Fabric:
     def _teller(node: Node | None, end: str) -> Callable[[], None]:
         def tell() -> None:
             if node is not None:
-                node.deliver(lambda: node.link_broken(end))
+                node.deliver(lambda: node.link_ended(end, "closed (end of stream)"))
 
         return tell
 
+    def standing(self, node: Node) -> Container[str]:
+        """Members to which this node has a link, whatever changes."""
+        return _Standing(self, node)
+
     def peers_of(self, me: str) -> list[str]:
         return [a if b == me else b for a, b in (link.ends for link in self.links.values()) if me in (a, b)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    fabric: Fabric
+    node: Node
+
+    def __contains__(self, peer: object) -> bool:
+        return frozenset((self.node.machine.member_id, peer)) in self.fabric.links
 
 
 @dataclass(slots=True)

@@ -82,7 +82,7 @@ class UnforgivingScheduler(DeafScheduler):  # type: ignore[valid-type, misc]
 class FaithfulTerms(Terms):
     """Turns away who is of another program than the members were, whoever of them lives."""
 
-    def _authorities(self) -> list[Peer]:
+    def authorities(self) -> list[Peer]:
         return [p for p in self._roster.peers.values() if not p.differs]
 
 

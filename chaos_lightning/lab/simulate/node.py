@@ -23,8 +23,9 @@ from chaos_lightning.lab.simulate.oracle import Made, Violation
 from chaos_lightning.lab.simulate.puller import ResultPull, StatePull
 from chaos_lightning.lab.simulate.training import State, after_forward, apply_result, initial_state, spent_of
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.dialling import Dial, Dialling, LinkStep, Tell
 from chaos_lightning.membership.member import MemberMachine, Phase
-from chaos_lightning.membership.routing import Drop, Hand, Letter, Router, Step, Take
+from chaos_lightning.membership.routing import Drop, Hand, Letter, Router, RouteStep, Take
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
@@ -58,9 +59,9 @@ class Node(Connected):
 
     def __init__(self, world: World, spec: NodeSpec, number: int) -> None:
         super().__init__(world, spec, number)
+        world.fabric.processes[spec.name] = self
         self.plane = self._make_plane()
-        self.wanted: frozenset[str] = frozenset()
-        self.router = self.router_class()
+        self.dialling, self.router = self._make_links()
         self.traps: list[Trap] = []
         self.troubled_at = -100.0
         self.stale = False
@@ -83,10 +84,16 @@ class Node(Connected):
     def _make_plane(self) -> DataPlane:
         return self.plane_class(self.world.program.ranges, self._send_chunk, self._ranges_done)
 
+    def _make_links(self) -> tuple[Dialling, Router]:
+        up = self.world.fabric.standing(self)
+        dialling = Dialling(up)
+        return dialling, self.router_class("", up, dialling.wanted)
+
     def welcomed(self, member_id: str) -> None:
         self.world.fabric.nodes[member_id] = self
         self.world.progress.struck()
-        self.plane.me = member_id
+        self.plane.me = self.dialling.me = self.router.me = member_id
+        self.world.fabric.told(self)
 
     def held(self) -> tuple[Span, ...]:
         return self.plane.held(self.machine.seq + 1)
@@ -105,19 +112,26 @@ class Node(Connected):
             rate_bps = self.world.rates.get(frozenset((self.name, other.name)), USUAL_BPS)
             self._tell(LinkReport(peer, 0.0005, rate_bps, evidence))
 
-    def link_broken(self, peer: str, evidence: str = "closed (end of stream)") -> None:
-        """The link broke; it is dialled again while it is wanted."""
-        self.link_changed(peer, False, evidence)
-        self.timer(0.03, lambda: self._redial(peer))
+    def link_ended(self, peer: str, evidence: str) -> None:
+        """The other end closed the link, or it broke."""
+        self.follow(self.dialling.broken(peer, evidence))
 
-    def link_left(self, peer: str) -> None:
-        """The other end closed the link in good order; as transport/links.py, which dials anew if it is wanted."""
-        self.link_changed(peer, False, "bye")
-        self.timer(0.5, lambda: self._redial(peer))
+    def follow(self, steps: Sequence[LinkStep]) -> None:
+        """What was decided about links."""
+        for step in steps:
+            match step:
+                case Tell(peer, up, evidence):
+                    self.link_changed(peer, up, evidence)
+                case Dial(peer, after_s):
+                    self.timer(after_s, lambda p=peer: self._dial(p))  # type: ignore[misc]
 
-    def _redial(self, peer: str) -> None:
-        if peer in self.wanted and not self.outcome:
-            self.world.fabric.wants(self.machine.member_id, self.wanted, self.wanted)
+    def _dial(self, peer: str) -> None:
+        if not self.outcome and self.dialling.due(peer):
+            self.world.fabric.dial(self, peer)
+
+    def expects(self, peer: str) -> bool:
+        """Whether this one may dial it."""
+        return bool(self.machine.member_id) and peer in self.dialling.expected(self.router)
 
     def frame(self, peer: str, payload: object) -> None:
         """Something arrived on a link."""
@@ -126,27 +140,27 @@ class Node(Connected):
         if isinstance(payload, Up | Down):
             self.plane.take(payload)
         elif isinstance(payload, Letter):
-            self.carry_on(self._router().arrived(payload, peer))
+            self.carry_on(self.router.arrived(payload, peer))
         else:
             self.feed(fx.PeerIn(peer, payload))  # type: ignore[arg-type]
 
-    def _router(self) -> Router:
-        """The router, told how things stand."""
-        me = self.machine.member_id
-        self.router.me, self.router.up, self.router.wanted = me, self.world.fabric.peers_of(me), self.wanted
-        return self.router
-
     def control(self, stream: Stream, message: object) -> None:
         if stream is self.stream and not self.outcome and isinstance(message, NextView):
-            self.carry_on(self._router().foresee(message.view))
+            self.foresee(message.view)
         super().control(stream, message)
+
+    def foresee(self, view: View) -> None:
+        """This view is coming: its newcomers may dial, and are sent messages."""
+        self.carry_on(self.router.foresee(view))
+        self.world.fabric.told(self)
 
     def stands(self, peer: str) -> None:
         """A link was made."""
-        self.carry_on(self._router().again())
+        self.dialling.made(peer)
+        self.carry_on(self.router.again())
         self.link_changed(peer, True, "connected")
 
-    def carry_on(self, steps: Sequence[Step]) -> None:
+    def carry_on(self, steps: Sequence[RouteStep]) -> None:
         """What the router decided about messages."""
         fabric, me = self.world.fabric, self.machine.member_id
         for step in steps:
@@ -201,8 +215,8 @@ class Node(Connected):
                     self.newcomer_since = self.kernel.now
             case fx.ToPeer(peer, message):
                 if isinstance(message, Header) and message.view_change is not None:
-                    self.carry_on(self._router().foresee(message.view_change))
-                self.carry_on(self._router().send(peer, message, message.view))  # type: ignore[arg-type]
+                    self.foresee(message.view_change)
+                self.carry_on(self.router.send(peer, message, message.view))  # type: ignore[arg-type]
             case fx.Connect(peers):
                 self._connect(peers)
             case fx.OpenAttempt(view, seq):
@@ -227,10 +241,14 @@ class Node(Connected):
                 pass
 
     def _connect(self, peers: tuple[Member, ...]) -> None:
-        self.carry_on(self._router().rule(self.machine.view))
-        before, self.wanted = self.wanted, frozenset(p.id for p in peers)
-        self.carry_on(self._router().again())
-        self.world.fabric.wants(self.machine.member_id, self.wanted, before)
+        self.carry_on(self.router.rule(self.machine.view))
+        self.dialling.want(peers)
+        fabric, me = self.world.fabric, self.machine.member_id
+        for peer in sorted(p for p in fabric.peers_of(me) if p not in self.dialling.wanted):
+            fabric.bye(me, peer)
+        self.carry_on(self.router.again())
+        fabric.told(self)
+        self.follow(sorted(self.dialling.look(), key=lambda step: step.peer))
 
     def _observe(self, header: Header, view: View) -> None:
         if self.observation is not None:
@@ -465,8 +483,8 @@ class Node(Connected):
         self.keeper, self.newcomer_since = self.keeper_class(self), -1.0
         self.machine = self.machine.anew()
         self.plane = self._make_plane()
-        self.wanted, self.training = frozenset(), False
-        self.router = self.router_class()
+        self.training = False
+        self.dialling, self.router = self._make_links()
         self.header, self.dealing, self.published, self.lineage = GENESIS, None, None, ""
         self.forget()
 

@@ -67,7 +67,11 @@ def with_parts(base: type[SchedulerMachine] = SchedulerMachine, **parts: type[An
         def __init__(self, settings: Settings, chain: Chain) -> None:
             super().__init__(settings, chain)
             for name, kind in parts.items():
-                getattr(self, name).__class__ = kind
+                part = getattr(self, name)
+                new = {m for m in vars(kind) if not m.startswith("__")} - set(dir(type(part)))
+                if new:
+                    raise TypeError(f"{kind.__name__} breaks no rule with {sorted(new)}: {name} has no such method")
+                part.__class__ = kind
 
     return Planted
 

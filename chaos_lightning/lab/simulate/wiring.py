@@ -180,6 +180,7 @@ def removal_plan(seed: int) -> Plan:
         faults=tuple(faults),
         unlinked=tuple(e for e in combinations(names, 2) if frozenset(e) not in there),
         measured=True,
+        unfailing=True,
         slow_links=slow,
         program=replace(plan.program, window_s=0.02),
     )

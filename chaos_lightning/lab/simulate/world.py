@@ -95,6 +95,8 @@ class Plan:
     replaying: Replaying = field(default_factory=Replaying)
     patience_s: float = 0.0
     """Given: whoever has been ready for so long, since the last fault was over, must be in."""
+    unfailing: bool = False
+    """Nobody dies and no link fails: a recovery is a violation."""
     damage: float = 0.0
     """Part of all pulled state ranges that are damaged on the way."""
     store_s: float = 0.004
@@ -186,6 +188,8 @@ class World:
         """A scheduler says something for the event log."""
         if note.name == "view":
             self.edges.check(host.machine.book.views)
+        if note.name == "prepare" and self.plan.unfailing:
+            raise Violation(f"nothing has failed, yet a recovery begins: {dict(note.fields).get('reason')} (links)")
         self.on_note(note)
 
     def gone(self, place: str, member: str) -> bool:

@@ -1,0 +1,123 @@
+"""Which links a member makes, which it takes, and when it tries again.
+
+Theory of operation. Of two members the one with the younger id dials (newcomers dial the others), the other accepts.
+An attempt that fails is made again while its peer is wanted, with growing pauses; a link that broke is dialled again
+soon. Who dials is let in if it is wanted here, or if a view that rules or is coming links it with this member: its end
+may have been told first. The caller makes the attempts and says how they ended, so processes and simulated ones drive
+the same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+
+from chaos_lightning.membership.routing import Router
+from chaos_lightning.protocol.types import Member
+
+AGAIN_S = 0.05
+"""From the end of a link to the next attempt."""
+AFTER_GOODBYE_S = 0.5
+"""The same, if the peer closed it: as a rule it is about to be forgotten here, too."""
+LONGEST_S = 2.0
+"""The longest pause between two attempts."""
+BYE = "bye"
+"""How a link ends that its peer closed in good order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Look at this peer after a pause: `Dialling.due` says whether to dial it."""
+
+    peer: str
+    after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """What the member's machine is told of a link."""
+
+    peer: str
+    up: bool
+    evidence: str
+
+
+LinkStep = Dial | Tell
+
+
+def youth(member_id: str) -> tuple[int, str]:
+    """Sort key: later incarnations are younger."""
+    name, _, number = member_id.rpartition("~")
+    return (int(number) if number.isdigit() else 0, name)
+
+
+class Dialling:
+    """See the module.
+
+    Args:
+        up: Members to which a link stands; the caller's own, so that it is never out of date.
+
+    Attributes:
+        me: This member's id.
+        wanted: Members to which a link is wanted.
+    """
+
+    def __init__(self, up: Container[str]) -> None:
+        self.me = ""
+        self.wanted: dict[str, Member] = {}
+        self._up = up
+        self._under_way: set[str] = set()
+        self._failures: dict[str, int] = {}
+
+    def want(self, peers: Iterable[Member]) -> None:
+        """Links to exactly these members are wanted; `look` has them made."""
+        self.wanted.clear()
+        self.wanted.update({m.id: m for m in peers if m.id != self.me})
+
+    def look(self) -> list[LinkStep]:
+        """What is missing is dialled, what stands is told again, whoever wanted it first."""
+        return [Tell(peer, True, "connected") if peer in self._up else Dial(peer) for peer in self.wanted]
+
+    def due(self, peer: str) -> bool:
+        """Whether an attempt begins now; `ended` or `failed` says what becomes of it."""
+        if peer in self._under_way or peer in self._up or peer not in self.wanted or youth(self.me) < youth(peer):
+            return False
+        self._under_way.add(peer)
+        return True
+
+    def ended(self, peer: str, me: str) -> bool:
+        """An attempt of `me`, who this member was when it began, brought a connection; whether that is kept.
+
+        If it is not, `due` may be asked again.
+        """
+        self._under_way.discard(peer)
+        return me == self.me and peer in self.wanted
+
+    def failed(self, peer: str, reason: str, chance: float) -> list[LinkStep]:
+        """An attempt failed.
+
+        Args:
+            peer: Who was dialled.
+            reason: Why.
+            chance: Drawn from [0, 1), so that two that dial together do not go on doing so.
+        """
+        self._under_way.discard(peer)
+        if peer not in self.wanted:
+            return []
+        failures = self._failures[peer] = self._failures.get(peer, 0) + 1
+        pause_s = min(LONGEST_S, AGAIN_S * 2 ** min(failures, 6)) * (0.5 + chance / 2)
+        told = failures in (1, 5) or failures % 50 == 0
+        return [*([Tell(peer, False, f"refused ({reason})")] if told else []), Dial(peer, pause_s)]
+
+    def made(self, peer: str) -> None:
+        """A link stands."""
+        self._failures.pop(peer, None)
+
+    def broken(self, peer: str, evidence: str) -> list[LinkStep]:
+        """A link has ended, though this end did not close it."""
+        again = [Dial(peer, AFTER_GOODBYE_S if evidence == BYE else AGAIN_S)] if peer in self.wanted else []
+        return [Tell(peer, False, evidence), *again]
+
+    def expected(self, router: Router) -> frozenset[str]:
+        """Who may dial this member."""
+        return router.neighbours.union(self.wanted)
