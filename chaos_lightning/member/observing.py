@@ -13,7 +13,6 @@ Whatever goes wrong here costs time only: the newcomer says why it cannot catch 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 
 from chaos_lightning.collectives.window import Window
@@ -22,57 +21,12 @@ from chaos_lightning.events.events import EventLog
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.sources import endpoints
 from chaos_lightning.member.transfer import Transfer
+from chaos_lightning.membership.catching_up import CatchingUp
 from chaos_lightning.protocol.codec import decode
 from chaos_lightning.protocol.types import CatchUp, Header, Progress, View
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.log_reader import LogEntry, LogReader
 from chaos_lightning.replication.replay import Replay
-
-JUDGED_AFTER, JUDGED_OVER_S = 16, 3.0
-"""Entries applied, and time passed, before it is judged whether catching up will end."""
-PROJECTED_LIMIT_S = 60.0
-"""Catching up that is projected to last longer than this has no end in sight. Newcomers that come later wait
-meanwhile, and a pause costs everybody a few seconds; the scheduler's observe_timeout_s is only the last resort."""
-NEAR_SLOTS = 2.0
-"""A newcomer that is less far behind has caught up: one slot that is under way, and a part of the next one."""
-FINAL_WAIT_S = 2.0
-"""How long the last entries are waited for once this newcomer is let in; what lacks then is pulled."""
-
-
-class Pursuit:
-    """Judges by how its lag changes whether a newcomer will ever catch up."""
-
-    def __init__(self) -> None:
-        self._lags: deque[tuple[float, int]] = deque()
-
-    def hopeless(self, lag: int, now: float) -> str:
-        """Takes in how far behind the newcomer is after one more entry.
-
-        The window holds at least `JUDGED_AFTER` entries and `JUDGED_OVER_S`, so that neither a hiccup nor a burst is
-        taken for the trend; a newcomer that is only a window behind is never judged.
-
-        Args:
-            lag: Slots that it is behind.
-            now: By a monotonic clock, s.
-
-        Returns:
-            Why catching up has no end in sight; empty if it has one, or if it is too early to tell.
-        """
-        lags = self._lags
-        lags.append((now, lag))
-        while len(lags) > JUDGED_AFTER and lags[1][0] < now - JUDGED_OVER_S:
-            lags.popleft()
-        began, before = lags[0]
-        if len(lags) < JUDGED_AFTER or now - began <= JUDGED_OVER_S or lag <= JUDGED_AFTER:
-            return ""
-        rate = (before - lag) / (now - began)
-        if rate <= 0:
-            more = (lag - before) / (now - began)
-            return f"{lag} slots behind, no less than before ({more:.3g} more per s), projected never to catch up"
-        projected = lag / rate
-        if projected <= PROJECTED_LIMIT_S:
-            return ""
-        return f"{lag} slots behind, {rate:.3g} less per s, projected to take {projected:.0f} s more"
 
 
 class Observation:
@@ -105,9 +59,7 @@ class Observation:
         self._window = window
         self._replay = replay
         self._send = send
-        self._applied = 0
-        self._nbytes = 0
-        self._pursuit = Pursuit()
+        self._catching_up = CatchingUp()
 
     def run(self, header: Header, view: View, state: StateAccess, deadline: float) -> None:
         """Observes from `header` on; returns when something else was decided, or when observing came to nothing."""
@@ -134,13 +86,15 @@ class Observation:
             self._give_up(at, str(error))
         finally:
             reader.close()
-            self._events.emit("replayed", seq=at.seq, step=at.step, steps=self._applied, nbytes=reader.received_nbytes)
+            self._events.emit(
+                "replayed", seq=at.seq, step=at.step, steps=self._catching_up.applied, nbytes=reader.received_nbytes
+            )
 
     # ------------------------------------------------------------------ the log
 
     def _follow(self, reader: LogReader, at: Header, *, quick: bool) -> Header:
         """`quick`: the snapshot was here within about a step, so that there may be nothing to apply yet."""
-        caught_up, told = False, time.monotonic()
+        catching_up, told = self._catching_up, time.monotonic()
         while not self._called():
             entry = reader.take(0.1)
             if entry is not None:
@@ -149,13 +103,13 @@ class Observation:
                 self._give_up(at, reader.error)
                 return at
             lag = reader.newest - at.seq
-            near = reader.behind(at.seq) < NEAR_SLOTS if self._applied else quick and reader.listening and lag <= 1
-            if not caught_up and reader.waiting and near:
-                caught_up = True
+            fresh = quick and reader.listening
+            behind = reader.behind(at.seq) if catching_up.applied else float(lag)
+            if catching_up.arrives(behind, idle=reader.waiting, fresh=fresh):
                 self._send(CatchUp(at.seq))
-            hopeless = self._pursuit.hopeless(lag, time.monotonic()) if entry is not None and not caught_up else ""
+            hopeless = catching_up.hopeless(lag, time.monotonic()) if entry is not None else ""
             if hopeless:
-                self._give_up(at, f"after {self._applied} steps of the log it is {hopeless}")
+                self._give_up(at, hopeless)
                 return at
             if time.monotonic() - told > 1.0:
                 told = time.monotonic()
@@ -167,7 +121,7 @@ class Observation:
         mail = self._mail
         with mail.changed:
             target = mail.pull[0] if mail.pull is not None else None
-        give_up = time.monotonic() + FINAL_WAIT_S
+        give_up = time.monotonic() + self._catching_up.final_wait_s
         while target is not None and at.seq < target.seq and time.monotonic() < give_up and not reader.error:
             entry = reader.take(0.05)
             if entry is not None and entry.header.seq <= target.seq:
@@ -179,7 +133,7 @@ class Observation:
         if entry.raw is not None:
             self._window.replay(header, entry.raw)
             self._replay.replay(header)
-            self._applied += 1
+            self._catching_up.applied += 1
         reader.give_back(entry)
         return header
 

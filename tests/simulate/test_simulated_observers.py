@@ -61,9 +61,9 @@ def test_nothing_is_left_to_move_when_a_newcomer_comes_in_by_replay() -> None:
 def test_members_train_on_while_it_pulls_and_replays() -> None:
     """With a transfer that takes long they commit step after step before they rest for the newcomer."""
     world, outcome = run_with(JOIN, Replaying(pull_s=0.25))
-    log = world.nodes["j0"].observation
-    assert log is not None
-    assert log.log.applied >= 8
+    observation = world.nodes["j0"].observation
+    assert observation is not None
+    assert observation.catching_up.applied >= 8
     assert (outcome.replays, outcome.moved) == (1, 0)
 
 
@@ -136,7 +136,8 @@ def test_log_that_is_too_short_ends_in_a_pause() -> None:
 
 
 def test_one_that_applies_slower_than_others_train_is_told_so() -> None:
-    world, _ = run_with(f"{JOIN}program length 240", Replaying(apply_s=0.04, pull_s=0.2))
+    slow = Replaying(apply_s=0.2, pull_s=0.2, log_entries=1000)
+    world, _ = run_with(f"{JOIN}program length 1200\nset observe_timeout_s 30", slow)
     (_, _), (then, why) = ways(world, "j0")
     assert then == "pause"
     assert "behind" in str(why)

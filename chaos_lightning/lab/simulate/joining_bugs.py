@@ -109,7 +109,7 @@ class UnprovenHooks(TrustingHooks):
 
     def kept_ranges(self, node: Node, header: Header) -> dict[int, int]:
         observation = node.observation
-        if observation is None or not observation.caught_up or observation.state is None:
+        if observation is None or not observation.catching_up.done or observation.state is None:
             return {}
         return dict(enumerate(observation.state)) if observation.log.at.seq == header.seq else {}
 

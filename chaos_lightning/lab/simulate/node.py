@@ -284,7 +284,7 @@ class Node(Connected):
         self.state, self.lineage = state, lineage
         self.world.oracle.loaded(self.machine.member_id, lineage, header, state)
         self.publish(header)
-        if self.observation is not None and self.observation.caught_up:
+        if self.observation is not None and self.observation.catching_up.done:
             self.world.oracle.replayed(self.machine.member_id, header, moved, self.world.plan.replaying.calm)
         self.feed(fx.StateLoaded(header.hash))
         if self.machine.phase is Phase.ACTIVE and not self.training:

@@ -15,14 +15,14 @@ by a pause.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from chaos_lightning.lab.simulate.dataplane import Result
 from chaos_lightning.lab.simulate.oracle import Violation
 from chaos_lightning.lab.simulate.puller import Pull
 from chaos_lightning.lab.simulate.training import State, apply_result
+from chaos_lightning.membership.catching_up import CatchingUp
 from chaos_lightning.membership.member import Phase
 from chaos_lightning.membership.recovery import needs_bytes
 from chaos_lightning.membership.scheduler import Phase as SchedulerPhase
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from chaos_lightning.lab.simulate.node import Node
     from chaos_lightning.lab.simulate.world import World
 
-JUDGED_AFTER = 16
-"""Entries that are applied before it is judged whether catching up will end."""
-FINAL_WAIT_S = 0.5
-"""How long the last entries are waited for once the newcomer is let in."""
 STALL_S = 1.0
 """A source from which nothing comes for so long is given up."""
 _POLL_S = 0.008
@@ -209,8 +205,6 @@ class _Log:
 
     at: Header
     newest: int
-    applied: int = 0
-    lags: deque[int] = field(default_factory=lambda: deque(maxlen=JUDGED_AFTER))
 
 
 class Observation(Pull):
@@ -226,7 +220,7 @@ class Observation(Pull):
         super().__init__(node, header)
         self.state: State | None = None
         """The job's state after the last applied entry, in this process's memory; None while it is incomplete."""
-        self.caught_up = False
+        self.catching_up = CatchingUp()
         self.log = _Log(header, header.seq)
         self._sources = [_Source(m.id) for m in view.members if m.id not in view.joiners]
         self._ranges: dict[int, int] = {}
@@ -244,9 +238,9 @@ class Observation(Pull):
         """It is let in at this header: whether everything up to it is applied, or will not be."""
         now = self.node.kernel.now
         if self._target is None:
-            self._target, self._give_up_at = target, now + FINAL_WAIT_S
+            self._target, self._give_up_at = target, now + self.catching_up.final_wait_s
         self._target = target
-        over = self.stopped or self.state is None or now > self._give_up_at
+        over = self.stopped or self.state is None or now >= self._give_up_at
         if over or self.log.at.seq >= target.seq:
             self.stop()
             return True
@@ -349,18 +343,16 @@ class Observation(Pull):
         log, replaying = self.log, self.node.world.plan.replaying
         self.apply(entry)
         if entry.results is not None:
-            log.applied += 1
+            self.catching_up.applied += 1
             if self.node.kernel.random.random() < replaying.impure and self.state is not None:
                 self.state = (self.state[0] ^ 1, *self.state[1:])
         log.at = entry.header
         lag = log.newest - log.at.seq
-        if not self.caught_up and lag <= 1 and log.applied:
-            self.caught_up = True
+        if self.catching_up.arrives(lag, idle=True):
             self.node.say(CatchUp(log.at.seq))
-        if not self.caught_up:
-            log.lags.append(lag)
-            if len(log.lags) == JUDGED_AFTER and lag > 2 and lag >= log.lags[0]:
-                self._give_up(f"after {log.applied} steps of the log it is {lag} behind")
+        hopeless = self.catching_up.hopeless(lag, self.node.kernel.now)
+        if hopeless:
+            self._give_up(hopeless)
 
     def apply(self, entry: Entry) -> None:
         """A step of the log, as a pure function of state and results."""

@@ -6,14 +6,20 @@ from collections.abc import Iterable
 
 import pytest
 
-from chaos_lightning.member.observing import JUDGED_AFTER, JUDGED_OVER_S, PROJECTED_LIMIT_S, Pursuit
+from chaos_lightning.membership.catching_up import (
+    FINAL_WAIT_S,
+    JUDGED_AFTER,
+    JUDGED_OVER_S,
+    PROJECTED_LIMIT_S,
+    CatchingUp,
+)
 
 
 def judge(lags: Iterable[float], every_s: float = 0.1, since: float = 1000.0) -> tuple[int, str]:
     """(entries taken in, verdict) of the first verdict that is one, or of all of them."""
-    pursuit, taken = Pursuit(), 0
+    catching_up, taken = CatchingUp(), 0
     for taken, lag in enumerate(lags, 1):
-        verdict = pursuit.hopeless(int(lag), since + taken * every_s)
+        verdict = catching_up.hopeless(int(lag), since + taken * every_s)
         if verdict:
             return taken, verdict
     return taken, ""
@@ -73,3 +79,27 @@ def test_few_entries_or_little_time_judge_nothing() -> None:
 def test_rare_entries_are_judged_over_as_many_as_are_needed() -> None:
     taken, _ = judge([100] * 50, every_s=5.0)
     assert taken == JUDGED_AFTER
+
+
+def test_it_has_caught_up_once_it_is_near_with_nothing_left_to_apply() -> None:
+    catching_up = CatchingUp()
+    assert not catching_up.arrives(0.0, idle=True)  # nothing was applied: what the others do is not known
+    catching_up.applied = 1
+    assert not catching_up.arrives(2.0, idle=True)
+    assert not catching_up.arrives(1.9, idle=False)
+    assert catching_up.arrives(1.9, idle=True)
+    assert not catching_up.arrives(1.9, idle=True)
+    assert not any(catching_up.hopeless(1000, float(i)) for i in range(100))
+
+
+def test_a_state_that_is_younger_than_a_step_needs_no_entry() -> None:
+    assert CatchingUp().arrives(0.0, idle=True, fresh=True)
+
+
+def test_who_has_not_caught_up_lets_nobody_wait_for_the_last_entries() -> None:
+    """It comes in by a pause; the others ended their log when that was decided."""
+    catching_up = CatchingUp()
+    catching_up.applied = 5
+    assert catching_up.final_wait_s == 0
+    assert catching_up.arrives(1.0, idle=True)
+    assert catching_up.final_wait_s == FINAL_WAIT_S
