@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from served import PATIENCE_S, Client, Facts, attending, hello, serving, welcome
 
 from chaos_lightning.control import agent as agents
 from chaos_lightning.control.agent import Agent
@@ -33,9 +34,6 @@ from chaos_lightning.protocol.types import (
     Released,
     ViewId,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from served import PATIENCE_S, Client, Facts, attending, hello, serving, welcome
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -348,7 +346,7 @@ def test_a_forked_child_does_not_hide_the_death_of_its_parent() -> None:
     with (
         serving() as served,
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", FORKER, str(Path(__file__).parent), served.endpoint],
+            [sys.executable, "-W", "ignore", "-c", FORKER, str(Path(__file__).parents[1]), served.endpoint],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 import pytest
+from served import PATIENCE_S, Client, attending, hello, serving
+from until_support import until
 
 from chaos_lightning.control import hosting
 from chaos_lightning.control.channel import fetch_status
@@ -32,10 +34,6 @@ from chaos_lightning.machine.listener import free_port, free_ports
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.protocol.types import NO_VIEW, Member, OpenLinks, Ready, Refused, Settings, View, ViewId
 from chaos_lightning.settings import EngineConfig
-
-sys.path.insert(0, str(Path(__file__).parent))
-from served import PATIENCE_S, Client, attending, hello, serving
-from until_support import until
 
 ROOT = Path(__file__).resolve().parents[2]
 

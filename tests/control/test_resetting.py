@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from served import PATIENCE_S, Client, attending, hello, serving
 from typer.testing import CliRunner
+from until_support import until
 
 from chaos_lightning import cli
 from chaos_lightning.control.channel import fetch_status
@@ -34,10 +36,6 @@ from chaos_lightning.protocol.types import (
     View,
     ViewId,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from served import PATIENCE_S, Client, attending, hello, serving
-from until_support import until
 
 NOBODY = "127.0.0.1:9"
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import grpc
 import pytest
+from served import PATIENCE_S, Facts, Served, attending, serving, welcome
+from until_support import until
 
 from chaos_lightning.control import server
 from chaos_lightning.control.channel import CLIENT_OPTIONS, SERVER_OPTIONS, drain, fetch_status
@@ -42,10 +44,6 @@ from chaos_lightning.protocol.types import (
     ViewId,
     Welcome,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from served import PATIENCE_S, Facts, Served, attending, serving, welcome
-from until_support import until
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = b"a long enough token \xff"
@@ -102,7 +100,7 @@ threading.Event().wait()
 
 def member(served: Served) -> subprocess.Popen[str]:
     child = subprocess.Popen(
-        [sys.executable, "-c", MEMBER, str(Path(__file__).parent), served.endpoint],
+        [sys.executable, "-c", MEMBER, str(Path(__file__).parents[1]), served.endpoint],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,

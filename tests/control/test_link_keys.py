@@ -6,13 +6,13 @@ import base64
 import json
 import re
 import socket
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from served import attending, serving
 
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.link_keys import KeyIssuer, levels
@@ -45,9 +45,6 @@ from chaos_lightning.protocol.types import (
 from chaos_lightning.settings import EngineConfig
 from chaos_lightning.transport.handshake import Greeting, accept, dial
 from chaos_lightning.transport.sealing import Level, session_of
-
-sys.path.insert(0, str(Path(__file__).parent))
-from served import attending, serving
 
 NUMBERS = {"a~1": 1, "b~2": 2, "c~3": 3, "d~4": 4}
 
