@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from chaos_lightning.control.agent import Agent
+from chaos_lightning.control.candidacy import Candidacy
 from chaos_lightning.control.memory_store import MemoryStore
-from chaos_lightning.control.seat import Seat
 from chaos_lightning.control.server import SchedulerServer
 from chaos_lightning.control.server_config import ServerConfig
 from chaos_lightning.control.store import Store
@@ -112,7 +112,7 @@ class Served:
         machine: Callable[[Settings, fx.Chain], Any] | None = None,
         open_store: Callable[[], Store] = MemoryStore,
         log: EventLog | None = None,
-        seat: Seat | None = None,
+        candidacy: Candidacy | None = None,
         **config: Any,
     ) -> None:
         self.rule = rule
@@ -125,7 +125,11 @@ class Served:
         self._stop = asyncio.Event()
         factory = machine or (lambda settings, chain: ScriptedMachine(settings, chain, self))
         self.server = SchedulerServer(
-            ServerConfig(**{"port": 0, "linger_s": 0.2, **config}), open_store, log or EventLog(None), factory, seat
+            ServerConfig(**{"port": 0, "linger_s": 0.2, **config}),
+            open_store,
+            log or EventLog(None),
+            factory,
+            candidacy,
         )
         asyncio.run_coroutine_threadsafe(self._run(), self.loop)
         assert self._ready.wait(PATIENCE_S)

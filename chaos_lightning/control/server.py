@@ -24,16 +24,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from chaos_lightning.control.candidacy import Candidacy
+from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.channel import END_OF_STREAM, PULSE_S, SERVER_OPTIONS
 from chaos_lightning.control.claims import Claims
 from chaos_lightning.control.connection import Connection, present
 from chaos_lightning.control.link_keys import KeyIssuer
 from chaos_lightning.control.machine import Machine, MachineFactory, real_machine
 from chaos_lightning.control.options import GAVE_WAY
-from chaos_lightning.control.seat import Seat
 from chaos_lightning.control.server_config import Owed, ServerConfig
 from chaos_lightning.control.service_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
-from chaos_lightning.control.store import Store, StoreFactory
+from chaos_lightning.control.store import StoreFactory
 from chaos_lightning.control.strangers import Strangers, name_of_caller
 from chaos_lightning.errors import ChaosError, StoreError, WireError
 from chaos_lightning.events.events import EventLog
@@ -75,7 +76,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         open_store: Opens the store that decisions go to; called in `start`, once the port is ours.
         events: The scheduler's event log.
         machine: Makes the state machine.
-        seat: Where several schedulers stand by for each other: this one leads once it is elected (control/seat.py).
+        candidacy: Where several schedulers stand by for each other: this one leads once it is elected.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         open_store: StoreFactory,
         events: EventLog,
         machine: MachineFactory = real_machine,
-        seat: Seat | None = None,
+        candidacy: Candidacy | None = None,
     ) -> None:
         self.config = config
         self.port = config.port
@@ -93,10 +94,10 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self.owed = config.owed
         """The end of a job that its store has not taken yet."""
         self._open_store = open_store
-        self._opened: Store | None = None
+        self._opened: JobChain | None = None
         self._events = events
         self._make_machine = machine
-        self._seat = seat
+        self._candidacy = candidacy
         self._machine: Machine | None = None
         self._connections: dict[int, Connection] = {}
         self._count = 0
@@ -122,7 +123,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
     # ------------------------------------------------------------------ life
 
     async def start(self) -> int:
-        """Takes the port, then the chain (with a seat: once it is elected), then lets members in; returns the port.
+        """Takes the port, then the chain (as a candidate: once it is elected), then lets members in; returns the port.
 
         Raises:
             ConfigurationError: The port is taken, or the address may not be listened on.
@@ -133,12 +134,12 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         add_SchedulerServicer_to_server(self, self._server)
         self.port = await self._strangers.open(self._server, self.config.host, self.config.port)
-        if self._seat is None:
+        if self._candidacy is None:
             await self._lead()
             await self._server.start()
         else:
             await self._server.start()
-            self._contest(self._seat)
+            self._stand(self._candidacy)
         self._begin(self._tick(), "ticks")
         return self.port
 
@@ -160,7 +161,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         """Where others reach it."""
         return self.config.advertise or join_endpoint(self.config.host, self.port)
 
-    def _contest(self, seat: Seat) -> None:
+    def _stand(self, candidacy: Candidacy) -> None:
         loop = asyncio.get_running_loop()
 
         def elected() -> None:
@@ -172,13 +173,13 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         def here() -> set[str]:
             return present(list(self._connections.values()), self.config.settings.heartbeat_timeout_s)
 
-        seat.contest(self.endpoint, elected, lost, self._events.emit, here)
+        candidacy.stand(self.endpoint, elected, lost, self._events.emit, here)
 
     async def _come_to_lead(self) -> None:
         try:
             chain = await self._lead()
             self._begin(self._pulse(), "pulses")
-            if self._seat is not None and self._seat.waited() and chain.finished:
+            if self._candidacy is not None and self._candidacy.waited() and chain.finished:
                 # Members that were cut off, and newcomers that are still starting, are to hear of it from somebody.
                 self._stays = True
                 self._done("the job was finished while this scheduler stood by")
@@ -190,13 +191,13 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         """Takes the chain; from now on members are let in."""
 
         def take() -> fx.Chain:
-            store = self._opened = self._opened or self._open_store()
+            store = self._opened = self._opened or JobChain(self._open_store())
             store.take_term()
-            if self._seat is not None:
-                self.config = replace(self.config, settings=self._seat.rules(self.config.settings))
+            if self._candidacy is not None:
+                self.config = replace(self.config, settings=self._candidacy.rules(self.config.settings))
             found = self._with_owed(store, store.load())
             # The operator's word was about what lay there then, not about what others have led by since.
-            watched = self._seat is not None and self._seat.watched()
+            watched = self._candidacy is not None and self._candidacy.watched()
             rebuild = self.config.rebuild and not (found.views and watched)
             return replace(found, rebuild=rebuild, hears_s=self._hears_s(found))
 
@@ -218,7 +219,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         self._begin(self._drive(), "scheduler machine")
         return chain
 
-    def _with_owed(self, store: Store, found: fx.Chain) -> fx.Chain:
+    def _with_owed(self, store: JobChain, found: fx.Chain) -> fx.Chain:
         """The chain with the end that this process could not write down when it led last.
 
         Where the chain has gone on since, others know better, and it is forgotten.
@@ -235,8 +236,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
 
     def _hears_s(self, chain: fx.Chain) -> float:
         """How long members that know more than this chain may take to find this scheduler (PROTOCOL.md 14a)."""
-        if self._seat is not None:
-            return 0.0 if self._seat.watched() else HEARS_SEVERAL_S if chain.views else HEARS_EMPTY_S
+        if self._candidacy is not None:
+            return 0.0 if self._candidacy.watched() else HEARS_SEVERAL_S if chain.views else HEARS_EMPTY_S
         if chain.views:
             return HEARS_S
         return HEARS_EMPTY_S if self.config.port else 0.0  # nobody looks for a port that the kernel has just given
@@ -250,7 +251,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
                     connection.outbox.put_nowait(Pulse())
 
     @property
-    def _store(self) -> Store:
+    def _store(self) -> JobChain:
         assert self._opened is not None, "start() comes first"
         return self._opened
 
@@ -272,7 +273,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         loop = asyncio.get_running_loop()
-        resigned = loop.run_in_executor(None, self._seat.close) if self._seat is not None else None
+        resigned = loop.run_in_executor(None, self._candidacy.close) if self._candidacy is not None else None
         if self._server is not None:
             await self._server.stop(0.1)
             await self._strangers.close()
@@ -296,7 +297,12 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
 
     def _look_for_idleness(self) -> None:
         now = time.monotonic()
-        if self._connections or self._claims or self.owed or (self._seat is not None and self._seat.stands_by()):
+        if (
+            self._connections
+            or self._claims
+            or self.owed
+            or (self._candidacy is not None and self._candidacy.stands_by())
+        ):
             self._idle_since = now
         idle = now - self._idle_since
         if self._done_reason and not self._connections and not self._stays:
@@ -454,12 +460,12 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
     async def _admit(self, context: Any, what: str) -> None:
         """Aborts the call of a stranger; and of everybody while another scheduler leads."""
         await self._strangers.refuse(context, what)
-        if self._machine is not None or self._seat is None or what in ("Status", "Claim"):
+        if self._machine is not None or self._candidacy is None or what in ("Status", "Claim"):
             return
         if what == "Attend":
-            self._seat.asked(await name_of_caller(context))
-        leader = self._seat.leader()
-        words = f"this scheduler waits to lead; now {leader or 'nobody'} does. {self._seat.trouble()}".rstrip(". ")
+            self._candidacy.asked(await name_of_caller(context))
+        leader = self._candidacy.leader()
+        words = f"this scheduler waits to lead; now {leader or 'nobody'} does. {self._candidacy.trouble()}".rstrip(". ")
         await context.abort(grpc.StatusCode.UNAVAILABLE, words, ((LEADER_KEY, leader),))
 
     async def Attend(self, _requests: AsyncIterator[Any], context: Any) -> None:
@@ -467,7 +473,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         await self._admit(context, "Attend")
         self._count += 1
         connection = Connection(self._count, self._strangers.peer(context))
-        if self._seat is not None:
+        if self._candidacy is not None:
             connection.outbox.put_nowait(Pulse())  # from the first moment on, silence means something
         self._connections[connection.number] = connection
         self._inbox.put_nowait(fx.Opened(connection.number))
@@ -534,8 +540,8 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
     async def Status(self, _request: Any, context: Any) -> Any:
         await self._admit(context, "Status")
         seat: dict[str, Any] = {}
-        if self._seat is not None:
-            seat = await asyncio.get_running_loop().run_in_executor(None, self._seat.facts)
+        if self._candidacy is not None:
+            seat = await asyncio.get_running_loop().run_in_executor(None, self._candidacy.facts)
             if self._machine is None and seat.get("waits_for") == "":
                 seat["waits_for"] = "its store: it was elected, and takes the chain"
         return chaos_pb2.StatusReply(json=json.dumps({**self.status(), **seat}, default=str))
@@ -610,10 +616,10 @@ async def serve(
     events: EventLog,
     machine: MachineFactory = real_machine,
     on_started: Callable[[SchedulerServer], None] = lambda server: None,
-    seat: Seat | None = None,
+    candidacy: Candidacy | None = None,
 ) -> tuple[str, bool]:
     """Runs a scheduler until it ends; returns (why, whether that is a failure)."""
-    server = SchedulerServer(config, open_store, events, machine, seat)
+    server = SchedulerServer(config, open_store, events, machine, candidacy)
     try:
         await server.start()
         on_started(server)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from environment_support import own_environment
 from etcd_for_tests import each_client, servers
+from store_support import opened
 
 from chaos_lightning.control.etcd_servers import EtcdServers
 
-__all__ = ["each_client", "own_environment"]
+__all__ = ["each_client", "opened", "own_environment"]
 
 
 @pytest.fixture(scope="session")

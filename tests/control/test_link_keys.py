@@ -432,12 +432,12 @@ def test_keys_reach_both_ends_over_the_control_streams_and_are_written_nowhere(t
 
 
 class Follower:
-    """A seat whose job is led by rules of another scheduler, which died."""
+    """A candidacy whose job is led by rules of another scheduler, which died."""
 
     def __init__(self, stored: Settings) -> None:
         self._stored = stored
 
-    def contest(self, endpoint: str, elected: Any, lost: Any, note: Any, present: Any) -> None:
+    def stand(self, endpoint: str, elected: Any, lost: Any, note: Any, present: Any) -> None:
         elected()
 
     def rules(self, given: Settings) -> Settings:
@@ -467,8 +467,11 @@ class Follower:
 
 def test_a_scheduler_that_follows_another_one_protects_links_by_the_rules_of_the_job() -> None:
     """And not by the setting that it was started with itself."""
-    seat = Follower(Settings(links="encrypted"))
-    with serving(settings=Settings(links="checksum"), seat=seat) as served, attending(served.endpoint, "a") as a:
+    candidacy = Follower(Settings(links="encrypted"))
+    with (
+        serving(settings=Settings(links="checksum"), candidacy=candidacy) as served,
+        attending(served.endpoint, "a") as a,
+    ):
         a.messages.wait_for(Welcome)
         told = a.keys.wait_for(LinkKeys)
     assert (told.rule, told.remote, told.local, told.keyed) == ("encrypted", "encrypted", "encrypted", True)
