@@ -71,8 +71,8 @@ class EtcdStore(Store):
 
     @property
     def place(self) -> str:
-        service = self._root.split("/")[-3].removesuffix("s")
-        return f"{self._client.address} ({service} {self.name})"
+        address = self._client.address
+        return f"{address}/{self._root.removeprefix(address.prefix).strip('/')}"
 
     def _key(self, name: str) -> str:
         if self._closed:
@@ -247,8 +247,7 @@ def service_root(prefix: str, services: str, name: str) -> str:
         ConfigurationError: The name cannot be part of a key.
     """
     if not name or "/" in name:
-        what = services.removesuffix("s")
-        raise ConfigurationError(f"{what} {name!r}: a {what} in etcd needs a name without slashes")
+        raise ConfigurationError(f"{name!r} of {services}: what lies in etcd needs a name without slashes")
     return f"{prefix}/{services}/{name}/"
 
 
