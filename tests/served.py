@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from chaos_lightning.control.agent import Agent
+from chaos_lightning.control.auth_interceptor import Service
 from chaos_lightning.control.candidacy import Candidacy
 from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.control.server import SchedulerServer
@@ -113,6 +114,7 @@ class Served:
         open_store: Callable[[], Store] = MemoryStore,
         log: EventLog | None = None,
         candidacy: Candidacy | None = None,
+        services: Sequence[Service] = (),
         **config: Any,
     ) -> None:
         self.rule = rule
@@ -130,6 +132,7 @@ class Served:
             log or EventLog(None),
             factory,
             candidacy,
+            services,
         )
         asyncio.run_coroutine_threadsafe(self._run(), self.loop)
         assert self._ready.wait(PATIENCE_S)
@@ -164,7 +167,7 @@ class Served:
         return f"127.0.0.1:{self.server.port}"
 
     def feed(self, event: fx.SchedulerEvent) -> None:
-        self.loop.call_soon_threadsafe(self.server._inbox.put_nowait, event)
+        self.loop.call_soon_threadsafe(self.server.feed, event)
 
     def wait_ended(self) -> tuple[str, bool]:
         assert self._ended.wait(PATIENCE_S)

@@ -63,7 +63,7 @@ def test_heartbeats_carry_what_the_member_says_and_start_with_the_welcome() -> N
         assert client.states.seen == []
         held.set()
         served.loop.call_soon_threadsafe(
-            served.server._inbox.put_nowait, fx.MessageIn(1, hello("a"))
+            served.server.feed, fx.MessageIn(1, hello("a"))
         )  # the same Hello, answered now
         served.events.wait(beats, count=5)
         said = [e.message.seq for e in served.events.seen if beats(e)]  # type: ignore[union-attr]
@@ -149,7 +149,7 @@ def test_a_name_nobody_knows_is_tried_again_until_the_timeout(monkeypatch: pytes
     def nowhere(*args: Any, **kwargs: Any) -> Any:
         raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr("chaos_lightning.security.access.socket.getaddrinfo", nowhere)
+    monkeypatch.setattr("chaos_lightning.machine.addresses.socket.getaddrinfo", nowhere)
     with attending("no-such-host:29400", connect_timeout_s=0.2) as client:
         state = client.states.wait(lambda s: s.startswith("failed"))
         assert "'no-such-host' cannot be resolved" in state

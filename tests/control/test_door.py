@@ -454,7 +454,7 @@ def test_a_look_that_fails_is_told_once_and_is_not_the_last_one(
 
 
 def the_door(served: Served) -> door.Door:
-    found = served.server._strangers._door
+    found = served.server._auth._door
     assert found is not None
     return found
 

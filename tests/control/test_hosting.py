@@ -23,9 +23,9 @@ from until_support import until
 from chaos_lightning.control import hosting
 from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.driver import real_machine
 from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.control.hosting import HostedScheduler, ensure_scheduler, look
-from chaos_lightning.control.machine import real_machine
 from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.control.options import MEMORY, SchedulerOptions
 from chaos_lightning.control.scheduler_main import main, open_store

@@ -18,7 +18,7 @@ from until_support import until
 from chaos_lightning import cli
 from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.control.machine import real_machine
+from chaos_lightning.control.driver import real_machine
 from chaos_lightning.control.options import SchedulerOptions
 from chaos_lightning.control.resetting import reset_job
 from chaos_lightning.control.sqlite_store import SqliteStore

@@ -20,7 +20,7 @@ import pytest
 from served import PATIENCE_S, Facts, Served, attending, serving, welcome
 from until_support import until
 
-from chaos_lightning.control import server
+from chaos_lightning.control import auth_interceptor
 from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.channel import CLIENT_OPTIONS, SERVER_OPTIONS, drain, fetch_status
 from chaos_lightning.control.memory_store import MemoryStore
@@ -122,7 +122,7 @@ def test_a_killed_member_is_an_abrupt_end(number: signal.Signals) -> None:
 def test_a_frozen_member_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A half-open stream is the heartbeats' business; neither the shell nor gRPC's pings must make a fact of it."""
     quick = [(key, 100 if "keepalive" in key or "ping_timeout" in key else value) for key, value in SERVER_OPTIONS]
-    monkeypatch.setattr(server, "SERVER_OPTIONS", quick)
+    monkeypatch.setattr(auth_interceptor, "SERVER_OPTIONS", quick)
     beats = said(Heartbeat(NO_VIEW, 0, 0))
     with serving() as served, member(served) as child:
         try:
@@ -246,7 +246,7 @@ def test_a_hiccup_of_the_store_is_survived(tmp_path: Path) -> None:
 
 
 def test_a_store_that_stays_broken_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.control.server._STORE_PATIENCE_S", 0.0)
+    monkeypatch.setattr("chaos_lightning.control.chain_writer._STORE_PATIENCE_S", 0.0)
     journal = Journal()
     journal.broken = 1 << 30
     with serving(persisting(journal), open_store=lambda: journal) as served, attending(served.endpoint) as client:
@@ -269,7 +269,7 @@ def finishing(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
 def test_the_end_of_a_job_is_owed_for_as_long_as_the_store_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, comes_back: bool
 ) -> None:
-    monkeypatch.setattr("chaos_lightning.control.server._STORE_PATIENCE_S", 0.0)
+    monkeypatch.setattr("chaos_lightning.control.chain_writer._STORE_PATIENCE_S", 0.0)
     monkeypatch.setattr("chaos_lightning.control.sqlite_store._BUSY_TIMEOUT_S", 0.1)
     path, tries = tmp_path / "chain.sqlite", Facts[Record]()
 
@@ -377,9 +377,9 @@ def test_many_strangers_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest
     with serving(token=TOKEN, log=log) as served:
         monkeypatch.setattr("chaos_lightning.machine.few_lines.time.monotonic", lambda: now[0])
         for _ in range(40):
-            served.server._strangers.note("peer", "why")
+            served.server._auth.note("peer", "why")
         now[0] += 2.0
-        served.server._strangers.note("peer", "why")
+        served.server._auth.note("peer", "why")
     refused = [e for e in read_events(tmp_path) if e.name == "refused"]
     assert len(refused) == 6
     assert refused[-1]["unlogged"] == 35

@@ -21,15 +21,15 @@ from chaos_lightning.control.candidacy import EtcdCandidacy
 from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.claims import ask
-from chaos_lightning.control.connection import Connection, present
+from chaos_lightning.control.driver import real_machine
 from chaos_lightning.control.etcd_address import read_address
 from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.control.machine import real_machine
 from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.control.options import SchedulerOptions
 from chaos_lightning.control.server import CANNOT_LEAD
 from chaos_lightning.control.server_config import Owed, ServerConfig
 from chaos_lightning.control.store import Store
+from chaos_lightning.control.streams import Stream, Streams
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import Settings, ViewId
 
@@ -281,8 +281,9 @@ def test_one_that_was_elected_says_that_it_still_takes_the_chain() -> None:
 
 
 def test_a_member_that_is_not_heard_is_not_present() -> None:
-    heard, silent = Connection(1, "a"), Connection(2, "b")
+    streams = Streams(print, print, print, hello_timeout_s=1.0, pulses=True)
+    heard, silent = streams.standing[1], streams.standing[2] = Stream(1, "a"), Stream(2, "b")
     heard.name, silent.name = "a", "b"
     silent.heard -= 2.0
-    assert present([heard, silent], 1.0) == {"a"}
-    assert present([heard, silent], 60.0) == {"a", "b"}
+    assert streams.present(1.0) == {"a"}
+    assert streams.present(60.0) == {"a", "b"}
