@@ -510,7 +510,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         def fail(*args: object, **kwargs: object) -> None:
             raise socket.gaierror(-2, "Name or service not known")
 
-        monkeypatch.setattr("chaos_lightning.security.access.socket.getaddrinfo", fail)
+        monkeypatch.setattr("chaos_lightning.machine.addresses.socket.getaddrinfo", fail)
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
