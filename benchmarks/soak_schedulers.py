@@ -278,7 +278,7 @@ def copy_chain(client: Any, job: str) -> None:
     ]
     client.transact([], writes)
     for name, value in found.items():
-        if name in ("tip", "rules") or name.startswith("entry/"):
+        if name in ("tip", "rules") or name.startswith("record/"):
             put = pb.PutRequest(key=f"{there}{name}".encode(), value=value)
             client.transact([], [pb.RequestOp(request_put=put)])
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import Result, median, parser, run
+from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.etcd3_client import load_etcd3
 from chaos_lightning.control.etcd_client import EtcdClient, put
 from chaos_lightning.control.etcd_servers import EtcdServer, EtcdServers
@@ -57,7 +58,7 @@ def percentile(values: list[float], percent: float) -> float:
 
 def chain(open_store: Open, entries: int, waits: int) -> Timed:
     """Appends, a read of all of it by another scheduler, and how soon that one is told of more."""
-    with open_store() as writer, open_store() as reader:
+    with JobChain(open_store()) as writer, open_store() as reader:
         term, last, appends = writer.take_term(), NO_VIEW, []
         for number in range(1, entries + 1):
             effect = decision(term, number, last)
@@ -66,7 +67,7 @@ def chain(open_store: Open, entries: int, waits: int) -> Timed:
             appends.append(time.perf_counter() - began)
             last = effect.number
         began = time.perf_counter()
-        assert len(reader.entries()) == entries
+        assert len(reader.read()[1]) == entries
         read_s = time.perf_counter() - began
         told = []
         for number in range(entries + 1, entries + 1 + waits):
@@ -75,7 +76,7 @@ def chain(open_store: Open, entries: int, waits: int) -> Timed:
         return Timed(appends, read_s, told)
 
 
-def told_after(writer: Store, reader: Store, effect: Persist, after: int) -> float:
+def told_after(writer: JobChain, reader: Store, effect: Persist, after: int) -> float:
     """Seconds from the append's return until `wait` of the other one returns."""
     woken: list[float] = []
 
@@ -159,7 +160,7 @@ def stores(folder: Path, servers: EtcdServers | None, kinds: list[str]) -> Itera
     found: dict[str, Open] = {"memory": lambda: MemoryStore("job", shelf), "sqlite": lambda: SqliteStore(path, "job")}
     if servers is not None:
         for kind in kinds:
-            found[f"etcd by {kind}"] = lambda kind=kind: EtcdStore(servers.client(kind), f"job-{kind}")  # type: ignore[misc]
+            found[f"etcd by {kind}"] = lambda kind=kind: EtcdStore(servers.client(kind), f"stores/job-{kind}/")  # type: ignore[misc]
     yield found
 
 

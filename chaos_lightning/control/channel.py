@@ -48,6 +48,12 @@ CLIENT_OPTIONS: Options = [
     ("grpc.keepalive_timeout_ms", int(KEEPALIVE_S * 1000)),
     ("grpc.http2.max_pings_without_data", 0),
 ]
+RECONNECT_SOON: Options = [
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
+]
+"""For servers that others stand in for: etcd's."""
 SERVER_OPTIONS: Options = [
     *_SIZES,
     ("grpc.so_reuseport", 0),

@@ -19,12 +19,6 @@ class KeysAction(enum.StrEnum):
     SHOW = "show"
 
 
-class RoleName(enum.StrEnum):
-    MEMBER = "member"
-    OBSERVER = "observer"
-    OPERATOR = "operator"
-
-
 def keys(
     action: Annotated[KeysAction, typer.Argument(help="What to do.", metavar="init|node|rotate|show")],
     name: Annotated[str, typer.Argument(help="For node: whom to make keys for.", metavar="NAME[=HOST/IP,...]")] = "",
@@ -40,8 +34,8 @@ def keys(
     ] = None,
     cluster: Annotated[str, typer.Option(help="For init: the cluster's name.")] = "cluster",
     role: Annotated[
-        RoleName | None, typer.Option(help="For node: member, observer (status) or operator (status, drain, link).")
-    ] = None,
+        str, typer.Option(help="For node: member, observer (status) or operator (status, drain, link).")
+    ] = "",
     days: Annotated[float, typer.Option(help="How long new certificates hold.")] = 365.0,
     renew: Annotated[bool, typer.Option("--renew", help="For node: new keys for a node that has some.")] = False,
     without: Annotated[
@@ -58,7 +52,7 @@ def keys(
     and name it there with keys_dir. DIR itself stays with its owner. node adds one more, rotate renews everything while
     the job trains (copy the folders again, then rotate --finish, then copy them once more), show lists who has keys.
     """
-    given = {"NAME": bool(name), "--node": bool(node), "--role": role is not None, "--renew": renew}
+    given = {"NAME": bool(name), "--node": bool(node), "--role": bool(role), "--renew": renew}
     given |= {"--without": bool(without), "--finish": finish, "--json": as_json, "--cluster": cluster != "cluster"}
     known = {
         KeysAction.INIT: {"--node", "--cluster"},
@@ -92,14 +86,14 @@ def _init(folder: Path, nodes: list[str], cluster: str, days: float) -> None:
     print("copy each folder to its node alone, and give it there as keys_dir; keep the rest of the keys to yourself")
 
 
-def _node(folder: Path, name: str, role: RoleName | None, days: float, *, renew: bool) -> None:
+def _node(folder: Path, name: str, role: str, days: float, *, renew: bool) -> None:
     from chaos_lightning.security.keyfiles import Node, add, load
     from chaos_lightning.security.roles import MEMBER
 
     if not name:
         raise ConfigurationError("keys node: say whom the keys are for, for example: keys node c=10.0.0.7")
     known = load(folder).node(name.partition("=")[0].strip()) if renew else None
-    as_role = str(role) if role is not None else known.role if known is not None else MEMBER
+    as_role = role or (known.role if known is not None else MEMBER)
     there = add(folder, Node.read(name, as_role), days=days, renew=renew)
     print(f"{there}: {as_role}; copy it to that node")
 

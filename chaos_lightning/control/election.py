@@ -1,4 +1,4 @@
-"""Who leads a job: of several candidates the one that holds a key in etcd on a lease (as in EDL and Elan).
+"""Who leads a service: of several candidates the one that holds a key in etcd on a lease (as in EDL and Elan).
 
 Theory of operation. A candidate has a lease of etcd's, which it prolongs three times within its duration, and a key
 that tells others where it listens. It leads from the transaction on in which it made the key `leader`, on its lease;
@@ -10,7 +10,7 @@ falls silent. A candidate on the leader's own machine can see that its process i
 that its machine refuses connections to it (control/leader_line.py); they end the lease for it at once. A leader that
 was merely stopped finds when it wakes that it leads no more.
 
-A leader that fewer members reach than another candidate resigns (machine/reach.py).
+A leader that fewer members reach than another candidate resigns (control/reach.py).
 
 Safety does not rest on clocks: what a leader decides it writes by transactions that name its lease, so one that leads
 no more can decide nothing, whatever it believes. So a leader that cannot reach etcd goes on for some seconds, in which
@@ -28,11 +28,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 
 from chaos_lightning.control import etcd_pb2 as pb
+from chaos_lightning.control import reach
 from chaos_lightning.control.etcd_client import CompactedError, EtcdClient, put, same_revision
-from chaos_lightning.control.etcd_store import job_root
 from chaos_lightning.control.leader_line import LeaderLine
 from chaos_lightning.errors import StoreError
-from chaos_lightning.machine import reach
 from chaos_lightning.machine.process_table import host_identity, process_state, start_time
 
 LEASE_S = 2
@@ -49,7 +48,7 @@ _STOPPED_S = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One scheduler process."""
+    """One process that would lead."""
 
     id: str
     endpoint: str
@@ -95,7 +94,7 @@ class Election(threading.Thread):
 
     Args:
         client: How to reach etcd; not closed here.
-        job: Whose leader is elected.
+        root: Of the service whose leader is elected: before all its keys in etcd (etcd_store.service_root).
         me: This candidate.
         on_elected: This candidate leads now; its writes to the chain are to make these comparisons.
         on_lost: It led, and does no more; says why. It takes part no longer.
@@ -107,7 +106,7 @@ class Election(threading.Thread):
     def __init__(
         self,
         client: EtcdClient,
-        job: str,
+        root: str,
         me: Candidate,
         *,
         on_elected: Callable[[tuple[pb.Compare, ...]], None],
@@ -118,7 +117,7 @@ class Election(threading.Thread):
     ) -> None:
         super().__init__(name="chaos-election", daemon=True)
         self._client = client
-        self._root = job_root(client.address.prefix, job)
+        self._root = root
         self._me = me
         self._on_elected = on_elected
         self._on_lost = on_lost

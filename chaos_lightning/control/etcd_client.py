@@ -10,8 +10,8 @@ compacted meanwhile, the caller is told to read anew (`CompactedError`).
 A server that accepts calls and never answers costs one part of the deadline; then the next one is asked. Likewise a
 watch goes on at another server when this one does not confirm it, or when calls have left this one.
 
-gRPC is used without asyncio, for the reason given in control/agent.py. The package etcd3 can do the work instead
-(control/etcd3_client.py): `?client=etcd3` in the address.
+What is asked of one server goes over a `Connection`: `OwnConnection`, or the package etcd3 (control/etcd3_client.py)
+where the address says `?client=etcd3`. gRPC is used without asyncio, for the reason given in control/agent.py.
 """
 
 from __future__ import annotations
@@ -19,25 +19,21 @@ from __future__ import annotations
 import contextlib
 import queue
 import random
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
-from urllib.parse import parse_qsl, unquote, urlsplit
+from typing import Any, Protocol, TypeVar
 
 from chaos_lightning.control import etcd_pb2 as pb
-from chaos_lightning.control.channel import CLIENT_OPTIONS
+from chaos_lightning.control.channel import CLIENT_OPTIONS, RECONNECT_SOON
+from chaos_lightning.control.etcd_address import EtcdAddress, read_file
 from chaos_lightning.control.etcd_trouble import Attempt, check_certificate, explain_refusal, explain_silence
-from chaos_lightning.control.options import ETCD
 from chaos_lightning.errors import ConfigurationError, StoreError
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 R = TypeVar("R")
 
-DEFAULT_PORT = 2379
 DEADLINE_S = 5.0
 _ATTEMPT_S = 1.0
 """A server that does not answer within this time is left for the next one."""
@@ -47,7 +43,6 @@ _OWN_DEADLINE = "context deadline exceeded"
 """So a server says, as UNKNOWN, that a call ended while it waited for the others."""
 _NO_SPACE = "space exceeded"
 PAGE = 500
-CLIENTS = ("own", "etcd3")
 
 
 class UnansweredError(StoreError):
@@ -58,122 +53,117 @@ class CompactedError(StoreError):
     """etcd has compacted the revisions that were asked for: read anew, then watch from there."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EtcdAddress:
-    """Where etcd is and how to get in; what is secret comes from files and the environment.
-
-    Attributes:
-        servers: HOST:PORT of each.
-        prefix: Before all keys.
-        user: Empty for none.
-        password_file: Its password.
-        ca_file: Certificate authority of the servers; empty: no TLS.
-        cert_file: This client's certificate.
-        key_file: And its key.
-        client: Who does the work: "own" (EtcdClient) or "etcd3" (control/etcd3_client.py).
-    """
-
-    servers: tuple[str, ...]
-    prefix: str = "chaos-lightning"
-    user: str = ""
-    password_file: str = ""
-    ca_file: str = ""
-    cert_file: str = ""
-    key_file: str = ""
-    client: str = "own"
-
-    def __str__(self) -> str:
-        return f"{ETCD}{','.join(self.servers)}/{self.prefix}"
+# ------------------------------------------------------------------ one server
 
 
-GIVEN = {
-    "password-file": "password_file",
-    "ca": "ca_file",
-    "cert": "cert_file",
-    "key": "key_file",
-    "client": "client",
-}
-EXPECTED = (
-    "etcd://[USER@]HOST:PORT[,HOST:PORT...][/PREFIX][?ca=FILE&cert=FILE&key=FILE&password-file=FILE&client=own|etcd3]"
-)
-"""In --rdzv-conf, which is split at commas, write + between the servers."""
-
-
-def read_address(text: str) -> EtcdAddress:
-    """From `EXPECTED`.
-
-    Raises:
-        ConfigurationError: Something else; a password in it is refused, since command lines can be read by others.
-    """
-    try:
-        parts = urlsplit(text)
-    except ValueError as error:
-        raise ConfigurationError(f"store {text!r}: {error}; expected {EXPECTED}") from error
-    user, at, servers = parts.netloc.rpartition("@")
-    if parts.scheme != "etcd" or not servers:
-        raise ConfigurationError(f"store {text!r}: expected {EXPECTED}")
-    if ":" in user:
-        raise ConfigurationError(
-            "the etcd password stands in the store's address, where others can read it: put it into a file, and write "
-            "?password-file=FILE"
-        )
-    given = dict(parse_qsl(parts.query, keep_blank_values=True))
-    unknown = sorted(set(given) - set(GIVEN))
-    if unknown:
-        raise ConfigurationError(f"store {text!r}: unknown {', '.join(unknown)}; expected {EXPECTED}")
-    found = {GIVEN[name]: value for name, value in given.items()}
-    if found.get("client", CLIENTS[0]) not in CLIENTS:
-        raise ConfigurationError(f"store {text!r}: client={found['client']}; expected {' or '.join(CLIENTS)}")
-    if bool(found.get("cert_file")) != bool(found.get("key_file")):
-        raise ConfigurationError(f"store {text!r}: cert and key go together")
-    if at and not found.get("password_file"):
-        raise ConfigurationError(f"store {text!r}: user {user!r} needs a password: write ?password-file=FILE")
-    named = tuple(_server(server, text) for server in re.split("[,+]", servers))
-    prefix = parts.path.strip("/")
-    return EtcdAddress(servers=named, user=unquote(user), **({"prefix": prefix} if prefix else {}), **found)
-
-
-def _server(server: str, text: str) -> str:
-    host, colon, port = server.rpartition(":")
-    if not colon or server.endswith("]"):
-        host, port = server, str(DEFAULT_PORT)
-    if not host or not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65536):
-        raise ConfigurationError(f"store {text!r}: {server!r} is no HOST:PORT; expected {EXPECTED}")
-    return f"{host}:{port}"
-
-
-def _read(path: str, what: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise ConfigurationError(f"etcd's {what} {path} cannot be read: {error.strerror}") from error
-
-
-@dataclass(slots=True)
-class _Server:
-    """One of them; its channel is made when it is first needed."""
+class Connection(Protocol):
+    """To one server. Methods raise what gRPC raises, ValueError once it is closed."""
 
     name: str
-    connect: Callable[[str], grpc.Channel]
-    channel: grpc.Channel | None = None
-    methods: dict[str, Any] = field(default_factory=dict)
+    """HOST:PORT."""
 
-    def method(self, path: str, reply: Any, *, stream: bool = False) -> Any:
-        if self.channel is None:
-            self.channel = self.connect(self.name)
-        if path not in self.methods:
-            make = self.channel.stream_stream if stream else self.channel.unary_unary
-            self.methods[path] = make(
-                path, request_serializer=lambda m: m.SerializeToString(), response_deserializer=reply.FromString
-            )
-        return self.methods[path]
+    def ask(self, request: Any, limit_s: float) -> Any:
+        """etcd's answer to one of its requests; of a keep-alive the first one."""
+
+    def watch(self, requests: Iterator[Any]) -> Any:
+        """A stream of watch responses, with `cancel`."""
+
+    def forget_token(self) -> None:
+        """It is not valid any more: log in anew."""
 
     def close(self) -> None:
-        self.methods.clear()
-        if self.channel is not None:
-            self.channel.close()
-            self.channel = None
+        """Idempotent."""
+
+
+_METHODS: dict[Any, tuple[str, Any]] = {
+    pb.RangeRequest: ("KV/Range", pb.RangeResponse),
+    pb.TxnRequest: ("KV/Txn", pb.TxnResponse),
+    pb.CompactionRequest: ("KV/Compact", pb.CompactionResponse),
+    pb.StatusRequest: ("Maintenance/Status", pb.StatusResponse),
+    pb.LeaseGrantRequest: ("Lease/LeaseGrant", pb.LeaseGrantResponse),
+    pb.LeaseRevokeRequest: ("Lease/LeaseRevoke", pb.LeaseRevokeResponse),
+    pb.LeaseKeepAliveRequest: ("Lease/LeaseKeepAlive", pb.LeaseKeepAliveResponse),
+    pb.WatchRequest: ("Watch/Watch", pb.WatchResponse),
+    pb.AuthenticateRequest: ("Auth/Authenticate", pb.AuthenticateResponse),
+}
+
+
+class OwnConnection:
+    """By gRPC alone; its channel is made when it is first needed.
+
+    Args:
+        server: HOST:PORT.
+        address: Who logs in.
+        password: With what.
+        credentials: TLS; None: without.
+    """
+
+    def __init__(
+        self, server: str, address: EtcdAddress, password: str, credentials: grpc.ChannelCredentials | None
+    ) -> None:
+        self.name = server
+        self._user, self._password = address.user, password
+        self._credentials = credentials
+        self._token = ""
+        self._channel: grpc.Channel | None = None
+        self._closed = False
+        self._methods: dict[Any, Any] = {}
+
+    def ask(self, request: Any, limit_s: float) -> Any:
+        method = self._method(type(request), stream=isinstance(request, pb.LeaseKeepAliveRequest))
+        metadata = self._metadata(limit_s)
+        if not isinstance(request, pb.LeaseKeepAliveRequest):
+            return method(request, timeout=limit_s, metadata=metadata)
+        call = method(iter([request]), timeout=limit_s, metadata=metadata)
+        try:
+            return next(call)
+        finally:
+            call.cancel()
+
+    def watch(self, requests: Iterator[Any]) -> Any:
+        metadata = (*self._metadata(_ATTEMPT_S), ("hasleader", "true"))
+        return self._method(pb.WatchRequest, stream=True)(requests, metadata=metadata)
+
+    def _method(self, request: Any, *, stream: bool = False) -> Any:
+        if self._closed:
+            raise ValueError("closed")
+        if self._channel is None:
+            options = [*CLIENT_OPTIONS, *RECONNECT_SOON]
+            if self._credentials is not None:
+                self._channel = grpc.secure_channel(self.name, self._credentials, options=options)
+            else:
+                self._channel = grpc.insecure_channel(self.name, options=options)
+        if request not in self._methods:
+            make = self._channel.stream_stream if stream else self._channel.unary_unary
+            path, reply = _METHODS[request]
+            self._methods[request] = make(
+                f"/etcdserverpb.{path}",
+                request_serializer=lambda m: m.SerializeToString(),
+                response_deserializer=reply.FromString,
+            )
+        return self._methods[request]
+
+    def _metadata(self, timeout_s: float) -> tuple[tuple[str, str], ...]:
+        if not self._user:
+            return ()
+        if not self._token:
+            request = pb.AuthenticateRequest(name=self._user, password=self._password)
+            self._token = self._method(pb.AuthenticateRequest)(request, timeout=timeout_s).token
+        return (("token", self._token),)
+
+    def forget_token(self) -> None:
+        self._token = ""
+
+    def close(self) -> None:
+        self._closed = True
+        if self._channel is not None:
+            self._channel.close()
+
+
+Connect = Callable[[str, EtcdAddress, str, grpc.ChannelCredentials | None], Connection]
+
+
+# ------------------------------------------------------------------ all servers
 
 
 class EtcdClient:
@@ -182,24 +172,23 @@ class EtcdClient:
     Args:
         address: Where etcd is.
         deadline_s: Of each call.
+        connect: Makes the connection to one server.
 
     Raises:
         ConfigurationError: A file of the address cannot be read.
     """
 
-    def __init__(self, address: EtcdAddress, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, address: EtcdAddress, deadline_s: float = DEADLINE_S, connect: Connect = OwnConnection) -> None:
         self.address = address
         self.deadline_s = deadline_s
-        self._credentials = self._tls()
-        self._password = ""
+        credentials, password = self._tls(), ""
         if address.user:
             try:
-                self._password = _read(address.password_file, "password file").decode().strip()
+                password = read_file(address.password_file, "password file").decode().strip()
             except UnicodeError as error:
                 raise ConfigurationError(f"etcd's password file {address.password_file} holds no text") from error
-        self._auth = ""
         self._lock = threading.Lock()
-        self._servers = [_Server(name, self._connect) for name in address.servers]
+        self._servers = [connect(name, address, password, credentials) for name in address.servers]
         random.shuffle(self._servers)  # candidates that all begin with the same one would all lose it at once
         self._now = 0
         self._closed = False
@@ -210,27 +199,20 @@ class EtcdClient:
         return self._first.name
 
     @property
-    def _first(self) -> _Server:
+    def _first(self) -> Connection:
         return self._servers[self._now % len(self._servers)]
 
     def _tls(self) -> grpc.ChannelCredentials | None:
         a = self.address
         if not a.ca_file and not a.cert_file:
             return None
-        ca = _read(a.ca_file, "CA") if a.ca_file else None
-        key = _read(a.key_file, "key") if a.key_file else None
-        cert = _read(a.cert_file, "certificate") if a.cert_file else None
+        ca = read_file(a.ca_file, "CA") if a.ca_file else None
+        key = read_file(a.key_file, "key") if a.key_file else None
+        cert = read_file(a.cert_file, "certificate") if a.cert_file else None
         for file, data in ((a.ca_file, ca), (a.cert_file, cert)):
             if data is not None:
                 check_certificate(file, data)
         return grpc.ssl_channel_credentials(ca, key, cert)
-
-    def _connect(self, server: str) -> grpc.Channel:
-        options = [*CLIENT_OPTIONS, ("grpc.min_reconnect_backoff_ms", 50), ("grpc.initial_reconnect_backoff_ms", 50)]
-        options.append(("grpc.max_reconnect_backoff_ms", 500))
-        if self._credentials is not None:
-            return grpc.secure_channel(server, self._credentials, options=options)
-        return grpc.insecure_channel(server, options=options)
 
     def close(self) -> None:
         """Idempotent. Calls that are under way end with a StoreError."""
@@ -240,22 +222,12 @@ class EtcdClient:
 
     # ------------------------------------------------------------------ calls
 
-    def call(self, path: str, request: Any, reply: Any, *, deadline_s: float | None = None) -> Any:
-        """One unary call.
+    def call(self, request: Any, *, deadline_s: float | None = None, attempt_s: float = _ATTEMPT_S) -> Any:
+        """One call: asks one server after the other until one answers.
 
         Raises:
             StoreError: No server answered within the deadline, or etcd refused; says which and what to do.
         """
-
-        def ask(server: _Server, limit_s: float) -> Any:
-            return server.method(path, reply)(request, timeout=limit_s, metadata=self._metadata(server, limit_s))
-
-        return self._try(ask, deadline_s)
-
-    def _try(
-        self, ask: Callable[[_Server, float], R], deadline_s: float | None = None, *, attempt_s: float = _ATTEMPT_S
-    ) -> R:
-        """Asks one server after the other until one answers."""
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         until = time.monotonic() + deadline_s
         renewed = False
@@ -266,14 +238,14 @@ class EtcdClient:
             server = self._first
             limit_s = max(0.05, min(until - time.monotonic(), attempt_s))
             try:
-                return ask(server, limit_s)
+                return server.ask(request, limit_s)
             except (grpc.RpcError, StopIteration) as error:
                 code, words = grpc.StatusCode.UNAVAILABLE, "the stream ended without an answer"
                 if isinstance(error, grpc.RpcError):
                     code, words = error.code(), error.details() or ""
                 if code == grpc.StatusCode.UNAUTHENTICATED and self.address.user and not renewed:
                     renewed = True  # tokens end, or the server was restarted
-                    self._forget_token(server)
+                    server.forget_token()
                     continue
                 again = code in _AGAIN or (code == grpc.StatusCode.UNKNOWN and _OWN_DEADLINE in words)
                 if not again or _NO_SPACE in words:
@@ -288,29 +260,12 @@ class EtcdClient:
             except ValueError as error:  # the channel was closed meanwhile
                 raise StoreError(f"the connection to {self.address} is closed") from error
 
-    def _forget_token(self, server: _Server) -> None:
-        self._auth = ""
-
-    def _look_at(self, server: _Server, error: grpc.RpcError) -> None:
-        """Why a watch's stream ended."""
-        if error.code() == grpc.StatusCode.UNAUTHENTICATED:
-            self._forget_token(server)
-
-    def _next(self, server: _Server) -> None:
+    def _next(self, server: Connection) -> None:
         with self._lock:
             if self._first is server:
                 self._now += 1
 
-    def _metadata(self, server: _Server, timeout_s: float) -> tuple[tuple[str, str], ...]:
-        if not self.address.user:
-            return ()
-        if not self._auth:
-            method = server.method("/etcdserverpb.Auth/Authenticate", pb.AuthenticateResponse)
-            request = pb.AuthenticateRequest(name=self.address.user, password=self._password)
-            self._auth = method(request, timeout=timeout_s).token
-        return (("token", self._auth),)
-
-    def _refused(self, server: _Server, code: grpc.StatusCode, words: str) -> StoreError:
+    def _refused(self, server: Connection, code: grpc.StatusCode, words: str) -> StoreError:
         if "compacted" in words:
             return CompactedError(f"{self.address}: {words}")
         return StoreError(explain_refusal(self.address, server.name, code.name, words))
@@ -319,7 +274,7 @@ class EtcdClient:
 
     def get(self, key: str) -> pb.KeyValue | None:
         """Linearizable: what a majority holds now."""
-        found = self.call("/etcdserverpb.KV/Range", pb.RangeRequest(key=key.encode()), pb.RangeResponse).kvs
+        found = self.call(pb.RangeRequest(key=key.encode())).kvs
         return found[0] if found else None
 
     def get_all(self, prefix: str, *, deadline_s: float | None = None) -> tuple[list[pb.KeyValue], int]:
@@ -328,7 +283,7 @@ class EtcdClient:
         start, revision = prefix.encode(), 0
         while True:
             request = pb.RangeRequest(key=start, range_end=after_prefix(prefix), limit=PAGE, revision=revision)
-            reply = self.call("/etcdserverpb.KV/Range", request, pb.RangeResponse, deadline_s=deadline_s)
+            reply = self.call(request, deadline_s=deadline_s)
             revision = revision or reply.header.revision
             found += reply.kvs
             if not reply.more:
@@ -337,31 +292,28 @@ class EtcdClient:
 
     def transact(self, compare: Sequence[pb.Compare], writes: Sequence[pb.RequestOp]) -> tuple[bool, int]:
         """All writes if all comparisons hold, else nothing; and the revision at which that was so."""
-        request = pb.TxnRequest(compare=compare, success=writes)
-        reply = self.call("/etcdserverpb.KV/Txn", request, pb.TxnResponse)
-        return reply.succeeded, reply.header.revision
+        reply = self.call(pb.TxnRequest(compare=compare, success=writes))
+        return bool(reply.succeeded), int(reply.header.revision)
 
     def compact(self, revision: int) -> None:
         """Forgets what was before; watches from there end."""
-        self.call(
-            "/etcdserverpb.KV/Compact", pb.CompactionRequest(revision=revision, physical=True), pb.CompactionResponse
-        )
+        self.call(pb.CompactionRequest(revision=revision, physical=True))
 
     def status(self) -> pb.StatusResponse:
         """Of the server that answers."""
-        return self.call("/etcdserverpb.Maintenance/Status", pb.StatusRequest(), pb.StatusResponse)
+        return self.call(pb.StatusRequest())
 
     # ------------------------------------------------------------------ leases
 
     def grant(self, ttl_s: int) -> tuple[int, int]:
         """A lease: (id, seconds as granted; etcd has a minimum)."""
-        reply = self.call("/etcdserverpb.Lease/LeaseGrant", pb.LeaseGrantRequest(TTL=ttl_s), pb.LeaseGrantResponse)
-        return reply.ID, reply.TTL
+        reply = self.call(pb.LeaseGrantRequest(TTL=ttl_s))
+        return int(reply.ID), int(reply.TTL)
 
     def revoke(self, lease: int) -> None:
         """Ends it, with all keys that hang on it; one that has ended already is no error."""
         try:
-            self.call("/etcdserverpb.Lease/LeaseRevoke", pb.LeaseRevokeRequest(ID=lease), pb.LeaseRevokeResponse)
+            self.call(pb.LeaseRevokeRequest(ID=lease))
         except StoreError as error:
             if "not found" not in str(error):
                 raise
@@ -372,17 +324,7 @@ class EtcdClient:
         Raises:
             StoreError: Nobody answered within the deadline.
         """
-
-        def ask(server: _Server, limit_s: float) -> int:
-            method = server.method("/etcdserverpb.Lease/LeaseKeepAlive", pb.LeaseKeepAliveResponse, stream=True)
-            asked = iter([pb.LeaseKeepAliveRequest(ID=lease)])
-            stream = method(asked, timeout=limit_s, metadata=self._metadata(server, limit_s))
-            try:
-                return int(next(stream).TTL)
-            finally:
-                stream.cancel()
-
-        return self._try(ask, deadline_s, attempt_s=_ATTEMPT_S / 2)
+        return int(self.call(pb.LeaseKeepAliveRequest(ID=lease), deadline_s=deadline_s, attempt_s=_ATTEMPT_S / 2).TTL)
 
     # ------------------------------------------------------------------ watches
 
@@ -418,7 +360,7 @@ class EtcdClient:
                                 f"{self.address}: revisions before {reply.compact_revision} are forgotten"
                             )
                         if reply.canceled:
-                            self._forget_token(server)  # so etcd says that it is no longer valid, and not by a status
+                            server.forget_token()  # so etcd says that it is no longer valid, and not by a status
                             break
                         if reply.events:
                             # Not the header's revision: a watch that catches up gets what it missed in parts.
@@ -431,7 +373,9 @@ class EtcdClient:
             yield []
 
     @contextlib.contextmanager
-    def _watching(self, server: _Server, prefix: str, revision: int, replies: queue.SimpleQueue[Any]) -> Iterator[None]:
+    def _watching(
+        self, server: Connection, prefix: str, revision: int, replies: queue.SimpleQueue[Any]
+    ) -> Iterator[None]:
         """One stream; None in `replies` is its end."""
         ended = threading.Event()
         create = pb.WatchCreateRequest(
@@ -442,15 +386,15 @@ class EtcdClient:
             yield pb.WatchRequest(create_request=create)
             ended.wait()
 
-        method = server.method("/etcdserverpb.Watch/Watch", pb.WatchResponse, stream=True)
-        stream = method(requests(), metadata=(*self._metadata(server, _ATTEMPT_S), ("hasleader", "true")))
+        stream = server.watch(requests())
 
         def read() -> None:
             try:
                 for reply in stream:
                     replies.put(reply)
             except grpc.RpcError as error:
-                self._look_at(server, error)
+                if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+                    server.forget_token()
             replies.put(None)
 
         reader = threading.Thread(target=read, name="chaos-etcd-watch", daemon=True)
@@ -478,9 +422,10 @@ def put(key: str, value: bytes, lease: int = 0) -> pb.RequestOp:
     return pb.RequestOp(request_put=pb.PutRequest(key=key.encode(), value=value, lease=lease))
 
 
-def delete(prefix: str) -> pb.RequestOp:
-    """All keys that begin so."""
-    return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=prefix.encode(), range_end=after_prefix(prefix)))
+def delete(prefix: str, until: str = "") -> pb.RequestOp:
+    """All keys that begin so, and are before `until` if that is given."""
+    end = until.encode() if until else after_prefix(prefix)
+    return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=prefix.encode(), range_end=end))
 
 
 def open_client(address: EtcdAddress, deadline_s: float = DEADLINE_S) -> EtcdClient:
@@ -490,7 +435,7 @@ def open_client(address: EtcdAddress, deadline_s: float = DEADLINE_S) -> EtcdCli
         ConfigurationError: A file of the address cannot be read or has expired, or the package etcd3 is not installed.
     """
     if address.client == "etcd3":
-        from chaos_lightning.control.etcd3_client import Etcd3Client
+        from chaos_lightning.control.etcd3_client import Etcd3Connection
 
-        return Etcd3Client(address, deadline_s)
+        return EtcdClient(address, deadline_s, Etcd3Connection)
     return EtcdClient(address, deadline_s)

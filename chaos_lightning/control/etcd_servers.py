@@ -22,7 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from chaos_lightning.control.etcd_client import EtcdAddress, EtcdClient, open_client
+from chaos_lightning.control.etcd_address import EtcdAddress
+from chaos_lightning.control.etcd_client import EtcdClient, open_client
 from chaos_lightning.control.options import ETCD
 from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.machine.listener import free_ports

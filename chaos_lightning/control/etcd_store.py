@@ -1,18 +1,19 @@
-"""A chain in etcd: durable on a majority of its servers, so that any scheduler on any machine can continue it.
+"""A log in etcd: durable on a majority of its servers, so that any writer on any machine can continue it.
 
-Theory of operation. All keys of a job lie under `PREFIX/jobs/JOB/`:
+Theory of operation. All keys of a service lie under a root of its own (`service_root`), PREFIX/jobs/JOB/ for a job:
 
-    tip               what the next write is compared with (store.Tip), as JSON, with the number of entries
-    entry/%016d       one decision each, from 1 on; never changed
+    tip               the end of the log (store.End), as JSON
+    record/%016d      one record each, from 1 on; never changed, and deleted by a cut
     leader            who leads: JSON, on the leader's lease (control/election.py)
     candidates/ID     who would, likewise
-    asked/ID          which members asked that one for the leader of late, likewise (machine/reach.py)
+    asked/ID          which members asked that one for the leader of late, likewise (control/reach.py)
 
 A write reads nothing that it has not read before: the tip is remembered with the revision at which etcd stored it, and
 the transaction that appends succeeds only if the tip is still of that revision. If it is not, the tip is read anew and
-judged anew. An answer that got lost is recognised, since the very same entry is there then (store.judge). A leader's
-transactions also name its key and its lease: they fail from the moment when it leads no more, even if nobody else has
-taken a term yet.
+judged anew. An answer that got lost is recognised, since the very same record is there then (store.judge). A cut is one
+such transaction, too: the record that sums up, the tip that names it as the first one, and the end of all before it. A
+leader's transactions also name its key and its lease: they fail from the moment when it leads no more, even if nobody
+else has taken a term yet.
 """
 
 from __future__ import annotations
@@ -21,31 +22,18 @@ import base64
 import json
 import threading
 import time
-from dataclasses import asdict, dataclass, replace
-from typing import Any, get_args
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from chaos_lightning.control import etcd_pb2 as pb
-from chaos_lightning.control.etcd_client import CompactedError, EtcdClient, delete, put, same_revision
-from chaos_lightning.control.store import (
-    Appended,
-    Entry,
-    EntryKind,
-    Store,
-    Tip,
-    advance,
-    entry_of,
-    former_id,
-    judge,
-    with_term,
-)
-from chaos_lightning.errors import ConfigurationError, StoreError, WireError
-from chaos_lightning.membership.effects import LinkWish, Persist
-from chaos_lightning.protocol.codec import decode, encode
-from chaos_lightning.protocol.types import Header, View, ViewId
+from chaos_lightning.control.etcd_address import read_address
+from chaos_lightning.control.etcd_client import CompactedError, EtcdClient, delete, open_client, put, same_revision
+from chaos_lightning.control.store import Appended, End, Record, Store, judge
+from chaos_lightning.errors import ConfigurationError, StoreError
 
-FORMAT = 2
-"""1 had no id of the chain; its tip is read (store.former_id) and replaced with the next write."""
-MAX_ENTRY_NBYTES = 1 << 20
+FORMAT = 3
+"""Up to 2 there were entries of a job's chain, with fields of their own."""
+MAX_RECORD_NBYTES = 1 << 20
 """etcd takes requests of up to 1.5 MiB."""
 _RACES = 20
 """So often a write is tried anew because somebody else wrote in between; then something is wrong."""
@@ -53,10 +41,9 @@ _RACES = 20
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The tip, and the revision at which etcd stored it (0: there is none)."""
+    """The end, and the revision at which etcd stored it (0: it did not)."""
 
-    tip: Tip
-    count: int
+    end: End
     revision: int
 
 
@@ -65,72 +52,57 @@ class EtcdStore(Store):
 
     Args:
         client: How to reach etcd; closed with the store if `owned`.
-        job: The job's name.
+        root: Before all keys of the service (`service_root`).
         guard: Comparisons that every write makes beside its own: those of a leader's key (control/election.py).
         owned: Whether the client is closed with the store.
     """
 
-    def __init__(self, client: EtcdClient, job: str, *, guard: tuple[pb.Compare, ...] = (), owned: bool = True) -> None:
-        super().__init__(job)
+    def __init__(
+        self, client: EtcdClient, root: str, *, guard: tuple[pb.Compare, ...] = (), owned: bool = True
+    ) -> None:
+        super().__init__(root.rstrip("/").rpartition("/")[2])
         self._client = client
         self._owned = owned
         self._guard = guard
-        self._root = job_root(client.address.prefix, job)
+        self._root = root
         self._known: _Known | None = None
         self._closed = False
         self._stop = threading.Event()
 
     @property
     def place(self) -> str:
-        return f"{self._client.address} (job {self.job})"
+        address = self._client.address
+        return f"{address}/{self._root.removeprefix(address.prefix).strip('/')}"
 
     def _key(self, name: str) -> str:
-        self._check_open()
-        return self._root + name
-
-    def _check_open(self) -> None:
         if self._closed:
             raise StoreError(f"the store {self.place} is closed")
+        return self._root + name
 
     # ------------------------------------------------------------------ reading
 
-    def _read(self) -> _Known:
-        """The tip as a majority has it."""
-        for _ in range(_RACES):
-            found = self._client.get(self._key("tip"))
-            if found is None:
-                return _Known(Tip(), 0, 0)
-            document = self._document(found.value, "tip")
-            last = None
-            try:
-                count = int(document["count"])
-                if count:
-                    entry = self._client.get(self._key(f"entry/{count:016d}"))
-                    if entry is None:  # a new job began in between
-                        continue
-                    last = self._entry(entry)
-                if not all(type(n) is int for n in (*document["highest"], *document["last_view"])):
-                    raise ValueError("its views are no pairs of integers")
-                tip = Tip(
-                    term=int(document["term"]),
-                    highest=ViewId(*document["highest"]),
-                    last_view=ViewId(*document["last_view"]),
-                    finished=bool(document["finished"]),
-                    last=last,
-                    chain=self._id_in(document),
-                    ended=tuple(map(str, document.get("ended", ()))),  # none before there were any
-                )
-            except (KeyError, TypeError, ValueError, OverflowError) as error:
-                raise StoreError(f"{self.place}: the key tip holds no tip of a chain: {error!r}") from error
-            return _Known(tip, count, found.mod_revision)
-        raise StoreError(f"{self.place}: the tip names entry {count}, which is missing")
-
-    def _id_in(self, document: dict[str, Any]) -> str:
-        if document["format"] == 1:
-            return former_id(self.job, (e.view for e in self.entries() if e.view is not None))
-        if not isinstance(document["chain"], str):
-            raise ValueError("its id is no text")
-        return document["chain"]
+    def _look(self) -> _Known:
+        """The end as a majority has it."""
+        found = self._client.get(self._key("tip"))
+        if found is None:
+            return _Known(End(), 0)
+        document = self._document(found.value, "tip")
+        try:
+            end = End(
+                term=document["term"],
+                id=document["id"],
+                position=document["position"],
+                hash=document["hash"],
+                first=document["first"],
+                ended=tuple(document["ended"]),
+            )
+            if not all(type(n) is int and n >= 0 for n in (end.term, end.position, end.first)):
+                raise ValueError("numbers that are none")
+            if not all(isinstance(text, str) for text in (end.id, end.hash, *end.ended)):
+                raise ValueError("ids that are no texts")
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreError(f"{self.place}: the key tip holds no tip of a chain: {error!r}") from error
+        return _Known(end, found.mod_revision)
 
     def _document(self, value: bytes, what: str) -> dict[str, Any]:
         try:
@@ -142,121 +114,109 @@ class EtcdStore(Store):
                 f"{self.place}: the key {what} holds no part of a chain ({error}); if the keys are another program's, "
                 "choose another prefix"
             ) from error
-        if document["format"] not in (1, FORMAT):
+        if document["format"] != FORMAT:
             raise StoreError(
                 f"{self.place} has format {document['format']}, this version reads {FORMAT}; finish the job with the "
                 "version that began it, or choose another job name or prefix"
             )
         return document
 
-    def _entry(self, found: pb.KeyValue) -> Entry:
+    def _record(self, found: pb.KeyValue) -> Record:
         name = found.key.decode(errors="replace").rpartition("/")[2]
-        document = self._document(found.value, f"entry/{name}")
+        document = self._document(found.value, f"record/{name}")
         try:
-            view, base, wish = document["view"], document["base"], document["wish"]
-            if document["kind"] not in get_args(EntryKind):
-                raise ValueError(f"kind {document['kind']!r}")
-            if not all(type(n) is int for n in document["number"]):
-                raise ValueError(f"number {document['number']!r}")
-            return Entry(
-                revision=int(name),
-                kind=document["kind"],
-                number=ViewId(*document["number"]),
-                view=decode(View, base64.b64decode(view, validate=True)) if view is not None else None,
-                base=decode(Header, base64.b64decode(base, validate=True)) if base is not None else None,
-                hand_on=bool(document["hand_on"]),
-                wish=LinkWish(**wish) if wish is not None else None,
-            )
-        except (KeyError, TypeError, ValueError, OverflowError, WireError) as error:
-            raise StoreError(f"{self.place}: entry {name} is damaged: {error}") from error
+            kind, term, before = document["kind"], document["term"], document["before"]
+            if type(term) is not int or not isinstance(kind, str) or not isinstance(before, str):
+                raise ValueError(f"kind {kind!r}, term {term!r}, before {before!r}")
+            return Record(int(name), kind, term, base64.b64decode(document["body"], validate=True), before)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreError(f"{self.place}: record {name} is damaged: {error}") from error
 
-    def tip(self) -> Tip:
-        return self._read().tip
+    def end(self) -> End:
+        return self._look().end
 
-    def entries(self, after: int = 0) -> tuple[Entry, ...]:
-        found, _ = self._client.get_all(self._key("entry/"))
-        entries = tuple(self._entry(kv) for kv in found)
-        for place, entry in enumerate(entries, 1):
-            if entry.revision != place:
-                raise StoreError(f"{self.place}: entry {place} is missing")
-        return entries[after:]
+    def read(self, after: int = 0) -> tuple[End, tuple[Record, ...]]:
+        for _ in range(_RACES):
+            known = self._look()
+            records = [self._record(kv) for kv in self._client.get_all(self._key("record/"))[0]]
+            try:
+                # What was appended since, somebody else reads.
+                known_ones = [r for r in records if r.position <= known.end.position]
+                return known.end, self._checked(known.end, known_ones, after)
+            except StoreError:
+                if self._look() == known:  # nobody wrote in between
+                    raise
+        raise StoreError(f"{self.place}: the log changed {_RACES} times in turn while it was to be read")
 
     def wait(self, after: int, timeout_s: float) -> bool:
         """Watches from the revision of the last look, so that nothing falls between the two."""
         deadline = time.monotonic() + timeout_s
         while True:
-            found, revision = self._client.get_all(self._key("entry/"))
-            if len(found) > after:
+            _, revision = self._client.get_all(self._key("tip"))
+            if self.end().position > after:
                 return True
             try:
-                for events in self._client.watch(self._key("entry/"), revision + 1, self._stop):
-                    if self._closed:
-                        self._check_open()
+                for events in self._client.watch(self._key("tip"), revision + 1, self._stop):
                     if any(e.type == pb.Event.PUT for e in events):
                         break
-                    if time.monotonic() >= deadline:
-                        return False
+                    if time.monotonic() >= deadline or self._closed:
+                        return self.end().position > after
             except CompactedError:
                 continue
-            if time.monotonic() >= deadline and not self._closed:
-                return len(self._client.get_all(self._key("entry/"))[0]) > after
-            self._check_open()
 
     # ------------------------------------------------------------------ writing
 
-    def _write(self, known: _Known, tip: Tip, *more: pb.RequestOp, count: int) -> bool:
-        """The new tip and what belongs to it, if the old one is still there; remembers it."""
+    def _write(self, known: _Known, end: End, *more: pb.RequestOp) -> bool:
+        """The new end and what belongs to it, if the old one is still there; remembers it."""
         compare = [same_revision(self._key("tip"), known.revision), *self._guard]
-        ok, revision = self._client.transact(compare, [put(self._key("tip"), _tip_bytes(tip, count)), *more])
-        self._known = _Known(tip, count, revision) if ok else None
+        value = json.dumps({"format": FORMAT, **asdict(end)}).encode()
+        ok, revision = self._client.transact(compare, [put(self._key("tip"), value), *more])
+        self._known = _Known(end, revision) if ok else None
         return ok
 
-    def take_term(self, above: int = 0, chain: str = "") -> int:
+    def take_term(self, above: int = 0, log_id: str = "") -> End:
         for _ in range(_RACES):
-            known = self._read()
-            tip = with_term(known.tip, above, chain)
-            if self._write(known, tip, count=known.count):
-                self.term, self._seen = tip.term, tip
-                return self.term
-            self._check_guard()
+            known = self._look()
+            end = known.end.with_term(above, log_id, self.term)
+            if self._write(known, end):
+                self.term = end.term
+                return end
+            if refused := self._lost_guard():
+                raise StoreError(refused)
         raise StoreError(f"{self.place}: others took {_RACES} terms in turn while this scheduler asked for one")
 
-    def append(self, effect: Persist) -> Appended:
-        entry = _fitting(entry_of(effect))
+    def _append(self, record: Record, seen: End, *, cut: bool) -> Appended:
+        key, value = self._key(f"record/{record.position:016d}"), _record_bytes(record)
+        if len(value) > MAX_RECORD_NBYTES:
+            raise StoreError(f"a record of kind {record.kind} has {len(value)} bytes, etcd takes {MAX_RECORD_NBYTES}")
         for _ in range(_RACES):
-            known = self._known or self._read()
-            verdict = judge(known.tip, self.term, entry, self._seen)
+            fresh = self._known is None
+            known = self._known or self._look()
+            verdict = judge(known.end, record, seen, cut=cut)
             if not verdict.ok or verdict.detail:
-                if self._known is None:
-                    self._seen = known.tip if verdict.ok else self._seen
+                if fresh:
                     return verdict
                 self._known = None  # what was remembered may be old
                 continue
-            count = known.count + 1
-            entry = replace(entry, revision=count)
-            record = put(self._key(f"entry/{count:016d}"), _entry_bytes(entry))
             try:
-                tip = advance(known.tip, entry)
-                if self._write(known, tip, record, count=count):
-                    self._seen = tip
+                before = [delete(self._key("record/"), until=key)] if cut else []
+                if self._write(known, verdict.end, put(key, value), *before):
                     return verdict
             except StoreError:
                 self._known = None  # it may have been written
                 raise
-            refused = self._lost_guard()
-            if refused:
-                return Appended(False, refused)
-        raise StoreError(f"{self.place}: the tip changed {_RACES} times in turn while an entry was to be appended")
+            if refused := self._lost_guard():
+                return Appended(False, refused, known.end)
+        raise StoreError(f"{self.place}: the tip changed {_RACES} times in turn while a record was to be appended")
 
     def begin_again(self) -> str:
         gone = "deleted (etcd keeps no chains of jobs that are over)"
-        known = self._read()
-        tip = with_term(known.tip.begun_again())
-        if self._write(known, tip, delete(self._key("entry/")), count=0):
+        known = self._look()
+        end = known.end.begun_again().with_term()
+        if self._write(known, end, delete(self._key("record/"))):
             return gone
         # The client asks anew where an answer got lost: then it is our own write that stands in the way.
-        found = self._read()
-        if (found.tip, found.count) != (tip, 0) or self._lost_guard():
+        if self.end() != end or self._lost_guard():
             raise StoreError(f"{self.place}: another scheduler has begun this job again; look who leads it")
         return gone
 
@@ -268,14 +228,6 @@ class EtcdStore(Store):
                 return "this scheduler does not lead any more: its lease has ended, or another one was elected"
         return ""
 
-    def _check_guard(self) -> None:
-        refused = self._lost_guard()
-        if refused:
-            raise StoreError(refused)
-
-    def holds_term(self) -> bool:
-        return self.term > 0 and self.tip().term == self.term and not self._lost_guard()
-
     def close(self) -> None:
         self._closed = True
         self._stop.set()
@@ -283,51 +235,38 @@ class EtcdStore(Store):
             self._client.close()
 
 
+def service_root(prefix: str, services: str, name: str) -> str:
+    """Before all keys of one service.
+
+    Args:
+        prefix: Of the address.
+        services: What kind of service it is, in the plural: a folder of their own for all of these.
+        name: Of this one.
+
+    Raises:
+        ConfigurationError: The name cannot be part of a key.
+    """
+    if not name or "/" in name:
+        raise ConfigurationError(f"{name!r} of {services}: what lies in etcd needs a name without slashes")
+    return f"{prefix}/{services}/{name}/"
+
+
 def job_root(prefix: str, job: str) -> str:
     """Before all keys of a job."""
-    if not job or "/" in job:
-        raise ConfigurationError(f"job {job!r}: a job in etcd needs a name without slashes")
-    return f"{prefix}/jobs/{job}/"
+    return service_root(prefix, "jobs", job)
 
 
-def _fitting(entry: Entry) -> Entry:
-    """Without the answers of a large collective: they are kept by members, and no scheduler reads them back."""
-    if entry.base is not None and entry.base.answers:
-        entry = replace(entry, base=replace(entry.base, answers=()))
-    size = len(_entry_bytes(entry))
-    if size > MAX_ENTRY_NBYTES:
-        raise StoreError(f"{entry.kind} {entry.number} has {size} bytes, etcd takes {MAX_ENTRY_NBYTES}")
-    return entry
+def open_job(address: str, job: str) -> EtcdStore:
+    """The log of this job in the etcd at `address`.
+
+    Raises:
+        ConfigurationError: The address is none, or a file of it cannot be read.
+    """
+    client = open_client(read_address(address))
+    return EtcdStore(client, job_root(client.address.prefix, job))
 
 
-def _entry_bytes(entry: Entry) -> bytes:
-    def packed(message: View | Header | None) -> str | None:
-        return base64.b64encode(encode(message)).decode() if message is not None else None
-
-    return json.dumps(
-        {
-            "format": FORMAT,
-            "kind": entry.kind,
-            "number": [entry.number.term, entry.number.number],
-            "view": packed(entry.view),
-            "base": packed(entry.base),
-            "hand_on": entry.hand_on,
-            "wish": asdict(entry.wish) if entry.wish is not None else None,
-            "wall": time.time(),
-        }
-    ).encode()
-
-
-def _tip_bytes(tip: Tip, count: int) -> bytes:
-    return json.dumps(
-        {
-            "format": FORMAT,
-            "term": tip.term,
-            "highest": [tip.highest.term, tip.highest.number],
-            "last_view": [tip.last_view.term, tip.last_view.number],
-            "finished": tip.finished,
-            "count": count,
-            "chain": tip.chain,
-            "ended": tip.ended,
-        }
-    ).encode()
+def _record_bytes(record: Record) -> bytes:
+    body = base64.b64encode(record.body).decode()
+    head = {"format": FORMAT, "kind": record.kind, "term": record.term, "before": record.before, "wall": time.time()}
+    return json.dumps({**head, "body": body}).encode()

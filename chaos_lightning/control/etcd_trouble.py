@@ -14,15 +14,12 @@ import socket
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from cryptography import x509
 from cryptography.x509.oid import NameOID
 
+from chaos_lightning.control.etcd_address import EtcdAddress
 from chaos_lightning.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from chaos_lightning.control.etcd_client import EtcdAddress
 
 _LOOK_S = 0.5
 """For each look at a server."""

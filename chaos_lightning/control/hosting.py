@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from chaos_lightning.control.chain import JobChain, Tip
 from chaos_lightning.control.options import (
     GAVE_WAY,
     MEMORY,
@@ -34,7 +35,6 @@ from chaos_lightning.control.options import (
     settings_from_json,
     settings_to_json,
 )
-from chaos_lightning.control.store import Tip
 from chaos_lightning.errors import (
     ChaosError,
     ConfigurationError,
@@ -276,15 +276,14 @@ def _stored(options: SchedulerOptions) -> Tip:
 
     path = options.store_path
     if options.in_etcd:
-        from chaos_lightning.control.etcd_client import open_client, read_address
-        from chaos_lightning.control.etcd_store import EtcdStore
+        from chaos_lightning.control.etcd_store import open_job
 
-        with EtcdStore(open_client(read_address(options.store)), options.settings.job) as chain:
+        with JobChain(open_job(options.store, options.settings.job)) as chain:
             return chain.tip()
     if path is None or not path.exists():
         return Tip()
-    with SqliteStore(path, options.settings.job, read_only=True) as store:
-        return store.tip()
+    with JobChain(SqliteStore(path, options.settings.job, read_only=True)) as chain:
+        return chain.tip()
 
 
 def _finished(options: SchedulerOptions) -> bool:

@@ -1,17 +1,16 @@
-"""A chain in this process's memory: for tests and simulations, and for jobs that need not outlive their scheduler.
+"""A log in this process's memory: for tests and simulations, and for services that need not outlive their process.
 
-Several `MemoryStore` objects over one `Shelf` behave like several schedulers over one store.
+Several `MemoryStore` objects over one `Shelf` behave like several writers over one store.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from chaos_lightning.control.store import Appended, Entry, Store, Tip, advance, entry_of, judge, with_term
+from chaos_lightning.control.store import Appended, End, Record, Store, judge
 from chaos_lightning.errors import StoreError
-from chaos_lightning.membership.effects import Persist
 
 
 @dataclass(slots=True)
@@ -19,15 +18,15 @@ class Shelf:
     """What several stores share. `changed` guards it."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
-    tip: Tip = field(default_factory=Tip)
-    entries: list[Entry] = field(default_factory=list)
+    end: End = field(default_factory=End)
+    records: list[Record] = field(default_factory=list)
 
 
 class MemoryStore(Store):
     """See the module."""
 
-    def __init__(self, job: str = "default", shelf: Shelf | None = None) -> None:
-        super().__init__(job)
+    def __init__(self, name: str = "default", shelf: Shelf | None = None) -> None:
+        super().__init__(name)
         self._shelf = shelf if shelf is not None else Shelf()
         self._closed = False
 
@@ -37,51 +36,50 @@ class MemoryStore(Store):
 
     def _open(self) -> Shelf:
         if self._closed:
-            raise StoreError(f"the store of job {self.job} is closed")
+            raise StoreError(f"the store of job {self.name} is closed")
         return self._shelf
 
-    def take_term(self, above: int = 0, chain: str = "") -> int:
+    def take_term(self, above: int = 0, log_id: str = "") -> End:
         shelf = self._open()
         with shelf.changed:
-            self._seen = shelf.tip = with_term(shelf.tip, above, chain)
-            self.term = shelf.tip.term
-            return self.term
+            shelf.end = shelf.end.with_term(above, log_id, self.term)
+            self.term = shelf.end.term
+            return shelf.end
 
     def begin_again(self) -> str:
         shelf = self._open()
         with shelf.changed:
-            shelf.tip = shelf.tip.begun_again()
-            shelf.entries.clear()
+            shelf.end = shelf.end.begun_again()
+            shelf.records.clear()
         return "forgotten, as it was in memory"
 
-    def tip(self) -> Tip:
+    def end(self) -> End:
         shelf = self._open()
         with shelf.changed:
-            return shelf.tip
+            return shelf.end
 
-    def append(self, effect: Persist) -> Appended:
+    def _append(self, record: Record, seen: End, *, cut: bool) -> Appended:
         shelf = self._open()
-        entry = entry_of(effect)
         with shelf.changed:
-            verdict = judge(shelf.tip, self.term, entry, self._seen)
+            verdict = judge(shelf.end, record, seen, cut=cut)
             if verdict.ok and not verdict.detail:
-                entry = replace(entry, revision=len(shelf.entries) + 1)
-                shelf.entries.append(entry)
-                shelf.tip = advance(shelf.tip, entry)
+                if cut:
+                    shelf.records.clear()
+                shelf.records.append(record)
+                shelf.end = verdict.end
                 shelf.changed.notify_all()
-            self._seen = shelf.tip if verdict.ok else self._seen
             return verdict
 
-    def entries(self, after: int = 0) -> tuple[Entry, ...]:
+    def read(self, after: int = 0) -> tuple[End, tuple[Record, ...]]:
         shelf = self._open()
         with shelf.changed:
-            return tuple(shelf.entries[after:])
+            return shelf.end, self._checked(shelf.end, shelf.records, after)
 
     def wait(self, after: int, timeout_s: float) -> bool:
         shelf = self._open()
         deadline = time.monotonic() + timeout_s
         with shelf.changed:
-            while len(shelf.entries) <= after:
+            while shelf.end.position <= after:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False

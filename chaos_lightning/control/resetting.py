@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 
+from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.options import MEMORY, SchedulerOptions, folder_beside
-from chaos_lightning.control.store import Store
 from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.machine.addresses import is_local, split_endpoint, split_endpoints
 from chaos_lightning.machine.process_table import rebooted, same_machine_verdict
@@ -50,9 +50,9 @@ def reset_job(endpoint: str, options: SchedulerOptions, secret: Secret, *, force
             ) from error
     else:
         return done + _forget_kept(options, chain)
-    with _open(options) as store:
-        chain = store.tip().chain
-        return _end(store, force) + _forget_kept(options, chain)
+    with _open(options) as found:
+        chain = found.tip().chain
+        return _end(found, force) + _forget_kept(options, chain)
 
 
 def _forget_kept(options: SchedulerOptions, chain: str) -> str:
@@ -65,14 +65,13 @@ def _forget_kept(options: SchedulerOptions, chain: str) -> str:
     return f". The training state that was kept for it in {', '.join(gone)} is removed" if gone else ""
 
 
-def _open(options: SchedulerOptions) -> Store:
+def _open(options: SchedulerOptions) -> JobChain:
     """The chain that is there; none is made."""
     job = options.settings.job
     if options.in_etcd:
-        from chaos_lightning.control.etcd_client import open_client, read_address
-        from chaos_lightning.control.etcd_store import EtcdStore
+        from chaos_lightning.control.etcd_store import open_job
 
-        return EtcdStore(open_client(read_address(options.store)), job)
+        return JobChain(open_job(options.store, job))
     from chaos_lightning.control.sqlite_store import SqliteStore
 
     path = options.store_path
@@ -81,14 +80,14 @@ def _open(options: SchedulerOptions) -> Store:
         raise RefusedError(
             f"there is nothing to end: no scheduler answers at {options.listen}, and {path} is not there"
         )
-    return SqliteStore(path, job, exclusive=True)
+    return JobChain(SqliteStore(path, job, exclusive=True))
 
 
-def _end(store: Store, force: bool) -> str:
-    tip, views = store.tip(), store.load().views
+def _end(chain: JobChain, force: bool) -> str:
+    tip, views = chain.tip(), chain.load().views
     if tip.finished or not views:
         what = "the job is finished already" if tip.finished else "no view of the job was decided"
-        raise RefusedError(f"there is nothing to end in {store.place}: {what}; the next member begins it anew")
+        raise RefusedError(f"there is nothing to end in {chain.place}: {what}; the next member begins it anew")
     last = views[-1]
     alive = [words for member in last.members if (words := _may_live(member))]
     if alive and not force:
@@ -97,14 +96,14 @@ def _end(store: Store, force: bool) -> str:
             "End them first (Ctrl+C there); if you know that they are gone: --force"
         )
     try:
-        term = store.take_term()
+        term = chain.take_term()
     except ConfigurationError as error:
         raise ConfigurationError(f"{error}. A scheduler that has it does not answer: wait for it, or end it") from error
-    done = store.append(Persist(1, "finish", ViewId(term, tip.highest.number + 1)))
+    done = chain.append(Persist(1, "finish", ViewId(term, tip.highest.number + 1)))
     if not done.ok:
-        raise StoreError(f"{store.place}: the end was not accepted: {done.detail}")
+        raise StoreError(f"{chain.place}: the end was not accepted: {done.detail}")
     who = ", ".join(last.ids()) or "nobody"
-    return f"the job is ended; its last view had {who} in it. Its chain is {store.begin_again()}"
+    return f"the job is ended; its last view had {who} in it. Its chain is {chain.begin_again()}"
 
 
 def _may_live(member: Member) -> str:

@@ -26,7 +26,7 @@ from chaos_lightning.protocol.types import Settings
 from chaos_lightning.security.credentials import Credentials
 
 if TYPE_CHECKING:
-    from chaos_lightning.control.seat import EtcdSeat
+    from chaos_lightning.control.candidacy import EtcdCandidacy
     from chaos_lightning.control.server import SchedulerServer
     from chaos_lightning.control.store import Store
 
@@ -38,6 +38,7 @@ EXIT_USAGE = 2
 
 def open_store(options: SchedulerOptions) -> Store:
     """The chain to continue; a finished one is archived first, unless it is to be kept."""
+    from chaos_lightning.control.chain import JobChain
     from chaos_lightning.control.memory_store import MemoryStore
     from chaos_lightning.control.sqlite_store import SqliteStore, archive
 
@@ -45,21 +46,21 @@ def open_store(options: SchedulerOptions) -> Store:
     if path is None:
         return MemoryStore(job)
     if path.exists() and not options.keep_finished:
-        with SqliteStore(path, job) as old:
+        with JobChain(SqliteStore(path, job)) as old:
             finished = old.tip().finished
         if finished:
             _say(f"the chain in {path} is finished; archived as {archive(path)}")
     return SqliteStore(path, job, exclusive=True)
 
 
-def _seat(options: SchedulerOptions, *, followed: bool) -> EtcdSeat | None:
+def _seat(options: SchedulerOptions, *, followed: bool) -> EtcdCandidacy | None:
     """In etcd several schedulers stand by for each other."""
     if not options.in_etcd:
         return None
-    from chaos_lightning.control.etcd_client import read_address
-    from chaos_lightning.control.seat import EtcdSeat
+    from chaos_lightning.control.candidacy import EtcdCandidacy
+    from chaos_lightning.control.etcd_address import read_address
 
-    return EtcdSeat(
+    return EtcdCandidacy(
         read_address(options.store), options.settings.job, keep_finished=options.keep_finished, followed=followed
     )
 
@@ -117,7 +118,7 @@ def run(options: SchedulerOptions) -> int:
             if seat is not None and look and (words := seat.check(config.settings)):
                 _say(words)
             open_it = seat.open_store if seat is not None else lambda: open_store(options)
-            reason, failed = asyncio.run(serve(config, open_it, events, on_started=on_started, seat=seat))
+            reason, failed = asyncio.run(serve(config, open_it, events, on_started=on_started, candidacy=seat))
             if seat is None or not failed:
                 break
             _say(f"scheduler of job {options.settings.job} stands by again: {reason}")

@@ -1,35 +1,29 @@
-"""A chain in one SQLite file on the scheduler's host: durable, one authority (PROTOCOL.md 14a).
+"""A log in one SQLite file on its writer's host: durable, one authority (PROTOCOL.md 14a).
 
 Theory of operation. Every write is one transaction that is on the disk when it returns (`synchronous=FULL`; in WAL mode
 that is one fsync, and the WAL is folded into the file when the last connection closes). Compare-and-set happens inside
-a `BEGIN IMMEDIATE` transaction, so two schedulers on one file cannot both win. Views and headers are kept as the same
-protobuf bytes that travel, wishes about links as JSON. A lock file beside the chain, held by the running scheduler,
-tells a second one at once that it is not needed; safety does not rest on it but on the terms.
+a `BEGIN IMMEDIATE` transaction, so two writers on one file cannot both win, and a cut is in the file whole or not at
+all. A lock file beside it, held by the running scheduler, tells a second one at once that it is not needed; safety does
+not rest on it but on the terms.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
-from chaos_lightning.control.store import Appended, Entry, Store, Tip, advance, entry_of, former_id, judge, with_term
-from chaos_lightning.errors import ConfigurationError, StoreError, WireError
-from chaos_lightning.membership.effects import LinkWish, Persist
-from chaos_lightning.protocol.codec import decode, encode
-from chaos_lightning.protocol.types import Header, View, ViewId
+from chaos_lightning.control.store import Appended, End, Record, Store, judge
+from chaos_lightning.errors import ConfigurationError, StoreError
 
-FORMAT = 3
-"""1 had no wishes about links, 2 no id of the chain."""
-_FORMER = 2
-"""Read, and brought up to date by the first scheduler that opens it (store.former_id)."""
+FORMAT = 4
+"""Up to 3 there were entries of a job's chain, with columns of their own."""
 _WATCH_INTERVAL_S = 0.05
 _BUSY_TIMEOUT_S = 5.0
 _LOCK_PATIENCE_S = 3.0
@@ -37,14 +31,16 @@ _LOCK_PATIENCE_S = 3.0
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS job (
     only INTEGER PRIMARY KEY CHECK (only = 1), format INTEGER NOT NULL, name TEXT NOT NULL, term INTEGER NOT NULL,
-    chain TEXT NOT NULL DEFAULT ''
+    id TEXT NOT NULL
 );
-CREATE TABLE IF NOT EXISTS entry (
-    revision INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, term INTEGER NOT NULL, number INTEGER NOT NULL,
-    view BLOB, base BLOB, hand_on INTEGER NOT NULL, wish TEXT, wall REAL NOT NULL
+CREATE TABLE IF NOT EXISTS record (
+    position INTEGER PRIMARY KEY, kind TEXT NOT NULL, term INTEGER NOT NULL, body BLOB NOT NULL, before TEXT NOT NULL,
+    wall REAL NOT NULL
 );
-CREATE TABLE IF NOT EXISTS ended (chain TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS ended (id TEXT NOT NULL);
 """
+"""`job` is the log's own row: versions before this one look there for the format, and refuse it."""
+_COLUMNS = "position, kind, term, body, before"
 
 
 class SqliteStore(Store):
@@ -52,15 +48,15 @@ class SqliteStore(Store):
 
     Args:
         path: The file; it and its folder are made if they do not exist (folder mode 0700).
-        job: The job's name; a file of another job is refused.
+        name: The job's name; a file of another job is refused. "": whichever is there.
         read_only: Only look; the file must exist.
-        exclusive: Hold the lock file from `take_term` on, so that only one scheduler serves this chain.
+        exclusive: Hold the lock file from `take_term` on, so that only one scheduler serves this log.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], job: str = "", *, read_only: bool = False, exclusive: bool = False
+        self, path: str | os.PathLike[str], name: str = "", *, read_only: bool = False, exclusive: bool = False
     ) -> None:
-        super().__init__(job)
+        super().__init__(name)
         self.path = Path(path)
         self._exclusive = exclusive
         self._file_lock: FileLock | None = None
@@ -94,6 +90,9 @@ class SqliteStore(Store):
             check_same_thread=False,
             timeout=_BUSY_TIMEOUT_S,
         )
+        begun = db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'job'").fetchone()[0]
+        if begun:
+            self._check_format(db)  # what another version wrote is left as it is
         if not read_only:
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=FULL")
@@ -101,26 +100,23 @@ class SqliteStore(Store):
                 for statement in _SCHEMA.split(";"):
                     db.execute(statement)
                 if db.execute("SELECT COUNT(*) FROM job").fetchone()[0] == 0:
-                    db.execute("INSERT INTO job VALUES (1, ?, ?, 0, '')", (FORMAT, self.job))
-                if db.execute("SELECT format FROM job").fetchone()[0] == _FORMER:
-                    db.execute("ALTER TABLE job ADD COLUMN chain TEXT NOT NULL DEFAULT ''")
-                    db.execute("UPDATE job SET format = ?, chain = ?", (FORMAT, self._former_id()))
-        row = db.execute("SELECT format, name FROM job").fetchone()
-        if row is None or row[0] not in ((FORMAT, _FORMER) if read_only else (FORMAT,)):
-            raise StoreError(
-                f"{self.path} has format {row and row[0]}, this version reads {FORMAT}; finish the job with "
-                "the version that began it, or choose another store"
-            )
-        if self.job and row[1] != self.job:
+                    db.execute("INSERT INTO job VALUES (1, ?, ?, 0, '')", (FORMAT, self.name))
+        found = self._check_format(db)
+        if self.name and found != self.name:
             raise ConfigurationError(
-                f"{self.path} holds the chain of job {row[1]!r}, not of {self.job!r}; choose another store or job name"
+                f"{self.path} holds the chain of job {found!r}, not of {self.name!r}; choose another store or job name"
             )
-        self.job = row[1]
-        self._has_id = row[0] == FORMAT
+        self.name = found
 
-    def _former_id(self) -> str:
-        (name,) = self._connection().execute("SELECT name FROM job").fetchone()
-        return former_id(name, (e.view for e in self._rows("WHERE kind='view' ORDER BY revision LIMIT 1") if e.view))
+    def _check_format(self, db: sqlite3.Connection) -> str:
+        """Whose log it is."""
+        row = db.execute("SELECT format, name FROM job").fetchone()
+        if row is not None and row[0] != FORMAT:
+            raise StoreError(
+                f"{self.path} has format {row[0]}, this version reads {FORMAT}; finish the job with the version that "
+                "began it and move the file away, or choose another store"
+            )
+        return str(row[1]) if row is not None else ""
 
     @property
     def place(self) -> str:
@@ -151,71 +147,50 @@ class SqliteStore(Store):
 
     # ------------------------------------------------------------------ reading
 
-    def _rows(self, where: str, *values: int) -> tuple[Entry, ...]:
-        query = f"SELECT revision, kind, term, number, view, base, hand_on, wish FROM entry {where}"
+    @contextlib.contextmanager
+    def _snapshot(self) -> Iterator[sqlite3.Connection]:
+        """One moment of the file, whatever others write meanwhile."""
         with self._lock:
+            db = self._connection()
             try:
-                rows = self._connection().execute(query, values).fetchall()
-                return tuple(
-                    Entry(
-                        revision=revision,
-                        kind=kind,
-                        number=ViewId(term, number),
-                        view=decode(View, view) if view is not None else None,
-                        base=decode(Header, base) if base is not None else None,
-                        hand_on=bool(hand_on),
-                        wish=LinkWish(**json.loads(wish)) if wish is not None else None,
-                    )
-                    for revision, kind, term, number, view, base, hand_on, wish in rows
-                )
-            except (sqlite3.Error, WireError, TypeError, ValueError) as error:
-                raise StoreError(f"{self.path}: {error}") from error
-
-    def _tip(self) -> Tip:
-        db = self._connection()
-        last = self._rows("ORDER BY revision DESC LIMIT 1")
-        highest = db.execute("SELECT term, number FROM entry ORDER BY term DESC, number DESC LIMIT 1").fetchone()
-        view = db.execute("SELECT term, number FROM entry WHERE kind='view' ORDER BY revision DESC LIMIT 1").fetchone()
-        return Tip(
-            term=db.execute("SELECT term FROM job").fetchone()[0],
-            highest=ViewId(*highest) if highest else ViewId(),
-            last_view=ViewId(*view) if view else ViewId(),
-            finished=db.execute("SELECT COUNT(*) FROM entry WHERE kind='finish'").fetchone()[0] > 0,
-            last=last[0] if last else None,
-            chain=db.execute("SELECT chain FROM job").fetchone()[0] if self._has_id else self._former_id(),
-            ended=self._ended(db),
-        )
-
-    def _ended(self, db: sqlite3.Connection) -> tuple[str, ...]:
-        """None in a file of before, which is only read."""
-        if not db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name='ended'").fetchone()[0]:
-            return ()
-        return tuple(chain for (chain,) in db.execute("SELECT chain FROM ended ORDER BY rowid"))
-
-    def tip(self) -> Tip:
-        with self._lock:
-            try:
-                return self._tip()
+                db.execute("BEGIN")
+                try:
+                    yield db
+                finally:
+                    db.execute("ROLLBACK")
             except sqlite3.Error as error:
                 raise StoreError(f"{self.path}: {error}") from error
 
-    def entries(self, after: int = 0) -> tuple[Entry, ...]:
-        return self._rows("WHERE revision > ? ORDER BY revision", after)
+    def _end(self, db: sqlite3.Connection) -> End:
+        term, log_id = db.execute("SELECT term, id FROM job").fetchone()
+        last = db.execute(f"SELECT {_COLUMNS} FROM record ORDER BY position DESC LIMIT 1").fetchone()
+        first = db.execute("SELECT COALESCE(MIN(position), 1) FROM record").fetchone()[0]
+        ended = tuple(ended for (ended,) in db.execute("SELECT id FROM ended ORDER BY rowid"))
+        end = End(term=term, id=log_id, first=first, ended=ended)
+        return replace(end, position=last[0], hash=_record(last).hash) if last else end
+
+    def end(self) -> End:
+        with self._snapshot() as db:
+            return self._end(db)
+
+    def read(self, after: int = 0) -> tuple[End, tuple[Record, ...]]:
+        with self._snapshot() as db:
+            end = self._end(db)
+            rows = db.execute(f"SELECT {_COLUMNS} FROM record ORDER BY position").fetchall()
+            return end, self._checked(end, [_record(row) for row in rows], after)
 
     def wait(self, after: int, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        while True:
-            with self._lock:
-                if self._rows("WHERE revision > ? LIMIT 1", after):
-                    return True
+        while self.end().position <= after:
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
             time.sleep(min(left, _WATCH_INTERVAL_S))
+        return True
 
     # ------------------------------------------------------------------ writing
 
-    def take_term(self, above: int = 0, chain: str = "") -> int:
+    def take_term(self, above: int = 0, log_id: str = "") -> End:
         if self._exclusive and self._file_lock is None:
             self._file_lock = FileLock(self.path)
             if not self._file_lock.take(_LOCK_PATIENCE_S):
@@ -224,47 +199,32 @@ class SqliteStore(Store):
                     "use that one, or choose another store"
                 )
         with self._transaction() as db:
-            written: int = db.execute("SELECT COALESCE(MAX(term), 0) FROM entry").fetchone()[0]
-            tip = with_term(self._tip(), max(written, above), chain)
-            db.execute("UPDATE job SET term = ?, chain = ?", (tip.term, tip.chain))
-        self.term, self._seen = tip.term, tip
-        return self.term
+            end = self._end(db).with_term(above, log_id, self.term)
+            db.execute("UPDATE job SET term = ?, id = ?", (end.term, end.id))
+        self.term = end.term
+        return end
 
-    def append(self, effect: Persist) -> Appended:
-        entry = entry_of(effect)
+    def _append(self, record: Record, seen: End, *, cut: bool) -> Appended:
         with self._transaction() as db:
-            tip = self._tip()
-            verdict = judge(tip, self.term, entry, self._seen)
+            verdict = judge(self._end(db), record, seen, cut=cut)
             if verdict.ok and not verdict.detail:
-                db.execute(
-                    "INSERT INTO entry (kind, term, number, view, base, hand_on, wish, wall) "
-                    "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                    (
-                        entry.kind,
-                        entry.number.term,
-                        entry.number.number,
-                        encode(entry.view) if entry.view is not None else None,
-                        encode(entry.base) if entry.base is not None else None,
-                        int(entry.hand_on),
-                        json.dumps(asdict(entry.wish)) if entry.wish is not None else None,
-                        time.time(),
-                    ),
-                )
-        if verdict.ok:
-            self._seen = advance(tip, entry)
+                row = (record.position, record.kind, record.term, record.body, record.before, time.time())
+                db.execute(f"INSERT INTO record ({_COLUMNS}, wall) VALUES (?, ?, ?, ?, ?, ?)", row)
+                if cut:
+                    db.execute("DELETE FROM record WHERE position < ?", (record.position,))
         return verdict
 
     def begin_again(self) -> str:
         with self._lock:
-            tip = self.tip().begun_again()
+            end = self.end().begun_again()
             self._connection().close()
             self._db = None
             archived = archive(self.path)
             try:
                 self._open(read_only=False)
                 with self._transaction() as db:
-                    db.execute("UPDATE job SET term = ?", (tip.term,))
-                    db.executemany("INSERT INTO ended VALUES (?)", [(chain,) for chain in tip.ended])
+                    db.execute("UPDATE job SET term = ?", (end.term,))
+                    db.executemany("INSERT INTO ended VALUES (?)", [(one,) for one in end.ended])
             except sqlite3.Error as error:
                 raise StoreError(f"{self.path}: {error}") from error
         return f"archived as {archived}"
@@ -287,8 +247,16 @@ class SqliteStore(Store):
                 self._file_lock = None
 
 
+def _record(row: tuple[int, str, int, bytes, str]) -> Record:
+    """From a row; SQLite keeps values of any type in any column."""
+    for value, kind in zip(row, (int, str, int, bytes, str), strict=True):
+        if type(value) is not kind:
+            raise StoreError(f"record {row[0]!r} is damaged: {value!r} where {kind.__name__} is expected")
+    return Record(*row)
+
+
 def archive(path: Path) -> Path | None:
-    """Renames a finished chain so that a new one can begin at `path`; returns its new place, None if there is none."""
+    """Renames a log that is over, so that a new one can begin; returns its new place, None if there is none."""
     if not path.exists():
         return None
     # Folds a WAL that a killed scheduler left behind into the file, which is one for good.

@@ -1,204 +1,236 @@
-"""The coordination store: the chain of decided views, kept so that no scheduler can fork it (PROTOCOL.md 7, 14a).
+"""A service's store: a log of typed records that no two writers can fork, and that can be cut.
 
-Theory of operation. A store holds one job's chain: an append-only list of entries (a number that is reserved, a view
-that is decided, a wish about a link that is granted, the end of the job), each with a revision that counts up from 1. A
-scheduler first takes a *term*, one higher than any before; from then on every older scheduler's writes fail. A write
-states what it builds on - its term and, for a view, the predecessor - and is applied only if that is still true:
-compare-and-set. When a write returned, it is durable. Writing the very same entry again succeeds, so that a writer may
-retry after an answer that got lost.
+Theory of operation. A log is an append-only list of records, at positions that count up from 1. What a record says is
+its writer's affair: a kind, which whoever uses the log chooses, and bytes. What the log says is who wrote it and what
+it follows: the writer's *term*, and the hash of the record before, so that each record vouches for all before it.
 
-Besides, a store over a network (etcd) has three things to say that an embedded one answers trivially: whether this
-scheduler still holds its lease, what was appended after a revision, and when something is.
+A writer first takes a term, one higher than any before; from then on writes of every older term fail. It writes after
+the end of the log as it saw it last, and `judge`, the one rule of all stores, lets that pass only if the end is still
+the same: compare-and-set. When a write returned, it is durable. Writing the very same record again succeeds, so that a
+writer may try again after an answer that got lost. The log's id, drawn with its first term, and what the writer saw
+last tell it when another log, or an older copy of this one, has taken its store's place.
+
+A record may be appended as a *cut*: it sums up all before it, and takes their place. Both happen in one transaction:
+whenever a process dies, the log begins with the old records or with the new one. So a reader finds one of two: all
+that was ever written, or a record that sums up what is missing, and what followed it. One that has read up to a
+position and wants the rest is told if that is not possible any more (`ReadAnewError`): it reads anew from the start,
+which now is the record that sums up. Positions and hashes go on through a cut, so compare-and-set does as well.
+
+Who may follow whom beyond that is for the user of a log to say: for a job's decisions, control/chain.py.
 """
 
 from __future__ import annotations
 
 import abc
 import hashlib
+import json
 import secrets
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import Self
 
 from chaos_lightning.errors import StoreError
-from chaos_lightning.membership.effects import Chain, LinkWish, Persist
 from chaos_lightning.membership.peers import short
-from chaos_lightning.protocol.codec import encode
-from chaos_lightning.protocol.types import NO_VIEW, Header, View, ViewId
-
-EntryKind = Literal["reserve", "view", "link", "finish"]
-
 
 MAX_ENDED = 16
-"""So many chains that were put away are remembered: members of older ones are long gone."""
+"""So many logs that were put away are remembered: who knew an older one is long gone."""
+_HASH_NBYTES = 16
+
+
+class ReadAnewError(StoreError):
+    """What follows a reader's position is not there any more: it is to read the log from its start."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One durable decision."""
+class Record:
+    """What a writer of a log has written.
 
-    revision: int
-    kind: EntryKind
-    number: ViewId
-    view: View | None = None
-    base: Header | None = None
-    hand_on: bool = False
-    wish: LinkWish | None = None
+    Attributes:
+        position: From 1 on.
+        kind: What it is, in a word of whoever uses the log.
+        term: Of its writer.
+        body: What it says.
+        before: Hash of the record before; "" for the first one.
+    """
 
-    def same(self, other: Entry) -> bool:
-        """Equal but for the revision."""
-        return replace(self, revision=other.revision) == other
+    position: int
+    kind: str
+    term: int
+    body: bytes = field(repr=False)
+    before: str = ""
+
+    @property
+    def hash(self) -> str:
+        """Of all of it, and so of all records before."""
+        head = json.dumps([self.position, self.kind, self.term, self.before]).encode()
+        return hashlib.blake2b(head + b"\n" + self.body, digest_size=_HASH_NBYTES).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of a log: what a write is compared with.
+
+    Attributes:
+        term: The last one that was taken.
+        id: Of the log, drawn with its first term and kept by every copy; "": nobody has taken a term yet.
+        position: Of the last record; 0: there is none.
+        hash: Of the last record.
+        first: Position of the first record that is there; what was before it, that one sums up.
+        ended: Ids of the last logs that were put away here, oldest first.
+    """
+
+    term: int = 0
+    id: str = ""
+    position: int = 0
+    hash: str = ""
+    first: int = 1
+    ended: tuple[str, ...] = ()
+
+    def with_term(self, above: int = 0, log_id: str = "", own: int = 0) -> End:
+        """With a term higher than any before, and all up to `above`; with its first one a log gets its id.
+
+        Args:
+            above: A term that somebody has heard of.
+            log_id: The id of a log that is to be continued here; "": as it is.
+            own: The term of whoever asks.
+
+        Raises:
+            StoreError: The log has another id, and another writer has taken it.
+        """
+        if log_id and self.id not in ("", log_id) and own != self.term:
+            raise StoreError(
+                f"log {short(self.id)} cannot become log {short(log_id)}: a writer with term {self.term} has taken it"
+            )
+        return replace(self, term=max(self.term, above) + 1, id=log_id or self.id or secrets.token_hex(8))
+
+    def then(self, record: Record, *, cut: bool = False) -> End:
+        """After this record."""
+        first = record.position if cut else self.first
+        return replace(self, position=record.position, hash=record.hash, first=first)
+
+    def begun_again(self) -> End:
+        """Of the empty log that follows this one."""
+        ended = (*self.ended, self.id) if self.id else self.ended
+        return End(term=self.term, ended=ended[-MAX_ENDED:])
+
+
+EMPTY = End()
+"""Of a log that nobody has begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """Outcome of a compare-and-set. ok False: somebody else decided meanwhile; `detail` says what is there."""
+    """Outcome of a compare-and-set.
+
+    Attributes:
+        ok: False: somebody else wrote meanwhile.
+        detail: What is there instead; where `ok`, that it was there already.
+        end: The end of the log, as the store has it after that.
+    """
 
     ok: bool
     detail: str = ""
+    end: End = EMPTY
 
 
-@dataclass(frozen=True, slots=True)
-class Tip:
-    """What a write is compared with."""
-
-    term: int = 0
-    highest: ViewId = NO_VIEW
-    last_view: ViewId = NO_VIEW
-    finished: bool = False
-    last: Entry | None = None
-    chain: str = ""
-    """The chain's id; "": nobody has taken a term yet."""
-    ended: tuple[str, ...] = ()
-    """Ids of the last chains that were put away here, oldest first."""
-
-    def begun_again(self) -> Tip:
-        """Of the empty chain that follows this one."""
-        ended = (*self.ended, self.chain) if self.chain else self.ended
-        return Tip(term=self.term, ended=ended[-MAX_ENDED:])
-
-
-def with_term(tip: Tip, above: int = 0, chain: str = "") -> Tip:
-    """The tip with a term higher than any before, and all up to `above`; with the first one a chain gets its id.
+def outranked(end: End, term: int, seen: End | None) -> str:
+    """Why a writer may write nothing more to a log that ends so; "" if it may.
 
     Args:
-        tip: As it is.
-        above: A term that a member has heard of.
-        chain: The id of a chain that is to be rebuilt here; "": as it is.
-
-    Raises:
-        StoreError: Decisions of another chain are here.
-    """
-    if chain and tip.chain and tip.chain != chain and tip.last_view != NO_VIEW:
-        raise StoreError(f"chain {short(tip.chain)} cannot become chain {short(chain)}: it holds views already")
-    return replace(tip, term=max(tip.term, above) + 1, chain=chain or tip.chain or secrets.token_hex(8))
-
-
-def former_id(job: str, views: Iterable[View]) -> str:
-    """The id of a chain that was begun before chains had ids: the same for each copy of it; "" for an empty one."""
-    first = next(iter(views), None)
-    return hashlib.blake2b(job.encode() + encode(first), digest_size=8).hexdigest() if first is not None else ""
-
-
-def entry_of(effect: Persist) -> Entry:
-    """The entry that a Persist effect asks for; a malformed one is a StoreError."""
-    kind = effect.kind
-    if kind not in get_args(EntryKind):
-        raise StoreError(f"Persist of the unknown kind {kind!r}; expected one of {', '.join(get_args(EntryKind))}")
-    if (kind == "view") != (effect.view is not None):
-        raise StoreError(f"Persist of kind {kind!r} {'with' if effect.view else 'without'} a view")
-    if effect.view is not None and effect.view.id != effect.number:
-        raise StoreError(f"Persist of view {effect.view.id} under the number {effect.number}")
-    if (kind == "link") != (effect.wish is not None):
-        raise StoreError(f"Persist of kind {kind!r} {'with' if effect.wish else 'without'} a wish")
-    return Entry(0, kind, effect.number, effect.view, effect.base, effect.hand_on, effect.wish)  # type: ignore[arg-type]
-
-
-def judge(tip: Tip, term: int, entry: Entry, seen: Tip | None = None) -> Appended:
-    """Whether `entry` of the scheduler with this term may follow `tip`; the one rule all stores share.
-
-    Args:
-        tip: The end of the chain as it is.
+        end: As it is.
         term: The writer's.
-        entry: What it writes.
-        seen: The end of the chain as the writer saw it last. If the store went back since, or holds another chain now,
-            a copy took its place under the writer: members would promise numbers that the job's own store lacks.
+        seen: As the writer saw it last, its own writes included; None if it never did. If the store went back since,
+            or holds another log now, a copy took its place under the writer.
     """
-    if seen is not None and tip.term <= seen.term and tip.chain != seen.chain:
-        return Appended(False, f"chain {short(tip.chain)} took the place of chain {short(seen.chain)} in the store")
-    if seen is not None and (tip.term, tip.highest) < (seen.term, seen.highest):
-        return Appended(False, f"the store went back from {seen.highest} to {tip.highest}: this is an older copy")
-    if tip.last is not None and term == tip.term and entry.same(tip.last):
-        return Appended(True, "was there already")
-    if term != tip.term:
-        return Appended(False, f"term {term} is over, a scheduler with term {tip.term} has taken the chain")
-    if tip.finished:
-        return Appended(False, "the job is finished")
-    if entry.kind == "reserve" and (entry.number.term != term or entry.number <= tip.highest):
-        return Appended(False, f"number {entry.number} cannot be reserved after {tip.highest} in term {term}")
-    if entry.kind == "view":
-        assert entry.view is not None
-        if entry.view.predecessor != tip.last_view:
-            return Appended(
-                False, f"view {entry.number} follows {entry.view.predecessor}, the chain ends with {tip.last_view}"
-            )
-        if entry.number.term != term or entry.number < tip.highest or entry.number <= tip.last_view:
-            return Appended(
-                False, f"number {entry.number} is behind {max(tip.highest, tip.last_view)} or not of term {term}"
-            )
-    return Appended(True)
+    if seen is not None and end.term <= seen.term and end.id != seen.id:
+        return f"log {short(end.id)} took the place of log {short(seen.id)} in the store"
+    if seen is not None and (end.term, end.position) < (seen.term, seen.position):
+        return (
+            f"the store went back from record {seen.position} of term {seen.term} to record {end.position} of term "
+            f"{end.term}: this is an older copy"
+        )
+    if term != end.term:
+        return f"term {term} is over, a writer with term {end.term} has taken the log"
+    return ""
 
 
-def reached(entries: Iterable[Entry]) -> int:
-    """The last optimizer step that a decision names since the job was founded; 0 if none does."""
-    step = 0
-    for base in (e.base for e in entries if e.base is not None):
-        step = base.step if base.next_view == NO_VIEW else max(step, base.step)
-    return step
+def judge(end: End, record: Record, seen: End, *, cut: bool = False) -> Appended:
+    """Whether `record` may be written to a log that ends so; the one rule all stores share.
+
+    Args:
+        end: As it is.
+        record: Made to follow `seen`.
+        seen: As the writer saw it last.
+        cut: Whether the record takes the place of all before it.
+    """
+    if refused := outranked(end, record.term, seen):
+        return Appended(False, refused, end)
+    if (end.position, end.hash) == (record.position, record.hash):
+        return Appended(True, "was there already", end)
+    if (end.position, end.hash) != (seen.position, seen.hash):
+        return Appended(False, f"record {end.position} is there, which its writer has not seen", end)
+    return Appended(True, "", end.then(record, cut=cut))
 
 
 class Store(abc.ABC):
-    """One job's chain. Methods block; call them from one thread at a time. All raise StoreError if the store fails."""
+    """One log. Methods block; call them from one thread at a time. All raise StoreError if the store fails.
 
-    def __init__(self, job: str) -> None:
-        self.job = job
+    Args:
+        name: Of the service that keeps the log, such as a job.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.term = 0
         """The term taken by `take_term`; 0 for a store that is only read."""
-        self._seen: Tip | None = None
-        """The end of the chain as this scheduler saw it last, its own writes included."""
 
     @property
     @abc.abstractmethod
     def place(self) -> str:
-        """Where the chain is, for people."""
+        """Where the log is, for people."""
 
     @abc.abstractmethod
-    def take_term(self, above: int = 0, chain: str = "") -> int:
-        """Durably outranks every scheduler so far, and all up to the term `above`; returns the new term.
+    def take_term(self, above: int = 0, log_id: str = "") -> End:
+        """Durably outranks every writer so far, and all up to the term `above`.
 
-        The first one draws the chain's id. Where a lost chain is rebuilt, `chain` gives its id to an empty store.
+        The first one draws the log's id. Where a lost log is continued, `log_id` gives its id to this one
+        (`End.with_term` says when it may).
         """
 
     @abc.abstractmethod
-    def tip(self) -> Tip:
+    def end(self) -> End:
         """What the next write is compared with."""
 
-    @abc.abstractmethod
-    def append(self, effect: Persist) -> Appended:
-        """Compare-and-set: durable when it returns ok."""
+    def append(self, kind: str, body: bytes, after: End, *, cut: bool = False) -> Appended:
+        """Compare-and-set: durable when it returns ok.
+
+        Args:
+            kind: What it is, in a word of whoever uses the log.
+            body: What it says.
+            after: The end of the log as this writer saw it last: of `take_term`, `read` or the last `append`.
+            cut: It sums up all records before it, and they go in the same moment.
+        """
+        return self._append(Record(after.position + 1, kind, self.term, body, after.hash), after, cut=cut)
 
     @abc.abstractmethod
-    def entries(self, after: int = 0) -> tuple[Entry, ...]:
-        """Entries with a revision above `after`, oldest first (range read)."""
+    def _append(self, record: Record, seen: End, *, cut: bool) -> Appended: ...
+
+    @abc.abstractmethod
+    def read(self, after: int = 0) -> tuple[End, tuple[Record, ...]]:
+        """The end of the log, and all records with a position above `after`, oldest first.
+
+        Raises:
+            ReadAnewError: Some of them were cut away, or this is no log that ever had a record at `after`.
+        """
 
     @abc.abstractmethod
     def wait(self, after: int, timeout_s: float) -> bool:
-        """Waits until an entry above revision `after` is there (watch); False after `timeout_s`."""
+        """Waits until a record above position `after` is there (watch); False after `timeout_s`."""
 
     @abc.abstractmethod
     def begin_again(self) -> str:
-        """Where the job is finished: an empty chain, which no term of the old one outranks.
+        """An empty log, which no term of the old one outranks.
 
         Returns:
             What became of the old one, in words: "archived as ...".
@@ -207,30 +239,33 @@ class Store(abc.ABC):
             StoreError: The store fails, or somebody else wrote in between.
         """
 
-    def holds_term(self) -> bool:
-        """Whether no other scheduler has taken a later term (for etcd: and the lease stands)."""
-        return self.term > 0 and self.tip().term == self.term
-
-    def load(self) -> Chain:
-        """The chain as a starting scheduler needs it; call `take_term` first."""
-        tip = self._seen = self.tip()
-        entries = self.entries()
-        return Chain(
-            term=self.term,
-            highest=tip.highest,
-            views=tuple(e.view for e in entries if e.view is not None),
-            finished=tip.finished,
-            wishes=tuple(e.wish for e in entries if e.wish is not None),
-            changes=tuple(e.number for e in entries if e.view is not None and e.base is None),
-            id=tip.chain,
-            numbers=tuple(e.number for e in entries if e.kind in ("reserve", "view")),
-            step=reached(entries),
-            ended=tip.ended,
-        )
-
     @abc.abstractmethod
     def close(self) -> None:
         """Lets go of file or connection. Idempotent."""
+
+    def _checked(self, end: End, found: Sequence[Record], after: int) -> tuple[Record, ...]:
+        """The records above `after` of those that were found, if that is all of them."""
+        if after > end.position:
+            raise ReadAnewError(
+                f"{self.place} ends with record {end.position}, before {after}: it was begun again, or is an older "
+                "copy; read it from its start"
+            )
+        if 0 < after < end.first - 1:
+            raise ReadAnewError(
+                f"{self.place}: what followed record {after} was cut away, and record {end.first} sums it up; read "
+                "the log from its start, which is there now"
+            )
+        expected, before = end.first, ""
+        for record in found:
+            if record.position != expected:
+                raise StoreError(f"{self.place}: record {expected} is missing")
+            if before and record.before != before:
+                raise StoreError(f"{self.place}: record {expected - 1} is damaged: the next one follows another")
+            expected, before = expected + 1, record.hash
+        if expected - 1 != end.position or before != end.hash:
+            what = "is missing" if expected <= end.position else "is damaged: it is not the one that was written"
+            raise StoreError(f"{self.place}: record {end.position} {what}")
+        return tuple(r for r in found if r.position > after)
 
     def __enter__(self) -> Self:
         return self
@@ -240,14 +275,3 @@ class Store(abc.ABC):
 
 
 StoreFactory = Callable[[], Store]
-
-
-def advance(tip: Tip, entry: Entry) -> Tip:
-    """The tip after this entry."""
-    return replace(
-        tip,
-        highest=max(tip.highest, entry.number),
-        last_view=entry.number if entry.kind == "view" else tip.last_view,
-        finished=tip.finished or entry.kind == "finish",
-        last=entry,
-    )

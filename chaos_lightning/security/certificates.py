@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.security.roles import MEMBER, read_uris, uri
+from chaos_lightning.security.roles import read_uris, serves, uri
 
 AUTHORITY_DAYS = 3650
 NODE_DAYS = 365
@@ -132,16 +132,16 @@ def certify(
         authority: Certificate and key (PEM).
         cluster: The cluster's name.
         name: The node's.
-        role: One of roles.CERTIFIED.
-        hosts: Where a scheduler on it is reached; members only.
+        role: A registered one (roles.register_role).
+        hosts: Where it is reached; only of a role that serves.
         days: How long it counts.
     """
     above, signer = x509.load_pem_x509_certificate(authority[0].encode()), _load_key(authority[1])
-    key, serves = _key(), role == MEMBER
+    key, called = _key(), serves(role)
     names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri(cluster, role, name))]
-    if serves:
+    if called:
         names += [host_name(host) for host in dict.fromkeys((*hosts, *LOOPBACK))]
-    purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if serves else [])]
+    purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if called else [])]
     said = ((NameOID.COMMON_NAME, name), (NameOID.ORGANIZATIONAL_UNIT_NAME, role))
     subject = x509.Name([x509.NameAttribute(kind, text) for kind, text in said])
     certificate = (

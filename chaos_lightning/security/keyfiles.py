@@ -37,7 +37,7 @@ from chaos_lightning.security.certificates import (
     new_authority,
     signed_by,
 )
-from chaos_lightning.security.roles import CERTIFIED, MEMBER, OPERATOR
+from chaos_lightning.security.roles import MEMBER, OPERATOR, certified, serves
 
 CLUSTER = "cluster.json"
 NODES = "nodes"
@@ -52,7 +52,7 @@ class Node:
 
     Attributes:
         name: Unique in the cluster.
-        role: One of roles.CERTIFIED.
+        role: A registered one (roles.register_role).
         hosts: Names and addresses where others reach a scheduler that runs there.
     """
 
@@ -67,11 +67,11 @@ class Node:
             )
         if self.name in (".", ".."):
             raise ConfigurationError(f"node {self.name!r} names a folder; choose another name")
-        if self.role not in CERTIFIED:
-            raise ConfigurationError(f"role {self.role!r} of {self.name}: expected one of {', '.join(CERTIFIED)}")
+        if self.role not in certified():
+            raise ConfigurationError(f"role {self.role!r} of {self.name}: expected one of {', '.join(certified())}")
         for host in self.hosts:
             host_name(host)
-        if self.hosts and self.role != MEMBER:
+        if self.hosts and not serves(self.role):
             raise ConfigurationError(
                 f"{self.name} is {self.role} and serves nothing: leave out ={','.join(self.hosts)}, or make it a member"
             )
@@ -123,7 +123,7 @@ def issue(cluster: Cluster, node: Node, days: float = NODE_DAYS) -> dict[str, st
     """The files of a node's folder, with a new key."""
     certificate, key = certify(cluster.authority, cluster.name, node.name, node.role, node.hosts, days)
     files = {TRUSTED: cluster.authority[0] + cluster.old_authority, CHAIN: certificate + cluster.bridge, KEY: key}
-    if node.role == MEMBER:
+    if serves(node.role):
         files[TOKEN] = "".join(f"{token}\n" for token in cluster.tokens)
     return files
 
@@ -320,7 +320,7 @@ def finish(folder: Path) -> Cluster:
         there = folder / NODES / node.name
         _write(there / TRUSTED, done.authority[0])
         _write(there / CHAIN, leaves[node.name])
-        if node.role == MEMBER:
+        if serves(node.role):
             _write(there / TOKEN, f"{done.tokens[0]}\n")
     save(folder, done)  # last: until then it can be done again
     return done

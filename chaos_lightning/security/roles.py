@@ -1,42 +1,110 @@
-"""Who may ask the scheduler for what: one table.
+"""Roles of certificates, and who may make which call.
 
-A role stands in the caller's certificate (security/keyfiles.py), as `chaos-lightning://CLUSTER/ROLE/NAME` among its
-names. Where there are no certificates, whoever knows the cluster token, or without one whoever is on this machine, may
-do everything. What is not in the table is refused.
+Theory of operation. A role stands in the caller's certificate (security/keyfiles.py), as
+`chaos-lightning://CLUSTER/ROLE/NAME` among its names. Which roles there are is not written here: whoever needs one
+registers it (`register_role`). Likewise each service that a server offers says who may make its calls (`Right`), and
+registers with `Rights`, of which a server has one. What nobody has registered is refused. Where there are no
+certificates, whoever knows the cluster token, or without one whoever is on this machine, may do everything.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chaos_lightning.errors import WireError
 
 SCHEME = "chaos-lightning"
-MEMBER = "member"
-OBSERVER = "observer"
-OPERATOR = "operator"
 TOKEN = "token"
 """Not a certificate's role: shows the token of a cluster without certificates."""
 ANYBODY = "anybody"
 """Not a certificate's role: a cluster without credentials, on loopback only."""
 
-CERTIFIED = (MEMBER, OBSERVER, OPERATOR)
-"""Roles that a certificate may name."""
+_SERVES: dict[str, bool] = {}
+"""The roles that there are."""
 
-ATTEND, STATUS, DRAIN, CHANGE_LINK, RESET, CLAIM = "Attend", "Status", "Drain", "ChangeLink", "Reset", "Claim"
-ALL = frozenset((ATTEND, STATUS, DRAIN, CHANGE_LINK, RESET, CLAIM))
-"""The calls of chaos.proto."""
 
-MAY: dict[str, frozenset[str]] = {
-    MEMBER: frozenset((ATTEND, STATUS, CLAIM)),
-    OBSERVER: frozenset((STATUS,)),
-    OPERATOR: frozenset((STATUS, DRAIN, CHANGE_LINK, RESET)),
-    TOKEN: ALL,
-    ANYBODY: ALL,
-}
-TOKEN_DEMANDED: dict[str, frozenset[str]] = {MEMBER: frozenset((ATTEND, CLAIM)), TOKEN: ALL}
-"""Calls that need the token besides. Members prove it to each other, so who attends must know it; observers and
-operators are not given it."""
+def register_role(name: str, *, serves: bool = False) -> str:
+    """A role that certificates may name from now on; returns its name.
+
+    Args:
+        name: A plain word in lower case.
+        serves: Others call who has it: its certificate is made for hosts, and the cluster's token lies beside it.
+
+    Raises:
+        ValueError: The name cannot be one, or is another role's.
+    """
+    if not (name.isascii() and name.isidentifier() and name.islower()) or name in (TOKEN, ANYBODY):
+        raise ValueError(f"role {name!r}: expected a plain word in lower case, and neither {TOKEN} nor {ANYBODY}")
+    if _SERVES.setdefault(name, serves) is not serves:
+        raise ValueError(f"role {name!r} is registered as one that {'serves' if _SERVES[name] else 'does not serve'}")
+    return name
+
+
+def certified() -> tuple[str, ...]:
+    """Roles that a certificate may name."""
+    return tuple(_SERVES)
+
+
+def serves(role: str) -> bool:
+    """Whether others call who has this role."""
+    return _SERVES.get(role, False)
+
+
+MEMBER = register_role("member", serves=True)
+OBSERVER = register_role("observer")
+OPERATOR = register_role("operator")
+
+
+@dataclass(frozen=True, slots=True)
+class Right:
+    """Who may make a call.
+
+    Attributes:
+        roles: Of certificates.
+        with_token: Those of them that must show the cluster token besides.
+    """
+
+    roles: tuple[str, ...]
+    with_token: tuple[str, ...] = ()
+
+
+class Rights:
+    """Of all services of one server."""
+
+    def __init__(self) -> None:
+        self._rights: dict[str, Right] = {}
+
+    def register(self, service: str, calls: Mapping[str, Right]) -> None:
+        """A service says who may make its calls.
+
+        Args:
+            service: Its full name, as in its .proto.
+            calls: By the names there.
+
+        Raises:
+            ValueError: It is registered already, or names a role that nobody has registered.
+        """
+        for call, right in calls.items():
+            if unknown := [role for role in (*right.roles, *right.with_token) if role not in _SERVES]:
+                raise ValueError(f"{service}/{call}: no role {', '.join(unknown)} is registered")
+            if f"/{service}/{call}" in self._rights:
+                raise ValueError(f"{service}/{call} is registered already")
+            self._rights[f"/{service}/{call}"] = right
+
+    def may(self, role: str, method: str) -> bool:
+        """Whether `role` may make the call with this path (/SERVICE/CALL)."""
+        right = self._rights.get(method)
+        return right is not None and (role in right.roles or role in (TOKEN, ANYBODY))
+
+    def must_show_token(self, role: str, method: str) -> bool:
+        """Whether `role` must show the cluster token for that."""
+        right = self._rights.get(method)
+        return role == TOKEN or (right is not None and role in right.with_token)
+
+    def who_may(self, method: str) -> str:
+        """The certified roles that may, in words."""
+        return " or ".join(role for role in _SERVES if self.may(role, method)) or "nobody"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +113,7 @@ class Caller:
 
     Attributes:
         name: Node or person that the certificate was made for.
-        role: One of CERTIFIED.
+        role: A registered one.
         peer: Address and port, as gRPC writes them.
     """
 
@@ -55,16 +123,6 @@ class Caller:
 
     def __str__(self) -> str:
         return f"{self.peer} {self.name} ({self.role})"
-
-
-def may(role: str, call: str) -> bool:
-    """Whether `role` may make `call`."""
-    return call in MAY.get(role, frozenset())
-
-
-def who_may(call: str) -> str:
-    """The certified roles that may, in words."""
-    return " or ".join(role for role in CERTIFIED if may(role, call)) or "nobody"
 
 
 def uri(cluster: str, role: str, name: str) -> str:
@@ -82,6 +140,6 @@ def read_uris(uris: list[str]) -> tuple[str, str]:
     if len(ours) != 1:
         raise WireError(f"its certificate names {len(ours)} roles, expected one; make it with `chaos-lightning keys`")
     parts = ours[0].removeprefix(f"{SCHEME}://").split("/")
-    if len(parts) != 3 or parts[1] not in CERTIFIED or not parts[2]:
-        raise WireError(f"its certificate says {ours[0]!r}; expected one of the roles {', '.join(CERTIFIED)}")
+    if len(parts) != 3 or parts[1] not in _SERVES or not parts[2]:
+        raise WireError(f"its certificate says {ours[0]!r}; expected one of the roles {', '.join(_SERVES)}")
     return parts[1], parts[2]

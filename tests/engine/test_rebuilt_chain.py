@@ -13,7 +13,8 @@ from engine_job import Job
 from test_failover import SETTINGS, SPEC, equal, leading, train
 
 from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.control.etcd_client import delete, read_address
+from chaos_lightning.control.etcd_address import read_address
+from chaos_lightning.control.etcd_client import delete
 from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.control.etcd_store import job_root
 from chaos_lightning.errors import ConfigurationError

@@ -19,6 +19,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from chaos_lightning.control import hosting
+from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.hosting import HostedScheduler
 from chaos_lightning.control.options import default_store
@@ -115,7 +116,7 @@ def test_a_worker_that_restarts_after_the_end_does_not_begin_anew(
     made = make(endpoint)
     made.next_rendezvous()
     assert started[0].stop()
-    with SqliteStore(default_store("job", int(endpoint.rpartition(":")[2])), "job") as store:
+    with JobChain(SqliteStore(default_store("job", int(endpoint.rpartition(":")[2])), "job")) as store:
         term = store.take_term()
         assert store.append(Persist(1, "finish", ViewId(term, 1))).ok
     with pytest.raises(RendezvousClosedError, match="job 'job' is finished"):
@@ -154,7 +155,7 @@ def test_a_scheduler_that_none_of_its_members_has_come_to_says_nothing_of_the_jo
     """Its store may be another job's by the same name: then none would be started on the job's own any more."""
     first = ViewId(1, 1)
     alone = View(first, NO_VIEW, (Member("a~1", "a", "host", "127.0.0.1", 4000),))
-    with SqliteStore(default_store("job", int(endpoint.rpartition(":")[2])), "job") as store:
+    with JobChain(SqliteStore(default_store("job", int(endpoint.rpartition(":")[2])), "job")) as store:
         store.take_term()
         assert store.append(Persist(1, "view", first, alone)).ok
         chain = store.tip().chain

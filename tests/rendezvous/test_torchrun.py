@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.hosting import HostedScheduler
 from chaos_lightning.control.options import settings_to_json
@@ -315,7 +316,7 @@ class Training:
 def finished(endpoint: str, tmp_path: Path) -> Iterator[None]:
     """A scheduler, none of the agents', that answers for the finished job."""
     chain = tmp_path / "chain.sqlite"
-    with SqliteStore(chain, "job") as store:
+    with JobChain(SqliteStore(chain, "job")) as store:
         store.take_term()
         assert store.append(Persist(1, "view", ViewId(1, 1), View(ViewId(1, 1), NO_VIEW, ()))).ok
         assert store.append(Persist(2, "finish", ViewId(1, 2))).ok

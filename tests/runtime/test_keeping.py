@@ -13,6 +13,7 @@ import pytest
 import torch
 from served import hello
 
+from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.options import SchedulerOptions, default_store
 from chaos_lightning.control.resetting import reset_job
 from chaos_lightning.control.sqlite_store import SqliteStore
@@ -161,7 +162,7 @@ def test_a_full_disk_is_told_and_leaves_the_older_state(caplog: pytest.LogCaptur
 
 def test_who_ends_a_job_removes_what_was_kept_of_its_chain(tmp_path: Path) -> None:
     path = tmp_path / "chain.sqlite"
-    with SqliteStore(path, "default") as store:
+    with JobChain(SqliteStore(path, "default")) as store:
         term = store.take_term()
         view = View(ViewId(term, 1), NO_VIEW, (MEMBER,))
         assert store.append(Persist(1, "view", view.id, view)).ok

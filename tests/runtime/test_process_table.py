@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.control.server import real_machine
 from chaos_lightning.events.events import EventLog
@@ -164,10 +165,11 @@ def test_a_machine_that_was_started_anew_has_none_of_its_processes(changes: dict
 def test_nobody_waits_for_processes_of_before_the_machine_was_started_anew() -> None:
     """The job of before a power cut: after the time in which a living member would be back."""
     store = MemoryStore()
-    store.take_term()
+    chain = JobChain(store)
+    chain.take_term()
     gone = member(os.getpid(), host=OTHER_BOOT)
     view = View(ViewId(1, 1), NO_VIEW, (gone,))
-    store.append(fx.Persist(1, "view", view.id, view))
+    chain.append(fx.Persist(1, "view", view.id, view))
     rules = Settings(reconnect_grace_s=0.3)
     with (
         serving(machine=real_machine, open_store=lambda: store, settings=rules) as served,
@@ -181,10 +183,11 @@ def test_nobody_waits_for_processes_that_are_gone_from_this_machine() -> None:
     """The last view's only member died with its scheduler: the next one begins again once it has heard who is there,
     whatever the timeouts."""
     store = MemoryStore()
-    store.take_term()
+    chain = JobChain(store)
+    chain.take_term()
     gone = member(os.getpid(), pid_start=start_time(os.getpid()) + 1)
     view = View(ViewId(1, 1), NO_VIEW, (gone,))
-    store.append(fx.Persist(1, "view", view.id, view))
+    chain.append(fx.Persist(1, "view", view.id, view))
     with serving(machine=real_machine, open_store=lambda: store) as served, attending(served.endpoint, "b") as client:
         client.messages.wait_for(Welcome)
         until(lambda: served.server.status()["machine"]["phase"] == "founding", "the end of the wait for the dead")

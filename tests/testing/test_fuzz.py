@@ -146,11 +146,11 @@ def test_a_second_hello_on_one_stream_does_not_make_it_two_members() -> None:
 
 @pytest.mark.parametrize("count", [3, "3", "x", None, [1], 10**30])
 def test_a_tip_whose_entry_is_missing_is_an_error_and_no_endless_loop(count: object) -> None:
-    tip = {"format": 1, "term": 1, "highest": [1, 2], "last_view": [1, 1], "finished": False, "count": count}
+    tip = {"format": 3, "term": 1, "id": "c", "position": count, "hash": "", "first": 1, "ended": []}
     value = SimpleNamespace(key=b"k", value=json.dumps(tip).encode(), mod_revision=1)
-    keys = SimpleNamespace(address=SimpleNamespace(prefix="p"), get=lambda key: value if key.endswith("/tip") else None)
-    with pytest.raises(StoreError, match=r"which is missing|holds no tip"):
-        EtcdStore(cast(Any, keys), "job", owned=False).tip()
+    keys = SimpleNamespace(address=SimpleNamespace(prefix="p"), get=lambda key: value, get_all=lambda prefix: ([], 1))
+    with pytest.raises(StoreError, match=r"is missing|holds no tip"):
+        EtcdStore(cast(Any, keys), "p/jobs/job/", owned=False).read()
 
 
 @pytest.mark.parametrize("index", range(len(welcome_handshakes())))

@@ -283,17 +283,20 @@ def _mutate_parts_of_json(data: bytes, rng: Random) -> bytes:
 
 
 def _entry(rng: Random, number: int, view: bool) -> bytes:
-    some = base64.b64encode(codec.encode(mutate.value_of(View, rng))).decode() if view else None
-    document = {"format": 1, "kind": "view" if view else "reserve", "number": [1, number], "view": some}
-    return json.dumps({**document, "base": None, "hand_on": False, "wish": None, "wall": 1.5}).encode()
+    from chaos_lightning.control.chain import Entry, entry_bytes
+
+    some = mutate.value_of(View, rng) if view else None
+    body = entry_bytes(Entry(0, "view" if view else "reserve", ViewId(1, number), some))
+    document = {"format": 3, "kind": "view" if view else "reserve", "term": 1, "before": ""}
+    return json.dumps({**document, "body": base64.b64encode(body).decode(), "wall": 1.5}).encode()
 
 
 def _store_seeds() -> list[bytes]:
     rng = Random(3)
-    tip = {"format": 1, "term": 1, "highest": [1, 2], "last_view": [1, 1], "finished": False, "count": 2}
+    tip = {"format": 3, "term": 1, "id": "c", "position": 2, "hash": "", "first": 1, "ended": []}
     leader = {"id": "a", "endpoint": "a:1", "host": "h", "pid": 1, "pid_start": 1, "lease": 0}
     chain = [(0, json.dumps(tip).encode()), (1, _entry(rng, 1, True)), (1, _entry(rng, 2, False))]
-    row = [1, "view", 1, 1, None, None, 0, None]
+    row = [1, "view", 1, "{}", "", 1.5]
     return [
         mutate.joined(chain),
         mutate.joined([(2, json.dumps(leader).encode())]),
@@ -310,13 +313,10 @@ class _Keys:
         self._entries = entries
 
     def get(self, key: str) -> Any:
-        if key.endswith("/tip"):
-            return SimpleNamespace(key=key.encode(), value=self._tip, mod_revision=1) if self._tip else None
-        number = int(key.rpartition("/")[2])
-        return self._kv(number) if 1 <= number <= len(self._entries) else None
+        return SimpleNamespace(key=key.encode(), value=self._tip, mod_revision=1) if self._tip else None
 
     def _kv(self, number: int) -> Any:
-        key = f"p/jobs/j/entry/{number:016d}".encode()
+        key = f"p/jobs/j/record/{number:016d}".encode()
         return SimpleNamespace(key=key, value=self._entries[number - 1], mod_revision=1)
 
     def get_all(self, prefix: str, *, deadline_s: float | None = None) -> tuple[list[Any], int]:
@@ -324,17 +324,21 @@ class _Keys:
 
 
 def _read_store(data: bytes) -> None:
+    from chaos_lightning.control.chain import entry_from
     from chaos_lightning.control.election import Candidate
     from chaos_lightning.control.etcd_store import EtcdStore
+    from chaos_lightning.control.store import Record
 
     parts = mutate.split(data)
     entries = [part for tag, part in parts if tag & 3 == 1]
     for tag, part in parts:
         if tag & 3 == 0:
-            store = EtcdStore(typing.cast(Any, _Keys(part, entries)), "j", owned=False)
-            for read in (store.entries, store.tip):
-                with contextlib.suppress(StoreError):
-                    read()
+            store = EtcdStore(typing.cast(Any, _Keys(part, entries)), "p/jobs/j/", owned=False)
+            with contextlib.suppress(StoreError):
+                store.read()
+        elif tag & 3 == 1:
+            with contextlib.suppress(StoreError):
+                entry_from(Record(1, "view" if tag & 4 else "reserve", 1, part))
         elif tag & 3 == 2:
             Candidate.read(part)
         elif tag & 3 == 3:
@@ -349,6 +353,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 def _read_row(part: bytes) -> None:
     """A row of an embedded chain with these values, as SQLite takes them."""
+    from chaos_lightning.control.chain import JobChain
     from chaos_lightning.control.sqlite_store import SqliteStore
 
     try:
@@ -358,22 +363,22 @@ def _read_row(part: bytes) -> None:
     path = Path(_folder().name) / "chain"
     for old in path.parent.iterdir():
         old.unlink()
-    with SqliteStore(path, "j") as store:
+    with JobChain(SqliteStore(path, "j")) as store:
         store.take_term()
         store.append(fx.Persist(1, "reserve", ViewId(1, 1)))
     db = sqlite3.connect(path)
     try:
-        names = [row[1] for row in db.execute("PRAGMA table_info(entry)")]
+        names = [row[1] for row in db.execute("PRAGMA table_info(record)")]
         values = given if isinstance(given, list) else [given]
         with contextlib.suppress(sqlite3.Error, OverflowError, UnicodeError):
             for name, value in zip(names, values, strict=False):
                 if isinstance(value, list | dict):
                     value = json.dumps(value)
-                db.execute(f"UPDATE entry SET {name} = ?", (value,))
+                db.execute(f"UPDATE record SET {name} = ?", (value,))
             db.commit()
     finally:
         db.close()
-    with contextlib.suppress(StoreError), SqliteStore(path, "j", read_only=True) as store:
+    with contextlib.suppress(StoreError), JobChain(SqliteStore(path, "j", read_only=True)) as store:
         store.load()
 
 
@@ -406,7 +411,7 @@ def _silenced(logger: logging.Logger) -> Iterator[None]:
 
 
 def _each_text(data: bytes) -> None:
-    from chaos_lightning.control.etcd_client import read_address
+    from chaos_lightning.control.etcd_address import read_address
     from chaos_lightning.control.options import settings_from_json
     from chaos_lightning.machine.addresses import split_endpoints
     from chaos_lightning.planning.plans import read_plan

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from chaos_lightning.control.store import Appended, Tip
+from chaos_lightning.control.chain import Tip
+from chaos_lightning.control.store import Appended
 from chaos_lightning.lab.simulate.failing import (
     exchanged_plan,
     forked_plan,

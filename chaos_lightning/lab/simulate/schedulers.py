@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from chaos_lightning.control.chain import Tip
 from chaos_lightning.control.election import WATCHED_S
-from chaos_lightning.control.store import Tip
 from chaos_lightning.errors import StoreError
 from chaos_lightning.lab.simulate.host import AGAIN_S, HostTrap, SchedulerHost, Seat
 from chaos_lightning.lab.simulate.store import Backup

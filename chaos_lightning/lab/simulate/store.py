@@ -1,4 +1,4 @@
-"""The coordination store of a simulated job: one chain, judged as every real store judges (control/store.py).
+"""The coordination store of a simulated job: one chain, judged as every real chain is (control/chain.py).
 
 Theory of operation. `write` applies the rule that all stores share to one entry, at one instant. What makes stores
 differ is around it, and is here, too. A *remote* store (etcd) applies a write that is under way whatever becomes of
@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from chaos_lightning.control.store import Appended, Tip, advance, entry_of, judge, with_term
+from chaos_lightning.control.chain import Tip, advance, check_id, entry_of, judge
+from chaos_lightning.control.store import Appended
 from chaos_lightning.errors import StoreError
 from chaos_lightning.membership.effects import Chain, LinkWish, Persist
 from chaos_lightning.protocol.types import View, ViewId
@@ -35,7 +36,7 @@ class Backup:
             replace(v, chain=LEFTOVER, members=tuple(replace(m, pid=m.pid + 10_000) for m in v.members))
             for v in self.views
         )
-        return replace(self, tip=replace(self.tip, chain=LEFTOVER), views=views)
+        return replace(self, tip=replace(self.tip, end=replace(self.tip.end, id=LEFTOVER)), views=views)
 
 
 LEFTOVER = "chain-of-the-day-before"
@@ -79,7 +80,9 @@ class Store:
         self._reach()
         if not self.tip.chain and not chain:
             self.ids += 1
-        self.tip = with_term(self.tip, above, chain or self.tip.chain or f"chain-{self.ids}")
+        check_id(self.tip, chain)
+        end = self.tip.end.with_term(above, chain or self.tip.chain or f"chain-{self.ids}", self.tip.term)
+        self.tip = replace(self.tip, end=end)
         return Chain(
             self.tip.term,
             self.tip.highest,
@@ -122,7 +125,7 @@ class Store:
         self.wishes.clear()
         self.changes.clear()
         self.numbers.clear()
-        self.tip = Tip(term=self.tip.term, highest=self.tip.highest, chain=self.tip.chain)
+        self.tip = Tip(self.tip.end, self.tip.highest)
 
     def lose(self) -> None:
         """Disk and all are gone; what begins in its place knows nothing."""
@@ -140,7 +143,7 @@ class Store:
         self.changes[:], self.numbers[:] = backup.changes, backup.numbers
 
     def _append(self, persist: Persist) -> None:
-        self.tip = advance(self.tip, entry_of(persist))
+        self.tip = advance(self.tip, entry_of(persist), replace(self.tip.end, position=self.tip.end.position + 1))
         if persist.kind in ("reserve", "view"):
             self.numbers.append(persist.number)
         if persist.view is not None:

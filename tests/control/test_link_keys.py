@@ -6,13 +6,13 @@ import base64
 import json
 import re
 import socket
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from served import attending, serving
 
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.link_keys import KeyIssuer, levels
@@ -45,9 +45,6 @@ from chaos_lightning.protocol.types import (
 from chaos_lightning.settings import EngineConfig
 from chaos_lightning.transport.handshake import Greeting, accept, dial
 from chaos_lightning.transport.sealing import Level, session_of
-
-sys.path.insert(0, str(Path(__file__).parent))
-from served import attending, serving
 
 NUMBERS = {"a~1": 1, "b~2": 2, "c~3": 3, "d~4": 4}
 
@@ -435,12 +432,12 @@ def test_keys_reach_both_ends_over_the_control_streams_and_are_written_nowhere(t
 
 
 class Follower:
-    """A seat whose job is led by rules of another scheduler, which died."""
+    """A candidacy whose job is led by rules of another scheduler, which died."""
 
     def __init__(self, stored: Settings) -> None:
         self._stored = stored
 
-    def contest(self, endpoint: str, elected: Any, lost: Any, note: Any, present: Any) -> None:
+    def stand(self, endpoint: str, elected: Any, lost: Any, note: Any, present: Any) -> None:
         elected()
 
     def rules(self, given: Settings) -> Settings:
@@ -470,8 +467,11 @@ class Follower:
 
 def test_a_scheduler_that_follows_another_one_protects_links_by_the_rules_of_the_job() -> None:
     """And not by the setting that it was started with itself."""
-    seat = Follower(Settings(links="encrypted"))
-    with serving(settings=Settings(links="checksum"), seat=seat) as served, attending(served.endpoint, "a") as a:
+    candidacy = Follower(Settings(links="encrypted"))
+    with (
+        serving(settings=Settings(links="checksum"), candidacy=candidacy) as served,
+        attending(served.endpoint, "a") as a,
+    ):
         a.messages.wait_for(Welcome)
         told = a.keys.wait_for(LinkKeys)
     assert (told.rule, told.remote, told.local, told.keyed) == ("encrypted", "encrypted", "encrypted", True)

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
-from keys_support import CHAIN, KEY, Keys, Refusals, Shown, call, write_keys
+from keys_support import CHAIN, KEY, TRUSTED, Keys, Refusals, Shown, call, write_keys
 from served import PATIENCE_S, Served, attending, serving
 
+from chaos_lightning.control import service
+from chaos_lightning.control.auth_interceptor import Service
 from chaos_lightning.control.channel import change_link, drain, fetch_status
 from chaos_lightning.control.claims import ask
+from chaos_lightning.control.service_pb2_grpc import SchedulerServicer
 from chaos_lightning.errors import RefusedError, WireError
 from chaos_lightning.machine import few_lines
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.protocol import chaos_pb2
 from chaos_lightning.protocol.types import Welcome
-from chaos_lightning.security import certificates, roles
-from chaos_lightning.security.roles import MEMBER, OBSERVER, OPERATOR
+from chaos_lightning.security import certificates, keyfiles, roles
+from chaos_lightning.security.access import TOKEN_KEY
+from chaos_lightning.security.keyfiles import Node
+from chaos_lightning.security.roles import ANYBODY, MEMBER, OBSERVER, OPERATOR, TOKEN, Right, Rights
 
 CALLS = ("Attend", "Status", "Drain", "ChangeLink", "Reset", "Claim")
-OK, ROLE, TOKEN, TLS = "ok", "PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE"
+OK, ROLE, NO_TOKEN, TLS = "ok", "PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE"
 
 TABLE: dict[str, tuple[str, str, str, str, str, str]] = {
     # who                              Attend Status Drain ChangeLink Reset Claim
     "a member": (OK, OK, ROLE, ROLE, ROLE, OK),
     "an observer": (ROLE, OK, ROLE, ROLE, ROLE, ROLE),
     "an operator": (ROLE, OK, OK, OK, OK, ROLE),
-    "a member without the token": (TOKEN, OK, ROLE, ROLE, ROLE, TOKEN),
-    "a member with a wrong token": (TOKEN, TOKEN, ROLE, ROLE, ROLE, TOKEN),
+    "a member without the token": (NO_TOKEN, OK, ROLE, ROLE, ROLE, NO_TOKEN),
+    "a member with a wrong token": (NO_TOKEN, NO_TOKEN, ROLE, ROLE, ROLE, NO_TOKEN),
     "an observer with the token": (ROLE, OK, ROLE, ROLE, ROLE, ROLE),
-    "an operator with a wrong token": (ROLE, TOKEN, TOKEN, TOKEN, TOKEN, ROLE),
+    "an operator with a wrong token": (ROLE, NO_TOKEN, NO_TOKEN, NO_TOKEN, NO_TOKEN, ROLE),
     "the token without certificate": (TLS, TLS, TLS, TLS, TLS, TLS),
     "the token without TLS": (TLS, TLS, TLS, TLS, TLS, TLS),
     "another authority's member with the token": (TLS, TLS, TLS, TLS, TLS, TLS),
@@ -144,15 +150,15 @@ def test_each_cell_of_the_table(
 def test_the_port_behind_the_door_is_nobodys(what: str, keys: Keys, scheduler: Served, refusals: Refusals) -> None:
     """It listens on loopback for the door alone; a process of this machine that finds it has no role there."""
     refusals.take()
-    inner = scheduler.server._strangers.inner_port
+    inner = scheduler.server._auth.inner_port
     assert inner != scheduler.server.port
     shown = Shown(None, keys.cluster.tokens[0])
-    assert call(f"127.0.0.1:{inner}", what, shown) == TOKEN
+    assert call(f"127.0.0.1:{inner}", what, shown) == NO_TOKEN
     assert ["inner port" in reason for _, reason in refusals.take(some=True)] == [True]
 
 
 @pytest.mark.parametrize(
-    ("token", "expected"), [("the right token", OK), ("another token", TOKEN), (None, TOKEN)], ids=str
+    ("token", "expected"), [("the right token", OK), ("another token", NO_TOKEN), (None, NO_TOKEN)], ids=str
 )
 @pytest.mark.parametrize("what", CALLS)
 def test_with_a_token_alone_whoever_knows_it_may_everything(what: str, token: str | None, expected: str) -> None:
@@ -166,14 +172,24 @@ def test_without_credentials_everybody_on_this_machine_may_everything(what: str)
         assert call(served.endpoint, what, Shown(None)) == OK
 
 
+def rights() -> Rights:
+    made = Rights()
+    made.register(service.NAME, service.RIGHTS)
+    return made
+
+
+def path(call: str) -> str:
+    return f"/{service.NAME}/{call}"
+
+
 def test_the_table_names_every_call_there_is_and_no_other() -> None:
-    methods = {method.name for method in chaos_pb2.DESCRIPTOR.services_by_name["Scheduler"].methods}
-    assert roles.ALL == methods == set(CALLS)
-    assert set(roles.MAY) == {*roles.CERTIFIED, roles.TOKEN, roles.ANYBODY}
-    assert not any(roles.may(role, "Shutdown") for role in roles.MAY)
-    assert not roles.may("owner", "Status")
-    for role, who in zip(roles.CERTIFIED, ("a member", "an observer", "an operator"), strict=True):
-        assert tuple(OK if roles.may(role, c) else ROLE for c in CALLS) == TABLE[who]
+    methods = {name for name in vars(SchedulerServicer) if not name.startswith("_")}
+    assert set(service.RIGHTS) == methods == set(CALLS)
+    known = rights()
+    assert not any(known.may(role, path("Shutdown")) for role in (*roles.certified(), TOKEN, ANYBODY))
+    assert not known.may("owner", path("Status"))
+    for role, who in ((MEMBER, "a member"), (OBSERVER, "an observer"), (OPERATOR, "an operator")):
+        assert tuple(OK if known.may(role, path(c)) else ROLE for c in CALLS) == TABLE[who]
 
 
 def test_the_documents_table_is_this_one() -> None:
@@ -184,11 +200,12 @@ def test_the_documents_table_is_this_one() -> None:
         if line.startswith("|") and len(cells := line.strip("|").split("|")) == 7
     }
     assert rows["role"] == list(CALLS)
-    for role in roles.MAY:
-        expected = ["yes" if roles.may(role, c) else "no" for c in CALLS]
+    known = rights()
+    for role in (MEMBER, OBSERVER, OPERATOR, TOKEN, ANYBODY):
+        expected = ["yes" if known.may(role, path(c)) else "no" for c in CALLS]
         assert [cell.split(",")[0] for cell in rows[role]] == expected, role
         for cell, c in zip(rows[role], CALLS, strict=True):
-            demanded = role in roles.CERTIFIED and c in roles.TOKEN_DEMANDED.get(role, ())
+            demanded = role in roles.certified() and known.must_show_token(role, path(c))
             assert ("with the token" in cell) == demanded, (role, c)
 
 
@@ -249,3 +266,91 @@ def test_ones_own_expired_certificate_is_named_before_anything_is_sent(
     with attending(scheduler.endpoint, token=credentials) as client:
         assert "it expired on" in client.states.wait(lambda s: s.startswith("failed"))
     assert refusals.take() == []
+
+
+# ------------------------------------------------------------------------------------------------ another service
+
+BELL = "tests.Bell"
+
+
+class Bell(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """A service that is no scheduler's: who rings, hears how often; who listens, hears it three times."""
+
+    def __init__(self) -> None:
+        self.rung = 0
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        if details.method == f"/{BELL}/Listen":
+            return grpc.unary_stream_rpc_method_handler(self.listen)
+        ours = details.method in (f"/{BELL}/Ring", f"/{BELL}/Forgotten")
+        return grpc.unary_unary_rpc_method_handler(self.ring) if ours else None
+
+    async def ring(self, _request: bytes, _context: Any) -> bytes:
+        self.rung += 1
+        return str(self.rung).encode()
+
+    async def listen(self, _request: bytes, _context: Any) -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield str(self.rung).encode()
+
+
+@pytest.fixture
+def ringer(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A role of its own, for as long as the test."""
+    monkeypatch.setattr(roles, "_SERVES", dict(roles._SERVES))
+    return roles.register_role("ringer")
+
+
+def ring(endpoint: str, what: str, files: dict[str, str], token: str | None = None) -> list[str]:
+    """What one call to the bell answers, or the status that it ended with."""
+    credentials = grpc.ssl_channel_credentials(*(files[name].encode() for name in (TRUSTED, KEY, CHAIN)))
+    metadata = ((TOKEN_KEY, token.encode()),) if token is not None else ()
+    with grpc.secure_channel(endpoint, credentials) as channel:
+        make = channel.unary_stream if what == "Listen" else channel.unary_unary
+        try:
+            found = make(f"/{BELL}/{what}")(b"", metadata=metadata, timeout=PATIENCE_S)
+            return [part.decode() for part in found] if what == "Listen" else [found.decode()]
+        except grpc.RpcError as error:
+            return [f"{error.code().name}: {error.details()}"]
+
+
+def test_a_service_that_is_added_says_who_may_call_it(tmp_path: Path, ringer: str, refusals: Refusals) -> None:
+    """With a role that only it knows; the scheduler's own calls are not for that."""
+    keys, bell = Keys(tmp_path / "keys"), Bell()
+    keyfiles.add(keys.folder, Node("r", ringer))
+    rights = {"Ring": Right((ringer, MEMBER), with_token=(MEMBER,)), "Listen": Right((OBSERVER,))}
+    added = Service(BELL, rights, lambda server: server.add_generic_rpc_handlers((bell,)))
+    with serving(answer, token=keys.of("a"), log=refusals, services=[added]) as served:
+        at, token = served.endpoint, keys.cluster.tokens[0]
+        assert ring(at, "Ring", keys.files("r")) == ["1"]
+        assert ring(at, "Ring", keys.files("b"), token) == ["2"]
+        assert "missing cluster token" in ring(at, "Ring", keys.files("b"))[0]
+        assert ring(at, "Listen", keys.files("o")) == ["2", "2", "2"]
+        refusals.take()
+        assert "r is ringer, and Listen is for observer" in ring(at, "Listen", keys.files("r"))[0]
+        assert refusals.take(some=True)[0][0].endswith(" r (ringer)")
+        assert "o is observer, and Ring is for member or ringer" in ring(at, "Ring", keys.files("o"))[0]
+        assert "a is member, and Forgotten is for nobody" in ring(at, "Forgotten", keys.files("a"), token)[0]
+        assert ring(at, "Nothing", keys.files("a"), token)[0].startswith("UNIMPLEMENTED")
+        assert bell.rung == 2
+        assert call(at, "Status", Shown(keys.files("r"))) == ROLE
+        assert call(at, "Status", Shown(keys.files("o"))) == OK
+    with serving(answer, token=b"the right token", services=[added]) as served:
+        assert call(served.endpoint, "Status", Shown(None, "the right token")) == OK
+
+
+@pytest.mark.parametrize("name", ["", "Ringer", "a/b", "two words", "token", "anybody", "bl\u00e4ser"])
+def test_roles_that_cannot_be(name: str) -> None:
+    with pytest.raises(ValueError, match="expected a plain word in lower case"):
+        roles.register_role(name)
+
+
+def test_what_is_registered_twice_or_for_nobody_is_an_error(ringer: str) -> None:
+    assert roles.register_role(ringer) == ringer
+    with pytest.raises(ValueError, match="registered as one that does not serve"):
+        roles.register_role(ringer, serves=True)
+    known = rights()
+    with pytest.raises(ValueError, match="Attend is registered already"):
+        known.register(service.NAME, service.RIGHTS)
+    with pytest.raises(ValueError, match="no role owner is registered"):
+        known.register(BELL, {"Ring": Right(("owner",))})

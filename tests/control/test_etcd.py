@@ -12,20 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chain_support import decide, etcd_chain, reserve, view
 from etcd_for_tests import servers
-from test_store import decide, reserve, view
 
+from chaos_lightning.control.chain import JobChain
+from chaos_lightning.control.etcd_address import CLIENTS, EtcdAddress, read_address
 from chaos_lightning.control.etcd_client import (
-    CLIENTS,
     CompactedError,
-    EtcdAddress,
     EtcdClient,
     open_client,
     put,
-    read_address,
 )
 from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.control.etcd_store import EtcdStore, job_root
+from chaos_lightning.control.etcd_store import job_root
 from chaos_lightning.control.store import Appended
 from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.membership.effects import Persist
@@ -40,12 +39,12 @@ def job() -> str:
 
 
 @contextlib.contextmanager
-def store(servers: EtcdServers, job: str) -> Iterator[EtcdStore]:
-    with EtcdStore(servers.client(), job) as opened:
+def store(servers: EtcdServers, job: str) -> Iterator[JobChain]:
+    with etcd_chain(servers.client(), job) as opened:
         yield opened
 
 
-def grow(chain: EtcdStore, count: int, last: ViewId = NO_VIEW) -> ViewId:
+def grow(chain: JobChain, count: int, last: ViewId = NO_VIEW) -> ViewId:
     for number in range(last.number + 1, last.number + 1 + count):
         decided = decide(ViewId(chain.term, number), last)
         assert chain.append(decided).ok
@@ -108,37 +107,30 @@ def test_the_deadline_that_is_named_is_the_calls_own(client: str) -> None:
 
 def test_keys_of_another_program_or_version_are_refused(etcd: EtcdServers, job: str) -> None:
     with store(etcd, job) as chain:
-        root = job_root(chain._client.address.prefix, job)
+        root = job_root(chain.store._client.address.prefix, job)
         for value, words in (
             (b"precious", "another program's"),
             (b"[]", "another program's"),
-            (json.dumps({"format": 99}).encode(), "has format 99, this version reads 2"),
-            (json.dumps({"format": 1, "count": 0}).encode(), "holds no tip"),
+            (json.dumps({"format": 99}).encode(), "has format 99, this version reads 3"),
+            (json.dumps({"format": 3, "position": 0}).encode(), "holds no tip"),
         ):
-            chain._client.transact([], [put(root + "tip", value)])
+            chain.store._client.transact([], [put(root + "tip", value)])
             with pytest.raises(StoreError, match=words):
                 chain.take_term()
-            found = chain._client.get(root + "tip")
+            found = chain.store._client.get(root + "tip")
             assert found is not None
             assert found.value == value
 
 
-def test_a_chain_of_the_former_format_is_read_and_gets_an_id_that_stays(etcd: EtcdServers, job: str) -> None:
+def test_a_chain_of_the_former_format_is_refused_and_left_alone(etcd: EtcdServers, job: str) -> None:
+    tip = {"format": 2, "term": 7, "highest": [7, 9], "last_view": [7, 9], "finished": False, "count": 4, "chain": "a"}
     with store(etcd, job) as chain:
-        chain.take_term()
-        grow(chain, 2)
-        root = job_root(chain._client.address.prefix, job)
-        found = chain._client.get(root + "tip")
-        assert found is not None
-        document = json.loads(found.value)
-        del document["chain"]
-        chain._client.transact([], [put(root + "tip", json.dumps({**document, "format": 1}).encode())])
-        drawn = chain.tip().chain
-        assert len(drawn) == 16
-    with store(etcd, job) as chain:
-        assert chain.take_term() == 2
-        assert chain.load().id == drawn
-        assert len(chain.load().views) == 2
+        key = job_root(chain.store._client.address.prefix, job) + "tip"
+        chain.store._client.transact([], [put(key, json.dumps(tip).encode())])
+        for use in (chain.take_term, chain.load, lambda: chain.append(reserve(ViewId(7, 10))), chain.begin_again):
+            with pytest.raises(StoreError, match=r"has format 2, this version reads 3; finish the job"):
+                use()
+        assert json.loads(chain.store._client.get(key).value) == tip
 
 
 def test_a_job_that_begins_again_begins_another_chain(etcd: EtcdServers, job: str) -> None:
@@ -150,14 +142,14 @@ def test_a_job_that_begins_again_begins_another_chain(etcd: EtcdServers, job: st
 
 
 @pytest.mark.parametrize(
-    "damaged", [b"\xff\xff", b"{}", b'{"format": 1}', b'{"format":1,"kind":"view","view":"////","base":null}']
+    "damaged", [b"\xff\xff", b"{}", b'{"format": 3}', b'{"format":3,"kind":"view","body":"///","term":1,"before":""}']
 )
 def test_a_damaged_entry_is_an_error_not_a_shorter_chain(etcd: EtcdServers, job: str, damaged: bytes) -> None:
     with store(etcd, job) as chain:
         chain.take_term()
         grow(chain, 2)
-        key = job_root(chain._client.address.prefix, job) + f"entry/{1:016d}"
-        chain._client.transact([], [put(key, damaged)])
+        key = job_root(chain.store._client.address.prefix, job) + f"record/{1:016d}"
+        chain.store._client.transact([], [put(key, damaged)])
         with pytest.raises(StoreError, match=r"damaged|another program's"):
             chain.load()
 
@@ -168,8 +160,10 @@ def test_a_missing_entry_is_an_error(etcd: EtcdServers, job: str) -> None:
     with store(etcd, job) as chain:
         chain.take_term()
         grow(chain, 3)
-        chain._client.transact([], [delete(job_root(chain._client.address.prefix, job) + f"entry/{2:016d}")])
-        with pytest.raises(StoreError, match="entry 2 is missing"):
+        chain.store._client.transact(
+            [], [delete(job_root(chain.store._client.address.prefix, job) + f"record/{2:016d}")]
+        )
+        with pytest.raises(StoreError, match="record 2 is missing"):
             chain.load()
 
 
@@ -211,15 +205,15 @@ def test_a_watch_whose_revision_was_compacted_says_so_and_waiting_goes_on(etcd: 
     with store(etcd, job) as chain:
         chain.take_term()
         grow(chain, 3)
-        _, revision = chain._client.get_all("nothing/")
-        chain._client.compact(revision)
+        _, revision = chain.store._client.get_all("nothing/")
+        chain.store._client.compact(revision)
         with pytest.raises(CompactedError, match="forgotten"):
-            for _ in chain._client.watch("nothing/", 1, threading.Event()):
+            for _ in chain.store._client.watch("nothing/", 1, threading.Event()):
                 pass
-        assert not chain.wait(3, 0.1)
+        assert not chain.store.wait(3, 0.1)
         grown = threading.Thread(target=lambda: grow(chain, 1, ViewId(1, 3)))
         grown.start()
-        assert chain.wait(3, 30.0)
+        assert chain.store.wait(3, 30.0)
         grown.join()
 
 
@@ -231,7 +225,7 @@ def test_a_server_that_is_restarted_forgets_nothing_and_watches_go_on(tmp_path: 
         chain.take_term()
         last = grow(chain, 3)
         seen: list[bool] = []
-        watcher = threading.Thread(target=lambda: seen.append(other.wait(3, 60.0)))
+        watcher = threading.Thread(target=lambda: seen.append(other.store.wait(3, 60.0)))
         watcher.start()
         one.kill(one.servers[0])
         restarted = threading.Thread(target=one.run, args=(one.servers[0],))
@@ -271,7 +265,40 @@ def test_servers_killed_again_and_again_in_mid_write_lose_nothing_that_was_ackno
             assert count > 30
 
 
-def finished(chain: EtcdStore) -> None:
+def test_a_log_that_is_cut_while_servers_are_killed_is_whole_at_any_moment(tmp_path: Path, job: str) -> None:
+    """Each record says how many there were; every third one sums up, and the others go with it."""
+    with servers(tmp_path / "etcd", 1) as one, store(one, job) as chain, store(one, job) as other:
+        writer, reader, over = chain.store, other.store, threading.Event()
+        end, seen = writer.take_term(), 0
+
+        def kill_and_start() -> None:
+            for _ in range(3):
+                over.wait(0.2)
+                one.kill(one.servers[0])
+                one.run(one.servers[0])
+                one.wait_ready(30.0)
+            over.set()
+
+        killer = threading.Thread(target=kill_and_start)
+        killer.start()
+        while not over.is_set():
+            number = end.position + 1
+            with contextlib.suppress(StoreError):
+                outcome = writer.append("count", str(number).encode(), end, cut=number % 3 == 0)
+                assert outcome.ok, outcome.detail
+                end = outcome.end
+            with contextlib.suppress(StoreError):
+                found, records = reader.read()
+                assert [int(r.body) for r in records] == list(range(found.first, found.position + 1))
+                assert found.position in (end.position, end.position + 1)
+                assert found.first == max(1, found.position // 3 * 3)
+                seen += 1
+        killer.join(60)
+        assert end.position > 30
+        assert seen > 30
+
+
+def finished(chain: JobChain) -> None:
     chain.take_term()
     last = grow(chain, 2)
     assert chain.append(Persist(7, "finish", last)).ok
@@ -284,13 +311,13 @@ def test_a_job_begins_again_though_the_answer_got_lost(
     """The client asks anew, and is told that somebody has written: it was itself."""
     with store(etcd, job) as chain:
         finished(chain)
-        once = chain._client.transact
+        once = chain.store._client.transact
 
         def twice(compare: Any, writes: Any) -> tuple[bool, int]:
             once(compare, writes)
             return once(compare, writes)
 
-        monkeypatch.setattr(chain._client, "transact", twice)
+        monkeypatch.setattr(chain.store._client, "transact", twice)
         chain.begin_again()
         monkeypatch.undo()
         assert (chain.tip().finished, chain.load().views) == (False, ())
@@ -304,7 +331,7 @@ def test_a_job_that_another_one_has_begun_again_is_left_to_it(
 ) -> None:
     with store(etcd, job) as chain, store(etcd, job) as other:
         finished(chain)
-        once = chain._client.transact
+        once = chain.store._client.transact
 
         def late(compare: Any, writes: Any) -> tuple[bool, int]:
             other.begin_again()
@@ -312,14 +339,14 @@ def test_a_job_that_another_one_has_begun_again_is_left_to_it(
             grow(other, 1)
             return once(compare, writes)
 
-        monkeypatch.setattr(chain._client, "transact", late)
+        monkeypatch.setattr(chain.store._client, "transact", late)
         with pytest.raises(StoreError, match="another scheduler has begun this job again"):
             chain.begin_again()
         monkeypatch.undo()
         assert len(chain.load().views) == 1
 
 
-def append_patiently(chain: EtcdStore, effect: Persist) -> Appended:
+def append_patiently(chain: JobChain, effect: Persist) -> Appended:
     """As the scheduler does, which tries again for seconds."""
     deadline = time.monotonic() + 30
     while True:
@@ -344,7 +371,7 @@ def test_the_leader_of_three_dies_and_writing_goes_on(etcd_of_three: EtcdServers
 def test_without_a_majority_nothing_is_written_and_nothing_pretended(etcd_of_three: EtcdServers, job: str) -> None:
     three = etcd_of_three.servers
     client = EtcdClient(EtcdAddress(servers=tuple(s.endpoint for s in three)), deadline_s=3.0)
-    with EtcdStore(client, job) as chain:
+    with etcd_chain(client, job) as chain:
         chain.take_term()
         last = grow(chain, 1)
         for server in three[:2]:

@@ -164,7 +164,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_member_that_is_killed_is_noticed_at_once(keys: Keys, scheduler: Served) -> None:
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[1])
     command = [sys.executable, "-c", DYING, here, scheduler.endpoint, str(keys.at("b"))]
     assert subprocess.run(command, check=False, timeout=60).returncode == -9
     assert scheduler.events.wait_for(fx.Closed).abrupt is True
@@ -454,7 +454,7 @@ def test_a_look_that_fails_is_told_once_and_is_not_the_last_one(
 
 
 def the_door(served: Served) -> door.Door:
-    found = served.server._strangers._door
+    found = served.server._auth._door
     assert found is not None
     return found
 

@@ -1,11 +1,10 @@
-"""Endpoints, tokens, addresses, settings."""
+"""Tokens and settings."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import socket
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -23,51 +22,7 @@ from chaos_lightning.control.options import (
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.protocol.types import PlanSpec, Settings, TreeSpec
 from chaos_lightning.security import access
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("host:1", ("host", 1)),
-        (" host:1 ", ("host", 1)),
-        ("host", ("host", 29400)),
-        ("[::1]:7", ("::1", 7)),
-        ("[::1]", ("::1", 29400)),
-        ("10.0.0.5:65535", ("10.0.0.5", 65535)),
-    ],
-)
-def test_endpoints(text: str, expected: tuple[str, int]) -> None:
-    assert access.split_endpoint(text) == expected
-    assert access.split_endpoint(access.join_endpoint(*expected)) == expected
-
-
-@pytest.mark.parametrize(
-    "text", ["", ":1", "host:", "host:x", "host:65536", "::1:7", "host:-1", "host:²", "host:" + "9" * 5000]
-)
-def test_odd_endpoints_are_named(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="endpoint"):
-        access.split_endpoint(text)
-
-
-def test_loopback_and_local() -> None:
-    assert access.is_loopback("127.0.0.1")
-    assert access.is_loopback("127.1.2.3")
-    assert access.is_loopback("localhost")
-    assert access.is_loopback("::1")
-    assert not access.is_loopback("0.0.0.0")
-    assert not access.is_loopback("192.0.2.1")
-    assert access.is_local("127.0.0.1")
-    assert access.is_local("0.0.0.0")
-    assert not access.is_local("192.0.2.1")  # TEST-NET-1: nobody's
-
-
-def test_an_unknown_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nowhere(*args: object, **kwargs: object) -> None:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(access.socket, "getaddrinfo", nowhere)
-    with pytest.raises(ConfigurationError, match="'nowhere' cannot be resolved"):
-        access.is_local("nowhere")
+from chaos_lightning.security.credentials import check_bind
 
 
 def token_file(tmp_path: Path, content: bytes, mode: int = 0o600) -> str:
@@ -106,10 +61,10 @@ def test_a_token_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytes
 
 
 def test_binding_beyond_loopback_needs_a_token() -> None:
-    access.check_bind("127.0.0.1", b"")
-    access.check_bind("0.0.0.0", b"a token")
+    check_bind("127.0.0.1", b"")
+    check_bind("0.0.0.0", b"a token")
     with pytest.raises(ConfigurationError, match="CHAOS_TOKEN_FILE"):
-        access.check_bind("0.0.0.0", b"")
+        check_bind("0.0.0.0", b"")
 
 
 # ------------------------------------------------------------------------------------------------ settings

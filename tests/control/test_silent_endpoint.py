@@ -14,9 +14,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
+from served import PATIENCE_S, Facts, attending, serving
+from until_support import until
 
 from chaos_lightning.control import hosting
 from chaos_lightning.control.channel import fetch_status
@@ -33,10 +34,6 @@ from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.waiting import Waiting
 from chaos_lightning.membership.effects import MessageIn
 from chaos_lightning.protocol.types import Heartbeat, Settings, Welcome
-
-sys.path.insert(0, str(Path(__file__).parent))
-from served import PATIENCE_S, Facts, attending, serving
-from until_support import until
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 

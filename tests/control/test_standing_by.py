@@ -1,4 +1,4 @@
-"""What a scheduler does that stands by, is elected, and stands by again: its shell and its seat."""
+"""What a scheduler does that stands by, is elected, and stands by again: its shell and its candidacy."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from chain_support import decide, etcd_chain
 from etcd_for_tests import servers
 from served import PATIENCE_S, Facts, ScriptedMachine, Served, serving
-from test_store import decide
 from until_support import until
 
 from chaos_lightning.control import scheduler_main
+from chaos_lightning.control.candidacy import EtcdCandidacy
+from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.claims import ask
-from chaos_lightning.control.connection import Connection, present
-from chaos_lightning.control.etcd_client import read_address
+from chaos_lightning.control.driver import real_machine
+from chaos_lightning.control.etcd_address import read_address
 from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.control.etcd_store import EtcdStore
-from chaos_lightning.control.machine import real_machine
 from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.control.options import SchedulerOptions
-from chaos_lightning.control.seat import EtcdSeat
 from chaos_lightning.control.server import CANNOT_LEAD
 from chaos_lightning.control.server_config import Owed, ServerConfig
 from chaos_lightning.control.store import Store
+from chaos_lightning.control.streams import Stream, Streams
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import Settings, ViewId
 
 
-class PlainSeat:
-    """A seat whose election is the test: it leads when `elect` is called, or never."""
+class PlainCandidacy:
+    """A candidacy whose election is the test: it leads when `elect` is called, or never."""
 
     def __init__(self) -> None:
         self.elect: Callable[[], None] = lambda: None
@@ -44,7 +44,7 @@ class PlainSeat:
         self.was_led = False
         self.told: dict[str, Any] = {}
 
-    def contest(self, endpoint: str, on_elected: Any, on_lost: Any, note: Any, present: Any) -> None:
+    def stand(self, endpoint: str, on_elected: Any, on_lost: Any, note: Any, present: Any) -> None:
         self.elect, self.present = on_elected, present
 
     def asked(self, name: str) -> None:
@@ -79,13 +79,13 @@ class PlainSeat:
 
 
 def test_one_that_never_led_ends_when_nobody_needs_it() -> None:
-    with serving(seat=PlainSeat(), idle_timeout_s=0.2) as served:
+    with serving(candidacy=PlainCandidacy(), idle_timeout_s=0.2) as served:
         assert served.wait_ended() == ("no member for 0.2 s; the chain stays in its store", False)
 
 
 def test_who_stands_by_numbers_founders_too() -> None:
     """Founders elsewhere ask the scheduler that is named last, whoever leads."""
-    with serving(seat=PlainSeat()) as served:
+    with serving(candidacy=PlainCandidacy()) as served:
         first, second = (ask(served.endpoint, b"", "default", PATIENCE_S) for _ in "ab")
         assert (first.number, second.number) == (0, 1)
         first.release()
@@ -104,8 +104,9 @@ def test_a_task_that_fails_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -
 
 
 def chain_of_one_view(store: Store) -> Store:
-    store.take_term()
-    assert store.append(decide(ViewId(store.term, 1))).ok
+    chain = JobChain(store)
+    chain.take_term()
+    assert chain.append(decide(ViewId(chain.term, 1))).ok
     return store
 
 
@@ -119,9 +120,9 @@ def test_a_chain_that_was_rebuilt_by_another_one_is_continued(*, lost: bool) -> 
         chains.add(chain)
         return ScriptedMachine(settings, chain, served)
 
-    seat = PlainSeat()
-    with serving(seat=seat, rebuild=True, machine=machine, open_store=lambda: store) as served:
-        seat.elect()
+    candidacy = PlainCandidacy()
+    with serving(candidacy=candidacy, rebuild=True, machine=machine, open_store=lambda: store) as served:
+        candidacy.elect()
         chain = chains.wait(lambda _: True)
         assert (len(chain.views), chain.rebuild) == (0 if lost else 1, lost)
 
@@ -149,20 +150,20 @@ def job() -> str:
 def test_only_a_process_that_has_not_led_before_begins_a_finished_job_anew(
     etcd: EtcdServers, job: str, *, again: bool
 ) -> None:
-    """A leader that froze, and wakes when the job has been finished by another one, takes a new seat."""
+    """A leader that froze, and wakes when the job has been finished by another one, takes a new candidacy."""
     address, old = read_address(etcd.address), Settings(job=job, min_nodes=2)
-    with EtcdStore(etcd.client(), job) as store:
-        chain_of_one_view(store)
+    with etcd_chain(etcd.client(), job) as store:
+        chain_of_one_view(store.store)
         assert store.append(fx.Persist(7, "finish", ViewId(1, 1))).ok
     for followed, given in ((True, old), (again, Settings(job=job, min_nodes=1))):
-        seat, elected = EtcdSeat(address, job, followed=followed), threading.Event()
+        candidacy, elected = EtcdCandidacy(address, job, followed=followed), threading.Event()
         try:
-            seat.contest("a:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
+            candidacy.stand("a:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
             assert elected.wait(PATIENCE_S)
-            assert seat.open_store().tip().finished == followed
-            assert seat.rules(given) == (old if followed else given)
+            assert JobChain(candidacy.open_store()).tip().finished == followed
+            assert candidacy.rules(given) == (old if followed else given)
         finally:
-            seat.close()
+            candidacy.close()
 
 
 class Finishing(ScriptedMachine):
@@ -184,8 +185,10 @@ def test_the_end_of_a_job_is_carried_to_the_next_time_that_this_process_leads(
         address, (server,) = read_address(etcd.address), etcd.servers
 
         def lead(**changes: Any) -> AbstractContextManager[Served]:
-            seat = EtcdSeat(address, job, followed="owed" in changes, lease_s=2)
-            return serving(seat=seat, open_store=seat.open_store, settings=settings, machine=make, **changes)
+            candidacy = EtcdCandidacy(address, job, followed="owed" in changes, lease_s=2)
+            return serving(
+                candidacy=candidacy, open_store=candidacy.open_store, settings=settings, machine=make, **changes
+            )
 
         def make(settings: Settings, chain: fx.Chain) -> ScriptedMachine:
             return Finishing(settings, chain, served)
@@ -201,12 +204,12 @@ def test_the_end_of_a_job_is_carried_to_the_next_time_that_this_process_leads(
         etcd.run(server)
         etcd.wait_ready(PATIENCE_S)
         if gone_on:
-            with EtcdStore(etcd.client(), job) as store:
-                chain_of_one_view(store)
+            with etcd_chain(etcd.client(), job) as store:
+                chain_of_one_view(store.store)
         with lead(owed=owed) as served:
             until(lambda: served.server.status()["role"] == "leader", "another election")
             assert served.server.owed is None
-        with EtcdStore(etcd.client(), job) as store:
+        with etcd_chain(etcd.client(), job) as store:
             assert store.tip().finished != gone_on
 
 
@@ -230,21 +233,21 @@ STATUS = ("job", "endpoint", "pid", "min_nodes", "max_nodes", "term", "store")
 
 
 def test_a_leader_that_fails_with_any_error_ends() -> None:
-    seat = PlainSeat()
+    candidacy = PlainCandidacy()
 
     def fail() -> Store:
         raise ZeroDivisionError("planted")
 
-    with serving(seat=seat, open_store=fail) as served:
-        seat.elect()
+    with serving(candidacy=candidacy, open_store=fail) as served:
+        candidacy.elect()
         assert served.wait_ended() == (f"{CANNOT_LEAD}: ZeroDivisionError: planted", True)
 
 
 @pytest.mark.parametrize("named", ["", "127.0.0.1:1"], ids=["nobody yet", "one that is gone"])
 def test_a_standby_that_does_not_know_who_leads_is_no_reason_not_to_ask_the_others(named: str) -> None:
-    new, leads = PlainSeat(), PlainSeat()
+    new, leads = PlainCandidacy(), PlainCandidacy()
     new.told = {"leader": named}
-    with serving(seat=new) as first, serving(seat=leads) as second:
+    with serving(candidacy=new) as first, serving(candidacy=leads) as second:
         leads.elect()
         places = f"{first.endpoint},{second.endpoint}"
         until(lambda: fetch_status(places)["role"] == "leader", "the one that leads")
@@ -254,22 +257,22 @@ def test_a_standby_that_does_not_know_who_leads_is_no_reason_not_to_ask_the_othe
 
 
 def test_one_among_the_endpoints_that_refuses_does_not_hide_what_a_standby_says() -> None:
-    new = PlainSeat()
+    new = PlainCandidacy()
     new.told = {"leader": ""}
-    with serving(seat=new) as first, serving(token=b"another cluster's") as other:
+    with serving(candidacy=new) as first, serving(token=b"another cluster's") as other:
         assert fetch_status(f"{first.endpoint},{other.endpoint}")["endpoint"] == first.endpoint
 
 
 def test_one_that_was_elected_says_that_it_still_takes_the_chain() -> None:
-    seat, go_on = PlainSeat(), threading.Event()
-    seat.told = {"leader": "a:1", "waits_for": ""}
+    candidacy, go_on = PlainCandidacy(), threading.Event()
+    candidacy.told = {"leader": "a:1", "waits_for": ""}
 
     def slow() -> Store:
         assert go_on.wait(PATIENCE_S)
         return MemoryStore()
 
-    with serving(seat=seat, open_store=slow) as served:
-        seat.elect()
+    with serving(candidacy=candidacy, open_store=slow) as served:
+        candidacy.elect()
         facts = fetch_status(served.endpoint, follow=False)
         go_on.set()
         assert (facts["role"], facts["waits_for"]) == ("standby", "its store: it was elected, and takes the chain")
@@ -278,8 +281,9 @@ def test_one_that_was_elected_says_that_it_still_takes_the_chain() -> None:
 
 
 def test_a_member_that_is_not_heard_is_not_present() -> None:
-    heard, silent = Connection(1, "a"), Connection(2, "b")
+    streams = Streams(print, print, print, hello_timeout_s=1.0, pulses=True)
+    heard, silent = streams.standing[1], streams.standing[2] = Stream(1, "a"), Stream(2, "b")
     heard.name, silent.name = "a", "b"
     silent.heard -= 2.0
-    assert present([heard, silent], 1.0) == {"a"}
-    assert present([heard, silent], 60.0) == {"a", "b"}
+    assert streams.present(1.0) == {"a"}
+    assert streams.present(60.0) == {"a", "b"}

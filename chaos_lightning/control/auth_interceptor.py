@@ -1,45 +1,48 @@
-"""Who calls the scheduler, who may, and what is written down about those who may not.
+"""Who calls, who may, and what is written down about those who may not.
 
 Theory of operation. With keys a door with mutual TLS (control/door.py) stands before gRPC's own port, so each call has
-a caller with a role, and the table in security/roles.py says what that role may; without keys the bare token decides.
-Everybody who is refused is a line in the event log, with who it was and why, but only a few lines a second.
+a caller with a role; without keys the bare token decides. Each service says which roles may make which of its calls
+(security/roles.py), and every call is looked at before the service hears of it: a service cannot forget to ask, and a
+call that nobody has spoken for is refused. Everybody who is refused is a line in the event log, with who it was and
+why, but only a few lines a second.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Callable
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from chaos_lightning.control.channel import END_OF_STREAM
+from chaos_lightning.control.channel import SERVER_OPTIONS
 from chaos_lightning.control.door import Door
-from chaos_lightning.errors import ConfigurationError, WireError
+from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import join_endpoint
 from chaos_lightning.machine.few_lines import FewLines
-from chaos_lightning.protocol.codec import unwrap_from_member
-from chaos_lightning.protocol.types import Hello
 from chaos_lightning.security.access import TOKEN_KEY
 from chaos_lightning.security.credentials import Credentials, Secret, known
-from chaos_lightning.security.roles import ANYBODY, TOKEN, TOKEN_DEMANDED, may, who_may
+from chaos_lightning.security.roles import ANYBODY, TOKEN, Right, Rights
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
-_HELLO_S = 0.5
+
+@dataclass(frozen=True)
+class Service:
+    """What a server offers, and to whom.
+
+    Attributes:
+        name: Its full name, as in its .proto.
+        rights: Who may make which call.
+        add: Puts its handlers into a gRPC server.
+    """
+
+    name: str
+    rights: Mapping[str, Right]
+    add: Callable[[Any], None]
 
 
-async def name_of_caller(context: Any) -> str:
-    """Of a member that attends: from its Hello, if that comes at once; else "". The Hello is gone then."""
-    with contextlib.suppress(TimeoutError, WireError):
-        envelope = await asyncio.wait_for(context.read(), _HELLO_S)
-        hello = unwrap_from_member(envelope) if envelope is not END_OF_STREAM else None
-        if isinstance(hello, Hello):
-            return hello.name
-    return ""
-
-
-class Strangers:
-    """Refuses calls of those who may not.
+class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, misc]
+    """Refuses calls of those who may not make them, whichever service they are for.
 
     Args:
         secret: Token or credentials; b"" lets everybody in (loopback only).
@@ -50,23 +53,25 @@ class Strangers:
         self._credentials = Credentials.of(secret)
         self._note = note
         self._few = FewLines()
+        self._rights = Rights()
         self._door: Door | None = None
         self.inner_port = 0
         """Where gRPC listens behind the door; 0 without one."""
 
-    async def open(self, server: Any, host: str, port: int) -> int:
-        """Gives the gRPC server its port, behind a door if there are keys; returns the port that others call.
+    async def open(self, host: str, port: int) -> tuple[grpc.aio.Server, int]:
+        """A gRPC server that has its port, behind a door if there are keys; and the port that others call.
 
         Raises:
             ConfigurationError: It is taken, or the address is not this machine's.
         """
         endpoint, keys = join_endpoint(host, port), self._credentials.keys
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[self])
         try:
             if keys is None:
-                return int(server.add_insecure_port(endpoint))
+                return server, int(server.add_insecure_port(endpoint))
             self._door = Door(keys, self.note, self.note_end)
             self.inner_port = int(server.add_insecure_port("127.0.0.1:0"))
-            return await self._door.open(host, port, self.inner_port)
+            return server, await self._door.open(host, port, self.inner_port)
         except (RuntimeError, OSError) as error:
             raise ConfigurationError(
                 f"cannot listen on {endpoint}: the port is taken or the address is not this machine's ({error}); "
@@ -83,32 +88,55 @@ class Strangers:
         caller = self._door.caller(context.peer()) if self._door is not None else None
         return str(caller or context.peer())
 
-    async def refuse(self, context: Any, what: str) -> None:
+    def serve(self, server: Any, service: Service) -> None:
+        """Adds a service to the gRPC server, for those who may call it."""
+        self._rights.register(service.name, service.rights)
+        service.add(server)
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        """Puts the look at the caller before the call itself (gRPC's interface)."""
+        handler, method = await continuation(details), str(details.method)
+        if handler is None:  # there is no such call
+            return None
+        kind = next(k for k in ("unary_unary", "unary_stream", "stream_unary", "stream_stream") if getattr(handler, k))
+        call = getattr(handler, kind)
+
+        async def asked(request: Any, context: Any) -> Any:
+            await self._refuse(context, method)
+            return await call(request, context)
+
+        async def asked_for_more(request: Any, context: Any) -> AsyncIterator[Any]:
+            await self._refuse(context, method)
+            async for reply in call(request, context):
+                yield reply
+
+        return handler._replace(**{kind: asked_for_more if inspect.isasyncgenfunction(call) else asked})
+
+    async def _refuse(self, context: Any, method: str) -> None:
         """Aborts the call of a stranger; returns to whom it may concern otherwise."""
-        if not self._credentials:
-            role = ANYBODY
-        elif self._door is None:
-            role = TOKEN
-        else:
+        what = method.rpartition("/")[2]
+        role, name = (TOKEN if self._credentials else ANYBODY), "whoever calls"
+        if self._door is not None:
             caller = self._door.caller(context.peer())
             if caller is None:
                 reason = "it came to the inner port, without a certificate"
                 await self._abort(context, what, grpc.StatusCode.UNAUTHENTICATED, reason, "call the scheduler's port")
                 return
-            role = caller.role
-            if not may(role, what):
-                reason = f"{caller.name} is {role}, and {what} is for {who_may(what)}"
-                advice = "use a folder of keys with that role (`chaos-lightning keys node NAME --role ...`)"
-                await self._abort(context, what, grpc.StatusCode.PERMISSION_DENIED, reason, advice)
-                return
-        await self._check_token(context, what, role)
+            role, name = caller.role, caller.name
+        if not self._rights.may(role, method):
+            reason = f"{name} is {role}, and {what} is for {self._rights.who_may(method)}"
+            advice = "use a folder of keys with that role (`chaos-lightning keys node NAME --role ...`)"
+            await self._abort(context, what, grpc.StatusCode.PERMISSION_DENIED, reason, advice)
+        await self._check_token(context, what, must=self._rights.must_show_token(role, method))
 
-    async def _check_token(self, context: Any, what: str, role: str) -> None:
+    async def _check_token(self, context: Any, what: str, *, must: bool) -> None:
         """Who shows a token must show the right one; who must show one, must."""
         accepted = self._credentials.tokens()
         values = [value for key, value in context.invocation_metadata() or () if key == TOKEN_KEY]
         shown = [value.encode() if isinstance(value, str) else bytes(value) for value in values]
-        if not self._credentials or (not shown and what not in TOKEN_DEMANDED.get(role, ())):
+        if not self._credentials or (not shown and not must):
             return
         if not known(shown, accepted):
             reason = "wrong cluster token" if shown else "missing cluster token"

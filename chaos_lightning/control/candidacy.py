@@ -1,7 +1,7 @@
-"""A scheduler's seat among several: it waits until it is elected, and opens the chain as the leader.
+"""A scheduler's candidacy among several: it waits until it is elected, and opens the chain as the leader.
 
-Theory of operation. A scheduler without a seat (embedded store) leads from its start; its store's lock and terms keep
-others out. With a seat it listens at once, says to whoever comes who leads, and takes the chain when it is elected.
+Theory of operation. A scheduler without one (embedded store) leads from its start; its store's lock and terms keep
+others out. With one it listens at once, says to whoever comes who leads, and takes the chain when it is elected.
 When it leads no more its process begins anew as a candidate (control/scheduler_main.py).
 
 A job's rules (min_nodes and the rest of Settings) are those of the scheduler that began to lead it: they lie in etcd
@@ -18,8 +18,10 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from chaos_lightning.control import etcd_pb2 as pb
+from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.election import LEASE_S, Candidate, Election
-from chaos_lightning.control.etcd_client import EtcdAddress, UnansweredError, open_client, put
+from chaos_lightning.control.etcd_address import EtcdAddress
+from chaos_lightning.control.etcd_client import UnansweredError, open_client, put
 from chaos_lightning.control.etcd_store import EtcdStore, job_root
 from chaos_lightning.control.options import settings_from_json, settings_to_json
 from chaos_lightning.control.store import Store
@@ -31,10 +33,10 @@ _FACTS_DEADLINE_S = 0.5
 """`status` must answer also where etcd does not."""
 
 
-class Seat(Protocol):
+class Candidacy(Protocol):
     """What a scheduler's shell needs of it. Methods may be called from any thread."""
 
-    def contest(
+    def stand(
         self,
         endpoint: str,
         on_elected: Callable[[], None],
@@ -64,14 +66,14 @@ class Seat(Protocol):
     def close(self) -> None: ...
 
 
-class EtcdSeat:
+class EtcdCandidacy:
     """See the module.
 
     Args:
         address: Where etcd is.
         job: Whose leader is elected.
         keep_finished: Serve a finished chain instead of beginning the job anew.
-        followed: This process had a seat before: what it began with is not what the job is now, so it begins no
+        followed: This process was a candidate before: what it began with is not what the job is now, so it begins no
             finished job anew and brings no rules.
         lease_s: Duration of leases.
 
@@ -90,6 +92,7 @@ class EtcdSeat:
     ) -> None:
         self._client = open_client(address)
         self._job = job
+        self._root = job_root(address.prefix, job)
         self._keep_finished = keep_finished
         self._followed = followed
         self._lease_s = lease_s
@@ -98,7 +101,7 @@ class EtcdSeat:
         self._begun_again = False
         self._note: Callable[..., None] = lambda name, **fields: None
 
-    def contest(
+    def stand(
         self,
         endpoint: str,
         on_elected: Callable[[], None],
@@ -123,7 +126,7 @@ class EtcdSeat:
         self._note = note
         self._election = Election(
             self._client,
-            self._job,
+            self._root,
             Candidate.here(endpoint),
             on_elected=elected,
             on_lost=on_lost,
@@ -140,8 +143,8 @@ class EtcdSeat:
 
     def open_store(self) -> Store:
         """The chain, for the leader; that of a finished job is emptied first, unless it is to be kept."""
-        store = EtcdStore(self._client, self._job, guard=self._guard, owned=False)
-        if store.tip().finished and not self._keep_finished and not self.waited():
+        store = EtcdStore(self._client, self._root, guard=self._guard, owned=False)
+        if JobChain(store).tip().finished and not self._keep_finished and not self.waited():
             store.begin_again()
             self._begun_again = True
             self._note("notice", text=f"job {self._job} was finished; it begins anew in {store.place}")
@@ -158,8 +161,8 @@ class EtcdSeat:
                 version can read.
         """
         try:
-            with EtcdStore(self._client, self._job, owned=False) as store:
-                chain = store.load()
+            with JobChain(EtcdStore(self._client, self._root, owned=False)) as found:
+                chain = found.load()
             stored = self._stored_rules()
         except UnansweredError as error:
             return f"{error} It goes on trying."
@@ -181,14 +184,13 @@ class EtcdSeat:
                 self._note("notice", text=self._differing(given, stored))
                 return stored
             self._note("notice", text=f"job {self._job} goes by other rules now: {_changes(stored, given)}")
-        key = job_root(self._client.address.prefix, self._job) + RULES
         document = json.dumps({"format": 1, "settings": settings_to_json(given)}).encode()
-        if not self._client.transact(self._guard, [put(key, document)])[0]:
+        if not self._client.transact(self._guard, [put(self._root + RULES, document)])[0]:
             raise StoreError("this scheduler does not lead any more, and cannot say by which rules the job goes")
         return given
 
     def _stored_rules(self) -> Settings | None:
-        found = self._client.get(job_root(self._client.address.prefix, self._job) + RULES)
+        found = self._client.get(self._root + RULES)
         if found is None:
             return None
         try:
@@ -251,7 +253,7 @@ class EtcdSeat:
         return facts
 
     def close(self) -> None:
-        """Gives the seat up; another candidate leads at once. Idempotent."""
+        """Gives it up; another candidate leads at once. Idempotent."""
         if self._election is not None:
             self._election.resign()
         self._client.close()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from chaos_lightning.control.agent import Agent
+from chaos_lightning.control.auth_interceptor import Service
+from chaos_lightning.control.candidacy import Candidacy
 from chaos_lightning.control.memory_store import MemoryStore
-from chaos_lightning.control.seat import Seat
 from chaos_lightning.control.server import SchedulerServer
 from chaos_lightning.control.server_config import ServerConfig
 from chaos_lightning.control.store import Store
@@ -112,7 +113,8 @@ class Served:
         machine: Callable[[Settings, fx.Chain], Any] | None = None,
         open_store: Callable[[], Store] = MemoryStore,
         log: EventLog | None = None,
-        seat: Seat | None = None,
+        candidacy: Candidacy | None = None,
+        services: Sequence[Service] = (),
         **config: Any,
     ) -> None:
         self.rule = rule
@@ -125,7 +127,12 @@ class Served:
         self._stop = asyncio.Event()
         factory = machine or (lambda settings, chain: ScriptedMachine(settings, chain, self))
         self.server = SchedulerServer(
-            ServerConfig(**{"port": 0, "linger_s": 0.2, **config}), open_store, log or EventLog(None), factory, seat
+            ServerConfig(**{"port": 0, "linger_s": 0.2, **config}),
+            open_store,
+            log or EventLog(None),
+            factory,
+            candidacy,
+            services,
         )
         asyncio.run_coroutine_threadsafe(self._run(), self.loop)
         assert self._ready.wait(PATIENCE_S)
@@ -160,7 +167,7 @@ class Served:
         return f"127.0.0.1:{self.server.port}"
 
     def feed(self, event: fx.SchedulerEvent) -> None:
-        self.loop.call_soon_threadsafe(self.server._inbox.put_nowait, event)
+        self.loop.call_soon_threadsafe(self.server.feed, event)
 
     def wait_ended(self) -> tuple[str, bool]:
         assert self._ended.wait(PATIENCE_S)

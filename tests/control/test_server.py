@@ -17,13 +17,16 @@ from typing import Any
 
 import grpc
 import pytest
+from served import PATIENCE_S, Facts, Served, attending, serving, welcome
+from until_support import until
 
-from chaos_lightning.control import server
+from chaos_lightning.control import auth_interceptor
+from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.channel import CLIENT_OPTIONS, SERVER_OPTIONS, drain, fetch_status
 from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.control.service_pb2_grpc import SchedulerStub
 from chaos_lightning.control.sqlite_store import SqliteStore
-from chaos_lightning.control.store import Appended
+from chaos_lightning.control.store import Appended, End, Record
 from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.events.events import EventLog, read_events
 from chaos_lightning.membership import effects as fx
@@ -42,10 +45,6 @@ from chaos_lightning.protocol.types import (
     ViewId,
     Welcome,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from served import PATIENCE_S, Facts, Served, attending, serving, welcome
-from until_support import until
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = b"a long enough token \xff"
@@ -102,7 +101,7 @@ threading.Event().wait()
 
 def member(served: Served) -> subprocess.Popen[str]:
     child = subprocess.Popen(
-        [sys.executable, "-c", MEMBER, str(Path(__file__).parent), served.endpoint],
+        [sys.executable, "-c", MEMBER, str(Path(__file__).parents[1]), served.endpoint],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
@@ -123,7 +122,7 @@ def test_a_killed_member_is_an_abrupt_end(number: signal.Signals) -> None:
 def test_a_frozen_member_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A half-open stream is the heartbeats' business; neither the shell nor gRPC's pings must make a fact of it."""
     quick = [(key, 100 if "keepalive" in key or "ping_timeout" in key else value) for key, value in SERVER_OPTIONS]
-    monkeypatch.setattr(server, "SERVER_OPTIONS", quick)
+    monkeypatch.setattr(auth_interceptor, "SERVER_OPTIONS", quick)
     beats = said(Heartbeat(NO_VIEW, 0, 0))
     with serving() as served, member(served) as child:
         try:
@@ -177,15 +176,15 @@ class Journal(MemoryStore):
         self.broken = 0
         self.deposed = False
 
-    def append(self, effect: fx.Persist) -> Appended:
+    def _append(self, record: Record, seen: End, *, cut: bool) -> Appended:
         assert self.gate.wait(PATIENCE_S)
         if self.broken:
             self.broken -= 1
             raise StoreError("the disk is full")
         if self.deposed:
             return Appended(False, "term 1 is over")
-        outcome = super().append(effect)
-        self.log.append(f"stored {effect.number}")
+        outcome = super()._append(record, seen, cut=cut)
+        self.log.append(f"stored {record.kind}")
         return outcome
 
 
@@ -226,7 +225,7 @@ def test_a_decision_is_durable_before_anything_behind_it_is_said() -> None:
             client.messages.wait(lambda m: m == Notice("stored 2 True"))
         expected = [Notice("before"), Prepare(ViewId(1, 1), "between"), Notice("after")]
         assert client.messages.seen[1:] == [*expected, Notice("stored 1 True"), Notice("stored 2 True")]
-        assert journal.log == ["stored 1.1", "stored 1.2", "heard 1", "heard 2"]
+        assert journal.log == ["stored reserve", "stored view", "heard 1", "heard 2"]
 
 
 def test_a_hiccup_of_the_store_is_survived(tmp_path: Path) -> None:
@@ -247,7 +246,7 @@ def test_a_hiccup_of_the_store_is_survived(tmp_path: Path) -> None:
 
 
 def test_a_store_that_stays_broken_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.control.server._STORE_PATIENCE_S", 0.0)
+    monkeypatch.setattr("chaos_lightning.control.chain_writer._STORE_PATIENCE_S", 0.0)
     journal = Journal()
     journal.broken = 1 << 30
     with serving(persisting(journal), open_store=lambda: journal) as served, attending(served.endpoint) as client:
@@ -270,25 +269,25 @@ def finishing(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
 def test_the_end_of_a_job_is_owed_for_as_long_as_the_store_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, comes_back: bool
 ) -> None:
-    monkeypatch.setattr("chaos_lightning.control.server._STORE_PATIENCE_S", 0.0)
+    monkeypatch.setattr("chaos_lightning.control.chain_writer._STORE_PATIENCE_S", 0.0)
     monkeypatch.setattr("chaos_lightning.control.sqlite_store._BUSY_TIMEOUT_S", 0.1)
-    path, tries = tmp_path / "chain.sqlite", Facts[fx.Persist]()
+    path, tries = tmp_path / "chain.sqlite", Facts[Record]()
 
     class Counting(SqliteStore):
-        def append(self, effect: fx.Persist) -> Appended:
-            tries.add(effect)
-            return super().append(effect)
+        def _append(self, record: Record, seen: End, *, cut: bool) -> Appended:
+            tries.add(record)
+            return super()._append(record, seen, cut=cut)
 
     with serving(finishing, open_store=lambda: Counting(path, "default")) as served:
         with attending(served.endpoint) as client, closing(sqlite3.connect(path, isolation_level=None)) as other:
             client.states.wait(lambda s: s == "connected")
             other.execute("BEGIN IMMEDIATE")
             client.agent.send(Leave("x"))
-            tries.wait_for(fx.Persist, 2)
+            tries.wait_for(Record, 2)
             served.server.config = replace(served.server.config, idle_timeout_s=0.05)
             client.close()  # members do not linger for ever
             until(lambda: not fetch_status(served.endpoint)["streams"], "nobody is here")
-            tries.wait_for(fx.Persist, len(tries.seen) + 2)
+            tries.wait_for(Record, len(tries.seen) + 2)
             until(lambda: "database is locked" in fetch_status(served.endpoint)["owed"], "that it says what it owes")
             if not comes_back:
                 served.loop.call_soon_threadsafe(served.server.end, "stopped by SIGTERM")
@@ -297,7 +296,7 @@ def test_the_end_of_a_job_is_owed_for_as_long_as_the_store_is_away(
             assert served.outcome is None
             other.execute("ROLLBACK")
         assert served.wait_ended() == ("the job is finished", False)
-    with SqliteStore(path, "default", read_only=True) as store:
+    with JobChain(SqliteStore(path, "default", read_only=True)) as store:
         assert store.tip().finished
 
 
@@ -378,9 +377,9 @@ def test_many_strangers_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest
     with serving(token=TOKEN, log=log) as served:
         monkeypatch.setattr("chaos_lightning.machine.few_lines.time.monotonic", lambda: now[0])
         for _ in range(40):
-            served.server._strangers.note("peer", "why")
+            served.server._auth.note("peer", "why")
         now[0] += 2.0
-        served.server._strangers.note("peer", "why")
+        served.server._auth.note("peer", "why")
     refused = [e for e in read_events(tmp_path) if e.name == "refused"]
     assert len(refused) == 6
     assert refused[-1]["unlogged"] == 35

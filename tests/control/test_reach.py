@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.control import agent
+from chaos_lightning.control import agent, reach
 from chaos_lightning.control.election import Candidate, Election
 from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.control.leader_line import LeaderLine
-from chaos_lightning.machine import reach
-from chaos_lightning.machine.reach import LASTING_S, Asked, Reach
+from chaos_lightning.control.reach import LASTING_S, Asked, Reach
 
 PATIENCE_S = 30.0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from served import PATIENCE_S, Client, Facts, attending, hello, serving, welcome
 
 from chaos_lightning.control import agent as agents
 from chaos_lightning.control.agent import Agent
@@ -33,9 +34,6 @@ from chaos_lightning.protocol.types import (
     Released,
     ViewId,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from served import PATIENCE_S, Client, Facts, attending, hello, serving, welcome
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,7 +63,7 @@ def test_heartbeats_carry_what_the_member_says_and_start_with_the_welcome() -> N
         assert client.states.seen == []
         held.set()
         served.loop.call_soon_threadsafe(
-            served.server._inbox.put_nowait, fx.MessageIn(1, hello("a"))
+            served.server.feed, fx.MessageIn(1, hello("a"))
         )  # the same Hello, answered now
         served.events.wait(beats, count=5)
         said = [e.message.seq for e in served.events.seen if beats(e)]  # type: ignore[union-attr]
@@ -151,7 +149,7 @@ def test_a_name_nobody_knows_is_tried_again_until_the_timeout(monkeypatch: pytes
     def nowhere(*args: Any, **kwargs: Any) -> Any:
         raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr("chaos_lightning.security.access.socket.getaddrinfo", nowhere)
+    monkeypatch.setattr("chaos_lightning.machine.addresses.socket.getaddrinfo", nowhere)
     with attending("no-such-host:29400", connect_timeout_s=0.2) as client:
         state = client.states.wait(lambda s: s.startswith("failed"))
         assert "'no-such-host' cannot be resolved" in state
@@ -348,7 +346,7 @@ def test_a_forked_child_does_not_hide_the_death_of_its_parent() -> None:
     with (
         serving() as served,
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", FORKER, str(Path(__file__).parent), served.endpoint],
+            [sys.executable, "-W", "ignore", "-c", FORKER, str(Path(__file__).parents[1]), served.endpoint],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},

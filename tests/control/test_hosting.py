@@ -17,12 +17,15 @@ from typing import Any
 
 import psutil
 import pytest
+from served import PATIENCE_S, Client, attending, hello, serving
+from until_support import until
 
 from chaos_lightning.control import hosting
+from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.channel import fetch_status
+from chaos_lightning.control.driver import real_machine
 from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.control.hosting import HostedScheduler, ensure_scheduler, look
-from chaos_lightning.control.machine import real_machine
 from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.control.options import MEMORY, SchedulerOptions
 from chaos_lightning.control.scheduler_main import main, open_store
@@ -32,10 +35,6 @@ from chaos_lightning.machine.listener import free_port, free_ports
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.protocol.types import NO_VIEW, Member, OpenLinks, Ready, Refused, Settings, View, ViewId
 from chaos_lightning.settings import EngineConfig
-
-sys.path.insert(0, str(Path(__file__).parent))
-from served import PATIENCE_S, Client, attending, hello, serving
-from until_support import until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -219,7 +218,7 @@ def test_after_sigkill_the_chain_is_continued(endpoint: str, started: list[Hoste
         facts = fetch_status(endpoint)
         assert facts["term"] == 2
         assert second.store is not None
-        with SqliteStore(second.store, "job", read_only=True) as store:
+        with JobChain(SqliteStore(second.store, "job", read_only=True)) as store:
             views = [e.view for e in store.entries() if e.view]
         assert views[0].ids() == ("a~1",)
     finally:
@@ -250,7 +249,7 @@ def test_nobody_hosts_a_scheduler_that_lacks_the_jobs_chain(endpoint: str, start
     with pytest.raises(StoreError, match=r"goes by chain 0123456.* holds none\. Start one there on the store"):
         ensure_scheduler(chosen, continue_only=True, chain="0123456789abcdef")
     assert look(endpoint, "job", b"") == "free"
-    with SqliteStore(chosen.store_path, "job") as store:
+    with JobChain(SqliteStore(chosen.store_path, "job")) as store:
         store.take_term()
         chain = store.tip().chain
     with pytest.raises(StoreError, match=f"holds chain {chain[:4]}"):
@@ -310,8 +309,9 @@ def test_who_started_a_scheduler_that_gave_the_endpoint_up_waits_as_others_do(
 def leftover(chain: str) -> MemoryStore:
     """Its chain has one view, whose member is not about."""
     store = MemoryStore()
-    view = View(ViewId(store.take_term(0, chain), 1), NO_VIEW, (Member("z~1", "z", "elsewhere", "10.0.0.9", 1),))
-    assert store.append(Persist(1, "view", view.id, view)).ok
+    job = JobChain(store)
+    view = View(ViewId(job.take_term(0, chain), 1), NO_VIEW, (Member("z~1", "z", "elsewhere", "10.0.0.9", 1),))
+    assert job.append(Persist(1, "view", view.id, view)).ok
     return store
 
 
@@ -343,7 +343,7 @@ def test_a_hosted_scheduler_whose_own_members_are_here_stays() -> None:
 
 
 def finished_chain(path: Path) -> None:
-    with SqliteStore(path, "job") as store:
+    with JobChain(SqliteStore(path, "job")) as store:
         store.take_term()
         view = View(ViewId(1, 1), NO_VIEW, ())
         assert store.append(Persist(1, "view", view.id, view)).ok
@@ -396,7 +396,7 @@ def test_a_finished_chain_can_be_kept(tmp_path: Path) -> None:
     path = tmp_path / "chain"
     finished_chain(path)
     chosen = SchedulerOptions(listen="h:1", settings=Settings(job="job"), store=str(path), keep_finished=True)
-    with open_store(chosen) as store:
+    with JobChain(open_store(chosen)) as store:
         assert store.tip().finished
 
 
@@ -478,7 +478,7 @@ def test_a_signal_ends_the_process_and_leaves_the_chain(endpoint: str, number: s
         assert number.name in process.stdout.read()
         client.close()
     assert not (tmp_path / "chain-wal").exists()
-    with SqliteStore(tmp_path / "chain", read_only=True) as store:
+    with JobChain(SqliteStore(tmp_path / "chain", read_only=True)) as store:
         assert [v.id for v in store.load().views] == [ViewId(1, 1)]
 
 
@@ -510,7 +510,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         def fail(*args: object, **kwargs: object) -> None:
             raise socket.gaierror(-2, "Name or service not known")
 
-        monkeypatch.setattr("chaos_lightning.security.access.socket.getaddrinfo", fail)
+        monkeypatch.setattr("chaos_lightning.machine.addresses.socket.getaddrinfo", fail)
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from served import PATIENCE_S, Client, attending, hello, serving
 from typer.testing import CliRunner
+from until_support import until
 
 from chaos_lightning import cli
+from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.control.machine import real_machine
+from chaos_lightning.control.driver import real_machine
 from chaos_lightning.control.options import SchedulerOptions
 from chaos_lightning.control.resetting import reset_job
 from chaos_lightning.control.sqlite_store import SqliteStore
@@ -35,10 +38,6 @@ from chaos_lightning.protocol.types import (
     ViewId,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
-from served import PATIENCE_S, Client, attending, hello, serving
-from until_support import until
-
 NOBODY = "127.0.0.1:9"
 
 
@@ -50,7 +49,7 @@ def a_chain(path: Path, **changes: Any) -> SchedulerOptions:
     """A job that was killed as a whole; its member was a process of this machine, unless `changes` say otherwise."""
     values = {"host": host_identity(), "pid": os.getpid(), "pid_start": start_time(os.getpid()), **changes}
     member = Member("a~1", "a", values.pop("host"), values.pop("address", "10.0.0.9"), 1, **values)
-    with SqliteStore(path, "default") as store:
+    with JobChain(SqliteStore(path, "default")) as store:
         term = store.take_term()
         view = View(ViewId(term, 1), NO_VIEW, (member,))
         assert store.append(fx.Persist(1, "view", view.id, view)).ok
@@ -90,7 +89,7 @@ def test_a_job_whose_member_lives_is_ended_by_force_and_the_next_one_begins_at_t
             assert (decided.view.predecessor, [m.name for m in decided.view.members]) == (NO_VIEW, ["b"])
             assert decided.view.id.term > 1
     (old,) = archived(chain)
-    with SqliteStore(old, "default", read_only=True) as store:
+    with JobChain(SqliteStore(old, "default", read_only=True)) as store:
         assert store.tip().finished
         assert [v.ids() for v in store.load().views] == [("a~1",)]
 
@@ -108,7 +107,7 @@ def test_nothing_is_promised_for_an_empty_store_beside_members_that_lack_their_c
 def test_a_member_that_comes_back_after_the_reset_is_let_go_and_stops_no_next_job(chain: Path) -> None:
     """Its stream was down at that moment; the scheduler was started anew since."""
     options = a_chain(chain, host="elsewhere")
-    with SqliteStore(chain, "default") as store:
+    with JobChain(SqliteStore(chain, "default")) as store:
         stands = {"resume": "a~1", "view": store.load().views[-1].id, "term": 1, "chain": store.tip().chain}
     assert "archived as" in reset_job(NOBODY, options, b"", force=True)
     opened = lambda: SqliteStore(chain, "default", exclusive=True)  # noqa: E731
@@ -171,7 +170,7 @@ def test_without_a_scheduler_a_dead_job_is_ended_on_its_chain(chain: Path) -> No
     done = CliRunner().invoke(cli.app, ["reset", "--endpoint", NOBODY, "--store", str(chain)])
     assert done.exit_code == 0, done.output
     assert done.output.startswith("the job is ended; its last view had a~1 in it. Its chain is archived as ")
-    with SqliteStore(chain, "default") as store:
+    with JobChain(SqliteStore(chain, "default")) as store:
         assert store.load().views == ()
         assert store.take_term() > 2
     with pytest.raises(RefusedError, match="nothing to end"):
@@ -205,15 +204,15 @@ def stopped(chain: Path) -> Iterator[str]:
 def test_the_chain_of_a_scheduler_that_does_not_answer_is_left_alone(
     chain: Path, stopped: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with SqliteStore(chain, "default") as store:
+    with JobChain(SqliteStore(chain, "default")) as store:
         term = store.tip().term
     from chaos_lightning.control import channel, sqlite_store
 
     monkeypatch.setattr(sqlite_store, "_LOCK_PATIENCE_S", 0.1)
     monkeypatch.setattr(channel.reset, "__kwdefaults__", {"force": False, "token": b"", "timeout_s": 0.5})
     view = View(ViewId(term, 1), NO_VIEW, ())
-    with SqliteStore(chain, "default") as store:
-        store.term = term
+    with JobChain(SqliteStore(chain, "default")) as store:
+        store.store.term = term
         assert store.append(fx.Persist(1, "view", view.id, view)).ok
     with pytest.raises(ConfigurationError, match="does not answer: wait for it, or end it"):
         reset_job(stopped, SchedulerOptions(listen=stopped, store=str(chain)), b"", force=True)

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from until_support import until
 
-from chaos_lightning.control.etcd_client import put, read_address
+from chaos_lightning.control.candidacy import EtcdCandidacy
+from chaos_lightning.control.etcd_address import read_address
+from chaos_lightning.control.etcd_client import put
 from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.control.seat import EtcdSeat
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.protocol.types import Settings
 
@@ -26,26 +27,26 @@ def job() -> str:
     return f"job-{os.urandom(4).hex()}"
 
 
-def seat_of(etcd: EtcdServers, job: str, **rules: int) -> tuple[EtcdSeat, Settings]:
+def candidacy_of(etcd: EtcdServers, job: str, **rules: int) -> tuple[EtcdCandidacy, Settings]:
     address = read_address(f"{etcd.address}/seats")
-    return EtcdSeat(address, job), Settings(job=job, **rules)  # type: ignore[arg-type]
+    return EtcdCandidacy(address, job), Settings(job=job, **rules)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
-def leading(seat: EtcdSeat, name: str) -> Iterator[None]:
-    """Until the seat is elected, and it is closed after."""
+def leading(candidacy: EtcdCandidacy, name: str) -> Iterator[None]:
+    """Until the candidacy is elected, and it is closed after."""
     elected = threading.Event()
-    seat.contest(f"{name}:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
+    candidacy.stand(f"{name}:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
     try:
         assert elected.wait(PATIENCE_S)
         yield
     finally:
-        seat.close()
+        candidacy.close()
 
 
 def test_who_follows_a_leader_goes_by_the_rules_of_the_job(etcd: EtcdServers, job: str) -> None:
-    first, given = seat_of(etcd, job, min_nodes=2)
-    second, other = seat_of(etcd, job, min_nodes=3, max_nodes=5)
+    first, given = candidacy_of(etcd, job, min_nodes=2)
+    second, other = candidacy_of(etcd, job, min_nodes=3, max_nodes=5)
     assert first.check(given) == ""
     with contextlib.ExitStack() as stack:
         stack.enter_context(leading(first, "a"))
@@ -55,7 +56,7 @@ def test_who_follows_a_leader_goes_by_the_rules_of_the_job(etcd: EtcdServers, jo
         assert f"job {job} is there already, and goes by the rules that it began with" in words
         assert "min_nodes=2 instead of 3" in words
         elected = threading.Event()
-        second.contest("b:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
+        second.stand("b:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
         stack.callback(second.close)
         until(second.waited, "the second one to follow")
         first.close()
@@ -67,20 +68,20 @@ def test_who_follows_a_leader_goes_by_the_rules_of_the_job(etcd: EtcdServers, jo
 def test_who_comes_alone_brings_rules_of_its_own(etcd: EtcdServers, job: str) -> None:
     """An operator has started the only scheduler anew, with fewer nodes."""
     for number, nodes in enumerate((2, 1)):
-        seat, given = seat_of(etcd, job, min_nodes=nodes)
-        with leading(seat, f"s{number}"):
-            seat.open_store().take_term()
-            assert seat.rules(given).min_nodes == nodes
+        candidacy, given = candidacy_of(etcd, job, min_nodes=nodes)
+        with leading(candidacy, f"s{number}"):
+            candidacy.open_store().take_term()
+            assert candidacy.rules(given).min_nodes == nodes
 
 
 def test_rules_that_cannot_be_read_are_refused_before_anything_starts(etcd: EtcdServers, job: str) -> None:
-    seat, given = seat_of(etcd, job)
+    candidacy, given = candidacy_of(etcd, job)
     with contextlib.closing(etcd.client()) as client:
         for value in (b"precious", b"[]", json.dumps({"settings": '{"from_the_future": 1}'}).encode()):
             client.transact([], [put(f"seats/jobs/{job}/rules", value)])
             with pytest.raises(ConfigurationError, match=r"rules of job .* cannot be read .* choose another job name"):
-                seat.check(given)
-    seat.close()
+                candidacy.check(given)
+    candidacy.close()
 
 
 def test_a_scheduler_ends_at_once_where_keys_are_not_its_own(etcd: EtcdServers, job: str, tmp_path: Path) -> None:

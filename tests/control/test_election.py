@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chain_support import decide, etcd_chain, reserve
 from etcd_for_tests import servers
-from test_store import decide, reserve
 from until_support import until
 
 from chaos_lightning.control.election import Candidate, Election
 from chaos_lightning.control.etcd_client import EtcdClient
 from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.control.etcd_store import EtcdStore
+from chaos_lightning.control.etcd_store import EtcdStore, service_root
 from chaos_lightning.errors import StoreError
 from chaos_lightning.machine import process_table
 from chaos_lightning.protocol.types import NO_VIEW, ViewId
@@ -35,7 +35,9 @@ PATIENCE_S = 60.0
 class Running:
     """A candidate in this process; `said` is what became of it."""
 
-    def __init__(self, servers: EtcdServers, job: str, name: str, *, elsewhere: bool = False) -> None:
+    def __init__(
+        self, servers: EtcdServers, job: str, name: str, *, elsewhere: bool = False, services: str = "jobs"
+    ) -> None:
         self.client: EtcdClient = servers.client()
         self.said: queue.Queue[tuple[str, Any]] = queue.Queue()
         me = replace(Candidate.here(f"{name}:1"), id=name)
@@ -43,7 +45,7 @@ class Running:
             me = replace(me, host="another machine")
         self.election = Election(
             self.client,
-            job,
+            service_root(self.client.address.prefix, services, job),
             me,
             on_elected=lambda guard: self.said.put(("elected", guard)),
             on_lost=lambda reason: self.said.put(("lost", reason)),
@@ -128,16 +130,14 @@ def test_a_leader_that_lost_its_lease_writes_nothing_more_though_nobody_leads_ye
 ) -> None:
     a = start(running, etcd, job, "a")
     guard = a.hears("elected")
-    with EtcdStore(etcd.client(), job, guard=guard) as chain:
+    with etcd_chain(etcd.client(), job, guard=guard) as chain:
         chain.take_term()
         assert chain.append(decide(ViewId(1, 1))).ok
-        assert chain.holds_term()
         assert a.election.leader is not None
         a.client.revoke(a.election._me.lease)
         outcome = chain.append(reserve(ViewId(1, 2)))
         assert not outcome.ok
         assert "does not lead any more" in outcome.detail
-        assert not chain.holds_term()
         with pytest.raises(StoreError, match="does not lead any more"):
             chain.take_term()
     assert a.hears("lost") == "its lease has ended"
@@ -189,16 +189,55 @@ def test_etcd_that_cannot_be_reached_ends_a_reign_no_later_than_its_lease(
     assert "could not prolong its lease" in a.hears("lost")
 
 
+@pytest.mark.usefixtures("each_client")
+def test_another_service_elects_a_leader_of_its_own_beside_a_job(
+    etcd: EtcdServers, job: str, running: contextlib.ExitStack
+) -> None:
+    """A tally, which is no job and has its name: neither the election nor the log of one touches the other's."""
+    leads_job = start(running, etcd, job, "s")
+    guard = leads_job.hears("elected")
+    chain = running.enter_context(etcd_chain(etcd.client(), job, guard=guard))
+    chain.take_term()
+    assert chain.append(decide(ViewId(1, 1))).ok
+    one = start(running, etcd, job, "one", services="tallies")
+    first = one.hears("elected")
+    other = start(running, etcd, job, "other", services="tallies")
+    until(lambda: other.election.stands_by, "the other tally to stand by")
+    assert {c.id for c in other.election.candidates()} == {"one", "other"}
+    assert {c.id for c in leads_job.election.candidates()} == {"s"}
+
+    def tally(of: Running, guard: Any) -> EtcdStore:
+        root = service_root(of.client.address.prefix, "tallies", job)
+        return running.enter_context(EtcdStore(of.client, root, guard=guard, owned=False))
+
+    old = tally(one, first)
+    end = old.take_term()
+    assert old.place.endswith(f"tallies/{job}")
+    end = old.append("vote", b"a", end).end
+    end = old.append("total", b"1", end, cut=True).end
+    one.client.revoke(one.election.me.lease)
+    new = tally(other, other.hears("elected"))
+    assert "does not lead any more" in old.append("vote", b"b", end).detail
+    assert new.take_term().term == 2
+    assert [(r.position, r.kind) for r in new.read()[1]] == [(2, "total")]
+    assert (leads_job.election.leads, leads_job.said.empty()) == (True, True)
+    assert chain.append(decide(ViewId(1, 2), ViewId(1, 1))).ok
+    assert len(chain.load().views) == 2
+
+
 CANDIDATE = """
 import json, sys, threading
 from chaos_lightning.control.election import Candidate, Election
-from chaos_lightning.control.etcd_client import EtcdClient, read_address
+from chaos_lightning.control.etcd_address import read_address
+from chaos_lightning.control.etcd_client import EtcdClient
+from chaos_lightning.control.etcd_store import EtcdStore, job_root, service_root
 
 def say(*words):
     print(json.dumps(words), flush=True)
 
 client = EtcdClient(read_address(sys.argv[1]))
-election = Election(client, sys.argv[2], Candidate.here("child:1"), on_elected=lambda guard: say("elected"),
+root = job_root(client.address.prefix, sys.argv[2])
+election = Election(client, root, Candidate.here("child:1"), on_elected=lambda guard: say("elected"),
                     on_lost=lambda reason: say("lost", reason))
 election.start()
 threading.Event().wait()
@@ -238,7 +277,7 @@ def test_a_dead_or_frozen_leader_is_followed_by_the_next_and_learns_it_when_it_w
             threading.Event().wait(0.01)
         os.kill(process.pid, number)
         guard = b.hears("elected")
-        with EtcdStore(etcd.client(), job, guard=guard) as chain:
+        with etcd_chain(etcd.client(), job, guard=guard) as chain:
             chain.take_term()
             assert chain.append(decide(ViewId(chain.term, 1), NO_VIEW)).ok
         if number == signal.SIGSTOP:
@@ -291,7 +330,7 @@ def test_a_candidate_that_did_not_hear_that_it_was_elected_leads(
     guard = a.hears("elected")
     assert not left, "it was planted"
     assert not a.election.followed, "it takes its own key for nobody else's"
-    with EtcdStore(etcd.client(), job, guard=guard) as chain:
+    with etcd_chain(etcd.client(), job, guard=guard) as chain:
         chain.take_term()
         assert chain.append(decide(ViewId(1, 1))).ok
 
@@ -300,7 +339,9 @@ def test_who_leads_no_more_or_has_not_looked_yet_names_nobody(
     etcd: EtcdServers, job: str, running: contextlib.ExitStack
 ) -> None:
     client = running.enter_context(contextlib.closing(etcd.client()))
-    waiting = Election(client, job, Candidate.here("c:1"), on_elected=lambda _: None, on_lost=lambda _: None)
+    waiting = Election(
+        client, "tests/nobody/", Candidate.here("c:1"), on_elected=lambda _: None, on_lost=lambda _: None
+    )
     assert waiting.waits_for() == "etcd's first word on who leads"
     a = start(running, etcd, job, "a")
     a.hears("elected")

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from served import attending, serving
 
-from chaos_lightning.control.connection import Connection
-from chaos_lightning.control.server import SchedulerServer
+from chaos_lightning.control.streams import Stream, Streams
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import Hello, Leave, Member, NextView, Notice, Settings, View, ViewId, Welcome
 
@@ -23,7 +22,7 @@ def closed(event: fx.SchedulerEvent) -> bool:
 
 
 def test_a_member_that_never_reads_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.control.server._MAX_OUTBOX", 8)
+    monkeypatch.setattr("chaos_lightning.control.streams._MAX_OUTBOX", 8)
     flood: list[fx.SchedulerEffect] = [fx.Send(1, Notice("x" * 1000)) for _ in range(50)]
     with serving(lambda e: flood if says_leave(e) else None) as served, attending(served.endpoint) as client:
         client.states.wait(lambda s: s == "connected")
@@ -33,15 +32,15 @@ def test_a_member_that_never_reads_is_cut(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_keys_that_come_with_messages_to_others_count_for_who_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each view makes new keys for both ends of a link; a hears of it only by those, and takes nothing."""
-    monkeypatch.setattr("chaos_lightning.control.server._MAX_OUTBOX", 8)
-    write = SchedulerServer._write
+    monkeypatch.setattr("chaos_lightning.control.streams._MAX_OUTBOX", 8)
+    write = Streams._write
 
-    async def stuck(server: SchedulerServer, connection: Connection, context: Any) -> None:
-        if connection.number == 1:
+    async def stuck(streams: Streams, stream: Stream, context: Any) -> None:
+        if stream.number == 1:
             await asyncio.Event().wait()
-        await write(server, connection, context)
+        await write(streams, stream, context)
 
-    monkeypatch.setattr(SchedulerServer, "_write", stuck)
+    monkeypatch.setattr(Streams, "_write", stuck)
     members = tuple(Member(i, i[0], "host", "127.0.0.1", 1) for i in ("a~1", "b~2"))
 
     def rule(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
@@ -60,6 +59,7 @@ def test_keys_that_come_with_messages_to_others_count_for_who_does_not_read(monk
             for number in range(1, 12):
                 b.agent.send(Leave(str(number)))
                 assert b.messages.wait_for(NextView, number).view.id == ViewId(1, number)
-                assert served.server._connections.get(1) is None or served.server._connections[1].outbox.qsize() <= 8
+                standing = served.server._streams.standing
+                assert standing.get(1) is None or standing[1].outbox.qsize() <= 8
             assert served.events.wait(closed).conn == 1  # type: ignore[union-attr]
-            assert {c.name for c in served.server._connections.values()} >= {"b"}
+            assert "b" in served.server._streams.names()

@@ -21,16 +21,16 @@ from typing import Any
 
 import grpc
 import pytest
+from chain_support import decide, etcd_chain
 from etcd_certificates import Authority, etcd_with_tls, words_of
 from etcd_for_tests import servers
-from test_store import decide
 
 from chaos_lightning.control import election as election_module
 from chaos_lightning.control import etcd_client, etcd_store
 from chaos_lightning.control.election import Candidate, Election, now
-from chaos_lightning.control.etcd_client import EtcdAddress, EtcdClient, delete, open_client, put, read_address
+from chaos_lightning.control.etcd_address import EtcdAddress, read_address
+from chaos_lightning.control.etcd_client import EtcdClient, delete, open_client, put
 from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.control.etcd_store import EtcdStore
 from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.machine.listener import free_ports
 from chaos_lightning.protocol.types import NO_VIEW, ViewId
@@ -105,7 +105,7 @@ def test_servers_that_accept_and_never_answer_are_passed_by(etcd: EtcdServers, j
         address = EtcdAddress(servers=(one, etcd.servers[0].endpoint, other), client=each_client)
         client = open_client(address)
         client._servers.sort(key=lambda s: s.name != one)
-        with EtcdStore(client, job) as chain:
+        with etcd_chain(client, job) as chain:
             chain.take_term()
             client._now = 0
             began = time.monotonic()
@@ -199,15 +199,15 @@ def test_the_right_password_lets_in_and_tokens_are_renewed(locked: str, tmp_path
 
     address = with_password(locked, "root", "root's", tmp_path) + f"&client={need_client(kind)}"
     client = open_client(read_address(address))
-    with EtcdStore(client, job) as chain:
+    with etcd_chain(client, job) as chain:
         chain.take_term()
         assert chain.append(decide(ViewId(1, 1))).ok
         if kind == "own":
-            client._auth = "no-token.7"
+            client._first._token = "no-token.7"  # type: ignore[attr-defined]
         assert [v.id for v in chain.load().views] == [ViewId(1, 1)]
         lease, _ = client.grant(5)
         assert client.keep_alive(lease, 5.0) > 0
-        assert chain.wait(0, 1.0)
+        assert chain.store.wait(0, 1.0)
         client.revoke(lease)
 
 
@@ -223,9 +223,9 @@ def test_a_watch_with_a_token_that_is_no_longer_valid_gets_another(
     with contextlib.closing(client), contextlib.closing(writer):
         _, revision = client.get_all(f"mine/{job}")
         if kind == "own":
-            client._auth = "no-token.7"
+            client._first._token = "no-token.7"  # type: ignore[attr-defined]
         else:
-            client._client(locked).metadata = (("token", "no-token.7"),)  # type: ignore[attr-defined]
+            client._first._open().metadata = (("token", "no-token.7"),)  # type: ignore[attr-defined]
         writer.transact([], [put(f"mine/{job}", b"seen")])
         stop, deadline = threading.Event(), time.monotonic() + PATIENCE_S
         for events in client.watch(f"mine/{job}", revision + 1, stop):
@@ -285,10 +285,10 @@ def test_tls_both_ways(tmp_path: Path, authority: Authority, job: str, kind: str
     mutual = ("--client-cert-auth", "--trusted-ca-file", str(authority.file))
     with etcd_with_tls(tmp_path, authority.issue("server"), *mutual) as server:
         given = f"ca={authority.file}&cert={mine}&key={mine.with_suffix('.key')}&client={kind}"
-        with EtcdStore(open_client(read_address(f"etcd://{server}?{given}")), job) as chain:
+        with etcd_chain(open_client(read_address(f"etcd://{server}?{given}")), job) as chain:
             chain.take_term()
             assert chain.append(decide(ViewId(1, 1))).ok
-            assert chain.wait(0, 1.0)
+            assert chain.store.wait(0, 1.0)
         assert "it demands a client's certificate: write &cert=" in words_of(f"etcd://{server}?ca={authority.file}")
         stranger = Authority(tmp_path, "stranger").issue("guest")
         given = f"ca={authority.file}&cert={stranger}&key={stranger.with_suffix('.key')}"
@@ -354,7 +354,7 @@ def test_a_full_disk_is_told_with_what_to_do_and_after_that_it_goes_on(tmp_path:
         small = EtcdServers(tmp_path / "etcd", 1, options=["--quota-backend-bytes", str(2 << 20)])
     except ConfigurationError as error:
         pytest.skip(str(error))
-    with small, contextlib.closing(small.client()) as client, EtcdStore(small.client(), job) as chain:
+    with small, contextlib.closing(small.client()) as client, etcd_chain(small.client(), job) as chain:
         chain.take_term()
         last = decide(ViewId(1, 1))
         assert chain.append(last).ok
@@ -404,7 +404,7 @@ def test_a_watch_that_catches_up_in_parts_loses_nothing_when_it_breaks(tmp_path:
 def test_a_wall_clock_that_jumps_changes_nothing(etcd: EtcdServers, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases go by the time since boot, chains by revisions; the wall clock is only written down."""
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
-    with contextlib.closing(etcd.client()) as client, EtcdStore(etcd.client(), job) as chain:
+    with contextlib.closing(etcd.client()) as client, etcd_chain(etcd.client(), job) as chain:
         election = Election(
             client,
             job,

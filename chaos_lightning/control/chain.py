@@ -1,0 +1,301 @@
+"""A job's decisions in a store: a chain of views, kept so that no scheduler can fork it (PROTOCOL.md 7, 14a).
+
+Theory of operation. A job's log (control/store.py) has records of four kinds: a number that is reserved, a view that is
+decided, a wish about a link that is granted, the end of the job. The log sees to it that one scheduler writes, and that
+it has seen all that is there; what may follow what is `judge`'s to say, here: numbers are never reissued, a view
+follows the last one, and nothing follows the end. The two together are a compare-and-set on term and predecessor.
+
+`Tip` is what of the chain a decision is compared with; it is folded from the records. The scheduler that writes keeps
+it, since nobody else can write while its term is the last; it reads anew after an answer that got lost, and before it
+believes a refusal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from types import TracebackType
+from typing import Literal, Self, get_args
+
+from chaos_lightning.control.store import EMPTY, Appended, End, Record, Store, outranked
+from chaos_lightning.errors import StoreError, WireError
+from chaos_lightning.membership.effects import Chain, LinkWish, Persist
+from chaos_lightning.membership.peers import short
+from chaos_lightning.protocol.codec import decode, encode
+from chaos_lightning.protocol.types import NO_VIEW, Header, View, ViewId
+
+EntryKind = Literal["reserve", "view", "link", "finish"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One durable decision; `revision` is its record's position."""
+
+    revision: int
+    kind: EntryKind
+    number: ViewId
+    view: View | None = None
+    base: Header | None = None
+    hand_on: bool = False
+    wish: LinkWish | None = None
+
+    def same(self, other: Entry) -> bool:
+        """Equal but for the revision."""
+        return replace(self, revision=other.revision) == other
+
+
+@dataclass(frozen=True, slots=True)
+class Tip:
+    """What a decision is compared with."""
+
+    end: End = EMPTY
+    highest: ViewId = NO_VIEW
+    last_view: ViewId = NO_VIEW
+    finished: bool = False
+    last: Entry | None = None
+
+    @property
+    def term(self) -> int:
+        return self.end.term
+
+    @property
+    def chain(self) -> str:
+        """The chain's id; "": nobody has taken a term yet."""
+        return self.end.id
+
+
+def entry_of(effect: Persist) -> Entry:
+    """The entry that a Persist effect asks for; a malformed one is a StoreError.
+
+    It is without the answers of a large collective: they are kept by members, and no scheduler reads them back.
+    """
+    kind = effect.kind
+    if kind not in get_args(EntryKind):
+        raise StoreError(f"Persist of the unknown kind {kind!r}; expected one of {', '.join(get_args(EntryKind))}")
+    if (kind == "view") != (effect.view is not None):
+        raise StoreError(f"Persist of kind {kind!r} {'with' if effect.view else 'without'} a view")
+    if effect.view is not None and effect.view.id != effect.number:
+        raise StoreError(f"Persist of view {effect.view.id} under the number {effect.number}")
+    if (kind == "link") != (effect.wish is not None):
+        raise StoreError(f"Persist of kind {kind!r} {'with' if effect.wish else 'without'} a wish")
+    base = effect.base
+    if base is not None and base.answers:
+        base = replace(base, answers=())
+    return Entry(0, kind, effect.number, effect.view, base, effect.hand_on, effect.wish)  # type: ignore[arg-type]
+
+
+def judge(tip: Tip, term: int, entry: Entry, seen: Tip | None = None) -> Appended:
+    """Whether `entry` of the scheduler with this term may follow `tip`.
+
+    Args:
+        tip: The end of the chain as it is.
+        term: The writer's.
+        entry: What it writes.
+        seen: The end of the chain as the writer saw it last.
+    """
+    refused = outranked(tip.end, term, seen.end if seen is not None else None)
+    if not refused and tip.last is not None and entry.same(tip.last):
+        return Appended(True, "was there already", tip.end)
+    return Appended(not refused, refused, tip.end) if refused else _follows(tip, term, entry)
+
+
+def _follows(tip: Tip, term: int, entry: Entry) -> Appended:
+    words = ""
+    if tip.finished:
+        words = "the job is finished"
+    elif entry.kind == "reserve" and (entry.number.term != term or entry.number <= tip.highest):
+        words = f"number {entry.number} cannot be reserved after {tip.highest} in term {term}"
+    elif entry.view is not None and entry.view.predecessor != tip.last_view:
+        words = f"view {entry.number} follows {entry.view.predecessor}, the chain ends with {tip.last_view}"
+    elif entry.view is not None and (
+        entry.number.term != term or entry.number < tip.highest or entry.number <= tip.last_view
+    ):
+        words = f"number {entry.number} is behind {max(tip.highest, tip.last_view)} or not of term {term}"
+    return Appended(not words, words, tip.end)
+
+
+def advance(tip: Tip, entry: Entry, end: End) -> Tip:
+    """The tip after this entry, with which the log ends so."""
+    return Tip(
+        end=end,
+        highest=max(tip.highest, entry.number),
+        last_view=entry.number if entry.kind == "view" else tip.last_view,
+        finished=tip.finished or entry.kind == "finish",
+        last=replace(entry, revision=end.position),
+    )
+
+
+def check_id(tip: Tip, chain: str) -> None:
+    """Whether this chain may become `chain`, which is to be rebuilt.
+
+    Raises:
+        StoreError: Decisions of another chain are here.
+    """
+    if chain and tip.chain not in ("", chain) and tip.last_view != NO_VIEW:
+        raise StoreError(f"chain {short(tip.chain)} cannot become chain {short(chain)}: it holds views already")
+
+
+def reached(entries: Iterable[Entry]) -> int:
+    """The last optimizer step that a decision names since the job was founded; 0 if none does."""
+    step = 0
+    for base in (e.base for e in entries if e.base is not None):
+        step = base.step if base.next_view == NO_VIEW else max(step, base.step)
+    return step
+
+
+# ------------------------------------------------------------------ bytes
+
+
+def entry_bytes(entry: Entry) -> bytes:
+    """A record's body: a line of JSON, then view and base as they travel, of the sizes that the line names."""
+    parts = [encode(part) if part is not None else None for part in (entry.view, entry.base)]
+    head = {
+        "number": [entry.number.term, entry.number.number],
+        "hand_on": entry.hand_on,
+        "wish": asdict(entry.wish) if entry.wish is not None else None,
+        "nbytes": [len(part) if part is not None else None for part in parts],
+    }
+    return json.dumps(head).encode() + b"\n" + b"".join(part or b"" for part in parts)
+
+
+def entry_from(record: Record) -> Entry:
+    """From its record.
+
+    Raises:
+        StoreError: There is something else.
+    """
+    if record.kind not in get_args(EntryKind):
+        raise StoreError(
+            f"record {record.position} is of the unknown kind {record.kind!r}; go on with the version that wrote it"
+        )
+    try:
+        line, _, rest = record.body.partition(b"\n")
+        head = json.loads(line)
+        term, number = head["number"]
+        view_nbytes, base_nbytes = head["nbytes"]
+        if not all(type(n) is int and n >= 0 for n in (term, number, view_nbytes or 0, base_nbytes or 0)):
+            raise ValueError("numbers that are none")
+        if len(rest) != (view_nbytes or 0) + (base_nbytes or 0):
+            raise ValueError(f"{len(rest)} bytes behind its first line, not {view_nbytes} and {base_nbytes}")
+        view = decode(View, rest[:view_nbytes]) if view_nbytes is not None else None
+        base = decode(Header, rest[view_nbytes or 0 :]) if base_nbytes is not None else None
+        wish = LinkWish(**head["wish"]) if head["wish"] is not None else None
+        found = entry_of(Persist(0, record.kind, ViewId(term, number), view, base, bool(head["hand_on"]), wish))
+    except (KeyError, TypeError, ValueError, RecursionError, WireError, StoreError) as error:
+        raise StoreError(f"record {record.position} is damaged: {error}") from error
+    return replace(found, revision=record.position)
+
+
+# ------------------------------------------------------------------ the chain in its store
+
+
+class JobChain:
+    """One job's chain. Methods block; call them from one thread at a time. All raise StoreError if the store fails.
+
+    Args:
+        store: Its log; closed with the chain.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._tip: Tip | None = None
+        """As this scheduler left it; None: to be read."""
+        self._seen: Tip | None = None
+        """As this scheduler saw it last, its own writes included."""
+
+    @property
+    def job(self) -> str:
+        return self.store.name
+
+    @property
+    def place(self) -> str:
+        """Where the chain is, for people."""
+        return self.store.place
+
+    @property
+    def term(self) -> int:
+        """The term taken by `take_term`; 0 for a chain that is only read."""
+        return self.store.term
+
+    def take_term(self, above: int = 0, chain: str = "") -> int:
+        """Durably outranks every scheduler so far, and all up to the term `above`; returns the new term.
+
+        Where a lost chain is rebuilt, `chain` gives its id to one that holds no views.
+        """
+        if chain:
+            check_id(self.tip(), chain)
+        self._seen, self._tip = Tip(self.store.take_term(above, chain)), None
+        return self.term
+
+    def tip(self) -> Tip:
+        """What the next decision is compared with, as the store has it now."""
+        return self._read()[0]
+
+    def entries(self, after: int = 0) -> tuple[Entry, ...]:
+        """Entries with a revision above `after`, oldest first."""
+        return tuple(self._entry(record) for record in self.store.read(after)[1])
+
+    def load(self) -> Chain:
+        """The chain as a starting scheduler needs it; call `take_term` first."""
+        tip, entries = self._read()
+        self._seen = self._tip = tip
+        return Chain(
+            term=self.term,
+            highest=tip.highest,
+            views=tuple(e.view for e in entries if e.view is not None),
+            finished=tip.finished,
+            wishes=tuple(e.wish for e in entries if e.wish is not None),
+            changes=tuple(e.number for e in entries if e.view is not None and e.base is None),
+            id=tip.chain,
+            numbers=tuple(e.number for e in entries if e.kind in ("reserve", "view")),
+            step=reached(entries),
+            ended=tip.end.ended,
+        )
+
+    def append(self, effect: Persist) -> Appended:
+        """Compare-and-set: durable when it returns ok. Writing the last entry again succeeds."""
+        entry = entry_of(effect)
+        while True:
+            fresh = self._tip is None
+            tip = self._tip or self.tip()
+            self._tip = None  # unless it turns out to be right; what fails may have been written
+            outcome = judge(tip, self.term, entry, self._seen)
+            if outcome.ok and not outcome.detail:
+                outcome = self.store.append(entry.kind, entry_bytes(entry), tip.end)
+                tip = advance(tip, entry, outcome.end)
+            elif not fresh:
+                continue
+            if outcome.ok:
+                self._tip = self._seen = tip
+            if outcome.ok or fresh:
+                return outcome
+
+    def begin_again(self) -> str:
+        """Where the job is finished: an empty chain; returns what became of the old one, in words."""
+        self._tip = self._seen = None
+        return self.store.begin_again()
+
+    def _read(self) -> tuple[Tip, tuple[Entry, ...]]:
+        end, records = self.store.read()
+        entries = tuple(self._entry(record) for record in records)
+        tip = Tip()
+        for entry in entries:
+            tip = advance(tip, entry, replace(end, position=entry.revision))
+        return replace(tip, end=end), entries
+
+    def _entry(self, record: Record) -> Entry:
+        try:
+            return entry_from(record)
+        except StoreError as error:
+            raise StoreError(f"{self.place}: {error}") from error
+
+    def close(self) -> None:
+        """Lets go of file or connection. Idempotent."""
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

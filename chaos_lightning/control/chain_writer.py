@@ -1,0 +1,139 @@
+"""The scheduler's writing to its store: in a thread of its own, with patience, and with a memory for what it owes.
+
+Theory of operation. A decision is on the disk, or on etcd's majority, before anybody hears of it; streams are read
+meanwhile, for the store has its own thread. A store that takes nothing is asked again for some seconds, then the
+scheduler ends. The end of a job alone is *owed* for as long as the process lives, also when it has led no more in
+between: all members are done by then, and nobody could decide it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from chaos_lightning.control.chain import JobChain
+from chaos_lightning.control.server_config import Owed
+from chaos_lightning.control.store import Appended, StoreFactory
+from chaos_lightning.errors import StoreError
+from chaos_lightning.membership import effects as fx
+
+T = TypeVar("T")
+
+_STORE_PATIENCE_S = 5.0
+"""A store that takes nothing for so long ends the scheduler; the end of a job alone is owed for as long as it lives."""
+_LONGEST_STORE_PAUSE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What the end of a job would end: a chain, and its last view as text."""
+
+    chain: str
+    view: str
+
+
+class ChainWriter:
+    """See the module. Methods belong to one asyncio loop.
+
+    Args:
+        open_store: Opens the store that decisions go to; called once, in the store's thread.
+        emit: Takes (event name, fields) for the event log.
+        owed: What this process could not write down when it led last.
+    """
+
+    def __init__(self, open_store: StoreFactory, emit: Callable[..., None], owed: Owed | None = None) -> None:
+        self.owed = owed
+        """The end of a job that its store has not taken yet."""
+        self._open_store = open_store
+        self._emit = emit
+        self._chain: JobChain | None = None
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="chaos-store")
+
+    @property
+    def opened(self) -> JobChain | None:
+        """None as long as this scheduler has not led."""
+        return self._chain
+
+    @property
+    def chain(self) -> JobChain:
+        assert self._chain is not None, "take() comes first"
+        return self._chain
+
+    async def in_thread(self, work: Callable[..., T], *given: Any) -> T:
+        """Does this in the store's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work, *given)
+
+    def take(self, taken: Callable[[], None]) -> fx.Chain:
+        """Opens the chain, outranks every other scheduler, and adds the end that is owed. In the store's thread.
+
+        Args:
+            taken: Called when it is this scheduler's, before it is read.
+
+        Raises:
+            StoreError: The store cannot be used, or does not take what is owed.
+        """
+        if self._chain is None:
+            self._chain = JobChain(self._open_store())
+        self._chain.take_term()
+        taken()
+        return self._with_owed(self._chain.load())
+
+    def _with_owed(self, found: fx.Chain) -> fx.Chain:
+        """The chain with the end that this process could not write down when it led last.
+
+        Where the chain has gone on since, others know better, and it is forgotten.
+        """
+        if (owed := self.owed) is None:
+            return found
+        last = str(found.views[-1].id) if found.views else ""
+        if not found.finished and (found.id, last) == (owed.chain, owed.view):
+            if not (outcome := self.chain.append(owed.effect)).ok:
+                raise StoreError(f"the end of the job was not accepted: {outcome.detail}")
+            found = replace(found, finished=True)
+        self.owed = None
+        return found
+
+    async def append(self, effect: fx.Persist, final: Ends | None) -> Appended:
+        """Writes one decision down.
+
+        Args:
+            effect: The decision.
+            final: It is the end of the job, and ends this; None: it is another decision.
+
+        Raises:
+            StoreError: The store has taken nothing for some seconds.
+        """
+        started, pause_s, told = time.monotonic(), 0.2, ""
+        while True:
+            try:
+                outcome = await self.in_thread(self.chain.append, effect)
+                break
+            except StoreError as error:
+                if str(error) != told or final is None:
+                    self._emit("error", text=str(error), where="store")
+                    told = str(error)
+                if final is not None:
+                    self.owed = Owed(effect, final.chain, final.view, str(error))
+                    pause_s = min(1.5 * pause_s, _LONGEST_STORE_PAUSE_S)
+                elif time.monotonic() - started > _STORE_PATIENCE_S:
+                    raise
+                await asyncio.sleep(pause_s)
+        seconds = round(time.monotonic() - started, 6)
+        self._emit(
+            "stored", kind=effect.kind, number=effect.number, ok=outcome.ok, detail=outcome.detail, seconds=seconds
+        )
+        if outcome.ok:
+            self.owed = None
+        elif final is not None:
+            self.owed = Owed(effect, final.chain, final.view, outcome.detail)
+        return outcome
+
+    async def close(self) -> None:
+        """Waits for a write that may be under way."""
+        await asyncio.get_running_loop().run_in_executor(None, self._disk.shutdown)
+        if self._chain is not None:
+            self._chain.close()

@@ -1,0 +1,163 @@
+"""Feeds the scheduler's machine, one event at a time, and carries its effects out, in their order.
+
+Theory of operation. Everything that happens - a stream opens, says something, breaks; a tick; an operator's wish -
+becomes an event in one queue, and one task feeds the machine from it. A Persist is in the store before the effects
+behind it are touched and before the machine hears `Stored`. So nothing is ever announced that a restart would not know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from chaos_lightning.control.chain_writer import ChainWriter, Ends
+from chaos_lightning.control.streams import Streams
+from chaos_lightning.machine.process_table import rebooted, same_machine_verdict
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.protocol.types import Member, Settings
+
+_ANSWER_TIMEOUT_S = 4.0
+"""A request waits so long for the machine, which may be writing to its store."""
+
+
+class Machine(Protocol):
+    """What is driven: membership.scheduler.SchedulerMachine, or a stand-in for it in tests."""
+
+    def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]: ...
+
+    def snapshot(self) -> dict[str, Any]: ...
+
+
+MachineFactory = Callable[[Settings, fx.Chain], Machine]
+
+
+def real_machine(settings: Settings, chain: fx.Chain) -> Machine:
+    from chaos_lightning.membership.scheduler import SchedulerMachine
+
+    return SchedulerMachine(settings, chain)
+
+
+class Driver:
+    """See the module. Methods belong to one asyncio loop.
+
+    Args:
+        writer: Where decisions go to.
+        emit: Takes (event name, fields) for the event log.
+        noted: Told the name of each event that the machine notes.
+        done: Told that the machine is done, and why.
+        refused: Told why the store did not accept a decision.
+    """
+
+    def __init__(
+        self,
+        writer: ChainWriter,
+        emit: Callable[..., None],
+        *,
+        noted: Callable[[str], None],
+        done: Callable[[fx.SchedulerDone], None],
+        refused: Callable[[str], None],
+    ) -> None:
+        self._writer = writer
+        self._emit = emit
+        self._noted = noted
+        self._done = done
+        self._refused = refused
+        self.machine: Machine | None = None
+        """None while this scheduler does not lead."""
+        self._inbox: asyncio.Queue[fx.SchedulerEvent] = asyncio.Queue()
+        self._tick_waits = False
+        self._answers: dict[int, asyncio.Future[tuple[bool, str]]] = {}
+        self._count = 0
+        self._over = False
+
+    def feed(self, event: fx.SchedulerEvent) -> None:
+        """Whatever happens; ticks do not pile up."""
+        if isinstance(event, fx.SchedulerTick):
+            if self._tick_waits:
+                return
+            self._tick_waits = True
+        self._inbox.put_nowait(event)
+
+    async def ask(self, event: Callable[[int], fx.SchedulerEvent]) -> tuple[bool, str]:
+        """Feeds an operator's wish; the machine's answer: whether it will be so, and words."""
+        self._count += 1
+        token = self._count
+        waiting = self._answers[token] = asyncio.get_running_loop().create_future()
+        self.feed(event(token))
+        try:
+            return await asyncio.wait_for(waiting, _ANSWER_TIMEOUT_S)
+        except TimeoutError:
+            return False, f"the scheduler did not get to it within {_ANSWER_TIMEOUT_S:g} s; ask again"
+        finally:
+            self._answers.pop(token, None)
+
+    async def drive(self, streams: Streams) -> None:
+        """Until `stop`, or an error; what the machine says goes to these streams.
+
+        Raises:
+            StoreError: The store failed.
+        """
+        self._over = False
+        while not self._over:
+            event = await self._inbox.get()
+            if isinstance(event, fx.SchedulerTick):
+                self._tick_waits = False
+            pending = [event]
+            while pending and not self._over:
+                pending += await self._on(pending.pop(0), streams)
+
+    def stop(self) -> None:
+        """What waits is for the next machine, which takes it for what nobody said."""
+        self._over = True
+
+    async def _on(self, event: fx.SchedulerEvent, streams: Streams) -> list[fx.SchedulerEvent]:
+        assert self.machine is not None
+        outcomes: list[fx.SchedulerEvent] = []
+        for effect in self.machine.on(time.monotonic(), event):
+            match effect:
+                case fx.Persist():
+                    # All members are done: nobody could decide it again. (An operator asks again.)
+                    final = effect.kind == "finish" and not isinstance(event, fx.Reset)
+                    outcomes.append(await self._persist(effect, final))
+                case fx.Send(number, message):
+                    streams.send(number, message)
+                case fx.Close(number, reason):
+                    streams.close(number, reason)
+                case fx.Note(name, fields):
+                    self._emit(name, **dict(fields))
+                    self._noted(name)
+                case fx.Look(member):
+                    outcomes += _looked(member)
+                case fx.TakeTerm(above, chain):
+                    term = await self._writer.in_thread(self._writer.chain.take_term, above, chain)
+                    outcomes.append(fx.TermTaken(term))
+                case fx.Answer(token, accepted, text):
+                    waiting = self._answers.pop(token, None)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result((accepted, text))
+                case fx.SchedulerDone():
+                    self._done(effect)
+        return outcomes
+
+    async def _persist(self, effect: fx.Persist, final: bool) -> fx.Stored:
+        ends = None
+        if final:
+            assert self.machine is not None
+            now = self.machine.snapshot()
+            ends = Ends(str(now.get("chain", "")), str(now.get("view", "")))
+        outcome = await self._writer.append(effect, ends)
+        if not outcome.ok:
+            self._refused(f"{effect.kind} {effect.number} was not accepted by the store: {outcome.detail}")
+        return fx.Stored(effect.token, outcome.ok, outcome.detail)
+
+
+def _looked(member: Member) -> list[fx.SchedulerEvent]:
+    """What this machine's process table knows of a member's death."""
+    sight = same_machine_verdict(member)
+    if sight.certain:
+        return [fx.Gone(member.id, sight.evidence)]
+    if not sight.evidence and (words := rebooted(member)):
+        return [fx.Gone(member.id, words, rebooted=True)]
+    return []

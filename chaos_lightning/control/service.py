@@ -1,0 +1,140 @@
+"""The scheduler's calls (control/service.proto), and who may make them.
+
+Theory of operation. Who may call was asked before (control/auth_interceptor.py, by RIGHTS). A scheduler that waits to
+lead answers two calls for itself: *Status*, and *Claim*, whose numbers are its machine's, whoever leads. To all others
+it says who leads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from chaos_lightning.control.candidacy import Candidacy
+from chaos_lightning.control.channel import END_OF_STREAM
+from chaos_lightning.control.claims import Claims
+from chaos_lightning.control.driver import Driver
+from chaos_lightning.control.service_pb2_grpc import SchedulerServicer
+from chaos_lightning.control.streams import Streams
+from chaos_lightning.errors import WireError
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.protocol import chaos_pb2
+from chaos_lightning.protocol.codec import unwrap_from_member
+from chaos_lightning.protocol.types import Hello
+from chaos_lightning.security.access import LEADER_KEY
+from chaos_lightning.security.roles import MEMBER, OBSERVER, OPERATOR, Right
+
+import grpc  # isort: skip  (after channel, which sets gRPC's environment)
+
+NAME = "chaos_lightning.v1.Scheduler"
+"""In control/service.proto."""
+RIGHTS = {
+    "Attend": Right((MEMBER,), with_token=(MEMBER,)),
+    "Status": Right((MEMBER, OBSERVER, OPERATOR)),
+    "Drain": Right((OPERATOR,)),
+    "ChangeLink": Right((OPERATOR,)),
+    "Reset": Right((OPERATOR,)),
+    "Claim": Right((MEMBER,), with_token=(MEMBER,)),
+}
+"""Members prove the token to each other, so who attends must know it; observers and operators are not given it."""
+_HELLO_S = 0.5
+
+
+class SchedulerService(SchedulerServicer):  # type: ignore[misc]
+    """See the module.
+
+    Args:
+        streams: Of members.
+        driver: Of the machine.
+        claims: Numbers of those that set up.
+        candidacy: None where this scheduler alone can lead.
+        status: Facts of the server.
+        peer: Who makes a call, in words.
+        emit: Takes (event name, fields) for the event log.
+        port: Where the scheduler listens.
+    """
+
+    def __init__(
+        self,
+        *,
+        streams: Streams,
+        driver: Driver,
+        claims: Claims,
+        candidacy: Candidacy | None,
+        status: Callable[[], dict[str, Any]],
+        peer: Callable[[Any], str],
+        emit: Callable[..., None],
+        port: int,
+    ) -> None:
+        self._streams = streams
+        self._driver = driver
+        self._claims = claims
+        self._candidacy = candidacy
+        self._status = status
+        self._peer = peer
+        self._emit = emit
+        self._port = port
+
+    async def _send_on(self, context: Any, *, attends: bool = False) -> None:
+        """Aborts the call while another scheduler leads, and says which."""
+        if self._driver.machine is not None or self._candidacy is None:
+            return
+        if attends:
+            self._candidacy.asked(await _name_of_caller(context))
+        leader = self._candidacy.leader()
+        words = f"this scheduler waits to lead; now {leader or 'nobody'} does. {self._candidacy.trouble()}".rstrip(". ")
+        await context.abort(grpc.StatusCode.UNAVAILABLE, words, ((LEADER_KEY, leader),))
+
+    async def Attend(self, _requests: AsyncIterator[Any], context: Any) -> None:
+        """One member's stream, from its Hello to its end."""
+        await self._send_on(context, attends=True)
+        await self._streams.attend(context, self._peer(context))
+
+    async def Status(self, _request: Any, context: Any) -> Any:
+        led: dict[str, Any] = {}
+        if self._candidacy is not None:
+            led = await asyncio.get_running_loop().run_in_executor(None, self._candidacy.facts)
+            if self._driver.machine is None and led.get("waits_for") == "":
+                led["waits_for"] = "its store: it was elected, and takes the chain"
+        return chaos_pb2.StatusReply(json=json.dumps({**self._status(), **led}, default=str))
+
+    async def Drain(self, request: Any, context: Any) -> Any:
+        await self._send_on(context)
+        names, wanted = self._streams.names(), request.name
+        asked = [n for n in names if n == wanted] or [
+            n for n in names if n.rpartition("-")[0] == wanted and n.rpartition("-")[2].isdigit()
+        ]
+        for name in asked:
+            self._emit("drain", of=name, by=self._peer(context))
+            self._driver.feed(fx.Drain(name))
+        return chaos_pb2.DrainReply(asked=asked, present=names)
+
+    async def ChangeLink(self, request: Any, context: Any) -> Any:
+        """Connect-link and disconnect-link by an operator; the machine answers whether it will be so."""
+        await self._send_on(context)
+        accepted, text = await self._driver.ask(lambda token: fx.ChangeLink(token, request.a, request.b, request.add))
+        return chaos_pb2.LinkChangeReply(text=text, accepted=accepted)
+
+    async def Reset(self, request: Any, context: Any) -> Any:
+        """An operator ends the job; the machine answers whether it may be."""
+        await self._send_on(context)
+        self._emit("reset_asked", by=self._peer(context), force=request.force)
+        accepted, text = await self._driver.ask(lambda token: fx.Reset(token, request.force))
+        return chaos_pb2.ResetReply(text=text, accepted=accepted)
+
+    async def Claim(self, _requests: AsyncIterator[Any], context: Any) -> None:
+        """A number for one that sets up, until its stream ends; whether this scheduler leads does not matter."""
+        await self._claims.hold(context, self._port)
+
+
+async def _name_of_caller(context: Any) -> str:
+    """Of a member that attends: from its Hello, if that comes at once; else "". The Hello is gone then."""
+    with contextlib.suppress(TimeoutError, WireError):
+        envelope = await asyncio.wait_for(context.read(), _HELLO_S)
+        hello = unwrap_from_member(envelope) if envelope is not END_OF_STREAM else None
+        if isinstance(hello, Hello):
+            return hello.name
+    return ""

@@ -1,0 +1,191 @@
+"""Members' control streams: who is at the other end of each, what is read from it, and what waits to be sent.
+
+Theory of operation. A stream ends in one of three ways. With a goodbye and a half-close: the member meant it. Without:
+its process died or its host cut the connection, and the kernel says so within milliseconds; that is
+`Closed(abrupt=True)`. A half-open stream says nothing at all; heartbeats find that out. Two kinds are cut from here:
+one that does not say who it is, and one whose member reads nothing of what it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from chaos_lightning.control.channel import END_OF_STREAM
+from chaos_lightning.control.link_keys import KeyIssuer
+from chaos_lightning.errors import WireError
+from chaos_lightning.membership import effects as fx
+from chaos_lightning.protocol.codec import unwrap_from_member, wrap_to_member
+from chaos_lightning.protocol.types import Hello, Pulse, ToMember, Welcome
+
+import grpc  # isort: skip  (after channel, which sets gRPC's environment)
+
+_MAX_OUTBOX = 4096
+"""Messages that wait for one member; more means that it has not read for a long time, and its stream is cut."""
+_HEARD_S = 0.7
+"""A busy machine may keep a member from speaking for so long."""
+
+
+class Stream:
+    """One member's, while it stands.
+
+    Args:
+        number: By which the machine knows it.
+        peer: Address, as gRPC tells it.
+    """
+
+    def __init__(self, number: int, peer: str) -> None:
+        self.number = number
+        self.peer = peer
+        self.name = ""
+        """The member's, once it has said hello."""
+        self.outbox: asyncio.Queue[ToMember | None] = asyncio.Queue()
+        self.cut = asyncio.Event()
+        self.heard = time.monotonic()
+        """When it said something last: a stream whose packets vanish is still there."""
+
+
+class Streams:
+    """All that stand. Methods belong to one asyncio loop, but for `present`.
+
+    Args:
+        feed: Takes what happens on them, for the machine.
+        emit: Takes (event name, fields) for the event log.
+        refused: Takes (peer, why) of who is sent away.
+        hello_timeout_s: A stream that has said no Hello by then is cut.
+        pulses: Whether members are told from a stream's first moment on that this scheduler lives.
+    """
+
+    def __init__(
+        self,
+        feed: Callable[[fx.SchedulerEvent], None],
+        emit: Callable[..., None],
+        refused: Callable[[str, str], None],
+        *,
+        hello_timeout_s: float,
+        pulses: bool,
+    ) -> None:
+        self._feed = feed
+        self._emit = emit
+        self._refused = refused
+        self._hello_timeout_s = hello_timeout_s
+        self._pulses = pulses
+        self._count = 0
+        self.standing: dict[int, Stream] = {}
+        self.keys: KeyIssuer | None = None
+        """Of who leads now."""
+
+    def present(self, heartbeat_timeout_s: float) -> set[str]:
+        """Names of the members that have said something within this time, or 0.7 s if that is longer. Any thread."""
+        since = time.monotonic() - max(heartbeat_timeout_s, _HEARD_S)
+        return {s.name for s in list(self.standing.values()) if s.name and s.heard >= since}
+
+    def names(self) -> list[str]:
+        """Of all members that have said hello, in order."""
+        return sorted({s.name for s in self.standing.values() if s.name})
+
+    # ------------------------------------------------------------------ what is sent
+
+    def send(self, number: int, message: ToMember) -> None:
+        """Queues it, behind the keys of the links that it names."""
+        if (stream := self.standing.get(number)) is None:
+            return
+        if isinstance(message, Welcome):
+            stream.name = message.member.name
+        assert self.keys is not None, "who does not lead says nothing"
+        for to, what in self.keys.with_keys(number, message, self.standing):
+            self._put(self.standing[to], what)
+
+    def _put(self, stream: Stream, message: ToMember) -> None:
+        """Keys go to both ends of a link, and the one that the message is not for may not read either."""
+        if stream.outbox.qsize() < _MAX_OUTBOX:
+            stream.outbox.put_nowait(message)
+        elif not stream.cut.is_set():
+            self._emit("error", text=f"{stream.name or stream.peer} does not read; its stream is cut")
+            stream.cut.set()
+
+    def close(self, number: int, reason: str) -> None:
+        """Ends it behind what is queued."""
+        if (stream := self.standing.get(number)) is not None:
+            self._emit("stream_closed", peer=stream.peer, of=stream.name, reason=reason)
+            stream.outbox.put_nowait(None)
+
+    def close_all(self) -> None:
+        """Whoever is here comes again."""
+        for stream in self.standing.values():
+            stream.outbox.put_nowait(None)
+
+    def pulse(self) -> None:
+        """Members leave a leader that says nothing, for another may be elected by then."""
+        for stream in self.standing.values():
+            if stream.name and stream.outbox.empty():
+                stream.outbox.put_nowait(Pulse())
+
+    # ------------------------------------------------------------------ one stream
+
+    async def attend(self, context: Any, peer: str) -> None:
+        """One member's stream, from its Hello to its end."""
+        self._count += 1
+        stream = Stream(self._count, peer)
+        if self._pulses:
+            stream.outbox.put_nowait(Pulse())  # from the first moment on, silence means something
+        self.standing[stream.number] = stream
+        self._feed(fx.Opened(stream.number))
+        patience = asyncio.get_running_loop().call_later(self._hello_timeout_s, self._expect_hello, stream)
+        tasks: list[asyncio.Task[Any]] = []
+        abrupt = True
+        try:
+            # Answers at once: the member learns that it was let in before anything else is said. And before anything
+            # else can be: a first message that is written meanwhile sends the same metadata, and gRPC ends the stream.
+            await context.send_initial_metadata(())
+            tasks += (
+                asyncio.create_task(self._read(stream, context)),
+                asyncio.create_task(self._write(stream, context)),
+                asyncio.create_task(stream.cut.wait()),
+            )
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                abrupt = not tasks[0].result()
+            elif tasks[1].done():
+                abrupt = tasks[1].exception() is not None
+        except WireError as error:
+            self._refused(stream.peer, str(error))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            patience.cancel()
+            for task in tasks:
+                task.cancel()
+            del self.standing[stream.number]
+            self._feed(fx.Closed(stream.number, abrupt))
+
+    def _expect_hello(self, stream: Stream) -> None:
+        """Whoever has not said by now who it is takes a place that somebody may need."""
+        if not stream.name:
+            self._refused(stream.peer, f"no hello within {self._hello_timeout_s:g} s (Attend)")
+            stream.cut.set()
+
+    async def _read(self, stream: Stream, context: Any) -> bool:
+        """Feeds what the member says; True if it said goodbye before the stream ended."""
+        goodbye = False
+        while True:
+            envelope = await context.read()
+            if envelope is END_OF_STREAM:
+                return goodbye
+            stream.heard = time.monotonic()
+            goodbye = goodbye or envelope.goodbye
+            if envelope.WhichOneof("message") is None and goodbye:
+                continue
+            message = unwrap_from_member(envelope)
+            if isinstance(message, Hello) and not stream.name:
+                stream.name = message.name
+            self._feed(fx.MessageIn(stream.number, message))
+
+    async def _write(self, stream: Stream, context: Any) -> None:
+        """Sends until the machine closes the stream."""
+        while True:
+            message = await stream.outbox.get()
+            if message is None:
+                return
+            await context.write(wrap_to_member(message))
