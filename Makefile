@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 STAMP := $(VENV)/.installed
 CONTENT := AddSerializedFile|_start=|_end=|'/chaos|SerializeToString|FromString
-BENCHES ?= $(patsubst benchmarks/%.py,%,$(shell grep -l '^if __name__ == "__main__"' benchmarks/*.py))
+BENCHES ?= $(patsubst benchmarks/%.py,%,$(patsubst %/__main__.py,%.py,$(shell grep -l '^if __name__ == "__main__"' benchmarks/*.py benchmarks/*/__main__.py)))
 
 .PHONY: help env debian demo demo-edge demo-failover test test-slow compat fuzz check bench proto clean
 

@@ -18,13 +18,12 @@ A standby that has watched a leader for three seconds knows that it follows the 
 that was elected sooner first listens for members that know more than its store (PROTOCOL.md 14a). So a strike comes
 when standbys have watched for as long, but for the cases "soon after an election".
 
-Peers in the same run (benchmarks/peers_failover.py): torchrun with its c10d store, torchft with its lighthouse.
+Peers in the same run (benchmarks/peers/coordinators.py): torchrun with its c10d store, torchft with its lighthouse.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
 import signal
@@ -36,10 +35,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.candidates import Candidates, Embedded, Leaders, Watch
-from benchmarks.common import Result, median, parser, run
-from benchmarks.survival import World
+from benchmarks.common import Options, Result, median, run
+from benchmarks.peers import coordinators
 from benchmarks.victims import member
 from benchmarks.workers import Worker, context, scratch
+from benchmarks.world import World, intervals, lost_or_repeated
 from chaos_lightning.control.election import WATCHED_S
 from chaos_lightning.control.etcd_servers import EtcdServer, EtcdServers
 
@@ -115,13 +115,12 @@ class Scene:
 
     def longest(self, name: str, since_ns: int) -> float:
         """This member's longest step that ended after `since_ns`, s."""
-        steps = self.world.members[name].steps
-        return max(((b.ns - a.ns) / 1e9 for a, b in itertools.pairwise(steps) if b.ns > since_ns), default=0.0)
+        timed = intervals(self.world.members[name].steps)
+        return max((seconds for step, seconds in timed if step.ns > since_ns), default=0.0)
 
     def usual(self) -> float:
         """Median step of late, s."""
-        steps = next(iter(self.world.members.values())).steps[-60:]
-        return median([(b.ns - a.ns) / 1e9 for a, b in itertools.pairwise(steps)])
+        return self.world.usual(60)
 
 
 def quiet(scene: Scene, seconds: float) -> float:
@@ -195,7 +194,7 @@ def one_run(
     come_back(scene, leader if scheduler else "", server, victim, newcomer)
     for name, (count, fenced) in before.items():
         seen = world.members[name]
-        case.lost += sum(b.step != a.step + 1 for a, b in itertools.pairwise(seen.steps[count - 1 :]))
+        case.lost += lost_or_repeated(seen.steps[count - 1 :])
         case.fenced += len(seen.fenced) - fenced
     if not victim and not newcomer:
         case.control.append(quiet(scene, took_s))
@@ -250,7 +249,7 @@ def scene(name: str, folder: Path, rng: random.Random) -> Iterator[Scene]:
     from chaos_lightning.events.events import EventLog
 
     logs = str(folder / "events")
-    ctx = context("benchmarks.victims", "benchmarks.candidates", "torch._dynamo", "chaos_lightning.replication.access")
+    ctx = context("benchmarks.victims", "benchmarks.candidates", "chaos_lightning.replication.access")
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(EventLog.in_directory(logs, "failover", role="harness"))
         servers: EtcdServers | None = None
@@ -268,10 +267,8 @@ def scene(name: str, folder: Path, rng: random.Random) -> Iterator[Scene]:
             environment = {**shared, **({"CHAOS_HOST": member_name} if name == "apart" else {})}
             return Worker(ctx, member, leaders.endpoint, member_name, STATE_MIB, logs, PACE_S, environment)
 
-        world = World(spawn, rng)
-        stack.callback(world.close)
-        for _ in range(MEMBERS):
-            world.start()
+        world = stack.enter_context(World(spawn, rng))
+        world.open(MEMBERS)
         yield Scene(name, world, leaders, Watch(logs), log, rng, servers)
 
 
@@ -305,25 +302,18 @@ FEWER = ("a newcomer starts, nobody is struck", "scheduler SIGKILL as a newcomer
 
 def measure(result: Result, name: str, folder: Path, args: Any) -> None:
     """All cases of one scene, and the audit of its event logs."""
-    from chaos_lightning.observe.audit import audit, verdict, violations
-
-    runs = args.runs or (3 if args.quick else 20)
     print(f" {name}: {', '.join(CASES[name])}", flush=True)
     with scene(name, folder, random.Random(args.seed)) as stage:
         unequal = 0
         for title, what in CASES[name].items():
             case = Case()
-            for index in range(max(1, runs // 4) if title in FEWER else runs):
+            for index in range(max(1, args.runs // 4) if title in FEWER else args.runs):
                 one_run(stage, case, index, **what)
             unequal += len(stage.world.hashes()) != 1
             report(result, name, title, what, case)
         result.add(f"{name}: comparisons of states that differ, of {len(CASES[name])}", unequal, "count", 0)
         stage.world.end()
-    findings = audit(str(folder / "events"))
-    result.details[f"audit, {name}"] = verdict(findings).splitlines()
-    for line in violations(findings)[:10]:
-        print(f"    audit: {line}")
-    result.add(f"{name}: audit of the event logs, violations", len(violations(findings)), "count", 0)
+    result.audit(folder / "events", f"{name}: audit of the event logs, violations", name)
 
 
 def report(result: Result, scene_name: str, title: str, what: dict[str, Any], case: Case) -> None:
@@ -361,9 +351,9 @@ def report(result: Result, scene_name: str, title: str, what: dict[str, Any], ca
 
 
 def main() -> int:
-    p = parser(__doc__ or "")
-    p.add_argument("--runs", type=int, default=0, help="of each case; 0: 20, or 3 with --quick")
-    p.add_argument("--seed", type=int, default=1, help="of the moments at which the blows fall")
+    p = Options(__doc__)
+    p.add_count("--runs", 20, 3, "of each case")
+    p.add_seed("of the moments at which the blows fall")
     p.add_argument("--scenes", nargs="*", default=list(CASES), choices=list(CASES))
     p.add_argument("--no-peers", action="store_true", help="without torchrun's and torchft's coordinators")
     p.add_argument("--keep", default="", help="folder that keeps event logs")
@@ -373,9 +363,7 @@ def main() -> int:
         for name in args.scenes:
             measure(result, name, Path(args.keep or scratched) / name, args)
     if not args.no_peers:
-        from benchmarks import peers_failover
-
-        peers_failover.measure(result, args)
+        coordinators.measure(result, args)
     return result.finish(args)
 
 

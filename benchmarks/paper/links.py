@@ -1,6 +1,6 @@
 """Fig. 9 and Table I: links that come and go, members that leave, and what that costs the others.
 
-Real processes are those of benchmarks/primitives.py, which defines what an exposed delay is; here they are run at
+Real processes are those of benchmarks/primitives, which defines what an exposed delay is; here they are run at
 several cluster sizes with a small model. As many members as in the paper do not fit a small machine, so larger
 clusters are simulated: the product's own member and scheduler machines in virtual time
 (chaos_lightning/lab/simulate), where every message takes 0.2 ms, the work for a step 30 ms, and processors nothing.
@@ -16,12 +16,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import primitives
-from benchmarks.common import median
+from benchmarks.common import connected, median, percentile
 from benchmarks.paper.figure import Claim, FigureResult, Scale, canvas, progress
-from benchmarks.primitives_crew import Pair, connected, ring
-from benchmarks.primitives_member import Work
-from benchmarks.primitives_samples import Exposure, block_of, exposed, median_interval, percentile
+from benchmarks.primitives import events as primitives
+from benchmarks.primitives.crew import Pair, ring
+from benchmarks.primitives.member import Work
+from benchmarks.primitives.samples import Exposure, block_of, exposed, median_interval
 from chaos_lightning.lab.simulate.node import Node, NodeSpec
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.lab.simulate.world import Fault, Plan, World

@@ -19,13 +19,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from benchmarks import soak_schedulers
 from benchmarks.common import Result
 from benchmarks.failover import CASES, Case, Scene, report
-from benchmarks.soak import Standstill
-from benchmarks.soak_door import SharedDoor, Ways
-from benchmarks.soak_schedulers import SCHEDULER_KINDS, STALE_KINDS, Several, copy_chain
-from benchmarks.survival import Seen, Step
+from benchmarks.soak import schedulers as soak_schedulers
+from benchmarks.soak.door import SharedDoor, Ways
+from benchmarks.soak.runs import Standstill
+from benchmarks.soak.schedulers import SCHEDULER_KINDS, STALE_KINDS, Several, copy_chain
+from benchmarks.world import Seen, Step
 from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.errors import ConfigurationError, StoreError
