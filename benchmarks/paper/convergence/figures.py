@@ -1,9 +1,9 @@
 """Figures 11 to 14: a node that brings its own data, or takes it away, and what that does to convergence.
 
-Theory of operation. Five nodes have data of their own (`data`), most of it of kinds that the others hardly
-have. For every curve of a figure a job of real processes is trained by the product (`training`): four nodes
-all along, five all along, and one in which the fifth comes (Figs. 11, 13) or goes (Figs. 12, 14) in mid-run. What the
-curves say is reckoned in `curves`. A curve that two figures share is trained once in a process.
+Theory of operation. Five nodes have data of their own (data.py), most of it of kinds that the others hardly have. For
+every curve of a figure a job of real processes is trained by the product (training.py): four nodes all along, five all
+along, and one in which the fifth comes (Figs. 11, 13) or goes (Figs. 12, 14) in mid-run. What the curves say is
+reckoned in curves.py. A curve that two figures share is trained once in a process.
 
 Figures 11 and 12 train three image classifiers. Figures 13 and 14 train LoRA adapters of a small GPT, whose frozen base
 each node has already; how much a join moves is read from the newcomer's event log. That one is also done at the paper's
