@@ -208,26 +208,13 @@ def carry(pipe: Connection, port: int, cases: list[Case], certificate: str) -> N
 
 
 def make_certificate(folder: Path) -> str:
-    """A key and a certificate for localhost that signs itself, in one file."""
-    import datetime
-    import ipaddress
+    """A file with a key, its certificate for localhost, and the authority that signed it."""
+    from chaos_lightning.security.certificates import certify, new_authority
+    from chaos_lightning.security.roles import MEMBER
 
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-    builder = builder.serial_number(x509.random_serial_number()).add_extension(names, critical=False)
-    builder = builder.not_valid_before(now - datetime.timedelta(hours=1))
-    signed = builder.not_valid_after(now + datetime.timedelta(days=1)).sign(key, hashes.SHA256())
+    authority = new_authority("benchmark")
+    certificate, key = certify(authority, "benchmark", "localhost", MEMBER, ["localhost"])
     path = folder / "localhost.pem"
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    path.write_bytes(private + signed.public_bytes(serialization.Encoding.PEM))
+    path.write_text(key + certificate + authority[0])
     path.chmod(0o600)
     return str(path)

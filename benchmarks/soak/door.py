@@ -20,36 +20,47 @@ _READ_NBYTES = 1 << 16
 
 
 class Door:
-    """See the module.
+    """See the module. It can be shut for everybody, or for some processes of this machine.
 
     Args:
         target: HOST:PORT that it leads to.
+        pids: Whom to tell apart, by process id.
 
     Attributes:
         endpoint: HOST:PORT to dial instead.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, pids: Callable[[], Mapping[int, str]] = dict) -> None:
         host, _, port = target.rpartition(":")
-        self._target = (host, int(port))
+        self._target, self._pids = (host, int(port)), pids
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=16)
         self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._lock = threading.Lock()
         self._passing: dict[tuple[socket.socket, socket.socket], int] = {}
         """Connections, and how many of their two directions have not ended."""
+        self._names: dict[socket.socket, str] = {}
+        """Who dialled; "" for whoever is not told apart."""
+        self._shut_for: set[str] = set()
         self._shut = self._closed = False
         threading.Thread(target=self._accept, name="soak-door", daemon=True).start()
 
-    def shut(self) -> None:
-        """Resets all connections, and every new one until `open`."""
+    def shut(self, name: str = "") -> None:
+        """Resets the connections of this process ("": all), and every new one until `open`."""
         with self._lock:
-            self._shut = True
-            self._end_all()
+            if name:
+                self._shut_for.add(name)
+            else:
+                self._shut = True
+            for pair in [p for p in self._passing if not name or self._names.get(p[0]) == name]:
+                self._end(pair)
 
-    def open(self) -> None:
+    def open(self, name: str = "") -> None:
         """New connections pass again."""
         with self._lock:
-            self._shut = False
+            if name:
+                self._shut_for.discard(name)
+            else:
+                self._shut = False
 
     def close(self) -> None:
         """For good. Idempotent."""
@@ -57,18 +68,11 @@ class Door:
             if self._closed:
                 return
             self._closed = self._shut = True
-            self._end_all()
+            for pair in list(self._passing):
+                self._end(pair)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread up
         self._listener.close()
-
-    def _barred(self, near: socket.socket) -> bool:
-        """Whether who dialled may not pass though the door is open."""
-        return False
-
-    def _end_all(self) -> None:
-        for pair in list(self._passing):
-            self._end(pair)
 
     def _end(self, pair: tuple[socket.socket, socket.socket]) -> None:
         """Resets both of its sockets; the lock is held."""
@@ -92,10 +96,12 @@ class Door:
                 near.close()
                 continue
             pair = (near, far)
-            barred = self._barred(near)
+            pids = self._pids()
+            name = owner_of(near, pids) if pids else ""
             with self._lock:
                 self._passing[pair] = 2
-                if self._shut or barred:
+                self._names = {sock: n for sock, n in self._names.items() if sock.fileno() >= 0} | {near: name}
+                if self._shut or name in self._shut_for:
                     self._end(pair)
                     continue
             for sock in pair:
@@ -121,53 +127,20 @@ class Door:
                     self._end(pair)
 
 
-class SharedDoor(Door):
-    """A door for several processes of this machine, which can be shut for some of them.
-
-    Args:
-        target: HOST:PORT that it leads to.
-        pids: Whom to tell apart, by process id; all others always pass.
-    """
-
-    def __init__(self, target: str, pids: Callable[[], Mapping[int, str]]) -> None:
-        self._pids = pids
-        self._names: dict[socket.socket, str] = {}
-        self._shut_for: set[str] = set()
-        super().__init__(target)
-
-    def bar(self, name: str) -> None:
-        """Resets its connections, and every new one until `admit`."""
-        with self._lock:
-            self._shut_for.add(name)
-            for pair in [p for p in self._passing if self._names.get(p[0]) == name]:
-                self._end(pair)
-
-    def admit(self, name: str) -> None:
-        with self._lock:
-            self._shut_for.discard(name)
-
-    def _barred(self, near: socket.socket) -> bool:
-        name = owner_of(near, self._pids())
-        with self._lock:
-            self._names = {sock: n for sock, n in self._names.items() if sock.fileno() >= 0}
-            self._names[near] = name
-            return name in self._shut_for
-
-
 class Ways:
     """One member's ways to all schedulers, as if they were one door."""
 
-    def __init__(self, doors: Sequence[SharedDoor], name: str) -> None:
+    def __init__(self, doors: Sequence[Door], name: str) -> None:
         self._doors, self._name = doors, name
         self.endpoint = ",".join(door.endpoint for door in doors)
 
     def shut(self) -> None:
         for door in self._doors:
-            door.bar(self._name)
+            door.shut(self._name)
 
     def open(self) -> None:
         for door in self._doors:
-            door.admit(self._name)
+            door.open(self._name)
 
     def close(self) -> None:
         self.open()

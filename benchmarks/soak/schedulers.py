@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.candidates import Candidates
-from benchmarks.soak.door import Door, SharedDoor, Ways
+from benchmarks.soak.door import Door, Ways
 from benchmarks.workers import Worker, context, scheduler
 from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.etcd_client import after_prefix
@@ -117,7 +117,7 @@ class Several(Control):
 
     def __init__(self, candidates: Candidates, servers: EtcdServers, log: Any, seed: int, every_s: float) -> None:
         super().__init__(candidates.endpoint)
-        self.doors: list[SharedDoor] = []
+        self.doors: list[Door] = []
         self.pids: dict[int, str] = {}
         self._candidates, self._servers, self._log, self._every_s = candidates, servers, log, every_s
         self._rng = random.Random(seed)
@@ -305,7 +305,7 @@ def control(args: Any, folder: Path, log: Any, *, doors: bool) -> Iterator[Contr
         stack.callback(candidates.close)
         made = Several(candidates, servers, log, args.seed, args.schedulers_every_s)
         if doors:
-            made.doors = [SharedDoor(place, lambda: made.pids) for place in candidates.places.values()]
+            made.doors = [Door(place, lambda: made.pids) for place in candidates.places.values()]
             for door in made.doors:
                 stack.callback(door.close)
             candidates.advertised = dict(zip(candidates.places, (d.endpoint for d in made.doors), strict=True))

@@ -22,7 +22,7 @@ import pytest
 from benchmarks.common import Result
 from benchmarks.failover import CASES, Case, Scene, report
 from benchmarks.soak import schedulers as soak_schedulers
-from benchmarks.soak.door import SharedDoor, Ways
+from benchmarks.soak.door import Door, Ways
 from benchmarks.soak.runs import Standstill
 from benchmarks.soak.schedulers import SCHEDULER_KINDS, STALE_KINDS, Several, copy_chain
 from benchmarks.world import Seen, Step
@@ -258,7 +258,7 @@ def ended(sock: socket.socket) -> bool:
 
 def test_doors_are_shut_for_one_and_open_for_all_others(echo: str) -> None:
     pids = {os.getpid(): "me"}
-    doors = [SharedDoor(echo, lambda: pids) for _ in range(2)]
+    doors = [Door(echo, lambda: pids) for _ in range(2)]
     mine, yours = Ways(doors, "me"), Ways(doors, "you")
     try:
         host, port = doors[0].endpoint.split(":")
