@@ -20,11 +20,10 @@ import random
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from benchmarks.common import MIB, Options, Result, median, run
 from benchmarks.links_secure.cost import BOUND_SLOWER, FRAME_NBYTES, costs
-from benchmarks.links_secure.ends import LINKS, SOCKETS, Case, carry, make_certificate
+from benchmarks.links_secure.ends import LINKS, SOCKETS, Case, carry, make_certificate, sums_everywhere
 from benchmarks.steady.blocks import Shape, measure
 from benchmarks.workers import Worker, context, scheduler
 
@@ -85,12 +84,6 @@ def throughput(result: Result, rounds: int, total_mib: int) -> tuple[float, floa
                 plain_us = median([b for b, _ in of[base]]) / total_mib * FRAME_NBYTES / MIB * 1e6
                 ratio = 1 / slower
     return plain_us, ratio
-
-
-def sums_everywhere(contenders: dict[str, Any]) -> None:
-    """As between machines; within one, the level checksum sends chunks without."""
-    for link in contenders["checksum"].engine._shell.links._links.values():
-        link.sums = True
 
 
 def steps(result: Result, shape: Shape) -> None:

@@ -218,3 +218,9 @@ def make_certificate(folder: Path) -> str:
     path.write_text(key + certificate + authority[0])
     path.chmod(0o600)
     return str(path)
+
+
+def sums_everywhere(contenders: dict[str, Any]) -> None:
+    """A member's links carry checksums as between machines; within one, the level checksum sends chunks without."""
+    for link in contenders["checksum"].engine._shell.links._links.values():
+        link.sums = True

@@ -160,6 +160,23 @@ def fig9(scale: Scale) -> FigureResult:
         progress("9", f"links among {size} simulated members")
         found = simulated(size, scale.pick(2, 6), scale.seed)
         virtual[str(size)] = {kind: [e.total for e in found[kind]] for kind in kinds}
+    claims = _claims(real, virtual, events)
+    return FigureResult(
+        number="9",
+        title="Connect-link delay against cluster size",
+        how=f"Real processes for {', '.join(real)} members on one machine (a model of {WORK.grad_mib:g} MiB of "
+        f"gradients, {WORK.device_s * 1e3:g} ms of sleep in each step for an accelerator's time); larger clusters "
+        "simulated in virtual time with the product's own state machines.",
+        claims=claims,
+        data={"real": real, "simulated": virtual, "paper_s": PAPER_S},
+    )
+
+
+def _claims(
+    real: Mapping[str, Mapping[str, Any]], virtual: Mapping[str, Mapping[str, list[float]]], events: int
+) -> list[Claim]:
+    """The paper's statements beside what came out, by members: of real ones so many events, and of simulated ones."""
+    kinds = ("connect-link", "disconnect-link")
     largest = {kind: [max(by_kind[kind]) for by_kind in virtual.values()] for kind in kinds}
     words = ", ".join(f"{f['beyond_p50_s'] * 1e3:.2f} ms ({n})" for n, f in real.items())
     why = (
@@ -212,15 +229,7 @@ def fig9(scale: Scale) -> FigureResult:
             "as above; where a detour takes the place of a link, headers come later by its further hops, once",
         ),
     ]
-    return FigureResult(
-        number="9",
-        title="Connect-link delay against cluster size",
-        how=f"Real processes for {', '.join(real)} members on one machine (a model of {WORK.grad_mib:g} MiB of "
-        f"gradients, {WORK.device_s * 1e3:g} ms of sleep in each step for an accelerator's time); larger clusters "
-        "simulated in virtual time with the product's own state machines.",
-        claims=claims,
-        data={"real": real, "simulated": virtual, "paper_s": PAPER_S},
-    )
+    return claims
 
 
 def _facts(outcome: primitives.Outcome) -> dict[str, Any]:

@@ -64,16 +64,53 @@ class Numbered:
 
 
 class Journal:
-    """This process's testimony."""
+    """This process's testimony.
 
-    def __init__(self, folder: Path, name: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{name}-{os.getpid()}.jsonl"
+    Args:
+        root: Folder of all journals and checkpoints.
+        name: The member's.
+    """
+
+    def __init__(self, root: Path, name: str) -> None:
+        (root / "journals").mkdir(parents=True, exist_ok=True)
+        (root / "checkpoints").mkdir(exist_ok=True)
+        self._root = root
+        path = root / "journals" / f"{name}-{os.getpid()}.jsonl"
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, what: str, **fields: Any) -> None:
         line = {"what": what, "ns": time.monotonic_ns(), **fields}
         os.write(self._fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+    def stand(self, what: str, engine: Any, model: Any, optimizer: Any) -> None:
+        """The header that this member stands on, and its state; the latter now and then to the event log as well."""
+        from chaos_lightning.replication.access import ModuleState
+        from chaos_lightning.replication.table import state_hash
+
+        header = engine.header
+        self.write(
+            what,
+            member=engine.member_id,
+            seq=header.seq,
+            step=header.step,
+            kind=str(header.kind),
+            head=header.hash,
+            prev=header.prev_hash,
+            who=[[s.member, s.weight] for s in header.contributors],
+            sha=fingerprint(model, optimizer),
+        )
+        if header.step % 10 == 0 or what != "commit" or str(header.kind) != "step":  # for the audit of the event logs
+            value = state_hash(ModuleState(model, optimizer).tensors())
+            engine.events.emit("state_hash", seq=header.seq, step=header.step, head=header.hash, hash=value)
+
+    def save(self, label: str, engine: Any, model: Any, optimizer: Any) -> None:
+        """A checkpoint, named by its header and its writer."""
+        import torch
+
+        path = self._root / "checkpoints" / f"{label}-{engine.header.hash}-{engine.member_id}.pt"
+        part = path.with_suffix(".part")
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, part)
+        part.rename(path)
 
 
 def replays(name: str) -> bool:
@@ -125,12 +162,11 @@ def member(
     model, optimizer = make(seed)
     loader = DataLoader(Numbered(images[:-HELD_OUT], labels[:-HELD_OUT]), batch_size=QUOTA, shuffle=True)
     root = Path(folder)
-    journal = Journal(root / "journals", name)
-    (root / "checkpoints").mkdir(exist_ok=True)
+    journal = Journal(root, name)
     trainer = Trainer(endpoint=endpoint, name=name, host_scheduler=False, log_dir=str(root / "events"))
     try:
         with trainer:
-            _train(pipe, journal, trainer, model, optimizer, loader, (root, seed, epochs, pace_s))
+            _train(pipe, journal, trainer, model, optimizer, loader, (seed, epochs, pace_s))
             out = trainer.engine.out
         word = "left" if out else "done"
     except (RefusedError, DepartedError) as error:  # the job ended while it waited to come in
@@ -143,44 +179,24 @@ def member(
 def _train(
     pipe: Connection, journal: Journal, trainer: Any, model: Any, optimizer: Any, loader: Any, how: tuple[Any, ...]
 ) -> None:
-    import torch
     from torch.nn.functional import cross_entropy
 
-    from chaos_lightning.replication.access import ModuleState
-    from chaos_lightning.replication.table import state_hash
     from chaos_lightning.trainer import capture_exit_event
 
-    root, seed, epochs, pace_s = how
-    fate, state = Fate(pipe, trainer), ModuleState(model, optimizer)
-    engine = trainer.engine
+    seed, epochs, pace_s = how
+    fate, engine = Fate(pipe, trainer), trainer.engine
+    parts = (engine, model, optimizer)
 
-    def note(what: str) -> None:
-        header = engine.header
-        journal.write(
-            what,
-            member=engine.member_id,
-            seq=header.seq,
-            step=header.step,
-            kind=str(header.kind),
-            head=header.hash,
-            prev=header.prev_hash,
-            who=[[s.member, s.weight] for s in header.contributors],
-            sha=fingerprint(model, optimizer),
-        )
-        if header.step % 10 == 0 or what != "commit" or str(header.kind) != "step":  # for the audit of the event logs
-            value = state_hash(state.tensors())
-            engine.events.emit("state_hash", seq=header.seq, step=header.step, head=header.hash, hash=value)
-
-    def save(label: str) -> None:
-        path = root / "checkpoints" / f"{label}-{engine.header.hash}-{engine.member_id}.pt"
-        part = path.with_suffix(".part")
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, part)
-        part.rename(path)
+    def back(since: int) -> None:
+        """It was put out, and is in again."""
+        journal.write("fenced", since=since)
+        journal.stand("entered", *parts)
+        pipe.send(("back", engine.header.step))
 
     if not replays(engine.config.name):
         optimizer.register_step_pre_hook(lambda *_: fate.at("optimizer"))
     batches = trainer.prepare(model, optimizer, loader, epochs=epochs, seed=seed)
-    note("entered")
+    journal.stand("entered", *parts)
     pipe.send(("in", engine.header.step))
     for inputs, targets, indices in batches:
         drawn = [] if trainer.idle else indices.tolist()
@@ -199,24 +215,20 @@ def _train(
             journal.write("left")
             break
         if not kept:
-            journal.write("fenced", since=since)
-            note("entered")
-            pipe.send(("back", engine.header.step))
+            back(since)
             continue
-        note("commit")
+        journal.stand("commit", *parts)
         pipe.send(("step", engine.header.step))
         if engine.header.step % SAVE_EVERY == 0:
-            save("step")
+            journal.save("step", *parts)
         before, since = (engine.header.hash, engine.member_id), time.monotonic_ns()
         trainer.check_state_replication()
         if engine.member_id != before[1]:
-            journal.write("fenced", since=since)
-            note("entered")
-            pipe.send(("back", engine.header.step))
+            back(since)
         elif engine.header.hash != before[0]:
-            note("commit")
+            journal.stand("commit", *parts)
         if capture_exit_event():
             trainer.request_node_exit()
             break
     if not engine.out:
-        save("final")
+        journal.save("final", *parts)
