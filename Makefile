@@ -11,6 +11,8 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 # A checkout of Lightning, or the folder with its tests_pytorch/
 LIGHTNING ?=
+# A commit that make size compares with
+BEFORE ?=
 # Further arguments of pytest, the demo or the benchmarks: make test ARGS="-k join -x"
 ARGS ?=
 
@@ -18,9 +20,9 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 STAMP := $(VENV)/.installed
 CONTENT := AddSerializedFile|_start=|_end=|'/chaos|SerializeToString|FromString
-BENCHES ?= $(patsubst benchmarks/%.py,%,$(shell grep -l '^if __name__ == "__main__"' benchmarks/*.py))
+BENCHES ?= $(patsubst benchmarks/%.py,%,$(patsubst %/__main__.py,%.py,$(shell grep -l '^if __name__ == "__main__"' benchmarks/*.py benchmarks/*/__main__.py)))
 
-.PHONY: help env debian demo demo-edge demo-failover test test-slow compat fuzz check bench proto clean
+.PHONY: help env debian demo demo-edge demo-failover test test-slow compat fuzz check bench size proto clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -91,6 +93,9 @@ bench: $(VENV)/.bench ## every benchmark, or some: make bench BENCHES="steady ki
 	  echo "== benchmarks.$$bench"
 	  $(PY) -m "benchmarks.$$bench" $(ARGS)
 	done
+
+size: ## lines of each room, as markdown, beside an older commit's: make size BEFORE=COMMIT
+	@$(PYTHON) .ci/size.py $(if $(BEFORE),--before "$(BEFORE)")
 
 proto: $(STAMP) ## generate the stubs from the .proto files
 	@$(PY) -m chaos_lightning.protocol.generate

@@ -17,6 +17,7 @@ before, is what is kept of slots that are over.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -25,10 +26,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.common import MIB, Result, median, parser, run
-from benchmarks.survival import Case, World, blow, report
+from benchmarks.common import MIB, Options, Result, median, run
+from benchmarks.survival import Case, blow, report
 from benchmarks.victims import member
 from benchmarks.workers import Worker, context, scheduler, scratch
+from benchmarks.world import World, lost_or_repeated
 
 STATE_MIB = 6.0
 PACE_S = 0.02
@@ -53,20 +55,16 @@ class Hold:
 
 @contextlib.contextmanager
 def members(scene: str, rng: random.Random, logs: str) -> Iterator[World]:
-    ctx = context("benchmarks.victims", "torch._dynamo", "chaos_lightning.replication.access")
+    ctx = context("benchmarks.victims", "chaos_lightning.replication.access")
     with scheduler(2, log_dir=logs) as endpoint:
 
         def spawn(name: str) -> Worker:
             environment = {} if scene == "shared" else {"CHAOS_HOST": name}
             return Worker(ctx, member, endpoint, name, STATE_MIB, logs, PACE_S, environment)
 
-        world = World(spawn, rng)
-        try:
-            for _ in range(3):
-                world.start()
+        with World(spawn, rng) as world:
+            world.open()
             yield world
-        finally:
-            world.close()
 
 
 def watchers_of(pids: set[int]) -> list[int]:
@@ -97,26 +95,25 @@ def hold(world: World, case: Hold, rank: int, seconds: float) -> None:
     others = [s for n, s in world.members.items() if n != victim]
     fenced = sum(len(s.fenced) for s in world.members.values())
     time.sleep(world.rng.uniform(0.0, 1.5) * world.usual())
-    count = len(seen.held)
+    count = len(seen.words.get("held", ()))
     seen.worker.pipe.send(("hold", seconds))
-    world.pump(lambda: len(seen.held) > count, f"{victim} to hold the lock")
-    since = seen.held[-1]
+    world.pump(lambda: len(seen.words.get("held", ())) > count, f"{victim} to hold the lock")
+    since = seen.words["held"][-1][0]
     free = since + int(seconds * 1e9)
     # What was under way is committed with the victim's earlier contribution; the step after that needs it.
     world.pump(
         lambda: all(s.steps[-1].ns > free for s in others) and seen.steps[-1].ns > free, "the step after the hold"
     )
-    firsts = [max(b.ns for a, b in zip(s.steps, s.steps[1:], strict=False) if a.ns <= free < b.ns) for s in others]
+    firsts = [max(b.ns for a, b in itertools.pairwise(s.steps) if a.ns <= free < b.ns) for s in others]
     case.seconds.append((max(firsts) - since) / 1e9)
     world.settle()
     case.fenced += sum(len(s.fenced) for s in world.members.values()) - fenced
-    case.lost += sum(b.step != a.step + 1 for s in others for a, b in zip(s.steps, s.steps[1:], strict=False))
+    case.lost += sum(lost_or_repeated(s.steps) for s in others)
 
 
 def measure(result: Result, scene: str, runs: int, seed: int, logs: str, gathers: int) -> None:
     """All of one scene, and the audit of its event logs."""
     from chaos_lightning.events.events import EventLog
-    from chaos_lightning.observe.audit import audit, violations
 
     print(f" {scene}, {runs} runs each, seed {seed}", flush=True)
     with members(scene, random.Random(seed), logs) as world, EventLog.in_directory(logs, "busy", role="harness") as log:
@@ -147,20 +144,17 @@ def measure(result: Result, scene: str, runs: int, seed: int, logs: str, gathers
         if gathers:
             remember(result, world, gathers)
         world.end()
-    found = violations(audit(logs))
-    for line in found[:10]:
-        print(f"    audit: {line}")
-    result.add(f"{scene}: audit of the event logs, violations", len(found), "count", 0)
+    result.audit(logs, f"{scene}: audit of the event logs, violations", scene)
 
 
 def remember(result: Result, world: World, gathers: int) -> None:
     """What members keep of slots that gathered much and are over."""
     world.settle()
-    at = max(s.steps[-1].step for s in world.members.values()) + 50
+    at = world.last_step() + 50
     for seen in world.members.values():
         seen.worker.pipe.send(("gather", at, gathers, GATHER_NBYTES))
-    world.pump(lambda: all(s.memory is not None for s in world.members.values()), f"{gathers} slots that gather")
-    grown = [(s.memory[1] - s.memory[0]) / MIB for s in world.members.values() if s.memory is not None]
+    world.pump(lambda: all("memory" in s.words for s in world.members.values()), f"{gathers} slots that gather")
+    grown = [(after - before) / MIB for s in world.members.values() for before, after in s.words["memory"][-1:]]
     title = (
         f"memory after {gathers} slots that gathered 1 MiB of each of three members, beyond before: largest member's"
     )
@@ -168,19 +162,18 @@ def remember(result: Result, world: World, gathers: int) -> None:
 
 
 def main() -> int:
-    p = parser(__doc__ or "")
-    p.add_argument("--runs", type=int, default=0, help="of each kind; 0: 9, or 3 with --quick")
-    p.add_argument("--seed", type=int, default=1, help="of the moments at which the blows fall")
+    p = Options(__doc__)
+    p.add_count("--runs", 9, 3, "of each kind")
+    p.add_seed("of the moments at which the blows fall")
     p.add_argument("--scenes", nargs="*", default=list(BOUND_STOP_S), choices=list(BOUND_STOP_S))
     p.add_argument("--keep-logs", default="", help="folder that keeps the members' event logs")
     args = p.parse_args()
-    runs = args.runs or (3 if args.quick else 9)
     result = Result("busy")
     with scratch() as folder:
         for number, scene in enumerate(args.scenes):
             logs = str((Path(args.keep_logs) if args.keep_logs else folder) / f"busy-{scene}")
             gathers = (24 if args.quick else 96) if number == 0 else 0
-            measure(result, scene, runs, args.seed, logs, gathers)
+            measure(result, scene, args.runs, args.seed, logs, gathers)
     return result.finish(args)
 
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Result, parser, run
+from benchmarks.common import Options, Result, run
 from benchmarks.paper.figure import Claim, FigureResult, Scale, need_matplotlib, progress
 from benchmarks.paper.tables import markdown, rounded, terminal
 
@@ -39,10 +39,10 @@ FIGURES = {
     "9": ("links", "fig9"),
     "I": ("links", "table1"),
     "10": ("idle", "fig10"),
-    "11": ("convergence", "fig11"),
-    "12": ("convergence", "fig12"),
-    "13": ("convergence", "fig13"),
-    "14": ("convergence", "fig14"),
+    "11": ("convergence.figures", "fig11"),
+    "12": ("convergence.figures", "fig12"),
+    "13": ("convergence.figures", "fig13"),
+    "14": ("convergence.figures", "fig14"),
     "15": ("delays", "fig15"),
     "16": ("assignment", "fig16"),
 }
@@ -192,8 +192,7 @@ def tell(result: Result, made: dict[str, FigureResult], failed: dict[str, str], 
 
 
 def main() -> int:
-    p = parser(__doc__ or "")
-    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p = Options(__doc__, raw=True)
     p.add_argument(
         "--figure", nargs="+", default=[], choices=list(FIGURES), metavar="N", help="only these: " + ", ".join(FIGURES)
     )

@@ -1,18 +1,21 @@
-"""What all benchmarks share: arguments, figures with bounds, the summary line, JSON, and a model of a given size."""
+"""What all benchmarks share: options, figures with bounds, the summary line, JSON, and a few statistics."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from chaos_lightning.planning.graph import breadth_first, neighbours
 
 MIB = 1 << 20
 
@@ -40,6 +43,8 @@ class Result:
     figures: list[Figure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
+    headline: list[str] = field(default_factory=list)
+    """What the summary line says besides how many bounds held."""
 
     def add(self, name: str, value: float, unit: str, bound: float | None = None) -> Figure:
         figure = Figure(name, round(value, 6), unit, bound)
@@ -48,37 +53,92 @@ class Result:
         print(f"  {name}: {value:.4g} {unit}{limit}", flush=True)
         return figure
 
+    def ratio(self, name: str, ours: Sequence[float], theirs: Sequence[float], bound: float | None = None) -> Figure:
+        """The median of what was measured side by side, one by one; all ratios are kept."""
+        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+        self.details[f"ratios, {name}"] = ratios
+        return self.add(name, median(ratios), "ratio", bound)
+
+    def note(self, text: str) -> None:
+        """Words that belong to the figures."""
+        self.notes.append(text)
+        print(f"  {text}", flush=True)
+
+    def audit(self, logs: str | Path, title: str, about: str) -> None:
+        """Adds how often the members' event logs contradict the contract.
+
+        Args:
+            logs: Folder of the event logs.
+            title: Of the figure.
+            about: The run, for the details.
+        """
+        from chaos_lightning.observe.audit import audit, verdict, violations
+
+        findings = audit(logs)
+        self.details[f"audit, {about}"] = verdict(findings).splitlines()
+        for line in violations(findings)[:10]:
+            print(f"    audit: {line}")
+        self.add(title, len(violations(findings)), "count", 0)
+
     def finish(self, args: argparse.Namespace) -> int:
         """Prints the summary line, writes JSON, returns the exit status."""
         missed = [f.name for f in self.figures if f.ok is False]
         bounded = sum(f.ok is not None for f in self.figures)
-        print(
-            f"{self.benchmark}: {len(self.figures)} figures, {bounded - len(missed)} of {bounded} bounds held"
-            + (f"; missed: {', '.join(missed)}" if missed else ""),
-            flush=True,
-        )
+        parts = [f"{len(self.figures)} figures, {bounded - len(missed)} of {bounded} bounds held", *self.headline]
+        if missed:
+            parts.append(f"missed: {', '.join(missed)}")
+        print(f"{self.benchmark}: {'; '.join(parts)}", flush=True)
         if args.out:
-            record = asdict(self) | {
-                "missed": missed,
-                "when_unix_s": time.time(),
-                "machine": {
-                    "cores": os.cpu_count(),
-                    "python": platform.python_version(),
-                    "system": platform.platform(),
-                },
-                "quick": args.quick,
+            machine = {
+                "cores": os.cpu_count(),
+                "python": platform.python_version(),
+                "system": platform.platform(),
             }
-            Path(args.out).write_text(json.dumps(record, indent=1, default=str))
+            about = {"missed": missed, "when_unix_s": time.time(), "machine": machine, "quick": args.quick}
+            Path(args.out).write_text(json.dumps(asdict(self) | about, indent=1, default=str))
         return 1 if args.check and missed else 0
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """The flags that every benchmark has."""
-    p = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--out", default="", help="write all figures as JSON to this file")
-    p.add_argument("--quick", action="store_true", help="under two minutes: fewer repetitions and cases")
-    p.add_argument("--check", action="store_true", help="exit with 1 if a figure misses its bound")
-    return p
+class Options(argparse.ArgumentParser):
+    """The flags that every benchmark has, and values of which there are fewer with --quick.
+
+    Args:
+        description: The benchmark's docstring.
+        raw: Its lines are kept as they are.
+    """
+
+    def __init__(self, description: str | None, *, raw: bool = False) -> None:
+        kept = argparse.RawDescriptionHelpFormatter
+        super().__init__(
+            description=description, formatter_class=kept if raw else argparse.ArgumentDefaultsHelpFormatter
+        )
+        self._counts: dict[str, tuple[int, int]] = {}
+        self._series: list[str] = []
+        self.add_argument("--out", default="", help="write all figures as JSON to this file")
+        self.add_argument("--quick", action="store_true", help="under two minutes: fewer repetitions and cases")
+        self.add_argument("--check", action="store_true", help="exit with 1 if a figure misses its bound")
+
+    def add_count(self, flag: str, full: int, quick: int, what: str) -> None:
+        """How often something is done."""
+        action = self.add_argument(flag, type=int, default=0, help=f"{what}; 0: {full}, or {quick} with --quick")
+        self._counts[action.dest] = (full, quick)
+
+    def add_series(self, flag: str, default: Sequence[float], what: str) -> None:
+        """Numbers of which the first one alone is taken with --quick."""
+        kind = float if any(isinstance(x, float) for x in default) else int
+        action = self.add_argument(flag, type=kind, nargs="*", default=list(default), help=what)
+        self._series.append(action.dest)
+
+    def add_seed(self, what: str) -> None:
+        self.add_argument("--seed", type=int, default=1, help=what)
+
+    def parse_args(self, *given: Any) -> argparse.Namespace:  # type: ignore[override]
+        args: argparse.Namespace = super().parse_args(*given)
+        for name, (full, quick) in self._counts.items():
+            setattr(args, name, getattr(args, name) or (quick if args.quick else full))
+        for name in self._series if args.quick else ():
+            setattr(args, name, getattr(args, name)[:1])
+        return args
 
 
 def run(main: Any) -> None:
@@ -86,29 +146,30 @@ def run(main: Any) -> None:
     sys.exit(main())
 
 
+# ------------------------------------------------------------------------------------------------ numbers
+
+
 def median(values: Sequence[float]) -> float:
     return float(statistics.median(values))
 
 
-def compute_alone() -> None:
-    """This process computes in one thread, and numbers too small for a normal float count as zero.
+def percentile(values: Sequence[float], percent: float) -> float:
+    """By linear interpolation between the values in order; 0 is the least, 100 the greatest.
 
-    Networks that learn nothing lose neurons; Adam's averages of these decay for some hundred steps, and then are
-    denormal: a step of 50 MiB takes 60 ms instead of 7, whatever is being compared.
+    Raises:
+        ValueError: No values, or `percent` is not within 0 to 100.
     """
-    import torch
+    if not values or not 0 <= percent <= 100:
+        raise ValueError(f"percentile {percent:g} of {len(values)} values: expected 0 to 100, of at least one")
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
 
-
-def state_model(state_mib: float, layers: int = 8) -> Any:
-    """An MLP whose parameters and Adam state together take `state_mib` MiB (so parameters a third of it)."""
-    from torch import nn
-
-    numel = state_mib * MIB / 3 / 4
-    width = int((numel / layers) ** 0.5)
-    blocks: list[nn.Module] = []
-    for _ in range(layers):
-        blocks += [nn.Linear(width, width), nn.ReLU()]
-    return nn.Sequential(*blocks)
+def connected(names: Collection[str], pairs: Collection[frozenset[str]]) -> bool:
+    """Whether these pairs connect all these names."""
+    ordered = sorted(names)
+    ends: list[tuple[str, str]] = [(a, b) for a, b in map(sorted, pairs)]
+    return not ordered or len(breadth_first(ordered[0], neighbours(ordered, ends))) == len(ordered)

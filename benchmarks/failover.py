@@ -18,13 +18,12 @@ A standby that has watched a leader for three seconds knows that it follows the 
 that was elected sooner first listens for members that know more than its store (PROTOCOL.md 14a). So a strike comes
 when standbys have watched for as long, but for the cases "soon after an election".
 
-Peers in the same run (benchmarks/peers_failover.py): torchrun with its c10d store, torchft with its lighthouse.
+Peers in the same run (benchmarks/peers/coordinators.py): torchrun with its c10d store, torchft with its lighthouse.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
 import signal
@@ -36,10 +35,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.candidates import Candidates, Embedded, Leaders, Watch
-from benchmarks.common import Result, median, parser, run
-from benchmarks.survival import World
+from benchmarks.common import Options, Result, median, run
+from benchmarks.peers import coordinators
 from benchmarks.victims import member
 from benchmarks.workers import Worker, context, scratch
+from benchmarks.world import World, intervals, lost_or_repeated
 from chaos_lightning.control.election import WATCHED_S
 from chaos_lightning.control.etcd_servers import EtcdServer, EtcdServers
 
@@ -107,6 +107,10 @@ class Scene:
         self.log.emit("fault_injected", kind=words[signal.Signals(number)], node=node, pid=pid)
         os.kill(pid, number)
 
+    def kill_member(self, name: str) -> None:
+        self.world.doomed.add(name)
+        self.strike(signal.SIGKILL, self.world.members[name].worker.process.pid or 0, name)
+
     def strike_etcd(self) -> EtcdServer:
         assert self.servers is not None
         server = self.servers.leader()
@@ -115,13 +119,12 @@ class Scene:
 
     def longest(self, name: str, since_ns: int) -> float:
         """This member's longest step that ended after `since_ns`, s."""
-        steps = self.world.members[name].steps
-        return max(((b.ns - a.ns) / 1e9 for a, b in itertools.pairwise(steps) if b.ns > since_ns), default=0.0)
+        timed = intervals(self.world.members[name].steps)
+        return max((seconds for step, seconds in timed if step.ns > since_ns), default=0.0)
 
     def usual(self) -> float:
         """Median step of late, s."""
-        steps = next(iter(self.world.members.values())).steps[-60:]
-        return median([(b.ns - a.ns) / 1e9 for a, b in itertools.pairwise(steps)])
+        return self.world.usual(60)
 
 
 def quiet(scene: Scene, seconds: float) -> float:
@@ -133,72 +136,75 @@ def quiet(scene: Scene, seconds: float) -> float:
     return max(scene.longest(name, since) for name in scene.world.members) - scene.usual()
 
 
-def one_run(
-    scene: Scene,
-    case: Case,
-    index: int,
-    *,
-    scheduler: int = 0,
-    etcd: bool = False,
-    dies: bool = False,
-    joins: bool = False,
-    soon: bool = False,
-) -> None:
-    """One strike and the way back.
+@dataclass(frozen=True)
+class Strike:
+    """What falls at one instant.
 
-    Args:
-        scene: All members train.
-        case: Takes the outcome.
-        index: Members take turns in dying.
+    Attributes:
         scheduler: The signal that the leading scheduler gets; 0: none.
         etcd: The leading etcd server gets SIGKILL.
         dies: A member gets SIGKILL.
         joins: A newcomer is started.
         soon: The standbys have not watched the leader for long.
     """
+
+    scheduler: int = 0
+    etcd: bool = False
+    dies: bool = False
+    joins: bool = False
+    soon: bool = False
+
+
+def one_run(scene: Scene, case: Case, index: int, what: Strike) -> None:
+    """One strike and the way back; `case` takes the outcome, and members take turns in dying, by `index`."""
     world = scene.world
     world.settle(MEMBERS)
-    if scene.servers is not None and scheduler and not soon:
+    if scene.servers is not None and what.scheduler and not what.soon:
         time.sleep(WATCHES_S)
     usual = scene.usual()
     leader, pid, term = scene.leaders.leading()
-    victim = world.by_rank(index % MEMBERS) if dies else ""
+    victim = world.by_rank(index % MEMBERS) if what.dies else ""
     survivors = [name for name in world.members if name != victim]
     before = {name: (len(world.members[name].steps), len(world.members[name].fenced)) for name in survivors}
-    server = scene.strike_etcd() if etcd else None
+    server = scene.strike_etcd() if what.etcd else None
     time.sleep(scene.rng.uniform(0.0, 1.5) * usual)
     since = time.monotonic_ns()
     if server is not None and server.process is not None:
         server.process.kill()
-    if scheduler:
-        scene.strike(scheduler, pid, leader)
+    if what.scheduler:
+        scene.strike(what.scheduler, pid, leader)
     if victim:
-        world.doomed.add(victim)
-        scene.strike(signal.SIGKILL, world.members[victim].worker.process.pid or 0, victim)
-    newcomer = world.start() if joins else ""
+        scene.kill_member(victim)
+    newcomer = world.start() if what.joins else ""
+    follow(scene, case, what, survivors, (since, term, victim, newcomer))
+    case.usual.append(usual)
+    case.beyond.append(max(scene.longest(name, since) for name in survivors) - usual)
+    took_s = (time.monotonic_ns() - since) / 1e9
+    come_back(scene, leader if what.scheduler else "", server, victim, newcomer)
+    for name, (count, fenced) in before.items():
+        seen = world.members[name]
+        case.lost += lost_or_repeated(seen.steps[count - 1 :])
+        case.fenced += len(seen.fenced) - fenced
+    if not victim and not newcomer:
+        case.control.append(quiet(scene, took_s))
+
+
+def follow(scene: Scene, case: Case, what: Strike, survivors: list[str], struck: tuple[int, int, str, str]) -> None:
+    """Until training has recovered from a strike, and goes on; `struck`: when, in which term, whom, and who came."""
+    world, (since, term, victim, newcomer) = scene.world, struck
     if victim:
         case.recovered.append(world.recovered(victim, since))
     if newcomer:
         steps = world.members[newcomer].steps
         scene.until(lambda: any(s.contributors == MEMBERS + 1 for s in steps), f"a step of {newcomer}")
         case.joined.append((next(s.ns for s in steps if s.contributors == MEMBERS + 1) - since) / 1e9)
-    if scheduler:
+    if what.scheduler:
         wait_for_the_next(scene, case, survivors, since, term)
     else:
         scene.until(lambda: time.monotonic_ns() - since > ETCD_WINDOW_S * 1e9, "the time in which etcd elects")
         case.replaced += scene.leaders.leading()[2] != term
     counts = {name: len(world.members[name].steps) + TAIL_STEPS for name in survivors}
     scene.until(lambda: all(len(world.members[n].steps) >= c for n, c in counts.items()), f"{TAIL_STEPS} more steps")
-    case.usual.append(usual)
-    case.beyond.append(max(scene.longest(name, since) for name in survivors) - usual)
-    took_s = (time.monotonic_ns() - since) / 1e9
-    come_back(scene, leader if scheduler else "", server, victim, newcomer)
-    for name, (count, fenced) in before.items():
-        seen = world.members[name]
-        case.lost += sum(b.step != a.step + 1 for a, b in itertools.pairwise(seen.steps[count - 1 :]))
-        case.fenced += len(seen.fenced) - fenced
-    if not victim and not newcomer:
-        case.control.append(quiet(scene, took_s))
 
 
 def wait_for_the_next(scene: Scene, case: Case, survivors: list[str], since: int, term: int) -> None:
@@ -233,8 +239,7 @@ def come_back(scene: Scene, leader: str, server: EtcdServer | None, victim: str,
         world.bury(victim)
         world.start()
     if newcomer:
-        world.doomed.add(newcomer)
-        scene.strike(signal.SIGKILL, world.members[newcomer].worker.process.pid or 0, newcomer)
+        scene.kill_member(newcomer)
         since = time.monotonic_ns()
         world.recovered(newcomer, since)
         world.bury(newcomer)
@@ -250,7 +255,7 @@ def scene(name: str, folder: Path, rng: random.Random) -> Iterator[Scene]:
     from chaos_lightning.events.events import EventLog
 
     logs = str(folder / "events")
-    ctx = context("benchmarks.victims", "benchmarks.candidates", "torch._dynamo", "chaos_lightning.replication.access")
+    ctx = context("benchmarks.victims", "benchmarks.candidates", "chaos_lightning.replication.access")
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(EventLog.in_directory(logs, "failover", role="harness"))
         servers: EtcdServers | None = None
@@ -268,36 +273,33 @@ def scene(name: str, folder: Path, rng: random.Random) -> Iterator[Scene]:
             environment = {**shared, **({"CHAOS_HOST": member_name} if name == "apart" else {})}
             return Worker(ctx, member, leaders.endpoint, member_name, STATE_MIB, logs, PACE_S, environment)
 
-        world = World(spawn, rng)
-        stack.callback(world.close)
-        for _ in range(MEMBERS):
-            world.start()
+        world = stack.enter_context(World(spawn, rng))
+        world.open(MEMBERS)
         yield Scene(name, world, leaders, Watch(logs), log, rng, servers)
 
 
-KILL, STOP = {"scheduler": signal.SIGKILL}, {"scheduler": signal.SIGSTOP}
-CASES: dict[str, dict[str, dict[str, Any]]] = {
+KILL, STOP = Strike(scheduler=signal.SIGKILL), Strike(scheduler=signal.SIGSTOP)
+KILL_BOTH = Strike(scheduler=signal.SIGKILL, dies=True)
+SOON_BOTH = Strike(scheduler=signal.SIGKILL, dies=True, soon=True)
+CASES: dict[str, dict[str, Strike]] = {
     "apart": {
         "scheduler SIGKILL": KILL,
         "scheduler SIGSTOP": STOP,
-        "scheduler and a member SIGKILL": {**KILL, "dies": True},
-        "scheduler SIGSTOP and a member SIGKILL": {**STOP, "dies": True},
-        SOON: {**KILL, "dies": True, "soon": True},
-        "etcd's leader SIGKILL": {"etcd": True},
-        "etcd's leader and scheduler SIGKILL": {**KILL, "etcd": True},
-        "scheduler SIGKILL as a newcomer starts": {**KILL, "joins": True},
-        "a newcomer starts, nobody is struck": {"joins": True},
+        "scheduler and a member SIGKILL": KILL_BOTH,
+        "scheduler SIGSTOP and a member SIGKILL": Strike(scheduler=signal.SIGSTOP, dies=True),
+        SOON: SOON_BOTH,
+        "etcd's leader SIGKILL": Strike(etcd=True),
+        "etcd's leader and scheduler SIGKILL": Strike(scheduler=signal.SIGKILL, etcd=True),
+        "scheduler SIGKILL as a newcomer starts": Strike(scheduler=signal.SIGKILL, joins=True),
+        "a newcomer starts, nobody is struck": Strike(joins=True),
     },
     "shared": {
         "scheduler SIGKILL": KILL,
         "scheduler SIGSTOP": STOP,
-        "scheduler and a member SIGKILL": {**KILL, "dies": True},
-        SOON: {**KILL, "dies": True, "soon": True},
+        "scheduler and a member SIGKILL": KILL_BOTH,
+        SOON: SOON_BOTH,
     },
-    "embedded": {
-        "scheduler SIGKILL": KILL,
-        "scheduler and a member SIGKILL": {**KILL, "dies": True},
-    },
+    "embedded": {"scheduler SIGKILL": KILL, "scheduler and a member SIGKILL": KILL_BOTH},
 }
 FEWER = ("a newcomer starts, nobody is struck", "scheduler SIGKILL as a newcomer starts", SOON)
 """A quarter of the runs: what they show differs little from one to the next."""
@@ -305,32 +307,25 @@ FEWER = ("a newcomer starts, nobody is struck", "scheduler SIGKILL as a newcomer
 
 def measure(result: Result, name: str, folder: Path, args: Any) -> None:
     """All cases of one scene, and the audit of its event logs."""
-    from chaos_lightning.observe.audit import audit, verdict, violations
-
-    runs = args.runs or (3 if args.quick else 20)
     print(f" {name}: {', '.join(CASES[name])}", flush=True)
     with scene(name, folder, random.Random(args.seed)) as stage:
         unequal = 0
         for title, what in CASES[name].items():
             case = Case()
-            for index in range(max(1, runs // 4) if title in FEWER else runs):
-                one_run(stage, case, index, **what)
+            for index in range(max(1, args.runs // 4) if title in FEWER else args.runs):
+                one_run(stage, case, index, what)
             unequal += len(stage.world.hashes()) != 1
             report(result, name, title, what, case)
         result.add(f"{name}: comparisons of states that differ, of {len(CASES[name])}", unequal, "count", 0)
         stage.world.end()
-    findings = audit(str(folder / "events"))
-    result.details[f"audit, {name}"] = verdict(findings).splitlines()
-    for line in violations(findings)[:10]:
-        print(f"    audit: {line}")
-    result.add(f"{name}: audit of the event logs, violations", len(violations(findings)), "count", 0)
+    result.audit(folder / "events", f"{name}: audit of the event logs, violations", name)
 
 
-def report(result: Result, scene_name: str, title: str, what: dict[str, Any], case: Case) -> None:
+def report(result: Result, scene_name: str, title: str, what: Strike, case: Case) -> None:
     """Adds the figures of one case."""
     key = f"{scene_name}, {title}"
     n = len(case.usual)
-    alone = not what.get("dies") and not what.get("joins")
+    alone = not what.dies and not what.joins
     result.add(f"{key}: steps lost", case.lost, "count", 0)
     result.add(f"{key}: living members fenced", case.fenced, "count", 0)
     if alone:
@@ -346,7 +341,7 @@ def report(result: Result, scene_name: str, title: str, what: dict[str, Any], ca
         more = median(case.beyond) - median(case.control)
         result.add(f"{key}: that median beyond the control's", more, "s", bound)
     if case.recovered:
-        bound = BOUND_DEATH_S.get(scene_name) if not what.get("soon") else None
+        bound = BOUND_DEATH_S.get(scene_name) if not what.soon else None
         result.add(f"{key}: to the survivors' next step, slowest of {n}", max(case.recovered), "s", bound)
         result.add(f"{key}: to the survivors' next step, median of {n}", median(case.recovered), "s")
     if case.led:
@@ -355,15 +350,15 @@ def report(result: Result, scene_name: str, title: str, what: dict[str, Any], ca
         result.add(f"{key}: until joins work again, slowest of {n}", max(case.found), "s")
     if case.joined:
         result.add(f"{key}: from its start to the newcomer's first step, median of {n}", median(case.joined), "s")
-    if not what.get("scheduler"):
+    if not what.scheduler:
         result.add(f"{key}: runs in which the scheduler stopped leading", case.replaced, "count", 0)
     result.details[key] = vars(case)
 
 
 def main() -> int:
-    p = parser(__doc__ or "")
-    p.add_argument("--runs", type=int, default=0, help="of each case; 0: 20, or 3 with --quick")
-    p.add_argument("--seed", type=int, default=1, help="of the moments at which the blows fall")
+    p = Options(__doc__)
+    p.add_count("--runs", 20, 3, "of each case")
+    p.add_seed("of the moments at which the blows fall")
     p.add_argument("--scenes", nargs="*", default=list(CASES), choices=list(CASES))
     p.add_argument("--no-peers", action="store_true", help="without torchrun's and torchft's coordinators")
     p.add_argument("--keep", default="", help="folder that keeps event logs")
@@ -373,9 +368,7 @@ def main() -> int:
         for name in args.scenes:
             measure(result, name, Path(args.keep or scratched) / name, args)
     if not args.no_peers:
-        from benchmarks import peers_failover
-
-        peers_failover.measure(result, args)
+        coordinators.measure(result, args)
     return result.finish(args)
 
 

@@ -24,10 +24,12 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common import Result, median, parser, run
-from benchmarks.survival import Case, World, blow, report
+from benchmarks.common import Options, Result, median, run
+from benchmarks.peers import torchft, torchrun
+from benchmarks.survival import Case, blow, report
 from benchmarks.victims import WAYS, member
 from benchmarks.workers import Worker, context, scheduler, scratch
+from benchmarks.world import World
 
 BOUND_KILL_S = {50: 0.150, 200: 0.300}
 BOUND_FREEZE_S = 0.5
@@ -36,28 +38,29 @@ BOUND_FREEZE_S = 0.5
 @contextlib.contextmanager
 def our_world(state_mib: float, rng: random.Random, logs: str) -> Iterator[World]:
     """Three members of ours under a scheduler with its defaults."""
-    ctx = context("benchmarks.victims", "torch._dynamo", "chaos_lightning.replication.access")
-    with scheduler(2, log_dir=logs) as endpoint:
-        world = World(lambda name: Worker(ctx, member, endpoint, name, state_mib, logs), rng)
-        try:
-            for _ in range(3):
-                world.start()
-            yield world
-        finally:
-            world.close()
+    ctx = context("benchmarks.victims", "chaos_lightning.replication.access")
+    with (
+        scheduler(2, log_dir=logs) as endpoint,
+        World(lambda name: Worker(ctx, member, endpoint, name, state_mib, logs), rng) as world,
+    ):
+        world.open()
+        yield world
 
 
 def ours(result: Result, state_mib: float, counts: dict[str, int], seed: int, keep: str) -> dict[str, Case]:
     """All blows at one state size, then the audit of the whole run."""
     from chaos_lightning.events.events import EventLog, read_events
     from chaos_lightning.observe import evidence, history
-    from chaos_lightning.observe.audit import audit, verdict, violations
 
-    rng = random.Random(seed)
+    size = f"{state_mib:g} MiB"
+    print(f" ours, {size}: {counts}, seed {seed}")
     cases = {kind: Case() for kind in counts}
     with scratch() as folder:
         logs = str((Path(keep) if keep else folder) / f"kill-{state_mib:g}")
-        with our_world(state_mib, rng, logs) as world, EventLog.in_directory(logs, "kill", role="harness") as log:
+        with (
+            our_world(state_mib, random.Random(seed), logs) as world,
+            EventLog.in_directory(logs, "kill", role="harness") as log,
+        ):
             for kind, count in counts.items():
                 for index in range(count):
                     if kind == "hand-on":
@@ -67,14 +70,8 @@ def ours(result: Result, state_mib: float, counts: dict[str, int], seed: int, ke
                         blow(world, cases[kind], index % 3, kind, log)
             world.end()
             heads = {h for s in (*world.members.values(), *world.past) for h, _ in s.hashes.values()}
-        findings = audit(logs)
+        result.audit(logs, f"audit of the event logs, violations, {size}", size)
         records = list(read_events(logs))
-    result.details[f"audit, {state_mib:g} MiB"] = verdict(findings).splitlines()
-    problems = violations(findings)
-    for line in problems[:10]:
-        print(f"    audit: {line}")
-    size = f"{state_mib:g} MiB"
-    result.add(f"audit of the event logs, violations, {size}", len(problems), "count", 0)
     chain = {h for part in history.runs(evidence.gather(records).commits) for h in part.chain}
     result.add(f"headers of compared states beside the chain in the logs, {size}", len(heads - chain), "count", 0)
     handed = {str(r.get("base")) for r in records if r.name == "hand_on" and r.by}
@@ -82,12 +79,8 @@ def ours(result: Result, state_mib: float, counts: dict[str, int], seed: int, ke
     return cases
 
 
-def measure_ours(
-    result: Result, state_mib: float, counts: dict[str, int], seed: int, keep: str = ""
-) -> dict[str, Case]:
+def report_ours(result: Result, state_mib: float, cases: dict[str, Case]) -> None:
     size = f"{state_mib:g} MiB"
-    print(f" ours, {size}: {counts}, seed {seed}")
-    cases = ours(result, state_mib, counts, seed, keep)
     bounds = {"kill": BOUND_KILL_S.get(int(state_mib)), "freeze": BOUND_FREEZE_S, "hand-on": None}
     titles = {"kill": "SIGKILL", "freeze": "SIGSTOP", "hand-on": "SIGKILL while handing out"}
     for kind, case in cases.items():
@@ -95,33 +88,29 @@ def measure_ours(
         if kind == "hand-on" and case.seconds:
             missing = len(case.seconds) - case.handed
             result.add(f"results not handed on verbatim, of {len(case.seconds)}, {size}", missing, "count", 0)
-    return cases
 
 
 def main() -> int:
-    p = parser(__doc__ or "")
-    p.add_argument("--states-mib", type=float, nargs="*", default=[50, 200])
-    p.add_argument("--runs", type=int, default=0, help="kills per state size; 0: 20, or 4 with --quick")
-    p.add_argument("--seed", type=int, default=1, help="of the moments at which the blows fall")
+    p = Options(__doc__)
+    p.add_series("--states-mib", [50.0, 200.0], "of parameters and Adam")
+    p.add_count("--runs", 20, 4, "kills per state size")
+    p.add_seed("of the moments at which the blows fall")
     p.add_argument("--keep-logs", default="", help="folder that keeps our members' event logs")
     p.add_argument("--peers", nargs="*", default=["torchft", "torchrun"], choices=["torchft", "torchrun"])
     args = p.parse_args()
-    runs = args.runs or (4 if args.quick else 20)
     result = Result("kill")
-    medians: dict[str, float] = {}
-    for state_mib in args.states_mib[:1] if args.quick else args.states_mib:
-        share = runs if state_mib < 100 else max(3, runs // 2)
-        counts = {"kill": runs, "freeze": min(3, share) if args.quick else share, "hand-on": 3 if args.quick else 6}
-        cases = measure_ours(result, state_mib, counts, args.seed, args.keep_logs)
-        medians[f"{state_mib:g} MiB"] = median(cases["kill"].seconds)
+    medians: list[float] = []
+    for state_mib in args.states_mib:
+        share = args.runs if state_mib < 100 else max(3, args.runs // 2)
+        freezes = min(3, share) if args.quick else share
+        counts = {"kill": args.runs, "freeze": freezes, "hand-on": 3 if args.quick else 6}
+        cases = ours(result, state_mib, counts, args.seed, args.keep_logs)
+        report_ours(result, state_mib, cases)
+        medians.append(median(cases["kill"].seconds))
         if "torchft" in args.peers:
-            from benchmarks import peers_torchft
-
-            peers_torchft.measure(result, state_mib, medians[f"{state_mib:g} MiB"], args)
+            torchft.measure(result, state_mib, medians[-1], args)
     if "torchrun" in args.peers:
-        from benchmarks import peers_torchrun
-
-        peers_torchrun.measure(result, args.states_mib[0], next(iter(medians.values())), args)
+        torchrun.measure(result, args.states_mib[0], medians[0], args)
     return result.finish(args)
 
 

@@ -19,8 +19,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+<<<<<<< HEAD
 from benchmarks.common import Result, median, parser, run
 from chaos_lightning.control.chain import JobChain
+=======
+from benchmarks.common import Options, Result, median, percentile, run
+>>>>>>> benches
 from chaos_lightning.control.etcd3_client import load_etcd3
 from chaos_lightning.control.etcd_client import EtcdClient, put
 from chaos_lightning.control.etcd_servers import EtcdServer, EtcdServers
@@ -50,10 +54,6 @@ class Timed:
 def decision(term: int, number: int, last: ViewId) -> Persist:
     """A view of eight members, as a scheduler decides it."""
     return Persist(1, "view", ViewId(term, number), View(ViewId(term, number), last, MEMBERS, (), reason="measured"))
-
-
-def percentile(values: list[float], percent: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * percent / 100))]
 
 
 def chain(open_store: Open, entries: int, waits: int) -> Timed:
@@ -194,14 +194,13 @@ def measure(result: Result, folder: Path, quick: bool, kinds: list[str]) -> None
 
 
 def main() -> int:
-    args = parser(__doc__ or "").parse_args()
+    args = Options(__doc__).parse_args()
     result = Result("stores")
     kinds = ["own", "etcd3"]
     try:
         load_etcd3()
     except ConfigurationError as error:
-        result.notes.append(str(error))
-        print(f"  {error}")
+        result.note(str(error))
         kinds.remove("etcd3")
     with tempfile.TemporaryDirectory(prefix="chaos-stores-") as folder:
         try:

@@ -1,16 +1,13 @@
-"""Member processes that benchmarks kill, freeze and replace: what runs in them, and a trap that kills at one instant.
+"""Members that benchmarks kill, freeze and replace, and a trap that kills at one instant.
 
-A member trains a plain loop on the engine, reports every committed step over its pipe with CLOCK_MONOTONIC, and obeys
-orders between steps: ("hash", step) sends a SHA-256 of parameters and optimizer state at that step, ("trap", way,
-chosen) sets a `Trap`, ("hold", seconds) holds the interpreter's lock for so long, ("gather", step, count, nbytes)
-gathers so often at that step and tells what memory the process took before and after, ("end", step) finishes the job
-there.
+Besides the orders of members.py they obey ("trap", way, chosen), which sets a `Trap`, ("hold", seconds), which holds
+the interpreter's lock for so long, and ("gather", step, count, nbytes), which gathers so often at that step and tells
+what memory the process took before and after.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import select
 import signal
@@ -20,29 +17,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import compute_alone, state_model
+from benchmarks.members import Trainee, config_of, model_and_adam
 
 READ_BY_THEN_S = 0.15
-BATCH = 32
 GATHERS_BEFORE = 8
 """Until buffers of all sizes have been made."""
 WAYS = ("header", "bytes", "split")
 """What a trapped commit root has sent when it dies; see benchmarks/kill.py."""
-
-
-def fingerprint(model: Any, optimizer: Any) -> str:
-    """SHA-256 over parameters and optimizer state, by torch and hashlib alone."""
-    import torch
-
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(name.encode() + memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()))
-    state = optimizer.state_dict()["state"]
-    for index in sorted(state):
-        for key, value in sorted(state[index].items()):
-            flat = torch.as_tensor(value).contiguous().flatten().view(torch.uint8)
-            digest.update(f"{index}.{key}".encode() + memoryview(flat.numpy()))
-    return digest.hexdigest()
 
 
 def hold_the_lock(seconds: float) -> None:
@@ -126,84 +107,45 @@ def member(
         environment: More of it. CHAOS_HOST: it counts as on a machine of its own, and no memory is shared.
             CHAOS_STORE: it hosts a scheduler on this chain.
     """
-    import torch
-
-    from chaos_lightning.collectives.layout import Section
     from chaos_lightning.errors import FencedError
-    from chaos_lightning.member.engine import Engine
-    from chaos_lightning.replication.access import ModuleState
-    from chaos_lightning.replication.table import state_hash
-    from chaos_lightning.settings import EngineConfig
 
     os.environ.update(environment or {})
-    compute_alone()
-    torch.manual_seed(0)
-    model = state_model(state_mib)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
-    state = ModuleState(model, optimizer)
-    width = int(next(model.parameters()).shape[1])
-    draw = torch.Generator().manual_seed(os.getpid())
-    engine = Engine(
-        EngineConfig(
-            endpoint=endpoint,
-            name=name,
-            host_scheduler="CHAOS_STORE" in os.environ,
-            log_dir=logs,
-            join_timeout_s=60,
-            step_timeout_s=60,
-            by_reference="CHAOS_HOST" not in os.environ,
-        )
+    config = config_of(
+        endpoint=endpoint,
+        name=name,
+        host_scheduler="CHAOS_STORE" in os.environ,
+        log_dir=logs,
+        by_reference="CHAOS_HOST" not in os.environ,
     )
-    engine.prepare(sections=[Section("all", list(model.named_parameters()))])
-    engine.join(fingerprint={}, quota=BATCH, accumulate=1, state=state)
-    pipe.send(("in", time.monotonic_ns(), engine.member_id))
-    wanted: set[int] = set()
-    last = backwards = gathers = gather_nbytes = before_nbytes = 0
-    gather_at = -1
-    while not last or engine.header.step < last:
-        while pipe.poll():
-            order, *values = pipe.recv()
-            if order == "hash":
-                wanted.add(values[0])
-            elif order == "trap":
-                Trap(engine, pipe, values[0], values[1], engine.header.seq + 2)
+    trainee = Trainee(pipe, config, *model_and_adam(state_mib))
+    trainee.join()
+    gather: tuple[int, int, int] | None = None
+    while not trainee.over:
+        for order, *values in trainee.orders():
+            if order == "trap":
+                Trap(trainee.engine, pipe, values[0], values[1], trainee.engine.header.seq + 2)
             elif order == "hold":
-                pipe.send(("held", time.monotonic_ns()))
+                trainee.say("held", time.monotonic_ns())
                 hold_the_lock(values[0])
             elif order == "gather":
-                gather_at, gathers, gather_nbytes = values
-            elif order == "end":
-                last = values[0]
-        if engine.header.step == gather_at:
-            gather_at = -1
-            for index in range(GATHERS_BEFORE + gathers):
-                if index == GATHERS_BEFORE:
-                    before_nbytes = own_memory_nbytes()
-                engine.gather("benchmark", bytes([index % 256]) * gather_nbytes)
-            pipe.send(("memory", before_nbytes, own_memory_nbytes()))
+                gather = tuple(values)  # type: ignore[assignment]
+        if gather is not None and trainee.engine.header.step == gather[0]:
+            gather_often(trainee, *gather[1:])
         try:
-            optimizer.zero_grad(set_to_none=True)
-            engine.arm(coefficient=1.0)
-            model(torch.randn(BATCH, width, generator=draw)).square().mean().backward()
-            backwards += 1
-            time.sleep(pace_s)
-            header = engine.step(weight=1.0, coefficient=1.0)
-            now = time.monotonic_ns()
-            optimizer.step()
-            pipe.send(
-                ("step", now, header.seq, header.step, header.hash, len(header.contributors), engine.rank, backwards)
-            )
-            if header.step in wanted:
-                value = state_hash(state.tensors())
-                engine.events.emit("state_hash", seq=header.seq, step=header.step, head=header.hash, hash=value)
-                pipe.send(("hash", header.step, header.hash, fingerprint(model, optimizer)))
-            if header.boundary:
-                engine.boundary(state)
+            header = trainee.step(after_s=pace_s)
+            trainee.report(header)
+            trainee.between(header)
         except FencedError:
-            pipe.send(("fenced", time.monotonic_ns()))
-            engine.rejoin(state)
-            backwards = 0
-            pipe.send(("in", time.monotonic_ns(), engine.member_id))
-    engine.finish()
-    engine.close()
-    pipe.send(("bye",))
+            trainee.rejoin()
+    trainee.end()
+    trainee.say("bye")
+
+
+def gather_often(trainee: Trainee, count: int, nbytes: int) -> None:
+    """So many gathers of so many bytes; tells what memory that has taken."""
+    before = 0
+    for index in range(GATHERS_BEFORE + count):
+        if index == GATHERS_BEFORE:
+            before = own_memory_nbytes()
+        trainee.engine.gather("benchmark", bytes([index % 256]) * nbytes)
+    trainee.say("memory", before, own_memory_nbytes())

@@ -1,8 +1,9 @@
-"""Worker processes for benchmarks: a forkserver with torch preloaded, pipes back to the parent, an own scheduler."""
+"""The processes of a benchmark: a forkserver with torch preloaded, pipes back to the parent, an own scheduler."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing as mp
 import os
 import socket
@@ -10,54 +11,89 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from chaos_lightning.machine.listener import free_port
 
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "chaos_lightning.member.engine", "benchmarks.members")
+
+
+def wait_listening(endpoint: str, process: subprocess.Popen[Any], what: str, timeout_s: float = 30.0) -> None:
+    """Returns when this process takes connections.
+
+    Raises:
+        RuntimeError: It has ended, or does not in time.
+    """
+    host, _, port = endpoint.rpartition(":")
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+            return
+        if time.monotonic() > deadline or process.poll() is not None:
+            raise RuntimeError(f"{what} did not start at {endpoint} (exit status {process.poll()})")
+        time.sleep(0.02)
+
+
+class Scheduler:
+    """A real scheduler process on a port of its own.
+
+    Args:
+        store: Of its chain; one in a file outlives the process.
+        log_dir: Folder of its event log; "" for none.
+        plan: How gradients travel; "" as by default.
+        settings: Further rules of the job.
+    """
+
+    def __init__(self, store: str = ":memory:", *, log_dir: str = "", plan: str = "", **settings: Any) -> None:
+        self.endpoint = f"127.0.0.1:{free_port()}"
+        self._options = ["--listen", self.endpoint, "--store", store]
+        self._options += ["--log-dir", log_dir] if log_dir else []
+        self._options += ["--plan", plan] if plan else []
+        self._options += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, min_nodes: int) -> None:
+        """Returns when it listens; the job begins with so many nodes, and waits below that number."""
+        command = [sys.executable, "-m", "chaos_lightning.cli", "scheduler", *self._options]
+        self._process = subprocess.Popen([*command, "--min-nodes", str(min_nodes)], stdout=subprocess.DEVNULL)
+        wait_listening(self.endpoint, self._process, "the scheduler")
+
+    def kill(self) -> None:
+        """Ends it at once, as a crash would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+        self._process = None
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+        self.kill()
+
 
 @contextlib.contextmanager
-def scheduler(min_nodes: int, *, log_dir: str = "", plan: str = "", **settings: Any) -> Iterator[str]:
-    """A real scheduler process on a free port; yields its endpoint."""
-    port = free_port()
-    command = [
-        sys.executable, "-m", "chaos_lightning.cli", "scheduler",
-        "--listen", f"127.0.0.1:{port}", "--min-nodes", str(min_nodes), "--store", ":memory:",
-    ]  # fmt: skip
-    if log_dir:
-        command += ["--log-dir", log_dir]
-    if plan:
-        command += ["--plan", plan]
-    for key, value in settings.items():
-        command += ["--set", f"{key}={value}"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+def scheduler(min_nodes: int, **options: Any) -> Iterator[str]:
+    """A running `Scheduler`; yields its endpoint."""
+    made = Scheduler(**options)
     try:
-        deadline = time.monotonic() + 30
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-                break
-            if time.monotonic() > deadline or process.poll() is not None:
-                raise RuntimeError(f"the scheduler did not start (exit status {process.poll()})")
-            time.sleep(0.02)
-        yield f"127.0.0.1:{port}"
+        made.start(min_nodes)
+        yield made.endpoint
     finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(5)
-        if process.poll() is None:
-            process.kill()
-            process.wait(5)
+        made.stop()
 
 
 class Worker:
-    """One worker process with a pipe; `function(pipe, *args)` runs in it."""
+    """One worker process with a pipe; `function(pipe, *args)` runs in it, and what it raises is sent."""
 
     def __init__(self, context: Any, function: Callable[..., None], *args: Any) -> None:
         self.pipe: Connection
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=function, args=(theirs, *args), daemon=True)
+        self.process = context.Process(target=_work, args=(function, theirs, *args), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -65,14 +101,40 @@ class Worker:
         if not self.pipe.poll(timeout_s):
             raise TimeoutError(f"worker {self.process.pid} said nothing for {timeout_s} s")
         message = self.pipe.recv()
-        if isinstance(message, BaseException):
+        if isinstance(message, Exception):
             raise message
         return message
 
-    def kill(self) -> None:
+    def kill(self, patience_s: float = 0.0) -> None:
+        """SIGKILL, if it does not end by itself meanwhile."""
+        if patience_s:
+            self.process.join(patience_s)
         if self.process.is_alive():
             self.process.kill()
         self.process.join(10)
+
+
+def _work(function: Callable[..., None], pipe: Connection, *args: Any) -> None:
+    try:
+        function(pipe, *args)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            pipe.send(RuntimeError(f"{function.__module__}, process {os.getpid()}: {error!r}"))
+        raise
+
+
+@contextlib.contextmanager
+def several(
+    context: Any, function: Callable[..., None], arguments: Iterable[tuple[Any, ...]]
+) -> Iterator[list[Worker]]:
+    """A worker for each tuple of arguments; they end by themselves, or with the block."""
+    made: list[Worker] = []
+    try:
+        made += [Worker(context, function, *args) for args in arguments]
+        yield made
+    finally:
+        for worker in made:
+            worker.kill(5.0 if sys.exc_info()[0] is None else 0.0)
 
 
 def context(*preload: str) -> Any:
@@ -83,7 +145,7 @@ def context(*preload: str) -> Any:
     # where all processors are busy, a process that asks for memory then stands still for seconds (docs/LOG.md).
     os.environ["NUMPY_MADVISE_HUGEPAGE"] = "0"
     ctx = mp.get_context("forkserver")
-    ctx.set_forkserver_preload(["torch", "torch.distributed", "chaos_lightning.member.engine", *preload])
+    ctx.set_forkserver_preload([*PRELOAD, *preload])
     return ctx
 
 
@@ -91,3 +153,11 @@ def context(*preload: str) -> Any:
 def scratch() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="chaos-bench-") as folder:
         yield Path(folder)
+
+
+@functools.cache
+def restart_s() -> float:
+    """What starting a training process again costs at least, s: a fresh interpreter that imports torch."""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=120)
+    return time.monotonic() - began

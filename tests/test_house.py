@@ -158,7 +158,7 @@ def test_make_lists_every_target() -> None:
     listed = {line.split()[0] for line in done.stdout.splitlines()}
     assert listed == {
         *("help", "env", "demo", "demo-edge", "demo-failover"),
-        *("test", "test-slow", "compat", "fuzz", "check", "bench", "proto", "clean"),
+        *("test", "test-slow", "compat", "fuzz", "check", "bench", "size", "proto", "clean"),
     }
 
 

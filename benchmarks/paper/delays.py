@@ -15,6 +15,7 @@ from benchmarks.paper import clusters, emulated, sweep
 from benchmarks.paper.figure import Claim, FigureResult, Scale, canvas, settled, span
 from benchmarks.paper.states import GPT2, GPT2_LARGE, IMAGES, RESNET101, TEXTS, VGG11
 from benchmarks.paper.sweep import Plan, Point, chosen, fidelity, growth_of, middle, share, teller
+from benchmarks.workers import restart_s
 
 TIGHT = emulated.Factors(smaller=8, slower=4)
 TIGHT_TEXTS = emulated.Factors(smaller=16, slower=4)
@@ -191,7 +192,7 @@ def _delays(executed: Sequence[Point]) -> list[Claim]:
             "scaled down",
             wins == of and min(delays["Pollux"]) > 100,
             "The order holds, the size does not: a disk of 100 MB/s is shared by all nodes here, and a restart is one "
-            f"fresh interpreter ({sweep.restart_s():.0f} s). Over 100 s for 178 MiB need a slower disk or slower "
+            f"fresh interpreter ({restart_s():.0f} s). Over 100 s for 178 MiB need a slower disk or slower "
             "restarts; the paper names neither.",
         ),
         Claim(

@@ -1,6 +1,6 @@
 """A newcomer's pull, really executed: donors in processes of their own, real sockets, links that have a rate.
 
-Theory of operation. `benchmarks.transfer_net` starts a process for each running node, with the package's own server,
+Theory of operation. `benchmarks.transfer.net` starts a process for each running node, with the package's own server,
 handshake and relays; this process is the newcomer and pulls with the package's own policies. Two factors bring the
 paper's sizes onto one small machine. States are `smaller` times smaller, tensor by tensor, and links `slower` times
 slower, so that the processors do not become the links. Bytes then move in slower/smaller of their time, and what is
@@ -12,21 +12,15 @@ mid-pull as the topology has it.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper.clusters import LATENCY_S, Join
-from benchmarks.transfer_net import HEAD, Network, Newcomer
+from benchmarks.paper.clusters import Join
+from benchmarks.transfer.net import Joiner, Network
 from chaos_lightning.lab.topology import Pair
-
-_FILL_NBYTES = 16 << 20
-_DEADLINE_S = 300.0
-SHARED = Path("/dev/shm")
-"""The donors' common state lies here if there is such a place, else on a disk."""
 
 
 @dataclass(frozen=True)
@@ -81,43 +75,24 @@ class Cluster:
     Args:
         join: Who is there, and what the links are.
         factors: Of sizes and rates.
-        folder: For checkpoints, on a disk.
-        disk_bps: Rate of that disk in the paper's cluster, bits per second.
+        net: The nodes.
+        folder: For the donors' common state.
     """
 
-    def __init__(self, join: Join, factors: Factors, folder: Path, disk_bps: float) -> None:
-        self.join, self.factors = join, factors
-        self.folder, self.disk_bps = folder, disk_bps / factors.slower
-        links = {pair: rate / factors.slower for pair, rate in join.rates().items()}
-        self.net = Network(links, join.newcomer, disk_bps=self.disk_bps, folder=folder)
-        self._seq = 0
-        self._path: Path | None = None
-        self.newcomer: Newcomer
-        self.layout: list[int] = []
+    def __init__(self, join: Join, factors: Factors, net: Network, folder: Path) -> None:
+        self.join, self.factors, self.net = join, factors, net
+        self.joiner = Joiner(net, folder, seed=1)
         self._hashing_s = 0.0
         """Hashing the newcomer's state once, here."""
 
     def load(self, layout: Sequence[int]) -> None:
         """All donors publish a state of random bytes with these tensors (bytes each, as they are here)."""
-        import torch
-
         from chaos_lightning.replication.table import build_table
 
-        self._forget()
-        self._seq += 1
-        self.layout = list(layout)
-        place = SHARED if SHARED.is_dir() else self.folder
-        self._path = place / f"chaos-paper-{os.getpid()}-{self._seq}"
-        flat = torch.from_file(str(self._path), shared=True, size=sum(layout), dtype=torch.uint8)
-        generator = torch.Generator().manual_seed(self._seq)
-        for at in range(0, flat.numel(), _FILL_NBYTES):
-            flat[at : at + _FILL_NBYTES].random_(generator=generator)
-        self.net.publish(self._path, self.layout, self._seq)
-        self.newcomer = Newcomer(self.layout)
-        self.newcomer._flat.copy_(flat)
-        self._pulled("adaptive", {})  # everybody hashes once; nothing is missing
+        self.joiner.load(layout)
+        self.joiner.pull("adaptive", self.estimates(), empty=False)  # everybody hashes once; nothing is missing
         began = time.monotonic()
-        build_table(self.newcomer.tensors())
+        build_table(self.joiner.newcomer.tensors())
         self._hashing_s = time.monotonic() - began
 
     def pull(self, policy: str, watch: Callable[[float, int], None] | None = None) -> Moved:
@@ -127,17 +102,7 @@ class Cluster:
             policy: One of `replication.policies.POLICIES`.
             watch: Told now and then how many seconds have passed here and how many bytes are verified here.
         """
-        options: dict[str, Any] = {}
-        if policy == "greedy":
-            options["layer_nbytes"] = tuple(self.layout)
-        if policy == "single":
-            options["barrier"] = True
-        if policy == "multi_source":
-            links = {pair: (LATENCY_S, 8 / rate) for pair, rate in self.net.links.items()}
-            options |= {"newcomer": self.join.newcomer, "links": links}
-        if policy == "stop_resume":
-            options |= {"folder": str(self.folder), "disk_bps": self.disk_bps}
-        self.newcomer.empty()
+        options = {"barrier": True} if policy == "single" else {}
         began = time.monotonic()
         changes = _Changes(self, began)
 
@@ -146,7 +111,7 @@ class Cluster:
             if watch is not None:
                 watch(time.monotonic() - began, now.done_nbytes)
 
-        report = self._pulled(policy, options, progress)
+        report = self.joiner.pull(policy, self.estimates(), progress=progress, **options)
         wall_s = time.monotonic() - began
         changes.undo()
         return Moved(
@@ -161,28 +126,6 @@ class Cluster:
     def estimates(self) -> dict[str, tuple[float, float]]:
         """What a probe of the newcomer's links finds: (latency in s, bits per second), as emulated."""
         return {n: (latency, rate / self.factors.slower) for n, (latency, rate) in self.join.estimates().items()}
-
-    def _pulled(self, policy: str, options: Mapping[str, Any], progress: Any = None) -> Any:
-        from chaos_lightning.replication import PolicyOptions, PullConfig, make_policy, pull_state
-
-        return pull_state(
-            self.net.endpoints(),
-            self.net.dial,
-            head=HEAD,
-            seq=self._seq,
-            state=self.newcomer,
-            config=PullConfig(deadline_s=_DEADLINE_S),
-            policy=make_policy(policy, self.estimates(), PolicyOptions(**options)),
-            progress=progress,
-        )
-
-    def _forget(self) -> None:
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        self._forget()
-        self.net.close()
 
 
 class _Changes:
@@ -220,9 +163,16 @@ class _Changes:
 
 @contextlib.contextmanager
 def cluster(join: Join, factors: Factors, folder: Path, disk_bps: float) -> Iterator[Cluster]:
-    """The cluster of this join; its processes end with the block."""
-    made = Cluster(join, factors, folder, disk_bps)
-    try:
-        yield made
-    finally:
-        made.close()
+    """The cluster of this join; its processes end with the block.
+
+    Args:
+        join: Who is there.
+        factors: Of sizes and rates.
+        folder: For checkpoints, on a disk.
+        disk_bps: Rate of that disk in the paper's cluster, bits per second.
+    """
+    links = {pair: rate / factors.slower for pair, rate in join.rates().items()}
+    with Network(links, join.newcomer, disk_bps=disk_bps / factors.slower, folder=folder) as net:
+        made = Cluster(join, factors, net, folder)
+        with contextlib.closing(made.joiner):
+            yield made

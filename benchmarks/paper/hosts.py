@@ -18,29 +18,26 @@ The newcomer leaves politely, and the next one comes.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.common import MIB, compute_alone, median
+from benchmarks import world
+from benchmarks.common import MIB
+from benchmarks.members import Trainee, compute_alone, train
 from benchmarks.paper.clusters import Join
 from benchmarks.paper.emulated import Factors
-from benchmarks.survival import Seen, Step, World
 from benchmarks.workers import Worker, context, scheduler
+from benchmarks.world import AFTERMATH, SETTLED, Step, intervals
 from chaos_lightning.lab.edge import Edge
 from chaos_lightning.lab.topology import Link, Topology
+from chaos_lightning.settings import EngineConfig
 
 CALM = 20
 """Steps whose median is the usual one."""
-SETTLED = 3
-"""Joint steps that do not count for it."""
-AFTERMATH = 2
-"""Joint steps that still count as the join."""
 WIDTH, BATCH = 64, 16
 DEVICE_S = 0.05
 """What a device would take for a step."""
@@ -52,59 +49,19 @@ def trainee(pipe: Connection, settings: dict[str, Any], environment: dict[str, s
     os.environ.update(environment)
     import torch
 
-    from chaos_lightning.collectives.layout import Section
-    from chaos_lightning.errors import DepartedError
-    from chaos_lightning.member.engine import Engine
-    from chaos_lightning.replication.access import ModuleState
-    from chaos_lightning.replication.replay import ModuleReplay
-    from chaos_lightning.settings import EngineConfig
-
     newcomer = "join_by" in settings
     compute_alone()
     torch.manual_seed(os.getpid() if newcomer else 0)  # a newcomer's own weights are worth nothing
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     rows = frozen_nbytes // (4 * WIDTH)
     parts = 24  # as a model has several tensors
     for index in range(parts):
         weight = torch.nn.Parameter(torch.randn(rows // parts, WIDTH), requires_grad=False)
         model.register_parameter(f"frozen{index}", weight)
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam([p for _, p in trained], lr=1e-4)
-    state = ModuleState(model, optimizer)
-    engine = Engine(EngineConfig.build({"host_scheduler": False, "join_timeout_s": PATIENCE_S, **settings}))
-    engine.prepare(sections=[Section("all", trained)])
-    if newcomer:
-        pipe.send(("ready", time.monotonic_ns()))
-        pipe.recv()
-        pipe.send(("going", time.monotonic_ns()))
-    engine.join(fingerprint={}, quota=BATCH, accumulate=1, state=state, replay=ModuleReplay(state))
-    fresh = newcomer
-    draw = torch.Generator().manual_seed(os.getpid())
-    while not engine.out:
-        while pipe.poll():
-            if pipe.recv()[0] == "leave":
-                engine.leave("the benchmark's newcomer goes")
-        optimizer.zero_grad(set_to_none=True)
-        engine.arm(coefficient=1.0)
-        loss = model(torch.randn(BATCH, WIDTH, generator=draw)).square().mean()
-        time.sleep(DEVICE_S)
-        loss.backward()
-        try:
-            header = engine.step(weight=1.0, coefficient=1.0)
-        except DepartedError:
-            break
-        now = time.monotonic_ns()
-        optimizer.step()
-        if fresh:
-            fresh = False
-            pipe.send(("contributed", now))
-        pipe.send(("step", now, header.seq, header.step, header.hash, len(header.contributors), engine.rank, 0))
-        engine.serve(state)
-        if header.boundary and not engine.out:
-            engine.boundary(state)
-    engine.wait_released()
-    engine.close()
-    pipe.send(("bye",))
+    config = EngineConfig.build({"host_scheduler": False, "join_timeout_s": PATIENCE_S, **settings})
+    member = Trainee(pipe, config, model, optimizer, replay=True, batch=BATCH)
+    train(pipe, member, newcomer=newcomer, device_s=DEVICE_S)
 
 
 @dataclass(frozen=True)
@@ -135,83 +92,39 @@ class Visit:
     """Steps of the longest host between the call and the second joint one."""
 
 
-class Hosts(World):
-    """Nodes that train, and newcomers at the last node of the join's topology."""
+class Hosts(world.Hosts):
+    """Nodes that train, and newcomers at the last node of the join's topology; a member is called NODE-NUMBER."""
 
     def __init__(self, join: Join, factors: Factors, endpoint: str, edge: Edge, frozen_nbytes: int) -> None:
         super().__init__(self._spawned, random.Random(0), PATIENCE_S)
         self.join, self.factors = join, factors
         self._endpoint, self._edge, self._frozen_nbytes = endpoint, edge, frozen_nbytes
-        self._context = context("benchmarks.paper.hosts", "torch._dynamo", "chaos_lightning.replication.replay")
-        self.notes: dict[str, dict[str, int]] = {}
-        self.hosts: list[str] = []
+        self._context = context("benchmarks.paper.hosts", "chaos_lightning.replication.replay")
+        self._way: Way | None = None
+        """How who is started now comes in; None: it was there before."""
 
     def _spawned(self, name: str) -> Worker:
-        raise AssertionError("nodes have names of their own")
-
-    def _open(self, member: str, node: str, **settings: Any) -> None:
-        given = {"endpoint": self._endpoint, "name": member, **settings}
-        environment = self._edge.environment(node)
-        self.members[member] = Seen(Worker(self._context, trainee, given, environment, self._frozen_nbytes))
-        self.notes[member] = {}
-
-    def open(self) -> None:
-        """All that run before."""
-        for node in self.join.topology.names[:-1]:
-            self._open(f"{node}-0", node)
-            self.hosts.append(f"{node}-0")
-        self.calm(len(self.hosts))
-
-    def calm(self, size: int, count: int = CALM) -> None:
-        """Until the hosts have taken so many steps in a row with `size` members."""
-        marks = {h: len(self.members[h].steps) for h in self.hosts}
-
-        def passed(host: str) -> bool:
-            steps = self.members[host].steps[marks[host] :]
-            return len(steps) > count and all(s.contributors == size for s in steps[-count:])
-
-        self.pump(lambda: all(passed(h) for h in self.hosts), f"{count} steps of {size} members")
-
-    def usual_of(self, size: int) -> float:
-        """Median of the hosts' last steps of so many members, s."""
-        return median(
-            [t for h in self.hosts for s, t in intervals(self.members[h].steps[-CALM:]) if s.contributors == size]
-        )
+        settings = {"endpoint": self._endpoint, "name": name}
+        if self._way is not None:
+            settings |= {"join_by": self._way.join_by, "transfer": self._way.transfer}
+        environment = self._edge.environment(name.rpartition("-")[0])
+        return Worker(self._context, trainee, settings, environment, self._frozen_nbytes)
 
     def visit(self, way: Way, number: int) -> Visit:
         """A newcomer comes, trains and goes."""
-        node, size = self.join.newcomer, len(self.hosts)
-        guest = f"{node}-{number}"
-        self._open(guest, node, join_by=way.join_by, transfer=way.transfer)
-        notes, seen = self.notes[guest], self.members[guest]
-        self.pump(lambda: "ready" in notes, f"{guest} to be ready")
-        self.calm(size)
-        usual = {size: self.usual_of(size)}
-        seen.worker.pipe.send(("go",))
-        self.pump(lambda: "contributed" in notes, f"the first contribution of {guest}")
+        guest, size = f"{self.join.newcomer}-{number}", len(self.hosts)
+        self._way = way
+        self.invite(guest)
+        self.calm(size, CALM)
+        usual = {size: self.usual_of(size, CALM)}
+        (called_ns, _), (first_ns, _) = self.let_in(guest)
         self.calm(size + 1, CALM + SETTLED)
-        usual[size + 1] = self.usual_of(size + 1)
-        idle_s, calm_s, steps = 0.0, 0.0, 0
-        for host in self.hosts:
-            idle, calm, count = beyond(self.members[host].steps, notes["going"], size, usual)
-            idle_s, calm_s, steps = idle_s + idle, calm_s + calm, max(steps, count)
-        seen.worker.pipe.send(("leave",))
-        self.pump(lambda: seen.bye, f"the departure of {guest}")
+        usual[size + 1] = self.usual_of(size + 1, CALM)
+        lost = [beyond(self.members[host].steps, called_ns, size, usual) for host in self.hosts]
+        self.see_off(guest)
         self.bury(guest)
-        delay_s = (notes["contributed"] - notes["going"]) / 1e9
-        return Visit(delay_s, idle_s, calm_s, usual[size], steps)
-
-    def _hear(self, seen: Seen, message: tuple[Any, ...]) -> None:
-        if message[0] in ("ready", "going", "contributed"):
-            name = next(n for n, s in self.members.items() if s is seen)
-            self.notes[name][message[0]] = message[1]
-        else:
-            super()._hear(seen, message)
-
-
-def intervals(steps: Sequence[Step]) -> list[tuple[Step, float]]:
-    """Each step with the seconds since the one before."""
-    return [(b, (b.ns - a.ns) / 1e9) for a, b in itertools.pairwise(steps)]
+        idle_s, calm_s = (sum(one[i] for one in lost) for i in (0, 1))
+        return Visit((first_ns - called_ns) / 1e9, idle_s, calm_s, usual[size], max(one[2] for one in lost))
 
 
 def beyond(steps: Sequence[Step], called_ns: int, size: int, usual: dict[int, float]) -> tuple[float, float, int]:
@@ -242,14 +155,13 @@ def beyond(steps: Sequence[Step], called_ns: int, size: int, usual: dict[int, fl
 @contextlib.contextmanager
 def hosts(join: Join, factors: Factors, nbytes: int) -> Iterator[Hosts]:
     """A running cluster of the product; `nbytes` is the state's size in the paper."""
-    rates = join.rates()
-    links = tuple(Link(a, b, rate / factors.slower) for (a, b), rate in rates.items())
+    links = tuple(Link(a, b, rate / factors.slower) for (a, b), rate in join.rates().items())
     topology = Topology(join.topology.nodes, links, name=join.topology.name)
     frozen_nbytes = max(MIB // 4, int(nbytes / factors.smaller))
-    with Edge(topology, "relay") as edge, scheduler(join.size) as endpoint:
-        made = Hosts(join, factors, endpoint, edge, frozen_nbytes)
-        try:
-            made.open()
-            yield made
-        finally:
-            made.close()
+    with (
+        Edge(topology, "relay") as edge,
+        scheduler(join.size) as endpoint,
+        Hosts(join, factors, endpoint, edge, frozen_nbytes) as made,
+    ):
+        made.admit_hosts([f"{node}-0" for node in join.topology.names[:-1]])
+        yield made

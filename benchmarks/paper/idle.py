@@ -73,6 +73,32 @@ def fig10(scale: Scale) -> FigureResult:
     size = scale.pick(2, 6)
     seen = observed(scale, size)
     factors = scale.pick(QUICK, TIGHT)
+    claims = _claims(points, seen, size)
+    return FigureResult(
+        "10",
+        "Idle time across the cluster during a scale-out",
+        "Observed: whole joins of this package into "
+        f"{size} training processes on an emulated edge (ResNet101's size, {factors.words()}, seconds as they were, a "
+        f"step's compute stands for a device's and takes {1e3 * DEVICE_S:.0f} ms); "
+        "what each step takes beyond the usual one, added up over nodes; in the package's pause all of them wait, "
+        "whatever the policy. Modelled from pulls, for the paper's systems: "
+        "Pollux, EDL+ and Autoscaling stop all running nodes for the delay, Chaos each neighbour while it sends. "
+        + how_joins(points, factors),
+        [settled(c) for c in claims],
+        {
+            "modelled": [
+                {"kind": p.kind, "system": p.system, "size": p.size, "model": p.model, "idle_s": idle_s(p)}
+                for p in points
+                if p.system in MODELLED
+            ],
+            "observed": {system: [asdict(v) for v in visits] for system, visits in seen.items()},
+            "observed_size": size,
+        },
+    )
+
+
+def _claims(points: Sequence[Point], seen: dict[str, list[Visit]], size: int) -> list[Claim]:
+    """The paper's statements beside what came out; `seen` joins into clusters of `size` were observed."""
     executed, computed = chosen(points, kind="scaled down"), chosen(points, kind="simulated")
     lost = {system: [idle_s(p) for p in chosen(executed, system=system)] for system in MODELLED}
     chaos = {
@@ -83,7 +109,7 @@ def fig10(scale: Scale) -> FigureResult:
     few, many = min(chaos), max(chaos)
     idle = {system: statistics.median(v.idle_s for v in visits) for system, visits in seen.items()}
     calm = statistics.median(v.calm_s for visits in seen.values() for v in visits)
-    claims = [
+    return [
         Claim(
             "Pollux: more than 1000 s",
             f"{span(lost['Pollux'])}",
@@ -126,27 +152,6 @@ def fig10(scale: Scale) -> FigureResult:
             "On two cores the newcomer's own work slows all hosts' steps, which counts as idle time here.",
         ),
     ]
-    return FigureResult(
-        "10",
-        "Idle time across the cluster during a scale-out",
-        "Observed: whole joins of this package into "
-        f"{size} training processes on an emulated edge (ResNet101's size, {factors.words()}, seconds as they were, a "
-        f"step's compute stands for a device's and takes {1e3 * DEVICE_S:.0f} ms); "
-        "what each step takes beyond the usual one, added up over nodes; in the package's pause all of them wait, "
-        "whatever the policy. Modelled from pulls, for the paper's systems: "
-        "Pollux, EDL+ and Autoscaling stop all running nodes for the delay, Chaos each neighbour while it sends. "
-        + how_joins(points, factors),
-        [settled(c) for c in claims],
-        {
-            "modelled": [
-                {"kind": p.kind, "system": p.system, "size": p.size, "model": p.model, "idle_s": idle_s(p)}
-                for p in points
-                if p.system in MODELLED
-            ],
-            "observed": {system: [asdict(v) for v in visits] for system, visits in seen.items()},
-            "observed_size": size,
-        },
-    )
 
 
 def _sizes(points: Sequence[Point]) -> list[int]:

@@ -1,6 +1,6 @@
 """Fig. 9 and Table I: links that come and go, members that leave, and what that costs the others.
 
-Real processes are those of benchmarks/primitives.py, which defines what an exposed delay is; here they are run at
+Real processes are those of benchmarks/primitives, which defines what an exposed delay is; here they are run at
 several cluster sizes with a small model. As many members as in the paper do not fit a small machine, so larger
 clusters are simulated: the product's own member and scheduler machines in virtual time
 (chaos_lightning/lab/simulate), where every message takes 0.2 ms, the work for a step 30 ms, and processors nothing.
@@ -16,12 +16,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import primitives
-from benchmarks.common import median
+from benchmarks.common import connected, median, percentile
 from benchmarks.paper.figure import Claim, FigureResult, Scale, canvas, progress
-from benchmarks.primitives_crew import Pair, connected, ring
-from benchmarks.primitives_member import Work
-from benchmarks.primitives_samples import Exposure, block_of, exposed, median_interval, percentile
+from benchmarks.primitives import events as primitives
+from benchmarks.primitives.crew import Pair, ring
+from benchmarks.primitives.member import Work
+from benchmarks.primitives.samples import Exposure, block_of, exposed, median_interval
 from chaos_lightning.lab.simulate.node import Node, NodeSpec
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.lab.simulate.world import Fault, Plan, World
@@ -160,6 +160,23 @@ def fig9(scale: Scale) -> FigureResult:
         progress("9", f"links among {size} simulated members")
         found = simulated(size, scale.pick(2, 6), scale.seed)
         virtual[str(size)] = {kind: [e.total for e in found[kind]] for kind in kinds}
+    claims = _claims(real, virtual, events)
+    return FigureResult(
+        number="9",
+        title="Connect-link delay against cluster size",
+        how=f"Real processes for {', '.join(real)} members on one machine (a model of {WORK.grad_mib:g} MiB of "
+        f"gradients, {WORK.device_s * 1e3:g} ms of sleep in each step for an accelerator's time); larger clusters "
+        "simulated in virtual time with the product's own state machines.",
+        claims=claims,
+        data={"real": real, "simulated": virtual, "paper_s": PAPER_S},
+    )
+
+
+def _claims(
+    real: Mapping[str, Mapping[str, Any]], virtual: Mapping[str, Mapping[str, list[float]]], events: int
+) -> list[Claim]:
+    """The paper's statements beside what came out, by members: of real ones so many events, and of simulated ones."""
+    kinds = ("connect-link", "disconnect-link")
     largest = {kind: [max(by_kind[kind]) for by_kind in virtual.values()] for kind in kinds}
     words = ", ".join(f"{f['beyond_p50_s'] * 1e3:.2f} ms ({n})" for n, f in real.items())
     why = (
@@ -212,15 +229,7 @@ def fig9(scale: Scale) -> FigureResult:
             "as above; where a detour takes the place of a link, headers come later by its further hops, once",
         ),
     ]
-    return FigureResult(
-        number="9",
-        title="Connect-link delay against cluster size",
-        how=f"Real processes for {', '.join(real)} members on one machine (a model of {WORK.grad_mib:g} MiB of "
-        f"gradients, {WORK.device_s * 1e3:g} ms of sleep in each step for an accelerator's time); larger clusters "
-        "simulated in virtual time with the product's own state machines.",
-        claims=claims,
-        data={"real": real, "simulated": virtual, "paper_s": PAPER_S},
-    )
+    return claims
 
 
 def _facts(outcome: primitives.Outcome) -> dict[str, Any]:

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from benchmarks.paper import emulated, virtual
 from benchmarks.paper.clusters import FIRST, Join, growth
 from benchmarks.paper.figure import Kind, progress
 from benchmarks.paper.states import Model
-from benchmarks.workers import scratch
+from benchmarks.workers import restart_s, scratch
 
 SYSTEMS = {
     "Pollux": "stop_resume",
@@ -101,14 +99,6 @@ def joins(plan: Plan, repeat: int) -> list[Join]:
     first = min(FIRST, *plan.sizes)
     history = growth(plan.seed + repeat, max(plan.sizes), first=first, neighbours=plan.neighbours)
     return [join for join in history if join.size in plan.sizes]
-
-
-@functools.cache
-def restart_s() -> float:
-    """What starting a training process again costs at least, s."""
-    began = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=120)
-    return time.monotonic() - began
 
 
 def stop_resume_s(nbytes: int, size: int, one_s: float, restarted_s: float) -> float:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import soak
-from benchmarks.soak_checks import Freeze, Line, Parting, check, read
-from benchmarks.soak_links import Hurt
+from benchmarks.soak import runs as soak
+from benchmarks.soak.checks import Freeze, Line, Parting, check, read
+from benchmarks.soak.links import Hurt
 
 LENGTH = 12
 

@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks import peers_torchft
-from benchmarks.common import Result, parser
+from benchmarks.common import Options, Result
 from benchmarks.kill import main as kill_main
-from benchmarks.soak import beyond, beyond_line
-from benchmarks.survival import Case, World, report
+from benchmarks.peers import torchft as peers_torchft
+from benchmarks.soak.figures import beyond, beyond_line
+from benchmarks.steady.__main__ import report_exposed
+from benchmarks.steady.blocks import exposed
+from benchmarks.survival import Case, report
+from benchmarks.world import World
 
-EVERY = ("join", "kill", "links_secure", "soak", "steady")
+EVERY = ("join", "kill", "links_secure", "overlay", "soak", "steady", "transfer")
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -31,11 +34,44 @@ def test_each_benchmark_tells_its_flags(name):
     assert all(flag in done.stdout for flag in ("--out", "--quick", "--check"))
 
 
+def test_there_is_less_of_everything_with_quick():
+    def given(*words: str) -> tuple[int, list[float]]:
+        options = Options("")
+        options.add_count("--runs", 20, 4, "runs")
+        options.add_series("--states-mib", [50.0, 200.0], "states")
+        args = options.parse_args([*words])
+        return args.runs, args.states_mib
+
+    assert given() == (20, [50.0, 200.0])
+    assert given("--quick") == (4, [50.0])
+    assert given("--quick", "--runs", "7", "--states-mib", "1.5", "2") == (7, [1.5])
+
+
+def test_exposed_communication_is_the_step_beyond_the_same_step_alone(capsys):
+    times = {"chaos": [0.05, 0.06, 0.09], "ddp": [0.07, 0.08, 0.08], "alone": [0.04, 0.05, 0.05]}
+    seconds = exposed(times, "alone")
+    assert seconds == pytest.approx({"chaos": 0.01, "ddp": 0.03})
+    result = Result("steady")
+    report_exposed(result, "world 2, 50 MiB", seconds, "ddp")
+    assert {f.name: f.value for f in result.figures}["exposed communication, chaos / ddp, world 2, 50 MiB"] == (
+        pytest.approx(1 / 3, abs=1e-6)
+    )
+    result.finish(Options("").parse_args([]))
+    assert "exposed / that of ddp, world 2, 50 MiB: chaos 0.33" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_where_ddp_exposes_nothing_there_is_no_ratio_to_it():
+    result = Result("steady")
+    report_exposed(result, "case", {"chaos": 0.01, "ddp": -0.001}, "ddp")
+    assert not any(f.unit == "ratio" for f in result.figures)
+    assert "exposes no communication" in result.notes[0]
+
+
 def test_a_miss_is_said_and_ends_a_check_with_1(tmp_path, capsys):
     result = Result("some")
     result.add("fast enough", 1.0, "s", 2.0)
     result.add("too slow", 3.0, "s", 2.0)
-    args = parser("").parse_args(["--check", "--out", str(tmp_path / "out.json")])
+    args = Options("").parse_args(["--check", "--out", str(tmp_path / "out.json")])
     assert result.finish(args) == 1
     assert "1 of 2 bounds held; missed: too slow" in capsys.readouterr().out
     record = json.loads((tmp_path / "out.json").read_text())
@@ -73,9 +109,9 @@ class Member:
 @pytest.fixture
 def world() -> Any:
     made = World(lambda name: Member(), random.Random(0), patience_s=5.0)
-    for _ in range(3):
-        made.start()
-        made.members[f"w{len(made.members) - 1}"].worker.theirs.send(("in", 1, "id"))
+    made.open()
+    for seen in made.members.values():
+        seen.worker.theirs.send(("in", 1, "id"))
     return made
 
 
@@ -112,6 +148,12 @@ def test_members_that_drop_out_of_the_pipe_are_no_error(world):
     world.members["w2"].worker.kill()
     world.members["w0"].worker.step(10, 1, 3, 1)
     world.pump(lambda: bool(world.members["w0"].steps) and world.members["w2"].worker.pipe.closed, "one step")
+
+
+def test_a_member_that_failed_ends_the_wait_with_its_words(world):
+    world.members["w1"].worker.theirs.send(RuntimeError("what was wrong"))
+    with pytest.raises(RuntimeError, match="what was wrong"):
+        world.pump(lambda: False, "anything")
 
 
 def test_the_report_bounds_what_is_ours_and_not_what_is_the_peer_s(capsys):

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import torch
-from benchmarks.common import compute_alone
+from benchmarks.members import compute_alone
 compute_alone()
 print((torch.tensor([1e-30]) * 1e-10).item(), torch.get_num_threads())
 """

@@ -19,13 +19,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from benchmarks import soak_schedulers
 from benchmarks.common import Result
-from benchmarks.failover import CASES, Case, Scene, report
-from benchmarks.soak import Standstill
-from benchmarks.soak_door import SharedDoor, Ways
-from benchmarks.soak_schedulers import SCHEDULER_KINDS, STALE_KINDS, Several, copy_chain
-from benchmarks.survival import Seen, Step
+from benchmarks.failover import CASES, Case, Scene, Strike, report
+from benchmarks.soak import schedulers as soak_schedulers
+from benchmarks.soak.door import Door, Ways
+from benchmarks.soak.runs import Standstill
+from benchmarks.soak.schedulers import SCHEDULER_KINDS, STALE_KINDS, Several, copy_chain
+from benchmarks.world import Seen, Step
 from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.errors import ConfigurationError, StoreError
@@ -52,11 +52,11 @@ def test_a_step_that_waited_a_lost_step_and_a_late_recovery_miss_their_bounds(ca
     result = Result("failover")
     report(result, "apart", "scheduler SIGKILL", CASES["apart"]["scheduler SIGKILL"], Case(**alone))
     assert missed(result) == []
-    report(result, "apart", "scheduler SIGKILL", {}, Case(**{**alone, "beyond": [0.001, 0.021]}))
+    report(result, "apart", "scheduler SIGKILL", Strike(), Case(**{**alone, "beyond": [0.001, 0.021]}))
     assert missed(result) == ["apart, scheduler SIGKILL: longest step beyond the median, worst of 2"]
     result = Result("failover")
     noisy = {**alone, "beyond": [0.05, 0.06], "control": [0.01, 0.04]}
-    report(result, "apart", "scheduler SIGKILL", {}, Case(**noisy))
+    report(result, "apart", "scheduler SIGKILL", Strike(), Case(**noisy))
     assert missed(result)[-1] == "apart, scheduler SIGKILL: that median beyond the control's"
     death = CASES["shared"]["scheduler and a member SIGKILL"]
     for scene, slowest, late in (("apart", 2.9, False), ("apart", 3.1, True), ("shared", 1.1, True)):
@@ -258,7 +258,7 @@ def ended(sock: socket.socket) -> bool:
 
 def test_doors_are_shut_for_one_and_open_for_all_others(echo: str) -> None:
     pids = {os.getpid(): "me"}
-    doors = [SharedDoor(echo, lambda: pids) for _ in range(2)]
+    doors = [Door(echo, lambda: pids) for _ in range(2)]
     mine, yours = Ways(doors, "me"), Ways(doors, "you")
     try:
         host, port = doors[0].endpoint.split(":")

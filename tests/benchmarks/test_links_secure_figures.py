@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from benchmarks import links_secure
 from benchmarks.common import Result
-from benchmarks.links_secure_cost import best_ratio
-from benchmarks.links_secure_members import LINKS, WARM_UP_NBYTES, _over_link, _over_socket, _warm_up
+from benchmarks.links_secure import cost as links_secure
+from benchmarks.links_secure.cost import best_ratio
+from benchmarks.links_secure.ends import LINKS, WARM_UP_NBYTES, _over_link, _over_socket, _warm_up
 
 
 @pytest.mark.parametrize("kind", [*LINKS, "socket"])

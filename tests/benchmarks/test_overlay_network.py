@@ -6,8 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks import overlay, overlay_net, overlay_replan
-from benchmarks.overlay_net import MBPS, NAMES
+from benchmarks.overlay import net as overlay_net
+from benchmarks.overlay import reduce as overlay
+from benchmarks.overlay import replan as overlay_replan
+from benchmarks.overlay.net import MBPS, NAMES
 
 
 def width(a: str, b: str) -> float:

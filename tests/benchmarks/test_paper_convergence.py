@@ -11,12 +11,24 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.paper import convergence_claims, convergence_data, convergence_models
-from benchmarks.paper.convergence_curves import Curve, gap, level, mean_curve, moved, setback, sharpest
-from benchmarks.paper.convergence_data import Samples, Stream, deal_kinds, owners, text_blocks
-from benchmarks.paper.convergence_members import train
-from benchmarks.paper.convergence_models import LoRALinear, add_lora, build_gpt, image_net
-from benchmarks.paper.convergence_tasks import GPT2_SMALL, Judge, Problem, Recipe, learned_arrays, loss_of
+from benchmarks.paper.convergence import claims as convergence_claims
+from benchmarks.paper.convergence import data as convergence_data
+from benchmarks.paper.convergence import models as convergence_models
+from benchmarks.paper.convergence.curves import Curve, gap, level, mean_curve, moved, setback, sharpest
+from benchmarks.paper.convergence.data import Samples, Stream, deal_kinds, owners, text_blocks
+from benchmarks.paper.convergence.models import (
+    GPT2_SMALL,
+    Judge,
+    LoRALinear,
+    Problem,
+    Recipe,
+    add_lora,
+    build_gpt,
+    image_net,
+    learned_arrays,
+    loss_of,
+)
+from benchmarks.paper.convergence.training import train
 
 TINY = {"vocabulary": 256, "context": convergence_data.BLOCK, "layers": 1, "heads": 2, "width": 16}
 

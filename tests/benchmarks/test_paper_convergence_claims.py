@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.paper import convergence, convergence_claims
-from benchmarks.paper.convergence import Comparison, Schedule
-from benchmarks.paper.convergence_claims import curve_claims, knowledge_claim, lora_claims
-from benchmarks.paper.convergence_curves import Change, Curve
-from benchmarks.paper.convergence_members import Run, change_in, contributors_by_step, rewirings, transfer_facts
+from benchmarks.paper.convergence import claims as convergence_claims
+from benchmarks.paper.convergence import figures as convergence
+from benchmarks.paper.convergence.claims import curve_claims, knowledge_claim, lora_claims
+from benchmarks.paper.convergence.curves import Change, Curve
+from benchmarks.paper.convergence.figures import Comparison, Schedule
+from benchmarks.paper.convergence.training import Run, change_in, contributors_by_step, rewirings, transfer_facts
 from benchmarks.paper.figure import FigureResult
 from chaos_lightning.events.reader import Record
 

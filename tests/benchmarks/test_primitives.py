@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from silent_worker import Silent
 
-from benchmarks import primitives
-from benchmarks.common import Result
-from benchmarks.primitives import Log, Outcome, Sample, links, report
-from benchmarks.primitives_crew import Change, Crew, connected, ring
-from benchmarks.primitives_member import Work
-from benchmarks.primitives_samples import (
+from benchmarks.common import Result, connected, percentile
+from benchmarks.primitives import __main__ as main
+from benchmarks.primitives import events as primitives
+from benchmarks.primitives.crew import Change, Crew, ring
+from benchmarks.primitives.events import Log, Outcome, Sample, links, report
+from benchmarks.primitives.member import Work
+from benchmarks.primitives.samples import (
     Block,
     Exposure,
     block_of,
@@ -25,9 +26,8 @@ from benchmarks.primitives_samples import (
     control_of,
     exposed,
     median_interval,
-    percentile,
 )
-from benchmarks.survival import Seen
+from benchmarks.world import Seen
 
 MS = 1_000_000
 
@@ -201,9 +201,9 @@ def test_links_are_chosen_that_keep_everybody_together(quiet_crew: Crew) -> None
 
 def told(crew: Crew, step: int, ns: int, *, view: Any = None, near: tuple[str, ...] = ()) -> None:
     """Everybody reports this step at this time; member i a microsecond times i later."""
-    for i, (_, seen) in enumerate(crew.members.items()):
+    for i, name in enumerate(crew.members):
         note = (ns + i * 1000, step, step, f"h{step}", 4, i, view, near, step * 0.004)
-        crew._hear(seen, ("steps", [note]))
+        crew._hear(name, "steps", [note])
 
 
 def test_a_link_that_comes_is_booked_by_what_members_report(quiet_crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def test_a_view_that_nobody_asked_for_ends_the_run(quiet_crew: Crew, monkeypatch
 
 def test_each_event_gets_a_control_on_either_side_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     reached: list[int] = []
-    log = Log(SimpleNamespace(last=lambda: 0, reach=reached.append))  # type: ignore[arg-type]
+    log = Log(SimpleNamespace(last_step=lambda: 0, reach=reached.append))  # type: ignore[arg-type]
     log.rest()
     firsts = (60, 124, 188, 252)
     for first in firsts:
@@ -315,7 +315,7 @@ def test_states_that_differ_are_a_miss() -> None:
 def test_its_help_tells_what_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["primitives", "--help"])
     with pytest.raises(SystemExit) as end:
-        primitives.main()
+        main.main()
     told = capsys.readouterr().out
     assert end.value.code == 0
     assert all(
@@ -328,7 +328,7 @@ def test_too_few_members_are_refused_by_name(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["primitives", "--members", "2"])
     with pytest.raises(SystemExit):
-        primitives.main()
+        main.main()
     assert "--members 2" in capsys.readouterr().err
 
 

@@ -10,14 +10,14 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import primitives
+from benchmarks.common import connected
 from benchmarks.paper import links
 from benchmarks.paper.figure import FigureResult, Scale
 from benchmarks.paper.links import fig9, plot_fig9, plot_table1, simulated, table1
-from benchmarks.primitives import Outcome, Sample
-from benchmarks.primitives_crew import connected
-from benchmarks.primitives_member import Work
-from benchmarks.primitives_samples import Exposure
+from benchmarks.primitives import events as primitives
+from benchmarks.primitives.events import Outcome, Sample
+from benchmarks.primitives.member import Work
+from benchmarks.primitives.samples import Exposure
 
 
 def exposure(total: float) -> Exposure:

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak_checks import Freeze
-from benchmarks.soak_door import Door
-from benchmarks.soak_link_checks import Line, LinkVerdict, check_links
-from benchmarks.soak_links import DECK, Hurt, Links, one_piece, seconds_of
+from benchmarks.common import connected
+from benchmarks.soak.checks import Freeze
+from benchmarks.soak.door import Door
+from benchmarks.soak.link_checks import Line, LinkVerdict, check_links
+from benchmarks.soak.links import DECK, Hurt, Links, seconds_of
 
 NAMES = list("abcde")
 
@@ -66,8 +67,8 @@ class Net:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int = 3) -> None:
         self.now = 100.0
         self.asked: list[tuple[str, str, bool]] = []
-        monkeypatch.setattr("benchmarks.soak_links.time.monotonic", lambda: self.now)
-        monkeypatch.setattr("benchmarks.soak_links.time.monotonic_ns", lambda: int(self.now * 1e9))
+        monkeypatch.setattr("benchmarks.soak.links.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("benchmarks.soak.links.time.monotonic_ns", lambda: int(self.now * 1e9))
         monkeypatch.setattr(
             "chaos_lightning.control.channel.change_link", lambda _, a, b, add: self.asked.append((a, b, add))
         )
@@ -111,10 +112,10 @@ def test_only_a_split_ever_parts_the_members_and_it_is_declared(net: Net) -> Non
         removed = {p for h in net.links.hurts if h.kind == "remove" and not h.stop for p in h.pairs}
         whole = {frozenset(p) for p in itertools.combinations(NAMES, 2)} - net.broken() - removed
         away = {name for h in net.links.hurts if h.part and not h.stop for name in h.part}
-        assert one_piece([n for n in NAMES if n not in away], whole)
+        assert connected([n for n in NAMES if n not in away], whole)
         if away:
             parted.add(tuple(sorted(away)))
-            assert not one_piece(NAMES, whole)
+            assert not connected(NAMES, whole)
             assert 2 * len(away) < len(NAMES)
     assert {len(p) for p in parted} == {1, 2}
     cuts = [x for x in net.log.said if x["kind"] == "cut" and x.get("part")]

@@ -1,27 +1,17 @@
-"""The emulated edge of `benchmarks.transfer`: its links, its states and its bounds."""
+"""The emulated edge of `benchmarks.transfer.pulls`: its links, its states and its bounds."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import struct
-import subprocess
-import sys
 import threading
 
 import pytest
 
-from benchmarks import transfer
 from benchmarks.common import MIB
-from benchmarks.transfer_net import SO_MAX_PACING_RATE, Ingress, Shaper, layout_of, network, pace
-
-
-def test_it_tells_its_flags() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.transfer", "--help"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert all(flag in done.stdout for flag in ("--out", "--quick", "--check", "--states-mib"))
+from benchmarks.transfer import pulls as transfer
+from benchmarks.transfer.net import SO_MAX_PACING_RATE, Ingress, Network, Shaper, layout_of, pace
 
 
 def rate_of(sock: socket.socket) -> int:
@@ -94,9 +84,9 @@ def test_a_layout_has_the_size_it_was_made_for(state_mib: float) -> None:
 
 def test_a_pull_over_the_emulated_edge(tmp_path) -> None:  # type: ignore[no-untyped-def]
     links = {("a", transfer.NEW): 100e6, ("b", transfer.NEW): 200e6, ("b", "c"): 100e6}
-    with network(links, transfer.NEW, disk_bps=0.0, folder=tmp_path) as net:
+    with Network(links, transfer.NEW, disk_bps=0.0, folder=tmp_path) as net:
         bench = transfer.Bench(net, tmp_path, seed=1)
-        bench.load(16.0)
+        bench.load(layout_of(16.0))
         assert set(bench.rates) == {"a", "b"}
         case = bench.plain("adaptive", bench.exact())
         assert case.report["by_source"].keys() <= {"a", "b"}

@@ -51,7 +51,7 @@ from torch.utils.data import (
 
 from chaos_lightning.errors import ChaosError, UnsupportedError
 from chaos_lightning.lab.harness import Harness
-from chaos_lightning.machine.listener import free_port
+from chaos_lightning.machine.listener import free_ports
 
 MARK, COMMAND = "features", "tests/compat/compat_features.py"
 GLOBAL_BATCH = 12
@@ -429,16 +429,12 @@ def one_process(folder: str, ports: Mapping[int, int]) -> None:
         feature = FEATURES[number]
         for world in WORLDS if feature.parts else (1,):
             parts = world if feature.parts else 1
-            for how in ("plain", "chaos"):
-                strategy: Any = "auto"
-                if how == "chaos":
-                    strategy = ChaosStrategy(
-                        endpoint=f"127.0.0.1:{ports[number]}", job=f"row-{number}", name="only", data=feature.data
-                    )
-                    if feature.parts:
-                        continue  # it would weigh the micro-batches as well: what is compared is the sum by hand
-                if how == "plain" and not feature.plain:
-                    continue
+            strategies: dict[str, Any] = {"plain": "auto"} if feature.plain else {}
+            if not feature.parts:  # else it would weigh the micro-batches as well: what is compared is the sum by hand
+                strategies["chaos"] = ChaosStrategy(
+                    endpoint=f"127.0.0.1:{ports[number]}", job=f"row-{number}", name="only", data=feature.data
+                )
+            for how, strategy in strategies.items():
                 out = Path(folder, f"{how}-{world}-{number}")
                 _report(out, feature, lambda f, s=strategy, o=out, p=parts: trained(f, s, Place(0, 1), o, parts=p))
 
@@ -561,10 +557,7 @@ def rows(folder: Path, deadline_s: float, only: str = "") -> list[Row]:
     state = {"XDG_STATE_HOME": str(folder / "state")}
     with Harness(folder / "processes", deadline_s=deadline_s, env=state) as harness:
         for world in (1, *WORLDS):
-            ports: dict[int, int] = {}
-            while len(ports) < len(numbers):
-                if (port := free_port()) not in ports.values():
-                    ports[numbers[len(ports)]] = port
+            ports = dict(zip(numbers, free_ports(len(numbers)), strict=True))
             names = [f"of-{world}-{index}" for index in range(world)]
             for index, name in enumerate(names):
                 if world == 1:

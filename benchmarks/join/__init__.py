@@ -1,0 +1,1 @@
+"""A node joins: how soon it contributes, and what the others feel."""

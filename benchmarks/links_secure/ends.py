@@ -1,0 +1,226 @@
+"""The two processes of a connection that is measured: one sends frames, the other takes them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+LINKS = ("plain", "checksum", "authenticated", "encrypted")
+"""Frames of this engine's links: chunks without a checksum, as within a machine, and the three levels."""
+SOCKETS = ("socket", "ssl")
+"""Blocking sockets as they are, and under Python's ssl."""
+WINDOW_NBYTES = 16 << 20
+"""So much is on its way, or queued, at most."""
+WARM_UP_NBYTES = 16 << 20
+"""So much passes each connection before it is measured: libraries are loaded, buffers touched, TCP's windows open."""
+TIMEOUT_S = 120.0
+Case = tuple[str, int, int]
+"""Mode, bytes per frame, frames."""
+
+
+class _Meter:
+    """Seconds, and CPU seconds of this process, from one moment to another."""
+
+    def __init__(self) -> None:
+        self._since = (0.0, 0.0)
+        self.measured = (0.0, 0.0)
+
+    def start(self) -> None:
+        self._since = time.perf_counter(), time.process_time()
+
+    def stop(self) -> None:
+        self.measured = time.perf_counter() - self._since[0], time.process_time() - self._since[1]
+
+
+def _warm_up(nbytes: int, every: int) -> int:
+    """Frames that are not measured; a multiple of `every`."""
+    return -(-WARM_UP_NBYTES // (nbytes * every)) * every
+
+
+class _Owner:
+    """Has frames received into one buffer, and says when so many are here."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.into = memoryview(bytearray(nbytes))
+        self.count = 0
+        self.on_frame: Any = lambda: None
+        self.failed = ""
+        self.over = threading.Event()
+        """All that was waited for is here."""
+        self.closed = threading.Event()
+
+    def target(self, _peer: str, frame: Any) -> memoryview:
+        return self.into[: frame.length]
+
+    def arrived(self, _peer: str, _frame: Any, _payload: Any) -> None:
+        self.count += 1
+        self.on_frame()
+
+    def broken(self, _peer: str, _link: Any, evidence: str) -> None:
+        if not self.over.is_set():
+            self.failed = evidence
+        self.over.set()
+        self.closed.set()
+
+
+def _window(nbytes: int, frames: int) -> tuple[int, int]:
+    """Frames on their way at most, and after how many the other end says that they are here."""
+    window = max(4, WINDOW_NBYTES // nbytes)
+    return min(window, frames), max(1, min(window, frames) // 4)
+
+
+def _over_link(sock: socket.socket, case: Case, *, sends: bool) -> tuple[float, float]:
+    from chaos_lightning.protocol.types import ViewId
+    from chaos_lightning.transport.frames import FrameType
+    from chaos_lightning.transport.handshake import tune
+    from chaos_lightning.transport.link import Link
+    from chaos_lightning.transport.loop import IoLoop
+    from chaos_lightning.transport.sealing import Level, ProtectedSocket, Session
+
+    mode, nbytes, frames = case
+    tune(sock)
+    if mode not in ("plain", "checksum"):
+        said = str(case).encode() + bytes(16)  # each case is run once per connection and round
+        sock = ProtectedSocket.around(sock, Session(Level(mode), b"benchmark", said, dialled=sends))
+    owner = _Owner(nbytes if not sends else 64)
+    loop = IoLoop("benchmark", lambda error: owner.broken("", None, repr(error)))
+    loop.start()
+    window, every = _window(nbytes, frames)
+    warm_up, meter = _warm_up(nbytes, every), _Meter()
+    frames = frames // every * every + warm_up
+    view, payload = ViewId(1, 1), memoryview(bytearray(nbytes))
+    word = memoryview(b"here")
+    sent = 0
+
+    def begin() -> None:
+        nonlocal link
+        link = Link(loop, sock, "other", owner)
+        link.sums = mode == "checksum"
+        if sends:
+            owner.on_frame = more
+            for _ in range(window):
+                push()
+
+    def push() -> None:
+        nonlocal sent
+        if sent < frames:
+            link.send(FrameType.DOWN, view, 1, sent * nbytes, (payload,))
+            sent += 1
+
+    def more() -> None:
+        if owner.count == warm_up // every:
+            meter.start()
+        if owner.count == frames // every:
+            meter.stop()
+            owner.over.set()
+        for _ in range(every):
+            push()
+
+    def taken() -> None:
+        if owner.count == warm_up:
+            meter.start()
+        if owner.count % every == 0:
+            link.send(FrameType.MESSAGE, payload=(word,))
+        if owner.count == frames:
+            meter.stop()
+            owner.over.set()
+
+    link: Any = None
+    if not sends:
+        owner.on_frame = taken
+    loop.call(begin)
+    if not owner.over.wait(TIMEOUT_S) or owner.failed:
+        raise RuntimeError(f"{case}: {owner.failed or 'nothing came any more'}")
+    if not sends:  # the sender has what it waits for, and ends the connection
+        owner.closed.wait(TIMEOUT_S)
+    loop.call_and_wait(link.close, 5)
+    loop.stop()
+    return meter.measured
+
+
+def _over_socket(sock: socket.socket, case: Case, certificate: str, *, sends: bool) -> tuple[float, float]:
+    from chaos_lightning.transport.handshake import tune
+
+    mode, nbytes, frames = case
+    tune(sock)
+    if mode == "ssl":
+        if sends:
+            context = ssl.create_default_context(cafile=certificate)
+            sock = context.wrap_socket(sock, server_hostname="localhost")
+        else:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            sock = context.wrap_socket(sock, server_side=True)
+    data = memoryview(bytearray(nbytes))
+    warm_up, meter = _warm_up(nbytes, 1), _Meter()
+    with sock:
+        if sends:
+            for number in range(warm_up + frames):
+                if number == warm_up:
+                    meter.start()
+                sock.sendall(data)
+            sock.recv_into(data, 1)
+            meter.stop()
+            return meter.measured
+        for number in range(warm_up + frames):
+            if number == warm_up:
+                meter.start()
+            got = 0
+            while got < nbytes:
+                count = sock.recv_into(data[got:])
+                if not count:
+                    raise RuntimeError(f"{case}: the stream ended")
+                got += count
+        meter.stop()
+        sock.sendall(b"\n")
+        with contextlib.suppress(OSError):
+            sock.recv(1)
+    return meter.measured
+
+
+def carry(pipe: Connection, port: int, cases: list[Case], certificate: str) -> None:
+    """One end; port 0: the one that takes, which tells where it listens. Sends (seconds, CPU seconds) per case."""
+    with ExitStack() as stack:
+        listener = None
+        if not port:
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            listener.settimeout(TIMEOUT_S)
+            pipe.send(listener.getsockname()[1])
+        results = []
+        for case in cases:
+            if listener is not None:
+                sock = listener.accept()[0]
+            else:
+                sock = socket.create_connection(("127.0.0.1", port), TIMEOUT_S)
+            sock.settimeout(None)
+            if case[0] in LINKS:
+                results.append(_over_link(sock, case, sends=listener is None))
+            else:
+                results.append(_over_socket(sock, case, certificate, sends=listener is None))
+    pipe.send(results)
+
+
+def make_certificate(folder: Path) -> str:
+    """A file with a key, its certificate for localhost, and the authority that signed it."""
+    from chaos_lightning.security.certificates import certify, new_authority
+    from chaos_lightning.security.roles import MEMBER
+
+    authority = new_authority("benchmark")
+    certificate, key = certify(authority, "benchmark", "localhost", MEMBER, ["localhost"])
+    path = folder / "localhost.pem"
+    path.write_text(key + certificate + authority[0])
+    path.chmod(0o600)
+    return str(path)
+
+
+def sums_everywhere(contenders: dict[str, Any]) -> None:
+    """A member's links carry checksums as between machines; within one, the level checksum sends chunks without."""
+    for link in contenders["checksum"].engine._shell.links._links.values():
+        link.sums = True

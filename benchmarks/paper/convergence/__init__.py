@@ -1,0 +1,1 @@
+"""Figures 11 to 14: what coming and going does to convergence."""

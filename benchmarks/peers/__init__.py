@@ -1,0 +1,1 @@
+"""What others make of the same blows: torchft, torchrun, and their coordinators."""

@@ -1,0 +1,1 @@
+"""What connect-link, disconnect-link and scale-in cost those who train."""

@@ -1,0 +1,328 @@
+"""Members whose links come and go and who leave and come again: the processes, the requests, and what was charged.
+
+`Crew` runs members of benchmarks/primitives/member.py under a scheduler, follows the job's graph of links as the
+headers tell it, and carries out one change at a time. Each returns a `Change`: when it was asked for, which header
+carried it, and which steps are charged with it. Arithmetic on step times is in benchmarks/primitives/samples.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.common import connected
+from benchmarks.primitives.member import Work, member
+from benchmarks.primitives.samples import charged
+from benchmarks.workers import Worker, context, scheduler
+from benchmarks.world import Step, World
+
+Pair = frozenset[str]
+
+
+@dataclass(frozen=True)
+class Mark(Step):
+    """One member's report of a committed step, with what it saw of views and links."""
+
+    view: int = 0
+    """Number of the view that this step's header carried; 0: none."""
+    members: tuple[str, ...] = ()
+    """Of that view, by name."""
+    links: frozenset[Pair] = frozenset()
+    """Of that view, by names."""
+    near: frozenset[str] = frozenset()
+    """Members to which a link stood at that moment, by name."""
+    cpu_s: float = 0.0
+    """What its process had spent until then."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change that was carried out.
+
+    Attributes:
+        requested: The step under way when it was asked for.
+        ruled: The step whose header carried it.
+        steps: Numbers of the steps that are charged with it.
+        members: Who trained throughout.
+        waited_s: From the request to the commit of that header on all of them, in seconds.
+    """
+
+    requested: int
+    ruled: int
+    steps: tuple[int, ...]
+    members: tuple[str, ...]
+    waited_s: float
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A member came in again: who, the steps that are charged, and how long it took until it contributed (s)."""
+
+    steps: tuple[int, ...]
+    ruled: int
+    members: tuple[str, ...]
+    contributed_s: float
+
+
+class Operator:
+    """Asks for links as `chaos-lightning link` does, over a channel that stays open."""
+
+    def __init__(self, endpoint: str) -> None:
+        from chaos_lightning.control.channel import CLIENT_OPTIONS, grpc  # type: ignore[attr-defined]
+        from chaos_lightning.control.service_pb2_grpc import SchedulerStub
+        from chaos_lightning.protocol.chaos_pb2 import LinkChangeRequest, StatusRequest
+
+        self._request = LinkChangeRequest
+        self._channel = grpc.insecure_channel(endpoint, options=CLIENT_OPTIONS)
+        self._stub = SchedulerStub(self._channel)
+        # The connection is made before anything is measured.
+        status = json.loads(self._stub.Status(StatusRequest(), timeout=10.0).json)
+        self.scheduler_pid = int(status["pid"])
+
+    def link(self, pair: Pair, *, add: bool) -> None:
+        """Asks that the link comes or goes.
+
+        Raises:
+            RuntimeError: The scheduler refused; with its words.
+        """
+        a, b = sorted(pair)
+        reply = self._stub.ChangeLink(self._request(a=a, b=b, add=add), timeout=5.0)
+        if not reply.accepted:
+            raise RuntimeError(f"link {'add' if add else 'remove'} {a} {b} was refused: {reply.text}")
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def ring(size: int) -> frozenset[Pair]:
+    """The links that a crew of `size` begins with: a ring, or a line where a ring would be every pair."""
+    names = [f"w{i}" for i in range(size)]
+    around = [frozenset((a, b)) for a, b in zip(names, names[1:] + names[:1], strict=True)]
+    return frozenset(around if size > 3 else around[: size - 1])
+
+
+class Crew(World):
+    """Members that train, and the changes that are made to them.
+
+    Args:
+        endpoint: The scheduler.
+        size: Members.
+        meshed: Whether every pair has a link; else they begin as a `ring`.
+        work: What they train.
+        rng: Chooses moments and links.
+    """
+
+    def __init__(self, endpoint: str, size: int, *, meshed: bool, work: Work, rng: random.Random) -> None:
+        ctx = context("benchmarks.primitives.member", "chaos_lightning.replication.replay")
+        base = frozenset() if meshed else ring(size)
+
+        def spawn(name: str) -> Worker:
+            near = sorted(next(iter(p - {name})) for p in base if name in p)
+            return Worker(ctx, member, endpoint, name, ",".join(near), work)
+
+        super().__init__(spawn, rng, patience_s=120.0)
+        self.size = size
+        self.marks: dict[str, dict[int, Mark]] = {}
+        self.views: dict[int, int] = {}
+        """By number of a view: the step whose header carried it."""
+        self.links = base
+        self._gone: dict[str, int] = {}
+        self._going: dict[str, int] = {}
+        self._operator = Operator(endpoint)
+
+    def close(self) -> None:
+        super().close()
+        self._operator.close()
+
+    # ------------------------------------------------------------------ what members say
+
+    def _hear(self, name: str, word: str, *values: Any) -> None:
+        if word == "steps":
+            for note in values[0]:
+                self._note(name, *note)
+        elif word == "gone":
+            self._gone[name] = values[0]
+        elif word == "going":
+            self._going[name] = values[0]
+        else:
+            super()._hear(name, word, *values)
+
+    def _note(
+        self, name: str, ns: int, seq: int, step: int, head: str, contributors: int, rank: int,
+        view: tuple[int, list[str], list[tuple[str, str]]] | None, near: tuple[str, ...], cpu_s: float,
+    ) -> None:  # fmt: skip
+        number, ids, links = view or (0, [], [])
+        named = frozenset(frozenset((_name(a), _name(b))) for a, b in links)
+        mark = Mark(
+            ns=ns, seq=seq, step=step, head=head, contributors=contributors, rank=rank, thrown=0,
+            view=number, members=tuple(map(_name, ids)), links=named, near=frozenset(map(_name, near)), cpu_s=cpu_s,
+        )  # fmt: skip
+        self.members[name].steps.append(mark)
+        self.marks.setdefault(name, {})[step] = mark
+        if number:
+            self.views[number] = step
+
+    def pids(self) -> list[int]:
+        """All processes of the benchmark that do anything: members, scheduler, and this one."""
+        members = [s.worker.process.pid for s in self.members.values()]
+        return [os.getpid(), self._operator.scheduler_pid, *(p for p in members if p is not None)]
+
+    def inside(self) -> list[str]:
+        """Who is in the job, by name."""
+        return [n for n in self.members if n not in self._gone]
+
+    def durations(self) -> dict[str, dict[int, float]]:
+        """Seconds from commit to commit, by member and step."""
+        return {
+            name: {s: (m.ns - marks[s - 1].ns) / 1e9 for s, m in marks.items() if s - 1 in marks}
+            for name, marks in self.marks.items()
+        }
+
+    def cpu(self) -> dict[str, dict[int, float]]:
+        """CPU seconds from commit to commit, by member and step."""
+        return {
+            name: {s: m.cpu_s - marks[s - 1].cpu_s for s, m in marks.items() if s - 1 in marks}
+            for name, marks in self.marks.items()
+        }
+
+    def reach(self, step: int) -> None:
+        """Until everybody in the job has reported this step."""
+        self.pump(lambda: all(self.members[n].steps[-1].step >= step for n in self.inside()), f"step {step} of all")
+
+    # ------------------------------------------------------------------ changes
+
+    def _moment(self) -> int:
+        """A random moment of a step; its time (CLOCK_MONOTONIC, ns)."""
+        recent = [m.ns for m in next(iter(self.marks.values())).values()][-12:]
+        usual = (recent[-1] - recent[0]) / 1e9 / (len(recent) - 1)
+        time.sleep(self.rng.uniform(0.0, 1.5 * usual))
+        return time.monotonic_ns()
+
+    def _carried(self, known: set[int], names: list[str], what: str) -> tuple[int, Mark]:
+        """Waits for a view that is not among the known ones; (step of its header, a report of it)."""
+
+        def found() -> int:
+            return min((n for n in self.views if n not in known), default=0)
+
+        def told() -> bool:
+            step = self.views.get(found())
+            return step is not None and all(step in self.marks[n] for n in names)
+
+        self.pump(told, what)
+        step = self.views[found()]
+        return step, self.marks[names[0]][step]
+
+    def _under_way(self, names: list[str], ns: int) -> int:
+        """The step that was under way at this time, of the member that was farthest behind."""
+
+        def later(name: str) -> int | None:
+            return next((s for s, m in sorted(self.marks[name].items()) if m.ns > ns), None)
+
+        self.pump(lambda: all(later(n) is not None for n in names), "the step that was under way")
+        return min(s for n in names if (s := later(n)) is not None)
+
+    def change_link(self, pair: Pair, *, add: bool) -> Change:
+        """Connect-link or disconnect-link between two members; returns when the last trace of it is over.
+
+        Raises:
+            RuntimeError: The scheduler refused, or the next view was another one than was asked for.
+        """
+        names, known = self.inside(), set(self.views)
+        ends = sorted(pair)
+        what = f"link {'add' if add else 'remove'} {' '.join(ends)}"
+        ns = self._moment()
+        self._operator.link(pair, add=add)
+        ruled, mark = self._carried(known, names, what)
+        expected = self.links | {pair} if add else self.links - {pair}
+        every = len(names) * (len(names) - 1) // 2
+        if mark.links != (frozenset() if len(expected) == every else expected):
+            raise RuntimeError(f"{what}: the next view has the links {_words(mark.links)}, not {_words(expected)}")
+        self.links = expected
+        requested = self._under_way(names, ns)
+        settled = max(self._trace(one, other, requested, up=add) for one, other in itertools.permutations(ends))
+        steps = charged(requested, ruled, settled=0 if add else settled, stood=settled if add else -1)
+        self.reach(steps[-1])
+        return Change(requested, ruled, steps, tuple(names), self._seconds(ns, ruled, names))
+
+    def _trace(self, one: str, other: str, since: int, *, up: bool) -> int:
+        """The first step from `since` on by whose end the link to `other` stood at `one` (or not)."""
+
+        def found() -> int | None:
+            return next((s for s, m in sorted(self.marks[one].items()) if s >= since and (other in m.near) is up), None)
+
+        self.pump(lambda: found() is not None, f"the link of {one} to {other} to {'stand' if up else 'go'}")
+        step = found()
+        assert step is not None
+        return step
+
+    def leave(self, name: str) -> Change:
+        """Scale-in: this member leaves on the ordinary way; returns when its sockets are closed and that is over."""
+        staying, known = [n for n in self.inside() if n != name], set(self.views)
+        ns = self._moment()
+        self.members[name].worker.pipe.send(("leave",))
+        self.pump(lambda: name in self._gone, f"{name} to be gone")
+        ruled, mark = self._carried(known, staying, f"the view without {name}")
+        if name in mark.members:
+            raise RuntimeError(f"{name} was asked to leave; the next view is {mark.members}")
+        requested, closed = self._under_way(staying, ns), self._under_way(staying, self._gone[name])
+        steps = charged(requested, ruled, settled=closed)
+        self.reach(steps[-1])
+        return Change(requested, ruled, steps, tuple(staying), self._seconds(ns, ruled, staying))
+
+    def come_again(self, name: str) -> Entry:
+        """Scale-out: who has left joins; returns when it trains with the others."""
+        hosts = self.inside()
+        del self._gone[name], self._going[name]
+        entered = len(self.members[name].entries)
+        self.members[name].worker.pipe.send(("again",))
+        seen = self.members[name]
+        self.pump(lambda: len(seen.entries) > entered, f"{name} to come in again")
+        since = self._going[name]
+        first = self._under_way([name], since)
+        # The slot that lets it in is no step, so its time is within the first joint step.
+        steps = tuple(range(self._under_way(hosts, since), first + 2))
+        self.reach(steps[-1])
+        return Entry(steps, first - 1, tuple(hosts), (self.marks[name][first].ns - since) / 1e9)
+
+    def _seconds(self, ns: int, step: int, names: list[str]) -> float:
+        return (max(self.marks[n][step].ns for n in names) - ns) / 1e9
+
+    # ------------------------------------------------------------------ choosing
+
+    def absent(self) -> Pair:
+        """A random pair without a link."""
+        pairs = [frozenset(p) for p in itertools.combinations(sorted(self.inside()), 2)]
+        return self.rng.choice([p for p in pairs if p not in self.links])
+
+    def spare(self) -> Pair:
+        """A random link without which everybody still reaches everybody."""
+        names = self.inside()
+        found = [p for p in self.links if connected(names, self.links - {p})]
+        return self.rng.choice(sorted(found, key=sorted))
+
+
+def _name(member_id: str) -> str:
+    return member_id.rpartition("~")[0]
+
+
+def _words(links: frozenset[Pair]) -> str:
+    return ", ".join("-".join(sorted(p)) for p in sorted(links, key=sorted)) or "of every pair"
+
+
+@contextlib.contextmanager
+def crew(size: int, *, meshed: bool, work: Work, rng: random.Random) -> Iterator[Crew]:
+    """So many members that train, under a scheduler with its defaults."""
+    with (
+        scheduler(size - 1 if meshed else size) as endpoint,  # who leaves may not be needed
+        Crew(endpoint, size, meshed=meshed, work=work, rng=rng) as made,
+    ):
+        made.open(size)
+        made.settle(size)
+        yield made

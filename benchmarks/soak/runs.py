@@ -1,0 +1,165 @@
+"""The soak itself, the same training with nobody hurt, and what each run left behind."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.members import fingerprint
+from benchmarks.soak.checks import Parting, Verdict, check, read
+from benchmarks.soak.crew import FOUNDERS, Crew, Driver
+from benchmarks.soak.links import PARTING, Hurt, Links
+from benchmarks.soak.member import HELD_OUT, digits, make
+from benchmarks.soak.schedulers import SETTLED_S, control
+from benchmarks.workers import scheduler
+
+HEARD_S = 1.0
+"""A scheduler that has heard a member finds it gone within this time."""
+
+
+@dataclass
+class Run:
+    """What one run left behind."""
+
+    verdict: Verdict
+    curve: list[tuple[float, float]]
+    """(epochs, training loss), from checkpoints."""
+    final: dict[str, float]
+    """Loss on training and held-out samples, and accuracy on the latter."""
+    differing: int = 0
+    """Members whose final checkpoint is not the others'."""
+
+
+def evaluate(path: Path) -> tuple[dict[str, float], str]:
+    """(losses and accuracy of a checkpoint, SHA-256 of its state)."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    model, optimizer = make(0)
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    images, labels = digits()
+    with torch.no_grad():
+        out = model(images)
+    train, held = out[:-HELD_OUT], out[-HELD_OUT:]
+    return {
+        "training loss": float(cross_entropy(train, labels[:-HELD_OUT])),
+        "held-out loss": float(cross_entropy(held, labels[-HELD_OUT:])),
+        "held-out accuracy": float((held.argmax(1) == labels[-HELD_OUT:]).float().mean()),
+    }, fingerprint(model, optimizer)
+
+
+def parting(hurt: Hurt, struck: Sequence[tuple[int, str, str]]) -> Parting:
+    """What this fault declares, if these schedulers were struck (ns, kind, who)."""
+    stop = hurt.stop or time.monotonic_ns()
+    taking_over = (hurt.start - int(SETTLED_S * 1e9), hurt.start + int(HEARD_S * 1e9))
+    replaced = any(kind.startswith("scheduler") and taking_over[0] < ns < taking_over[1] for ns, kind, _ in struck)
+    cut_short = hurt.stop - hurt.start < hurt.seconds * 0.95e9
+    return Parting(hurt.kind, hurt.part, hurt.start, stop, cut_short, hurt.kind == "island" and replaced)
+
+
+def gather(crew: Crew, length: int, hurts: Sequence[Hurt] = (), struck: Sequence[tuple[int, str, str]] = ()) -> Run:
+    """Judges a run and evaluates its checkpoints."""
+    partings = [parting(h, struck) for h in hurts if h.kind in PARTING]
+    verdict = check(read(crew.folder / "journals"), length, crew.freezes, crew.killed, partings)
+    curve: dict[float, float] = {}
+    finals: dict[str, dict[str, float]] = {}
+    for path in sorted((crew.folder / "checkpoints").glob("*.pt")):
+        label, head, _ = path.stem.split("-", 2)
+        if head not in verdict.used:
+            continue  # its writer's last word, which the job did not keep
+        epochs = round(verdict.used[head] / length, 4)
+        if label == "step" and epochs in curve:
+            continue
+        losses, sha = evaluate(path)
+        if sha != verdict.headers[head]["sha"]:
+            verdict.problems[1].append(f"checkpoint {path.name} is not the state that was hashed at its header")
+        curve[epochs] = losses["training loss"]
+        if label == "final":
+            finals[sha] = losses
+    final = next(iter(finals.values()), {})
+    return Run(verdict, sorted(curve.items()), final, max(0, len(finals) - 1))
+
+
+def undisturbed(folder: Path, seed: int, world: int, epochs: int, length: int) -> Run:
+    """The same training with nobody hurt."""
+    with scheduler(world) as endpoint:
+        crew = Crew(endpoint, folder, seed, epochs, 0.0)
+        try:
+            for index in range(world):
+                crew.start(f"u{index}")
+            end = time.monotonic() + 60 + 30 * epochs
+            while crew.alive:
+                crew.turn()
+                if time.monotonic() > end or crew.undeclared:
+                    raise RuntimeError(f"undisturbed training of {world} stuck at step {crew.step}: {crew.undeclared}")
+        finally:
+            crew.close()
+    return gather(crew, length)
+
+
+class Standstill:
+    """Whether nothing has happened for too long: no step, or after the job's end no end of a process."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._seen: tuple[bool, int] | None = None
+        self._since = 0.0
+
+    def lasts(self, now: float, over: bool, count: int) -> bool:
+        """`count` is the number of the last step; once the job is over, that of processes that run."""
+        if (over, count) != self._seen:
+            self._seen, self._since = (over, count), now
+        return now - self._since > self._patience_s
+
+
+def disturbed(folder: Path, args: argparse.Namespace, epochs: int) -> tuple[Crew, Driver, float]:
+    """The soak itself; returns the crew, the driver and how long it took, s."""
+    from chaos_lightning.events.events import EventLog
+    from chaos_lightning.lab.relay import LinkRelay
+
+    logs = str(folder / "events")
+    with (
+        EventLog.in_directory(logs, "soak", role="harness") as log,
+        LinkRelay() if args.links_every_s else nullcontext() as relay,
+        control(args, folder, log, doors=relay is not None) as schedulers,
+    ):
+        relayed = relay.address if relay else ""
+        crew = Crew(schedulers.endpoint, folder, args.seed, epochs, args.pace_s, relayed, control=schedulers)
+        links = Links(relay, log, schedulers.endpoint, crew.doors, args.seed, args.links_every_s)
+        try:
+            for index in range(FOUNDERS):
+                crew.start(f"n{index}")
+            patience = time.monotonic() + 60
+            while len(crew.able()) < FOUNDERS and time.monotonic() < patience:
+                crew.turn()
+            began, told = time.monotonic(), time.monotonic()
+            driver = Driver(crew, log, links, args.seed, args.every_s)
+            watch = Standstill(args.stuck_s)
+            while crew.alive:
+                crew.turn()
+                now = time.monotonic()
+                if crew.over:
+                    links.calm()
+                    schedulers.calm()
+                    for process in crew.alive.values():
+                        if process.thaw_ns:
+                            crew.wake(process)
+                else:
+                    driver.turn()
+                    schedulers.turn(calm=links.calm_now([p.name for p in crew.alive.values()]))
+                if watch.lasts(now, crew.over, len(crew.alive) if crew.over else crew.step):
+                    names = ", ".join(f"{p.name} ({p.pid})" for p in crew.alive.values())
+                    crew.undeclared.append(f"no progress for {args.stuck_s:g} s at step {crew.step}; alive: {names}")
+                    break
+                if now - told > 30:
+                    told = now
+                    print(f"    {now - began:.0f} s: step {crew.step}, {len(crew.alive)} processes", flush=True)
+            return crew, driver, time.monotonic() - began
+        finally:
+            crew.close()

@@ -1,0 +1,323 @@
+"""Schedulers and etcd servers that die and freeze during a soak, and come back.
+
+Three candidates stand by for each other on three etcd servers. Every few seconds a card is drawn from a shuffled deck:
+the leading scheduler gets SIGKILL, or SIGSTOP for some seconds; an etcd server that does not lead, or the one that
+does, gets SIGKILL. Each comes back after a while, and only then is the next card drawn: etcd keeps its majority, and
+somebody can lead. Members must notice nothing of it but that joins and recoveries wait for moments.
+
+Three more cards put a store in the chain's place that does not know what the job has come to (PROTOCOL.md 14a), and
+take it away again. *old_snapshot*: all of etcd's data are replaced by a copy that was made some views earlier.
+*old_store*: one scheduler, on a copy of the chain as it was some views earlier, in place of the candidates.
+*empty_scheduler*: one scheduler, on an empty file. None of them may decide anything: members train on, and who comes or
+dies meanwhile waits. Links are left alone as long, since only a scheduler can have the others go on without a member
+that is cut off.
+
+Members that are to lose all schedulers (`island` in links.py) reach these by doors that can be shut for each of
+them; the schedulers advertise their doors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.candidates import Candidates
+from benchmarks.soak.door import Door, Ways
+from benchmarks.workers import Worker, context, scheduler
+from chaos_lightning.control import etcd_pb2 as pb
+from chaos_lightning.control.etcd_client import after_prefix
+from chaos_lightning.control.etcd_servers import EtcdServer, EtcdServers
+from chaos_lightning.errors import ChaosError, ConfigurationError
+
+STALE_KINDS = ("old_snapshot", "old_store", "empty_scheduler")
+SCHEDULER_KINDS = ("scheduler_sigkill", "scheduler_sigstop", "etcd_sigkill", "etcd_leader_sigkill", *STALE_KINDS)
+AWAY_S = {
+    "scheduler_sigkill": (0.5, 4.0),
+    "scheduler_sigstop": (1.0, 6.0),
+    "etcd_sigkill": (1.0, 4.0),
+    "etcd_leader_sigkill": (1.0, 4.0),
+    "old_snapshot": (4.0, 7.0),
+    "old_store": (4.0, 7.0),
+    "empty_scheduler": (4.0, 7.0),
+}
+"""How long each is gone, or in the chain's place."""
+JOB, OLD_PREFIX = "default", "older-copy"
+AGE_S = (4.0, 9.0)
+"""How old a copy of the chain is when it takes its place."""
+SETTLED_S = 2.0
+"""Whoever came back takes so long to be as good as before."""
+HEARD_ALL_S = 6.0
+"""Schedulers that start anew on the job's own store take no longer to be up and to hear all members."""
+
+
+@dataclass
+class Away:
+    """Who is gone, and until when (CLOCK_MONOTONIC, s)."""
+
+    kind: str
+    until: float
+    name: str = ""
+    server: EtcdServer | None = None
+    impostor: Worker | None = None
+
+
+class Control:
+    """The control plane of a soak; here a single scheduler that nobody touches.
+
+    Args:
+        endpoint: Where the parent reaches it.
+    """
+
+    kinds: tuple[str, ...] = ()
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.done: list[tuple[int, str, str]] = []
+        """(ns, kind, who)."""
+
+    def way(self, name: str) -> Door | Ways:
+        """A member's way to it, that can be shut."""
+        return Door(self.endpoint)
+
+    def know(self, pids: Mapping[int, str]) -> None:
+        """These are the members' processes."""
+
+    @property
+    def stale(self) -> bool:
+        """A store that lacks the chain is in its place, about to be, or was just now: links are to be left alone."""
+        return False
+
+    def turn(self, *, calm: bool) -> None:
+        """Brings back who is due, strikes the next one.
+
+        Args:
+            calm: No link is hurt.
+        """
+
+    def calm(self) -> None:
+        """Nobody is struck any more, and all come back."""
+
+    def counts(self) -> Counter[str]:
+        return Counter(kind for _, kind, _ in self.done)
+
+
+class Several(Control):
+    """See the module. All methods belong to the parent's loop."""
+
+    kinds = SCHEDULER_KINDS
+
+    def __init__(self, candidates: Candidates, servers: EtcdServers, log: Any, seed: int, every_s: float) -> None:
+        super().__init__(candidates.endpoint)
+        self.doors: list[Door] = []
+        self.pids: dict[int, str] = {}
+        self._candidates, self._servers, self._log, self._every_s = candidates, servers, log, every_s
+        self._rng = random.Random(seed)
+        self._deck: list[str] = []
+        self._next_at = time.monotonic() + every_s
+        self._away: Away | None = None
+        self._copied_at: float | None = None
+        self._age_s = 0.0
+        self._waits_for_calm = False
+        self._ruled_at = 0.0
+        """When the job's own schedulers rule again after a store that lacked the chain (CLOCK_MONOTONIC, s)."""
+        self._empties = 0
+
+    def way(self, name: str) -> Door | Ways:
+        return Ways(self.doors, name)
+
+    def know(self, pids: Mapping[int, str]) -> None:
+        self.pids.clear()
+        self.pids.update(pids)
+
+    @property
+    def stale(self) -> bool:
+        taken = self._away is not None and self._away.kind in STALE_KINDS
+        return taken or self._waits_for_calm or time.monotonic() < self._ruled_at
+
+    def turn(self, *, calm: bool) -> None:
+        now = time.monotonic()
+        if self._away is not None:
+            if now >= self._away.until:
+                self._bring_back(self._away)
+            return
+        if not self._every_s or now < self._next_at:
+            return
+        if not self._deck:
+            self._deck = list(SCHEDULER_KINDS)
+            self._rng.shuffle(self._deck)
+        kind = self._deck[-1]
+        if kind in STALE_KINDS and not self._ripe(kind, calm):
+            return
+        try:
+            self._strike(kind)
+        except ChaosError as error:  # an election is under way
+            self._log.emit("notice", text=f"nobody was struck: {error}")
+            self._next_at = now + 1.0
+            return
+        self._deck.pop()
+
+    def _ripe(self, kind: str, calm: bool) -> bool:
+        """Whether there is a copy that is old enough, if one is needed, and nobody is cut off."""
+        if kind != "empty_scheduler" and self._copied_at is None:
+            self._copy(kind)
+            self._copied_at, self._age_s = time.monotonic(), self._rng.uniform(*AGE_S)
+        self._waits_for_calm = self._copied_at is None or time.monotonic() - self._copied_at >= self._age_s
+        return self._waits_for_calm and calm
+
+    def calm(self) -> None:
+        self._every_s = 0.0
+        if self._away is not None:
+            self._bring_back(self._away)
+
+    def _strike(self, kind: str) -> None:
+        away = Away(kind, time.monotonic() + self._rng.uniform(*AWAY_S[kind]))
+        if kind in STALE_KINDS:
+            who = self._replace_chain(away)
+        elif kind.startswith("etcd"):
+            leader = self._servers.leader()
+            others = [server for server in self._servers.servers if server is not leader]
+            away.server = leader if kind == "etcd_leader_sigkill" else self._rng.choice(others)
+            who = away.server.name
+            self._log.emit("fault_injected", kind=kind, node=who, pid=away.server.pid)
+            self._servers.kill(away.server)
+        else:
+            from chaos_lightning.control.channel import fetch_status
+
+            facts = fetch_status(self.endpoint, timeout_s=1.0)
+            if facts["role"] != "leader":
+                raise ConfigurationError("no scheduler leads at the moment")
+            who = away.name = self._candidates.by_pid(facts["pid"])
+            number = signal.SIGKILL if kind == "scheduler_sigkill" else signal.SIGSTOP
+            self._log.emit("fault_injected", kind=kind, node=who, pid=facts["pid"])
+            os.kill(facts["pid"], number)
+        self.done.append((time.monotonic_ns(), kind, who))
+        self._away = away
+
+    def _bring_back(self, away: Away) -> None:
+        if away.kind in STALE_KINDS:
+            self._ruled_at = time.monotonic() + HEARD_ALL_S
+        if away.kind == "old_snapshot":
+            self._swap_data("newer")
+        elif away.impostor is not None:
+            away.impostor.kill()
+            for name in self._candidates.places:
+                self._candidates.start(name)
+        elif away.server is not None:
+            self._servers.run(away.server)
+        else:
+            self._candidates.wake(away.name)
+        self._log.emit("fault_injected", kind="comes_back", node=away.server.name if away.server else away.name)
+        self._away = None
+        self._next_at = time.monotonic() + SETTLED_S + self._every_s * self._rng.uniform(0.5, 1.5)
+
+    # ------------------------------------------------------------------ stores that lack the chain
+
+    def _copy(self, kind: str) -> None:
+        """Keeps the chain as it is now: etcd's data while all servers are down, or the job's keys elsewhere in etcd."""
+        if kind == "old_snapshot":
+            self._swap_data("", keep="older")
+            return
+        with contextlib.closing(self._servers.client()) as client:
+            copy_chain(client, JOB)
+
+    def _replace_chain(self, away: Away) -> str:
+        self._copied_at, self._waits_for_calm = None, False
+        self._log.emit("fault_injected", kind=away.kind, node="etcd" if away.kind == "old_snapshot" else "s0")
+        if away.kind == "old_snapshot":
+            self._swap_data("older", keep="newer")
+            return "etcd"
+        stores = {"old_store": f"{self._servers.address}/{OLD_PREFIX}", "empty_scheduler": str(self._empty())}
+        for worker in self._candidates.workers.values():
+            worker.kill()
+        away.name, away.impostor = "s0", self._candidates.impostor("s0", stores[away.kind])
+        return away.name
+
+    def _empty(self) -> Path:
+        """A chain file that is not there yet."""
+        self._empties += 1
+        return self._servers.folder / f"empty-{self._empties}.sqlite"
+
+    def _swap_data(self, name: str, keep: str = "") -> None:
+        """Stops all etcd servers, and starts them again on the data kept as `name` ("": on their own).
+
+        Args:
+            name: Of a former call's `keep`.
+            keep: Keeps their present data under this name.
+        """
+        for server in self._servers.servers:
+            self._servers.kill(server)
+        for server in self._servers.servers:
+            data = server.folder / "data"
+            if keep:
+                shutil.rmtree(server.folder / keep, ignore_errors=True)
+                shutil.copytree(data, server.folder / keep)
+            if name:
+                shutil.rmtree(data)
+                shutil.copytree(server.folder / name, data)
+        for server in self._servers.servers:
+            self._servers.run(server)
+
+
+def copy_chain(client: Any, job: str) -> None:
+    """Keeps a job's chain under `OLD_PREFIX`, instead of an older copy; not who leads or stands by."""
+    from chaos_lightning.control.etcd_store import job_root
+
+    here, there = job_root(client.address.prefix, job), job_root(OLD_PREFIX, job)
+    found = {kv.key.decode().removeprefix(here): kv.value for kv in client.get_all(here)[0]}
+    writes = [
+        pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=there.encode(), range_end=after_prefix(there)))
+    ]
+    client.transact([], writes)
+    for name, value in found.items():
+        if name in ("tip", "rules") or name.startswith("record/"):
+            put = pb.PutRequest(key=f"{there}{name}".encode(), value=value)
+            client.transact([], [pb.RequestOp(request_put=put)])
+
+
+@contextlib.contextmanager
+def control(args: Any, folder: Path, log: Any, *, doors: bool) -> Iterator[Control]:
+    """What schedules the members of a soak.
+
+    Args:
+        args: The soak's (`etcd`, `plan`, `seed`, `schedulers_every_s`).
+        folder: For etcd's data and event logs.
+        log: The harness's event log.
+        doors: Members are to be cut off from it.
+    """
+    logs = str(folder / "events")
+    if not args.etcd:
+        with scheduler(2, log_dir=logs, plan=args.plan) as endpoint:
+            yield Control(endpoint)
+        return
+    with contextlib.ExitStack() as stack:
+        servers = stack.enter_context(EtcdServers(folder / "etcd", 3))
+        ctx = context("benchmarks.candidates")
+        candidates = Candidates(ctx, servers, logs, apart=False, job={"min_nodes": 2}, plan=args.plan, waits=True)
+        stack.callback(candidates.close)
+        made = Several(candidates, servers, log, args.seed, args.schedulers_every_s)
+        if doors:
+            made.doors = [Door(place, lambda: made.pids) for place in candidates.places.values()]
+            for door in made.doors:
+                stack.callback(door.close)
+            candidates.advertised = dict(zip(candidates.places, (d.endpoint for d in made.doors), strict=True))
+        candidates.start_all()
+        yield made
+
+
+def etcd_is_here() -> bool:
+    """Whether etcd servers can be started on this machine."""
+    from chaos_lightning.control.etcd_servers import find_etcd
+
+    try:
+        return bool(find_etcd())
+    except ConfigurationError:
+        return False

@@ -1,0 +1,1 @@
+"""How fast a newcomer gets the state over uneven links."""
