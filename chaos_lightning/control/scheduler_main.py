@@ -1,7 +1,7 @@
-"""A scheduler process: `python -m chaos_lightning.control.scheduler_main --listen HOST:PORT ...`.
+"""A scheduler process: `chaos-lightning scheduler`, or `python -m chaos_lightning.control.scheduler_main`.
 
-`chaos-lightning scheduler` runs the same in the foreground; control/hosting.py runs it detached, as a grandchild that
-survives the member which needed it. Heavy imports (gRPC) come after the detaching fork. Nothing secret is accepted on
+Both take the same options; control/hosting.py runs the second one detached, as a grandchild that survives the member
+which needed it. Heavy imports (gRPC) come after the detaching fork. Nothing secret is accepted on
 the command line. SIGTERM and SIGINT end it; members train on and find the next scheduler by themselves.
 """
 
@@ -15,21 +15,44 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from chaos_lightning.control.options import SchedulerOptions, check_advertise, check_settings, settings_from_json
+from chaos_lightning.control.options import (
+    SchedulerOptions,
+    ServerConfig,
+    change_settings,
+    check_advertise,
+    check_settings,
+    settings_from_json,
+)
+from chaos_lightning.declared import Setting, declared
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.machine.addresses import WILDCARDS, split_endpoint
+from chaos_lightning.machine.terminal import printable
+from chaos_lightning.planning.plans import DEFAULT_PLAN, read_plan
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.security.credentials import Credentials
+from chaos_lightning.settings import EngineConfig
 
 if TYPE_CHECKING:
     from chaos_lightning.control.seat import EtcdSeat
     from chaos_lightning.control.server import SchedulerServer
     from chaos_lightning.control.store import Store
 
+HELP = """\
+Run a job's scheduler in the foreground.
+
+Usually not needed: the first torchrun (or training script) on the endpoint's machine starts one. Run it by hand to keep
+it apart from training, for example under systemd on a small machine that stays. It may be killed and started again at
+any time: training goes on meanwhile, and the chain of decided views is continued from its file.
+"""
+_RULES = ("job", "min_nodes", "max_nodes")
+"""The job's rules that have an option of their own."""
+_METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
 _AGAIN_S = 0.2
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -74,7 +97,6 @@ def _take_all_descriptors() -> None:
 def run(options: SchedulerOptions) -> int:
     """Serves until the job is finished, idleness, a signal or a failure; returns the exit code."""
     from chaos_lightning.control.server import CANNOT_LEAD, serve
-    from chaos_lightning.control.server_config import ServerConfig
     from chaos_lightning.events.events import EventLog
 
     _take_all_descriptors()
@@ -91,7 +113,6 @@ def run(options: SchedulerOptions) -> int:
         token=Credentials.load(options.keys_dir, options.token_file),
         settings=check_settings(options.settings),
         idle_timeout_s=options.idle_timeout_s,
-        linger_s=options.settings.linger_timeout_s,
         rebuild=options.rebuild,
         gives_way=options.hosted and not options.in_etcd,
     )
@@ -151,45 +172,83 @@ def detach(log: Path) -> None:
     os.chdir("/")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m chaos_lightning.control.scheduler_main", description=__doc__)
-    parser.add_argument("--listen", required=True, help="HOST:PORT")
-    parser.add_argument("--advertise", default="", help="HOST:PORT at which others reach it, if that is another one")
-    parser.add_argument("--settings", default="{}", help="the job's rules, a JSON object of membership.types.Settings")
-    parser.add_argument("--store", default="", help="the chain's file (default: below XDG_STATE_HOME), or etcd://...")
-    parser.add_argument("--token-file", default="", help="file of the cluster token (or CHAOS_TOKEN_FILE, CHAOS_TOKEN)")
-    parser.add_argument("--keys-dir", default="", help="folder of keys for mutual TLS (or CHAOS_KEYS_DIR)")
-    parser.add_argument("--log-dir", default="", help="folder of the event log")
-    parser.add_argument("--idle-timeout", type=float, default=0.0, help="seconds without any member; 0 never")
-    parser.add_argument("--keep-finished", action="store_true", help="do not begin anew where a job is finished")
-    parser.add_argument("--rebuild", action="store_true", help="begin a lost chain anew from what members report")
-    parser.add_argument("--detach", default="", metavar="LOGFILE", help="run in the background")
-    given = parser.parse_args(arguments)
+class HelpFormat(argparse.RawDescriptionHelpFormatter):
+    """As the other commands' help."""
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        super().add_usage(usage, actions, groups, prefix or "Usage: ")
+
+
+def add_options(parser: argparse.ArgumentParser, settings: Iterable[Setting]) -> None:
+    """An option for each; one that is not given is not in the namespace."""
+    for made in settings:
+        how: dict[str, Any] = {"action": "store_true"}
+        if made.kind is not bool:
+            how = {"type": partial(made.read, where=made.option), "metavar": made.metavar or _METAVARS[made.kind]}
+        told = f" (default: {made.shown})" if made.shown and made.kind is not bool else ""
+        words = f"{made.help}{told}".replace("%", "%%")
+        parser.add_argument(made.option, dest=made.name, default=argparse.SUPPRESS, help=words, **how)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of `chaos-lightning scheduler`, and of this module."""
+    rules = "\n".join(f"  {made.name:24}{made.short} ({made.shown})" for made in declared(Settings).values())
+    made = argparse.ArgumentParser(
+        prog="chaos-lightning scheduler",
+        description=HELP,
+        epilog=f"rules for --set:\n{rules}",
+        formatter_class=HelpFormat,
+        allow_abbrev=False,
+    )
+    add_options(made, (declared(Settings)[name] for name in _RULES))
+    add_options(made, [declared(EngineConfig)["plan"]])
+    add_options(made, declared(SchedulerOptions).values())
+    made.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a rule of the job (repeatable); see below"
+    )
+    made.add_argument("--settings", help=argparse.SUPPRESS)  # the job's rules as JSON: what --set changes
+    made.add_argument("--detach", default="", metavar="LOGFILE", help=argparse.SUPPRESS)  # in the background
+    return made
+
+
+def read(given: argparse.Namespace) -> SchedulerOptions:
+    """What these arguments say.
+
+    Raises:
+        ConfigurationError: An unknown rule, or a value that cannot work.
+    """
+    values = vars(given)
+    rules = {name: values[name] for name in _RULES if name in values}
+    for item in given.set:
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigurationError(f"--set {item}: expected NAME=VALUE")
+        rules[name.strip()] = value
+    base = settings_from_json(given.settings) if given.settings else Settings(plan=read_plan(DEFAULT_PLAN))
+    if "plan" in values:
+        base = replace(base, plan=read_plan(given.plan))
+    return SchedulerOptions(
+        settings=check_settings(change_settings(base, rules)),
+        hosted=bool(given.detach),
+        **{name: values[name] for name in declared(SchedulerOptions) if name in values},
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a scheduler; returns the exit code."""
+    given = parser().parse_args(arguments)
     if given.detach:
         detach(Path(given.detach).absolute())
     try:
-        settings: Settings = settings_from_json(given.settings)
-        return run(
-            SchedulerOptions(
-                listen=given.listen,
-                advertise=given.advertise,
-                settings=settings,
-                store=given.store,
-                token_file=given.token_file,
-                keys_dir=given.keys_dir,
-                log_dir=given.log_dir,
-                idle_timeout_s=given.idle_timeout,
-                keep_finished=given.keep_finished,
-                rebuild=given.rebuild,
-                hosted=bool(given.detach),
-            )
-        )
-    except ConfigurationError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return EXIT_USAGE
+        return run(read(given))
     except ChaosError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return EXIT_FAILED
+        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
+        return EXIT_USAGE if isinstance(error, ConfigurationError) else EXIT_FAILED
+
+
+def scheduler(arguments: Sequence[str]) -> None:
+    """The command `chaos-lightning scheduler`; ends with SystemExit."""
+    sys.exit(main(arguments))
 
 
 if __name__ == "__main__":

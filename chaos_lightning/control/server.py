@@ -29,9 +29,8 @@ from chaos_lightning.control.claims import Claims
 from chaos_lightning.control.connection import Connection, present
 from chaos_lightning.control.link_keys import KeyIssuer
 from chaos_lightning.control.machine import Machine, MachineFactory, real_machine
-from chaos_lightning.control.options import GAVE_WAY
+from chaos_lightning.control.options import GAVE_WAY, Owed, ServerConfig
 from chaos_lightning.control.seat import Seat
-from chaos_lightning.control.server_config import Owed, ServerConfig
 from chaos_lightning.control.service_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
 from chaos_lightning.control.store import Store, StoreFactory
 from chaos_lightning.control.strangers import Strangers, name_of_caller
@@ -111,7 +110,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
         """When (monotonic, s) this one ends, unless members of its own chain are here by then."""
         self._renews = False
         self._stays = False
-        """Whether a finished scheduler answers for `linger_s` also while nobody is connected."""
+        """Whether a finished scheduler answers for `linger_timeout_s` also while nobody is connected."""
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="chaos-store")
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
@@ -447,7 +446,7 @@ class SchedulerServer(SchedulerServicer):  # type: ignore[misc]
     def _done(self, reason: str) -> None:
         if not self._done_reason:
             self._done_reason = reason
-            asyncio.get_running_loop().call_later(self.config.linger_s, self.end, reason)
+            asyncio.get_running_loop().call_later(self.config.settings.linger_timeout_s, self.end, reason)
 
     # ------------------------------------------------------------------ rpc
 

@@ -21,8 +21,10 @@ from chaos_lightning.control.options import (
     settings_to_json,
 )
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.machine import addresses
 from chaos_lightning.protocol.types import PlanSpec, Settings, TreeSpec
 from chaos_lightning.security import access
+from chaos_lightning.security.credentials import check_bind
 
 
 @pytest.mark.parametrize(
@@ -37,8 +39,8 @@ from chaos_lightning.security import access
     ],
 )
 def test_endpoints(text: str, expected: tuple[str, int]) -> None:
-    assert access.split_endpoint(text) == expected
-    assert access.split_endpoint(access.join_endpoint(*expected)) == expected
+    assert addresses.split_endpoint(text) == expected
+    assert addresses.split_endpoint(addresses.join_endpoint(*expected)) == expected
 
 
 @pytest.mark.parametrize(
@@ -46,28 +48,28 @@ def test_endpoints(text: str, expected: tuple[str, int]) -> None:
 )
 def test_odd_endpoints_are_named(text: str) -> None:
     with pytest.raises(ConfigurationError, match="endpoint"):
-        access.split_endpoint(text)
+        addresses.split_endpoint(text)
 
 
 def test_loopback_and_local() -> None:
-    assert access.is_loopback("127.0.0.1")
-    assert access.is_loopback("127.1.2.3")
-    assert access.is_loopback("localhost")
-    assert access.is_loopback("::1")
-    assert not access.is_loopback("0.0.0.0")
-    assert not access.is_loopback("192.0.2.1")
-    assert access.is_local("127.0.0.1")
-    assert access.is_local("0.0.0.0")
-    assert not access.is_local("192.0.2.1")  # TEST-NET-1: nobody's
+    assert addresses.is_loopback("127.0.0.1")
+    assert addresses.is_loopback("127.1.2.3")
+    assert addresses.is_loopback("localhost")
+    assert addresses.is_loopback("::1")
+    assert not addresses.is_loopback("0.0.0.0")
+    assert not addresses.is_loopback("192.0.2.1")
+    assert addresses.is_local("127.0.0.1")
+    assert addresses.is_local("0.0.0.0")
+    assert not addresses.is_local("192.0.2.1")  # TEST-NET-1: nobody's
 
 
 def test_an_unknown_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere(*args: object, **kwargs: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr(access.socket, "getaddrinfo", nowhere)
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", nowhere)
     with pytest.raises(ConfigurationError, match="'nowhere' cannot be resolved"):
-        access.is_local("nowhere")
+        addresses.is_local("nowhere")
 
 
 def token_file(tmp_path: Path, content: bytes, mode: int = 0o600) -> str:
@@ -106,10 +108,10 @@ def test_a_token_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytes
 
 
 def test_binding_beyond_loopback_needs_a_token() -> None:
-    access.check_bind("127.0.0.1", b"")
-    access.check_bind("0.0.0.0", b"a token")
+    check_bind("127.0.0.1", b"")
+    check_bind("0.0.0.0", b"a token")
     with pytest.raises(ConfigurationError, match="CHAOS_TOKEN_FILE"):
-        access.check_bind("0.0.0.0", b"")
+        check_bind("0.0.0.0", b"")
 
 
 # ------------------------------------------------------------------------------------------------ settings
@@ -138,7 +140,7 @@ def test_settings_travel_as_json() -> None:
         ('{"plan": 3}', "plan: expected an object"),
         ('{"min_nodes": 0}', "min_nodes=0"),
         ('{"min_nodes": 3, "max_nodes": 2}', "min_nodes=3, max_nodes=2"),
-        ('{"job": ""}', "job is empty"),
+        ('{"job": ""}', "job='': expected 1 to 64 letters"),
         ('{"report_timeout_s": 0}', "report_timeout_s=0.0: expected a positive"),
         ('{"report_timeout_s": 1e400}', "report_timeout_s=inf"),
         ('{"hang_timeout_s": 20, "last_holder_timeout_s": 19}', "last_holder_timeout_s=19 with hang_timeout_s=20"),
