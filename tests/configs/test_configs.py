@@ -204,13 +204,6 @@ def test_strategy_schema_equals_the_constructor() -> None:
             assert hints[name] == hint, name
 
 
-def test_strategy_file_names_every_argument() -> None:
-    from chaos_lightning.configs.schema import ChaosStrategyConfig
-
-    written = OmegaConf.load(CONFIGS / "strategy" / "chaos.yaml")
-    assert {*written} - {"defaults"} == {*mirror(ChaosStrategyConfig)} - {"options"}
-
-
 def test_trainer_schema_has_only_arguments_of_the_trainer() -> None:
     import lightning
 
