@@ -15,9 +15,8 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +50,12 @@ it apart from training, for example under systemd on a small machine that stays.
 any time: training goes on meanwhile, and the chain of decided views is continued from its file.
 """
 _RULES = ("job", "min_nodes", "max_nodes")
-"""The job's rules that have an option of their own."""
-_METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
+OPTIONS: Mapping[str, Setting] = {
+    **{name: declared(Settings)[name] for name in _RULES},
+    "plan": declared(EngineConfig)["plan"],
+    **declared(SchedulerOptions),
+}
+"""Those of the command, by the fields' names; other rules are given by --set."""
 _AGAIN_S = 0.2
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -94,19 +97,14 @@ def _take_all_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def run(options: SchedulerOptions) -> int:
-    """Serves until the job is finished, idleness, a signal or a failure; returns the exit code."""
-    from chaos_lightning.control.server import CANNOT_LEAD, serve
-    from chaos_lightning.events.events import EventLog
-
-    _take_all_descriptors()
+def _server_config(options: SchedulerOptions) -> ServerConfig:
     host, port = split_endpoint(options.listen)
     if options.in_etcd and host in WILDCARDS and not options.advertise:
         raise ConfigurationError(
             f"--listen {options.listen}: other schedulers would name that to members, who cannot call it; say where "
             "this one is reached: --advertise HOST:PORT"
         )
-    config = ServerConfig(
+    return ServerConfig(
         host=host,
         port=port,
         advertise=check_advertise(options.advertise, "--advertise "),
@@ -117,6 +115,23 @@ def run(options: SchedulerOptions) -> int:
         gives_way=options.hosted and not options.in_etcd,
     )
 
+
+def _announce(server: SchedulerServer, options: SchedulerOptions) -> None:
+    facts = server.status()
+    place = f"term {facts['term']}, chain in {facts['store']}" if not options.in_etcd else f"store {options.store}"
+    _say(
+        f"scheduler of job {facts['job']} at {facts['endpoint']} (pid {facts['pid']}, "
+        f"min_nodes {facts['min_nodes']}, max_nodes {facts['max_nodes']}, {place})"
+    )
+
+
+def run(options: SchedulerOptions) -> int:
+    """Serves until the job is finished, idleness, a signal or a failure; returns the exit code."""
+    from chaos_lightning.control.server import CANNOT_LEAD, serve
+    from chaos_lightning.events.events import EventLog
+
+    _take_all_descriptors()
+    config = _server_config(options)
     servers: list[SchedulerServer] = []
 
     def on_started(server: SchedulerServer) -> None:
@@ -124,12 +139,7 @@ def run(options: SchedulerOptions) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.end, f"stopped by {number.name}")
-        facts = server.status()
-        place = f"term {facts['term']}, chain in {facts['store']}" if not options.in_etcd else f"store {options.store}"
-        _say(
-            f"scheduler of job {facts['job']} at {facts['endpoint']} (pid {facts['pid']}, "
-            f"min_nodes {facts['min_nodes']}, max_nodes {facts['max_nodes']}, {place})"
-        )
+        _announce(server, options)
 
     with EventLog.in_directory(options.log_dir or None, options.settings.job, role="scheduler") as events:
         first = look = True
@@ -179,34 +189,26 @@ class HelpFormat(argparse.RawDescriptionHelpFormatter):
         super().add_usage(usage, actions, groups, prefix or "Usage: ")
 
 
-def add_options(parser: argparse.ArgumentParser, settings: Iterable[Setting]) -> None:
-    """An option for each; one that is not given is not in the namespace."""
-    for made in settings:
-        how: dict[str, Any] = {"action": "store_true"}
-        if made.kind is not bool:
-            how = {"type": partial(made.read, where=made.option), "metavar": made.metavar or _METAVARS[made.kind]}
-        told = f" (default: {made.shown})" if made.shown and made.kind is not bool else ""
-        words = f"{made.help}{told}".replace("%", "%%")
-        parser.add_argument(made.option, dest=made.name, default=argparse.SUPPRESS, help=words, **how)
-
-
 def parser() -> argparse.ArgumentParser:
-    """Of `chaos-lightning scheduler`, and of this module."""
-    rules = "\n".join(f"  {made.name:24}{made.short} ({made.shown})" for made in declared(Settings).values())
+    """Of `chaos-lightning scheduler`, and of this module. Values are left as text, for `read`."""
+    rules = "\n".join(f"  {rule.name:24}{rule.short} ({rule.shown})" for rule in declared(Settings).values())
     made = argparse.ArgumentParser(
         prog="chaos-lightning scheduler",
         description=HELP,
         epilog=f"rules for --set:\n{rules}",
         formatter_class=HelpFormat,
+        argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    add_options(made, (declared(Settings)[name] for name in _RULES))
-    add_options(made, [declared(EngineConfig)["plan"]])
-    add_options(made, declared(SchedulerOptions).values())
+    for name, option in OPTIONS.items():
+        switch = option.kind is bool
+        how: dict[str, Any] = {"action": "store_true"} if switch else {"metavar": option.metavar or "VALUE"}
+        default = f" (default: {option.shown})" if option.shown and not switch else ""
+        made.add_argument(option.option, dest=name, help=f"{option.help}{default}".replace("%", "%%"), **how)
     made.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a rule of the job (repeatable); see below"
     )
-    made.add_argument("--settings", help=argparse.SUPPRESS)  # the job's rules as JSON: what --set changes
+    made.add_argument("--settings", default="", help=argparse.SUPPRESS)  # the job's rules as JSON, before --set
     made.add_argument("--detach", default="", metavar="LOGFILE", help=argparse.SUPPRESS)  # in the background
     return made
 
@@ -217,21 +219,18 @@ def read(given: argparse.Namespace) -> SchedulerOptions:
     Raises:
         ConfigurationError: An unknown rule, or a value that cannot work.
     """
-    values = vars(given)
-    rules = {name: values[name] for name in _RULES if name in values}
+    values = {name: option.read(vars(given)[name], option.option) for name, option in OPTIONS.items() if name in given}
+    settings = settings_from_json(given.settings) if given.settings else Settings(plan=read_plan(DEFAULT_PLAN))
+    if "plan" in values:
+        settings = replace(settings, plan=read_plan(values.pop("plan")))
+    rules = {name: values.pop(name) for name in _RULES if name in values}
     for item in given.set:
         name, equals, value = item.partition("=")
         if not equals:
             raise ConfigurationError(f"--set {item}: expected NAME=VALUE")
         rules[name.strip()] = value
-    base = settings_from_json(given.settings) if given.settings else Settings(plan=read_plan(DEFAULT_PLAN))
-    if "plan" in values:
-        base = replace(base, plan=read_plan(given.plan))
-    return SchedulerOptions(
-        settings=check_settings(change_settings(base, rules)),
-        hosted=bool(given.detach),
-        **{name: values[name] for name in declared(SchedulerOptions) if name in values},
-    )
+    settings = check_settings(change_settings(settings, rules))
+    return SchedulerOptions(settings=settings, hosted=bool(given.detach), **values)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
