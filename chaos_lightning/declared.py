@@ -35,7 +35,7 @@ class Setting:
         name: Of the field; also in --rdzv-conf, in Hydra and in `ChaosOptions`.
         default: Its type is the setting's.
         help: Sentences; the first one can stand alone.
-        check: What is wrong with a value.
+        check: What is wrong with a value. Without one seconds (`..._s`) must be positive, and all else is right.
         absolute: The same value for a process that may run in another folder.
         metavar: What stands for the value in the help of a command.
     """
@@ -43,7 +43,7 @@ class Setting:
     name: str = ""
     default: Any
     help: str
-    check: Check
+    check: Check | None = None
     absolute: Callable[[str], str] | None = None
     metavar: str = ""
 
@@ -95,7 +95,8 @@ class Setting:
 
     def demand(self, value: Any, where: str = "") -> None:
         """Raises ConfigurationError if this setting may not have that value; `where` is its name for the user."""
-        if wrong := self.check(value):
+        check = self.check or (positive("seconds") if self.name.endswith("_s") else None)
+        if check is not None and (wrong := check(value)):
             raise ConfigurationError(f"{where or self.name}={value!r}: {wrong}")
 
 
@@ -103,7 +104,7 @@ def setting(
     default: T,
     help: str,
     *,
-    check: Check = lambda value: "",
+    check: Check | None = None,
     absolute: Callable[[str], str] | None = None,
     metavar: str = "",
 ) -> T:

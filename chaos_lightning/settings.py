@@ -24,7 +24,6 @@ from chaos_lightning.declared import (
     declared,
     document,
     one_of,
-    positive,
     same_as,
     setting,
 )
@@ -104,13 +103,9 @@ class EngineConfig:
     log_dir: str = setting("", "Folder of the event log; none without it.", absolute=absolute_path, metavar="DIR")
     heartbeat_timeout_s: float = same_as(Settings, "heartbeat_timeout_s")
     join_timeout_s: float = setting(
-        600.0,
-        "How long to wait for admission and state; under torchrun by default its rendezvous timeout, 900.",
-        check=positive("seconds"),
+        600.0, "How long to wait for admission and state; under torchrun by default its rendezvous timeout, 900."
     )
-    step_timeout_s: float = setting(
-        600.0, "How long one slot may take before this member gives up with an error.", check=positive("seconds")
-    )
+    step_timeout_s: float = setting(600.0, "How long one slot may take before this member gives up with an error.")
     host_scheduler: bool = setting(True, "Whether this member may start a scheduler at a free local endpoint.")
     overlap: bool = setting(True, "Send gradients while backward runs, and not only after it.")
     by_reference: bool = setting(

@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
-from chaos_lightning.declared import at_least, check_each, positive, setting
+from chaos_lightning.declared import at_least, check_each, setting
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.protocol.keys import LinkKey as LinkKey
 from chaos_lightning.protocol.keys import LinkKeys as LinkKeys
@@ -541,9 +541,6 @@ def check_nodes(min_nodes: int, max_nodes: int) -> None:
         raise ConfigurationError(f"min_nodes={min_nodes}, max_nodes={max_nodes}: expected 1 <= min_nodes <= max_nodes")
 
 
-_SECONDS = positive("seconds")
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Rules of a job that the scheduler applies. They lie in its store as JSON, by these names."""
@@ -555,42 +552,33 @@ class Settings:
         "`chaos-lightning run` with all of its, or one process that was started by itself.",
     )
     max_nodes: int = setting(64, "Workers of further nodes wait as standbys.")
-    heartbeat_interval_s: float = setting(0.1, "How often a member tells the scheduler that it lives.", check=_SECONDS)
-    heartbeat_timeout_s: float = setting(
-        0.3, "Silence after which a member is suspected. Its neighbours must confirm.", check=_SECONDS
-    )
+    heartbeat_interval_s: float = setting(0.1, "How often a member tells the scheduler that it lives.")
+    heartbeat_timeout_s: float = setting(0.3, "Silence after which a member is suspected. Its neighbours must confirm.")
     hang_timeout_s: float = setting(
-        20.0,
-        "A process that its machine says is running, yet silent on all links for so long, is dead all the same.",
-        check=_SECONDS,
+        20.0, "A process that its machine says is running, yet silent on all links for so long, is dead all the same."
     )
     last_holder_timeout_s: float = setting(
-        120.0,
-        "How long the last member that holds the training state is waited for without proof of its death.",
-        check=_SECONDS,
+        120.0, "How long the last member that holds the training state is waited for without proof of its death."
     )
     confirm_timeout_s: float = setting(
-        0.1, "How long neighbours of a suspected member, or both ends of a broken link, are asked.", check=_SECONDS
+        0.1, "How long a suspected member's neighbours, or the ends of a broken link, are asked."
     )
     silence_timeout_s: float = setting(
         2.0,
         "How long a member may be silent of which its neighbours can say nothing but that. A process that computes "
         "with the interpreter's lock held is as silent as a dead machine. One that broke a longer silence is given "
         "more.",
-        check=_SECONDS,
     )
     report_timeout_s: float = setting(
-        2.0, "How long a survivor may take to report what it holds, before it is not waited for.", check=_SECONDS
+        2.0, "How long a survivor may take to report what it holds, before it is not waited for."
     )
     join_timeout_s: float = setting(
-        60.0, "A joiner that has not loaded the state so long after its admission is put out again.", check=_SECONDS
+        60.0, "A joiner that has not loaded the state so long after its admission is put out again."
     )
     observe_timeout_s: float = setting(
-        300.0, "A newcomer that has not caught up with the log for so long is let in by a pause.", check=_SECONDS
+        300.0, "A newcomer that has not caught up with the log for so long is let in by a pause."
     )
-    linger_timeout_s: float = setting(
-        5.0, "How long the scheduler of a finished job goes on answering its members.", check=_SECONDS
-    )
+    linger_timeout_s: float = setting(5.0, "How long the scheduler of a finished job goes on answering its members.")
     reconnect_grace_s: float = setting(
         15.0,
         "How long a scheduler restarted on its file waits for the last view's members.",

@@ -163,7 +163,7 @@ ONE_MORE = """
 import pathlib, sys, types
 import chaos_lightning
 path = pathlib.Path(chaos_lightning.__file__).with_name("settings.py")
-field = '    patience_s: float = setting(1.5, "How patient it is.", check=positive("seconds"))\\n'
+field = '    patience_s: float = setting(1.5, "How patient it is.")\\n'
 before, after = path.read_text().split("    overlap: bool", 1)
 settings = types.ModuleType("chaos_lightning.settings")
 sys.modules["chaos_lightning.settings"] = settings

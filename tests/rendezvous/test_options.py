@@ -67,64 +67,17 @@ def test_nodes_are_counted_not_workers() -> None:
     assert (options.scheduler.settings.min_nodes, options.scheduler.settings.max_nodes) == (2, 5)
 
 
-def test_everything_that_can_be_given_arrives(tmp_path: Path) -> None:
-    given = {
-        "keys_dir": "keys",
-        "token_file": "token",
-        "log_dir": "logs",
-        "bind": "127.0.0.2",
-        "plan": "tree",
-        "chunk_nbytes": "8192",
-        "join_timeout_s": "7.5",
-        "step_timeout_s": "8.5",
-        "host_scheduler": "0",
-        "overlap": "no",
-        "by_reference": "no",
-        "state_hash_every": "5",
-        "join_by": "pause",
-        "transfer": "even",
-        "ingress_bps": "2e8",
-        "transfer_folder": str(tmp_path),
-        "neighbours": "a+b",
-        "links": "authenticated",
-        "heartbeat_interval_s": "0.2",
-        "heartbeat_timeout_s": "1.25",
-        "hang_timeout_s": "11",
-        "last_holder_timeout_s": "18",
-        "confirm_timeout_s": "12",
-        "report_timeout_s": "13",
-        "load_timeout_s": "14",
-        "observe_timeout_s": "20",
-        "linger_timeout_s": "15",
-        "silence_timeout_s": "19",
-        "reconnect_grace_s": "16",
-        "node": "edge.1",
-        "on_last_exit": "kept",
-        "store": "etcd://a+b",
-        "advertise": "gate",
-        "idle_timeout_s": "17",
-    }
-    assert set(given) == set(module.OPTIONS)
-    options = read(given)
+def test_what_was_given_arrives_with_a_worker_in_another_folder() -> None:
+    paths = {"keys_dir": "keys", "token_file": "token", "log_dir": "logs", "on_last_exit": "kept"}
+    given = {"overlap": "no", "ingress_bps": "2e8", "neighbours": "a+b", "links": "authenticated", "node": "edge.1"}
+    options = read({**paths, **given, "store": "etcd://a+b", "advertise": "gate", "load_timeout_s": "14"})
     config = worker_config(options, local_rank=1)
     assert config.name == "edge.1-1"
-    assert (config.keys_dir, config.token_file) == (os.path.abspath("keys"), os.path.abspath("token"))
-    assert config.log_dir == os.path.abspath("logs")
-    assert (config.bind, config.plan, config.chunk_nbytes, config.state_hash_every) == ("127.0.0.2", "tree", 8192, 5)
-    assert (config.join_timeout_s, config.step_timeout_s, config.heartbeat_timeout_s) == (7.5, 8.5, 1.25)
-    assert (config.host_scheduler, config.overlap, config.by_reference) == (False, False, False)
-    assert (config.join_by, config.neighbour_names) == ("pause", ("a", "b"))
-    assert config.on_last_exit == os.path.abspath("kept")
-    assert (config.transfer, config.ingress_bps, config.transfer_folder) == ("even", 2e8, str(tmp_path))
-    settings = options.scheduler.settings
-    assert (config.links, settings.links) == ("authenticated", "authenticated")
-    assert (settings.heartbeat_interval_s, settings.heartbeat_timeout_s, settings.hang_timeout_s) == (0.2, 1.25, 11.0)
-    assert (settings.confirm_timeout_s, settings.report_timeout_s, settings.join_timeout_s) == (12.0, 13.0, 14.0)
-    assert (settings.linger_timeout_s, settings.reconnect_grace_s) == (15.0, 16.0)
-    assert (settings.last_holder_timeout_s, settings.silence_timeout_s) == (18.0, 19.0)
-    assert settings.observe_timeout_s == 20.0
-    hosted = options.scheduler
-    assert (hosted.store, hosted.advertise, hosted.idle_timeout_s) == ("etcd://a+b", "gate:29400", 17.0)
+    assert {name: getattr(config, name) for name in paths} == {k: os.path.abspath(v) for k, v in paths.items()}
+    assert (config.overlap, config.ingress_bps, config.neighbour_names) == (False, 2e8, ("a", "b"))
+    assert (config.links, options.scheduler.settings.links) == ("authenticated", "authenticated")
+    assert (config.join_timeout_s, options.scheduler.settings.join_timeout_s) == (900.0, 14.0)
+    assert (options.scheduler.store, options.scheduler.advertise) == ("etcd://a+b", "gate:29400")
     assert read({"store": "chain"}).scheduler.store == os.path.abspath("chain")
     assert read({"store": MEMORY}).scheduler.store == MEMORY
 
