@@ -19,12 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-<<<<<<< HEAD
-from benchmarks.common import Result, median, parser, run
-from chaos_lightning.control.chain import JobChain
-=======
 from benchmarks.common import Options, Result, median, percentile, run
->>>>>>> benches
+from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.etcd3_client import load_etcd3
 from chaos_lightning.control.etcd_client import EtcdClient, put
 from chaos_lightning.control.etcd_servers import EtcdServer, EtcdServers

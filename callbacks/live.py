@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from chaos_lightning.callbacks.member import engine_of
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.observe.cli_top import ask, follow, watch
+from chaos_lightning.observe.commands import ask, follow, watch
 from chaos_lightning.observe.render import Board
 
 log = logging.getLogger("chaos_lightning.callbacks")

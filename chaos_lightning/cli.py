@@ -34,18 +34,20 @@ COMMANDS: dict[str, Command] = {
         "Start this node's workers, as torchrun does; one's death is its own.",
         whole=True,
     ),
-    "scheduler": Command("chaos_lightning.control.commands:scheduler", "Run a job's scheduler in the foreground."),
+    "scheduler": Command(
+        "chaos_lightning.control.scheduler_main:scheduler", "Run a job's scheduler in the foreground.", whole=True
+    ),
     "status": Command("chaos_lightning.control.commands:status", "Show who is in a job, and what it waits for."),
     "drain": Command("chaos_lightning.control.commands:drain", "Ask a node to leave politely."),
     "reset": Command("chaos_lightning.control.commands:reset", "End a dead job, so that the next one can begin."),
     "link": Command("chaos_lightning.control.commands:link", "Add or remove a link between two members."),
     "keys": Command(
-        "chaos_lightning.control.cli_keys:keys", "Make and renew the keys of a cluster on an open network."
+        "chaos_lightning.security.commands:keys", "Make and renew the keys of a cluster on an open network."
     ),
-    "etcd": Command("chaos_lightning.control.cli_etcd:etcd", "Run etcd servers on this machine, for development."),
-    "top": Command("chaos_lightning.observe.cli_top:top", "Watch a job live."),
-    "report": Command("chaos_lightning.observe.cli_report:report", "Write a page about a run from its event logs."),
-    "audit": Command("chaos_lightning.observe.cli_report:audit", "Check from the event logs that the contract held."),
+    "etcd": Command("chaos_lightning.control.commands:etcd", "Run etcd servers on this machine, for development."),
+    "top": Command("chaos_lightning.observe.commands:top", "Watch a job live."),
+    "report": Command("chaos_lightning.observe.commands:report", "Write a page about a run from its event logs."),
+    "audit": Command("chaos_lightning.observe.commands:audit", "Check from the event logs that the contract held."),
     "demo": Command(
         "chaos_lightning.lab.demo.command:demo", "Train here while nodes join, die, freeze, leave and return."
     ),

@@ -1,161 +1,183 @@
-"""What a member needs to know before it starts; defaults work on one machine, torchrun's backend fills the rest in.
+"""What a user may set about one member: every setting once, with its type, default, help and check.
 
-Every field can come from the environment as CHAOS_<NAME IN CAPITALS>, which is how the rendezvous backend hands
-settings to its workers; an explicit argument wins.
+To add one, write a field into `EngineConfig` and use it. All else is derived from that field (declared.py): the option
+of `ChaosStrategy(options=...)`, of Hydra (`strategy.options.NAME`) and of LightningCLI, `--rdzv-conf NAME=...`, the
+environment variable CHAOS_<NAME>, by which torchrun's backend hands settings to its workers, and a row in
+docs/settings.md. An explicit argument goes before the environment, and that before the default.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from functools import cached_property
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, make_dataclass
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
 
+from chaos_lightning.declared import (
+    Setting,
+    at_least,
+    check_each,
+    declared,
+    document,
+    one_of,
+    same_as,
+    setting,
+)
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.machine.addresses import split_endpoints
-from chaos_lightning.planning.plans import DEFAULT_PLAN, read_plan
-from chaos_lightning.protocol.types import NAME, PlanSpec
+from chaos_lightning.machine.addresses import DEFAULT_PORT, split_endpoints
+from chaos_lightning.planning.plans import DEFAULT_PLAN, absolute_plan, read_plan
+from chaos_lightning.planning.shards import POLICIES
+from chaos_lightning.protocol.types import PlanSpec, Settings, check_nodes, is_name
 from chaos_lightning.transport.sealing import RULES, Level, require_library
 
-TRANSFERS = ("adaptive", "greedy", "optimal", "even", "single", "multi_source", "stop_resume", "shared")
-"""replication.POLICIES; said once more, since torch must not be imported for it."""
-DEFAULT_ENDPOINT = "127.0.0.1:29400"
+DEFAULT_ENDPOINT = f"127.0.0.1:{DEFAULT_PORT}"
 ON_LAST_EXIT = ("checkpoint", "none")
 """What `on_last_exit` may be beside a folder."""
 
 
+def absolute_path(text: str, words: tuple[str, ...] = ("",)) -> str:
+    """The same path for a process that may run in another folder; `words` are no paths."""
+    return text if text in words else str(Path(text).absolute())
+
+
+def _chunk(value: int) -> str:
+    return "" if not value or 4096 <= value <= 16 << 20 else f"expected 0 or 4096 to {16 << 20}"
+
+
+def _folder(value: str) -> str:
+    return "" if not value or Path(value).is_dir() else "no such folder; name one that all members see"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Settings of one member.
+    """Settings of one member. Each is explained where it is declared, and in docs/settings.md."""
 
-    Attributes:
-        endpoint: Scheduler as HOST:PORT. If it is this machine's and nobody listens there, this member hosts it. Where
-            several schedulers stand by for each other (docs/failover.md), all of them, with commas.
-        job: Name of the job; members of different jobs never meet.
-        name: This node's name, unique in the job; default host name, local rank and process id.
-        min_nodes: Training starts with, and pauses below, so many nodes; a node is a torchrun with all its workers, or
-            `chaos-lightning run` with all of its, or one process that was started by itself.
-        max_nodes: Workers of further nodes wait as standbys.
-        keys_dir: This node's folder of keys (`chaos-lightning keys`, docs/access.md): mutual TLS with the scheduler.
-        token_file: Instead, a file with the cluster token alone; the environment's CHAOS_TOKEN serves as well.
-        bind: Address that links listen on; beyond loopback keys or a token are demanded.
-        plan: How gradients travel: auto (trees from the measured links, drawn again when these change enough to pay for
-            it; rotating where all links are alike), a plan (rotating, chain, tree, tree:K), another planner (widest,
-            packed, star, fapt, local, MODULE:FUNCTION) or a file of trees (see planning/plans.py). The job goes by
-            the plan of whoever starts its scheduler.
-        chunk_nbytes: Size of one chunk of the all-reduce; 0 picks 512 KiB for small and 1 MiB for large models.
-        log_dir: Folder of the event log; empty for none.
-        heartbeat_timeout_s: Silence after which a member is suspected (its neighbours must confirm).
-        join_timeout_s: How long to wait for admission and state.
-        step_timeout_s: How long one slot may take before this member gives up with an error.
-        host_scheduler: Whether this member may start a scheduler at a free local endpoint.
-        overlap: Send gradients while backward runs.
-        by_reference: Between members of one machine, let neighbours read chunks out of this process's memory where the
-            kernel permits it (see transport/reference.py). Off: everything passes through sockets.
-        state_hash_every: Compare state hashes of all members every so many steps; 0 never.
-        join_by: How this member comes into a running job: "replay" (it replays what the others commit, and nobody
-            waits), "pause" (all wait while it gets the state), "auto" (by replay if its steps are a pure function of
-            state and gradients, else by pause; the event log gives the reason).
-        transfer: Which member sends this one which part of the state: adaptive (planned by what is known of the links,
-            corrected by what is measured), or greedy, optimal, even, single, shared, multi_source, stop_resume, as in
-            the paper Chaos and in what it compares with (docs/transfer.md).
-        ingress_bps: Access link of this member's machine, which all its links share, in bits per second; 0: each link
-            has its own. Policies plan by it.
-        transfer_folder: For stop_resume, and on all members: the folder where the member that is asked writes its
-            checkpoint, and from which newcomers read it.
-        neighbours: Nodes or members to have links with, separated by commas or +; empty: all that can be reached.
-        links: How data links are protected: checksum (for networks that you trust), authenticated, encrypted, or auto:
-            checksums within a machine; between machines encryption, if the nodes have folders of keys (keys_dir; a
-            token alone is not enough), else checksums (docs/links.md). It must be the job's, or auto.
-        on_last_exit: What the last member does with the training state when it goes before the job is finished:
-            "checkpoint" keeps it beside the chain's file (by default in ~/.local/state/chaos-lightning/JOB-PORT), a
-            folder keeps it there, in JOB-PORT, "none" lets it go. Whoever founds the job again goes on from it, and
-            says so, unless its script has loaded a checkpoint.
-    """
-
-    endpoint: str = DEFAULT_ENDPOINT
-    job: str = "default"
-    name: str = ""
-    min_nodes: int = 1
-    max_nodes: int = 64
-    keys_dir: str = ""
-    token_file: str = ""
-    bind: str = "127.0.0.1"
-    plan: str = DEFAULT_PLAN
-    chunk_nbytes: int = 0
-    log_dir: str = ""
-    heartbeat_timeout_s: float = 0.3
-    join_timeout_s: float = 600.0
-    step_timeout_s: float = 600.0
-    host_scheduler: bool = True
-    overlap: bool = True
-    by_reference: bool = True
-    state_hash_every: int = 100
-    join_by: str = "auto"
-    transfer: str = "adaptive"
-    ingress_bps: float = 0.0
-    transfer_folder: str = ""
-    neighbours: str = ""
-    links: str = "auto"
-    on_last_exit: str = "checkpoint"
+    endpoint: str = setting(
+        DEFAULT_ENDPOINT,
+        "The scheduler as HOST:PORT. If it is this machine's and nobody listens there, this member hosts it. Where "
+        "several schedulers stand by for each other (docs/failover.md), all of them, with commas.",
+        metavar="HOST:PORT",
+    )
+    job: str = same_as(Settings, "job")
+    name: str = setting(
+        "",
+        "This node's name, unique in the job. By default host name, local rank and process id.",
+        check=lambda name: is_name(name or "x"),
+    )
+    min_nodes: int = same_as(Settings, "min_nodes")
+    max_nodes: int = same_as(Settings, "max_nodes")
+    keys_dir: str = setting(
+        "",
+        "This node's folder of keys, made by `chaos-lightning keys` (docs/access.md). With it the scheduler and its "
+        "members prove to each other who they are (mutual TLS).",
+        absolute=absolute_path,
+        metavar="DIR",
+    )
+    token_file: str = setting(
+        "",
+        "Instead of keys, a file with the cluster token, the same on all nodes. The environment's CHAOS_TOKEN serves "
+        "as well.",
+        absolute=absolute_path,
+        metavar="PATH",
+    )
+    bind: str = setting(
+        "127.0.0.1",
+        "Address that links listen on (under torchrun by default the one that faces the endpoint); beyond loopback "
+        "keys or a token are demanded.",
+    )
+    plan: str = setting(
+        DEFAULT_PLAN,
+        "How gradients travel: auto, rotating, chain, tree, tree:K, another planner, or a file of trees. auto draws "
+        "trees from the measured links, again when these change enough to pay for it (rotating where all links are "
+        "alike); other planners are widest, packed, star, fapt, local and MODULE:FUNCTION; a file is file:PATH or ends "
+        "in .yaml, .yml or .json (planning/plans.py). The job goes by the plan of whoever starts its scheduler.",
+        absolute=absolute_plan,
+    )
+    chunk_nbytes: int = setting(
+        0, "Size of one chunk of the all-reduce; 0 picks 512 KiB for small and 1 MiB for large models.", check=_chunk
+    )
+    log_dir: str = setting("", "Folder of the event log; none without it.", absolute=absolute_path, metavar="DIR")
+    heartbeat_timeout_s: float = same_as(Settings, "heartbeat_timeout_s")
+    join_timeout_s: float = setting(
+        600.0, "How long to wait for admission and state; under torchrun by default its rendezvous timeout, 900."
+    )
+    step_timeout_s: float = setting(600.0, "How long one slot may take before this member gives up with an error.")
+    host_scheduler: bool = setting(True, "Whether this member may start a scheduler at a free local endpoint.")
+    overlap: bool = setting(True, "Send gradients while backward runs, and not only after it.")
+    by_reference: bool = setting(
+        True,
+        "Whether members of one machine read gradients out of each other's memory, where the kernel permits it. Off: "
+        "everything passes through sockets (transport/reference.py).",
+    )
+    state_hash_every: int = setting(
+        100,
+        "Compare state hashes of all members every so many steps; 0 never.",
+        check=at_least(0, "a number of steps, or 0 for never"),
+    )
+    join_by: str = setting(
+        "auto",
+        "How this member comes into a running job: replay (the others train on), pause (they wait while it gets the "
+        "state), or auto. auto: by replay if its steps are a pure function of state and gradients, else by pause; the "
+        "event log gives the reason.",
+        check=one_of(("auto", "replay", "pause")),
+    )
+    transfer: str = setting(
+        "adaptive",
+        f"Which member sends this one which part of the state: {', '.join(POLICIES)}. adaptive is planned by what is "
+        "known of the links and corrected by what is measured; the others are as in the paper Chaos and in what it "
+        "compares with (docs/transfer.md).",
+        check=one_of(POLICIES),
+    )
+    ingress_bps: float = setting(
+        0.0,
+        "Access link of this member's machine, which all its links share, in bits per second; 0: each link has its "
+        "own. Policies plan by it.",
+        check=at_least(0, "bits per second, or 0 if links share nothing"),
+    )
+    transfer_folder: str = setting(
+        "",
+        "For transfer=stop_resume: a folder that all members see. The member that is asked writes its checkpoint "
+        "there, and newcomers read it.",
+        check=_folder,
+        absolute=absolute_path,
+        metavar="DIR",
+    )
+    neighbours: str = setting(
+        "", "Nodes or members to have links with, separated by commas or +; by default all that can be reached."
+    )
+    links: str = same_as(Settings, "links", check=one_of(RULES))
+    on_last_exit: str = setting(
+        "checkpoint",
+        "What the last member does with the training state when it goes before the job is finished: checkpoint, none, "
+        "or a folder. checkpoint keeps it beside the chain's file (by default in "
+        "~/.local/state/chaos-lightning/JOB-PORT), a folder keeps it there, in JOB-PORT, none lets it go. Whoever "
+        "founds the job again goes on from it, and says so, unless its script has loaded a checkpoint.",
+        absolute=partial(absolute_path, words=("", *ON_LAST_EXIT)),
+    )
 
     def __post_init__(self) -> None:
         _ = self.endpoints
-        for what, value in (("job", self.job), ("name", self.name or "x")):
-            if not NAME.fullmatch(value):
-                raise ConfigurationError(
-                    f"{what} {value!r} may have up to 64 letters, digits, dots, dashes and underscores"
-                )
-        if not 1 <= self.min_nodes <= self.max_nodes:
-            raise ConfigurationError(
-                f"min_nodes {self.min_nodes} and max_nodes {self.max_nodes}: expected 1 <= min_nodes <= max_nodes"
-            )
-        if self.chunk_nbytes and not 4096 <= self.chunk_nbytes <= 16 << 20:
-            raise ConfigurationError(f"chunk_nbytes {self.chunk_nbytes}: expected 0 or 4096 to {16 << 20}")
-        for setting in ("heartbeat_timeout_s", "join_timeout_s", "step_timeout_s"):
-            seconds = getattr(self, setting)
-            if not 0 < seconds < math.inf:
-                raise ConfigurationError(f"{setting} {seconds}: expected a positive number of seconds")
-        if self.state_hash_every < 0:
-            raise ConfigurationError(
-                f"state_hash_every {self.state_hash_every}: expected a number of steps, or 0 for never"
-            )
-        if self.join_by not in ("auto", "replay", "pause"):
-            raise ConfigurationError(f"join_by {self.join_by!r}: expected 'auto', 'replay' or 'pause'")
+        check_each(self)
+        check_nodes(self.min_nodes, self.max_nodes)
         for name in self.neighbour_names:
-            if not NAME.fullmatch(name):
-                raise ConfigurationError(f"neighbours {self.neighbours!r}: {name!r} is no node's or member's name")
+            if is_name(name):
+                raise ConfigurationError(f"neighbours={self.neighbours!r}: {name!r} is no node's or member's name")
             if name == self.name:
-                raise ConfigurationError(f"neighbours {self.neighbours!r}: {name!r} is this member itself")
-        if self.links not in RULES:
-            raise ConfigurationError(f"links {self.links!r}: expected one of {', '.join(RULES)}")
+                raise ConfigurationError(f"neighbours={self.neighbours!r}: {name!r} is this member itself")
         if self.links not in ("auto", Level.CHECKSUM):
             require_library()
-        self._check_transfer()
+        if self.transfer == "stop_resume":
+            if not self.transfer_folder:
+                raise ConfigurationError("transfer='stop_resume' needs transfer_folder, a folder that all members see")
+            if self.join_by == "replay":
+                raise ConfigurationError(
+                    "transfer='stop_resume' lets all wait: write join_by='auto' or 'pause', not 'replay'"
+                )
         _ = self.plan_spec
-
-    def _check_transfer(self) -> None:
-        if self.transfer not in TRANSFERS:
-            raise ConfigurationError(f"transfer {self.transfer!r}: expected one of {', '.join(TRANSFERS)}")
-        if not 0 <= self.ingress_bps < math.inf:
-            raise ConfigurationError(
-                f"ingress_bps {self.ingress_bps}: expected bits per second, or 0 if links share nothing"
-            )
-        folder = self.transfer_folder
-        if folder and not Path(folder).is_dir():
-            raise ConfigurationError(f"transfer_folder {folder!r}: no such folder; name one that all members see")
-        if self.transfer != "stop_resume":
-            return
-        if not folder:
-            raise ConfigurationError("transfer 'stop_resume' needs transfer_folder, a folder that all members see")
-        if self.join_by == "replay":
-            raise ConfigurationError(
-                "transfer 'stop_resume' lets all wait: write join_by='auto' or 'pause', not 'replay'"
-            )
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -175,37 +197,94 @@ class EngineConfig:
     @classmethod
     def build(cls, given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> EngineConfig:
         """Merges arguments that are not None over the environment over the defaults."""
-        values: dict[str, object] = {}
-        for field in fields(cls):
-            text = environ.get(f"CHAOS_{field.name.upper()}")
-            if given.get(field.name) is not None:
-                values[field.name] = given[field.name]
-            elif text:
-                values[field.name] = _parse(field.name, text, field.default)
-        unknown = set(given) - {f.name for f in fields(cls)}
-        if unknown:
-            raise ConfigurationError(
-                f"unknown settings {sorted(unknown)}; expected some of {sorted(f.name for f in fields(cls))}"
-            )
+        if unknown := set(given) - set(declared(cls)):
+            raise ConfigurationError(f"unknown settings {sorted(unknown)}; expected some of {sorted(declared(cls))}")
+        values = from_environment(declared(cls), environ) | {k: v for k, v in given.items() if v is not None}
         if not values.get("name"):
             node = environ.get("CHAOS_NODE")
             local = environ.get("LOCAL_RANK", "0")
-            values["name"] = f"{node}-{local}" if node else f"{_hostname()}-{local}-{os.getpid()}"
-        return cls(**values)  # type: ignore[arg-type]
+            values["name"] = f"{node}-{local}" if node else f"{host_name()}-{local}-{os.getpid()}"
+        return cls(**values)
 
 
-def _hostname() -> str:
+def host_name() -> str:
+    """This machine's, as part of a node's name."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40] or "node"
 
 
-def _parse(name: str, text: str, default: object) -> object:
-    try:
-        if isinstance(default, bool):
-            if text.lower() not in ("0", "1", "true", "false", "yes", "no"):
-                raise ValueError(text)
-            return text.lower() in ("1", "true", "yes")
-        return type(default)(text)  # type: ignore[call-arg]
-    except ValueError as error:
-        raise ConfigurationError(
-            f"environment variable CHAOS_{name.upper()}={text!r}: expected a {type(default).__name__}"
-        ) from error
+def from_environment(settings: Mapping[str, Setting], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Those settings that the environment has, by name.
+
+    Raises:
+        ConfigurationError: One is of another type; names the variable.
+    """
+    return {
+        name: made.read(text, f"environment variable {made.variable}")
+        for name, made in settings.items()
+        if (text := environ.get(made.variable))
+    }
+
+
+def to_environment(settings: Mapping[str, Setting], instance: object) -> dict[str, str]:
+    """These settings of an object as variables that `from_environment` reads."""
+    values = {made.variable: getattr(instance, name) for name, made in settings.items()}
+    return {name: str(int(value)) if isinstance(value, bool) else str(value) for name, value in values.items()}
+
+
+# ------------------------------------------------------------------------------------------------ of a strategy
+
+ARGUMENTS = ("endpoint", "job", "name", "min_nodes", "max_nodes", "log_dir")
+"""What `ChaosStrategy` takes as arguments of its own; everything else is in its `options`."""
+
+
+def optional(names: Iterable[str]) -> list[tuple[str, Any, Any]]:
+    """Fields for `make_dataclass`: these settings of a member, where None means that nothing was given."""
+    hints = get_type_hints(EngineConfig)
+    return [(name, hints[name] | None, same_as(EngineConfig, name, default=None)) for name in names]
+
+
+if TYPE_CHECKING:
+    _Options = EngineConfig  # the same names and types: so type checkers and completion know them
+else:
+    _Options = make_dataclass(
+        "_Options",
+        optional(name for name in declared(EngineConfig) if name not in ARGUMENTS),
+        namespace={"__module__": __name__},
+        frozen=True,
+        kw_only=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChaosOptions(_Options):
+    """Settings that most jobs leave alone: those of `EngineConfig` but for the strategy's own arguments, and two more.
+
+    None means: the environment's CHAOS_<NAME>, else the default.
+    """
+
+    seed: int | None = setting(
+        None, "Seed of the sample order; equal on all members. None takes `seed_everything`'s, else 0."
+    )
+    leave_on_signals: bool = setting(True, "Whether SIGINT and SIGTERM leave the job politely instead of aborting.")
+
+    @classmethod
+    def of(cls, given: ChaosOptions | Mapping[str, Any] | None) -> ChaosOptions:
+        """Accepts what Hydra and jsonargparse hand over: an instance, a mapping or nothing."""
+        if given is None:
+            return cls()
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            raise ConfigurationError(f"options is a {type(given).__name__}; expected ChaosOptions or a mapping")
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(given) - known):
+            raise ConfigurationError(f"unknown options {unknown}; expected some of {sorted(known)}")
+        return cls(**given)
+
+    def for_engine(self) -> dict[str, Any]:
+        """Those that `EngineConfig` knows under the same name."""
+        return {name: value for name, value in asdict(self).items() if name in declared(EngineConfig)}
+
+
+for _told in (EngineConfig, ChaosOptions):
+    document(_told)

@@ -1,63 +1,40 @@
 """Types of the configuration: what Hydra checks the YAML files and the command line against.
 
-Theory of operation. Each dataclass mirrors one constructor: same names, same types, same defaults; `tests/configs`
-compares them with the constructors' signatures, so neither can move alone. `register` puts them into Hydra's
-ConfigStore as `*_schema` entries, on which the YAML files of the same group build (`defaults: [chaos_schema]`). A
-misspelt or mistyped setting is therefore refused when the configuration is put together, before any process joins a
-job.
+Theory of operation. The strategy's types are made from what `chaos_lightning.settings` declares, without importing
+Lightning. The Trainer's mirror its constructor; `tests/configs` compares them with its signature. `register` puts all
+into Hydra's ConfigStore as `*_schema` entries, on which the YAML files of the same group build (`defaults:
+[chaos_schema]`). A misspelt or mistyped setting is therefore refused when the configuration is put together, before
+any process joins a job.
 
 The groups `model` and `data` are open: they belong to whoever brings a model and data.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from chaos_lightning.settings import ARGUMENTS, ChaosOptions, optional
 
-@dataclass(kw_only=True)
-class OptionsConfig:
-    """`chaos_lightning.strategies.ChaosOptions`; None: the environment's CHAOS_<NAME>, else the default."""
+_HINTS = get_type_hints(ChaosOptions)
+OptionsConfig = make_dataclass(
+    "OptionsConfig", [(f.name, _HINTS[f.name], field(default=f.default)) for f in fields(ChaosOptions)]
+)
+"""`ChaosOptions`, but not frozen: Hydra would refuse to override what is."""
 
-    keys_dir: str | None = None
-    token_file: str | None = None
-    bind: str | None = None
-    plan: str | None = None
-    chunk_nbytes: int | None = None
-    heartbeat_timeout_s: float | None = None
-    join_timeout_s: float | None = None
-    step_timeout_s: float | None = None
-    host_scheduler: bool | None = None
-    overlap: bool | None = None
-    by_reference: bool | None = None
-    state_hash_every: int | None = None
-    join_by: str | None = None
-    transfer: str | None = None
-    ingress_bps: float | None = None
-    transfer_folder: str | None = None
-    neighbours: str | None = None
-    links: str | None = None
-    on_last_exit: str | None = None
-    seed: int | None = None
-    leave_on_signals: bool = True
-
-
-@dataclass(kw_only=True)
-class ChaosStrategyConfig:
-    """`chaos_lightning.strategies.ChaosStrategy`."""
-
-    _target_: str = "chaos_lightning.strategies.ChaosStrategy"
-    endpoint: str | None = None
-    job: str | None = None
-    name: str | None = None
-    min_nodes: int | None = None
-    max_nodes: int | None = None
-    data: str = "shared"
-    log_dir: str | None = None
-    options: OptionsConfig = field(default_factory=OptionsConfig)
+ChaosStrategyConfig = make_dataclass(
+    "ChaosStrategyConfig",
+    [
+        ("_target_", str, field(default="chaos_lightning.strategies.ChaosStrategy")),
+        *optional(ARGUMENTS),
+        ("data", str, field(default="shared")),
+        ("options", OptionsConfig, field(default_factory=OptionsConfig)),
+    ],
+)
+"""`chaos_lightning.strategies.ChaosStrategy`."""
 
 
 @dataclass(kw_only=True)

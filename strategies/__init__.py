@@ -6,7 +6,7 @@ if __name__ != "chaos_lightning.strategies":
         "(the folder at the root of the repository is the same one, under a name that would load everything twice)"
     )
 
-from chaos_lightning.strategies.options import ChaosOptions
+from chaos_lightning.settings import ChaosOptions
 from chaos_lightning.strategies.schedules import BySamples
 from chaos_lightning.strategies.strategy import ChaosStrategy
 

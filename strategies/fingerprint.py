@@ -20,9 +20,8 @@ from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.planning.ledger import SHARED
 from chaos_lightning.replication.access import module_tensors
 from chaos_lightning.replication.table import layout_hash
-from chaos_lightning.settings import EngineConfig
+from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies.evaluation import EvalLoader
-from chaos_lightning.strategies.options import ChaosOptions
 from chaos_lightning.strategies.schedules import name_of
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from chaos_lightning.errors import DepartedError, FencedError, RefusedError, Uns
 from chaos_lightning.events.events import Event
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.protocol.types import Header, Kind
-from chaos_lightning.settings import EngineConfig
+from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.data import EngineSource, TrainLoader
 from chaos_lightning.strategies.environment import ASIDE, ChaosEnvironment
@@ -55,7 +55,6 @@ from chaos_lightning.strategies.loops import (
     start_clocks,
     uncount,
 )
-from chaos_lightning.strategies.options import ChaosOptions
 from chaos_lightning.strategies.place import Place
 from chaos_lightning.strategies.replay import LightningReplay
 from chaos_lightning.strategies.schedules import BySamples, SampleCount

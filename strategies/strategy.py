@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
-from chaos_lightning.settings import EngineConfig
+from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies import results
 from chaos_lightning.strategies.collectives import LOG_DIR, Collectives, call_site, users_call_site
 from chaos_lightning.strategies.companion import Companion
@@ -31,7 +31,6 @@ from chaos_lightning.strategies.environment import ChaosEnvironment, local_rank
 from chaos_lightning.strategies.evaluation import EvalLoader, can_be_dealt, unsharded, whole
 from chaos_lightning.strategies.launching import Launcher
 from chaos_lightning.strategies.loops import agree_on_validation, batches_begun
-from chaos_lightning.strategies.options import ChaosOptions
 from chaos_lightning.strategies.place import Place, end_evaluating, place_to_evaluate
 from chaos_lightning.strategies.preparing import DataTurn
 from chaos_lightning.strategies.refusals import check_host_version, refuse, refuse_loaders, warn_ignored

@@ -7,14 +7,15 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from chaos_lightning.control.agent import Agent
 from chaos_lightning.control.auth_interceptor import Service
 from chaos_lightning.control.candidacy import Candidacy
 from chaos_lightning.control.memory_store import MemoryStore
+from chaos_lightning.control.options import ServerConfig
 from chaos_lightning.control.server import SchedulerServer
-from chaos_lightning.control.server_config import ServerConfig
 from chaos_lightning.control.store import Store
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.membership import effects as fx
@@ -117,6 +118,8 @@ class Served:
         services: Sequence[Service] = (),
         **config: Any,
     ) -> None:
+        rules = replace(config.get("settings", Settings()), linger_timeout_s=config.pop("linger_s", 0.2))
+        config["settings"] = rules
         self.rule = rule
         self.events: Facts[fx.SchedulerEvent] = Facts()
         self.outcome: tuple[str, bool] | None = None
@@ -127,7 +130,7 @@ class Served:
         self._stop = asyncio.Event()
         factory = machine or (lambda settings, chain: ScriptedMachine(settings, chain, self))
         self.server = SchedulerServer(
-            ServerConfig(**{"port": 0, "linger_s": 0.2, **config}),
+            ServerConfig(**{"port": 0, **config}),
             open_store,
             log or EventLog(None),
             factory,

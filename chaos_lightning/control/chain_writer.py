@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from chaos_lightning.control.chain import JobChain
-from chaos_lightning.control.server_config import Owed
+from chaos_lightning.control.options import Owed
 from chaos_lightning.control.store import Appended, StoreFactory
 from chaos_lightning.errors import StoreError
 from chaos_lightning.membership import effects as fx

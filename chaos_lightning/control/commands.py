@@ -1,4 +1,7 @@
-"""Sub-commands of `chaos-lightning` around the scheduler. gRPC is imported when one of them needs it."""
+"""Sub-commands of `chaos-lightning` around the scheduler, but for the one that is it (scheduler_main.py).
+
+gRPC is imported when one of them needs it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import enum
 import json
 import os
 import platform
+import signal
 import sys
+import threading
 import time
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
@@ -15,103 +20,26 @@ from typing import Annotated, Any
 
 import typer
 
-from chaos_lightning.control.options import MEMORY, SchedulerOptions, change_settings, check_settings
+from chaos_lightning.control.options import SchedulerOptions, check_settings
+from chaos_lightning.declared import declared
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import split_endpoints
 from chaos_lightning.machine.terminal import printable
 from chaos_lightning.membership.peers import short
-from chaos_lightning.planning.plans import DEFAULT_PLAN, EXPECTED, read_plan
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.security.credentials import Credentials
-
-DEFAULT_ENDPOINT = "127.0.0.1:29400"
-
-TokenFile = Annotated[
-    str,
-    typer.Option(
-        help="File with the cluster token (or the environment: CHAOS_TOKEN_FILE, CHAOS_TOKEN).", metavar="PATH"
-    ),
-]
-KeysDir = Annotated[
-    str, typer.Option(help="Folder of keys, made by `chaos-lightning keys` (or CHAOS_KEYS_DIR).", metavar="DIR")
-]
-Endpoint = Annotated[
-    str, typer.Option(envvar="CHAOS_ENDPOINT", help="The scheduler.", metavar="HOST:PORT", show_default=True)
-]
+from chaos_lightning.settings import DEFAULT_ENDPOINT, EngineConfig
 
 
-def scheduler(
-    listen: Annotated[
-        str, typer.Option(help="Where to listen; beyond loopback keys or a token are demanded.", metavar="HOST:PORT")
-    ] = DEFAULT_ENDPOINT,
-    advertise: Annotated[
-        str,
-        typer.Option(
-            help="Where others reach it, if that is not where it listens (0.0.0.0, a container, a relay).",
-            metavar="HOST:PORT",
-        ),
-    ] = "",
-    job: Annotated[str, typer.Option(help="Name of the job (torchrun: --rdzv-id).")] = "default",
-    min_nodes: Annotated[int, typer.Option(help="Training starts with, and pauses below, so many nodes.")] = 1,
-    max_nodes: Annotated[int, typer.Option(help="Further members wait as standbys.")] = 64,
-    plan: Annotated[str, typer.Option(help=f"How gradients travel: {EXPECTED}.")] = DEFAULT_PLAN,
-    store: Annotated[
-        str,
-        typer.Option(
-            help="The chain's file; default $XDG_STATE_HOME/chaos-lightning/JOB-PORT/chain.sqlite. "
-            "Or etcd://HOST:PORT,...: several schedulers stand by for each other then, and one leads. "
-            f"{MEMORY} keeps nothing (for tests).",
-            metavar="PATH",
-        ),
-    ] = "",
-    token_file: TokenFile = "",
-    keys_dir: KeysDir = "",
-    log_dir: Annotated[str, typer.Option(help="Folder for the event log.", metavar="PATH")] = "",
-    idle_timeout: Annotated[float, typer.Option(help="End after so many seconds without a member; 0 never.")] = 0.0,
-    rebuild: Annotated[
-        bool,
-        typer.Option(
-            "--rebuild",
-            help="The chain is lost for good (its machine is gone): begin it anew, on an empty store, from what more "
-            "than half of the last view's members report.",
-        ),
-    ] = False,
-    setting: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="Any other rule, such as heartbeat_timeout_s=1.5 (repeatable).", metavar="NAME=VALUE"
-        ),
-    ] = None,
-) -> None:
-    """Run a job's scheduler in the foreground.
+def _option(name: str, words: str = "", **more: Any) -> Any:
+    """What typer makes of a setting of a member's that a command takes as well."""
+    made = declared(EngineConfig)[name]
+    return typer.Option(help=words or f"{made.help} Or the environment: {made.variable}.", metavar=made.metavar, **more)
 
-    Usually not needed: the first torchrun (or training script) on the endpoint's machine starts one. Run it by hand to
-    keep it apart from training, for example under systemd on a small machine that stays. It may be killed and started
-    again at any time: training goes on meanwhile, and the chain of decided views is continued from its file.
-    """
-    from chaos_lightning.control.scheduler_main import run
 
-    given: dict[str, Any] = {"job": job, "min_nodes": min_nodes, "max_nodes": max_nodes}
-    for item in setting or []:
-        name, equals, value = item.partition("=")
-        if not equals:
-            raise ConfigurationError(f"--set {item}: expected NAME=VALUE")
-        given[name.strip()] = value
-    settings = check_settings(change_settings(Settings(plan=read_plan(plan)), given))
-    code = run(
-        SchedulerOptions(
-            listen=listen,
-            advertise=advertise,
-            settings=settings,
-            store=store,
-            token_file=token_file,
-            keys_dir=keys_dir,
-            log_dir=log_dir,
-            idle_timeout_s=idle_timeout,
-            rebuild=rebuild,
-        )
-    )
-    raise typer.Exit(code)
+TokenFile = Annotated[str, _option("token_file")]
+KeysDir = Annotated[str, _option("keys_dir")]
+Endpoint = Annotated[str, _option("endpoint", "The scheduler.", envvar="CHAOS_ENDPOINT", show_default=True)]
 
 
 def status(
@@ -319,3 +247,32 @@ def version() -> None:
     print(
         f"system {platform.platform()}, {os.cpu_count()} processors, {(Path('/proc').exists() and 'proc') or 'no proc'}"
     )
+
+
+def etcd(
+    action: Annotated[str, typer.Argument(help="up: start servers, and end them with Ctrl+C.", metavar="up")],
+    servers: Annotated[int, typer.Option(help="How many: 1, 3 or 5.")] = 1,
+    folder: Annotated[Path, typer.Option(help="Their data and logs; what lies there is continued.")] = Path("etcd"),
+) -> None:
+    """Run etcd servers on this machine, for development.
+
+    They listen on loopback, without passwords, on ports that are free. Give what is printed to every scheduler or
+    torchrun: --store etcd://... or --rdzv-conf store=etcd://... Ctrl+C ends them; their data stays. A server that
+    ends is started again, unless it ends at once three times in a row: then all are ended, with what it said last.
+    """
+    from chaos_lightning.control.etcd_servers import EtcdServers
+
+    if action != "up":
+        raise ConfigurationError(f"etcd {action}: expected `chaos-lightning etcd up`")
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    with EtcdServers(folder.absolute(), servers) as started:
+        print(f"{servers} etcd server{'s' if servers > 1 else ''} in {folder}; Ctrl+C ends them")
+        print(f"  chaos-lightning scheduler --store '{started.address}' ...")
+        print(
+            f"  torchrun --rdzv-backend=chaos --rdzv-conf 'store={started.address.replace(',', '+')}' ...", flush=True
+        )
+        while not ended.wait(1.0):
+            for line in started.tend():
+                print(line, flush=True)

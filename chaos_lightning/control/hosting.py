@@ -23,17 +23,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from chaos_lightning.control.chain import JobChain, Tip
 from chaos_lightning.control.options import (
     GAVE_WAY,
+    HOSTED,
     MEMORY,
     SchedulerOptions,
     check_advertise,
     check_settings,
     settings_from_json,
-    settings_to_json,
 )
 from chaos_lightning.errors import (
     ChaosError,
@@ -48,9 +48,7 @@ from chaos_lightning.machine.process_table import start_time, still_runs
 from chaos_lightning.membership.peers import short
 from chaos_lightning.protocol.types import PlanSpec
 from chaos_lightning.security.credentials import Credentials, Secret, check_bind
-
-if TYPE_CHECKING:
-    from chaos_lightning.settings import EngineConfig
+from chaos_lightning.settings import EngineConfig, absolute_path, from_environment
 
 logger = logging.getLogger("chaos_lightning.runtime")
 
@@ -309,20 +307,16 @@ def _spawn(options: SchedulerOptions, secret: Credentials) -> HostedScheduler:
         sys.executable,
         "-m",
         "chaos_lightning.control.scheduler_main",
-        *("--listen", options.listen),
-        *("--settings", settings_to_json(options.settings)),
-        *("--store", str(path.absolute()) if path is not None else options.store),
-        *("--idle-timeout", str(options.idle_timeout_s or IDLE_TIMEOUT_S)),
-        *("--detach", str(log)),
+        *replace(
+            options,
+            store=str(path.absolute()) if path is not None else options.store,
+            idle_timeout_s=options.idle_timeout_s or IDLE_TIMEOUT_S,
+            log_dir=absolute_path(options.log_dir),
+            keys_dir=secret.keys_dir,
+            token_file="",
+        ).arguments(),
+        f"--detach={log}",
     ]
-    if options.log_dir:
-        command += ["--log-dir", os.path.abspath(options.log_dir)]
-    if options.advertise:
-        command += ["--advertise", options.advertise]
-    if options.keep_finished:
-        command += ["--keep-finished"]
-    if secret.keys_dir:
-        command += ["--keys-dir", secret.keys_dir]
     ours = ("CHAOS_TOKEN", "CHAOS_TOKEN_FILE", "CHAOS_KEYS_DIR")
     environment = {k: v for k, v in os.environ.items() if k not in ours}
     if secret.bare_token:
@@ -373,31 +367,17 @@ def options_for_engine(config: EngineConfig) -> SchedulerOptions:
         plan=plan,
         links=config.links if config.links != "auto" else base.links,
     )
-    store = os.environ.get("CHAOS_STORE", "")
-    return SchedulerOptions(
-        listen=config.endpoints[0],
-        settings=settings,
-        store=store,
-        advertise=check_advertise(
-            os.environ.get("CHAOS_ADVERTISE", ""), "environment variable CHAOS_ADVERTISE=", store
-        ),
-        log_dir=config.log_dir,
-        idle_timeout_s=_idle_timeout_s(),
+    given = from_environment(HOSTED, os.environ)
+    given["advertise"] = check_advertise(
+        given.get("advertise", ""), "environment variable CHAOS_ADVERTISE=", given.get("store", "")
     )
+    return SchedulerOptions(listen=config.endpoints[0], settings=settings, log_dir=config.log_dir, **given)
 
 
 def may_host(config: EngineConfig, options: SchedulerOptions) -> bool:
     """Whether a scheduler may be started for this configuration. Where several are named, each on a chain of its own
     would lead a job of its own; only with the chain in etcd one of them leads."""
     return config.host_scheduler and (options.in_etcd or len(config.endpoints) == 1)
-
-
-def _idle_timeout_s() -> float:
-    text = os.environ.get("CHAOS_IDLE_TIMEOUT_S") or "0"
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ConfigurationError(f"environment variable CHAOS_IDLE_TIMEOUT_S={text!r}: expected seconds") from error
 
 
 def host_for_engine(

@@ -1,60 +1,96 @@
-"""What a scheduler process is told: its options, and the job's Settings as JSON (for command lines and files)."""
+"""What a scheduler process is told: its options, and the job's rules as JSON (for command lines, environment, stores).
+
+To add an option, write a field into `SchedulerOptions`, and use it: `chaos-lightning scheduler` has it then. One in
+`HOSTED` is also taken by --rdzv-conf and from the environment.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import os
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from chaos_lightning.declared import Setting, at_least, check_each, declared, document, same_as, setting
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import WILDCARDS, join_endpoint, split_endpoint
+from chaos_lightning.membership.effects import Persist
 from chaos_lightning.planning.plans import plan_from
 from chaos_lightning.planning.trees import check_plan
-from chaos_lightning.protocol.types import NAME, Settings
-from chaos_lightning.transport.sealing import RULES
+from chaos_lightning.protocol.types import Settings
+from chaos_lightning.security.credentials import Secret
+from chaos_lightning.settings import DEFAULT_ENDPOINT, EngineConfig, absolute_path
 
 ETCD = "etcd://"
 """How the address of a store in etcd begins."""
 MEMORY = ":memory:"
 """As a store: keep the chain in memory only. For tests; the job dies with the scheduler."""
-
-
 GAVE_WAY = "it gives the endpoint up"
 """Begins the reason with which a scheduler ends that a member has started, where members know what its store lacks."""
 
 
+def absolute_store(text: str) -> str:
+    """The same store for a process that may run in another folder."""
+    return text if text.startswith(ETCD) else absolute_path(text, ("", MEMORY))
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulerOptions:
-    """Options of one scheduler process.
+    """Options of one scheduler process, beside its job's rules."""
 
-    Attributes:
-        listen: HOST:PORT to listen on.
-        advertise: HOST:PORT at which others reach it, if that is another one.
-        settings: The job's rules.
-        store: The chain's file, MEMORY, "etcd://..." (etcd_client.EXPECTED), or "" for `default_store`.
-        token_file: File of the cluster token; "" for the environment's, if any.
-        keys_dir: Folder of keys, instead of a token alone.
-        log_dir: Folder for the event log; "" for none.
-        idle_timeout_s: End after so long without a member; 0 never.
-        rebuild: The chain is lost: begin it anew, on an empty store, from what members report (docs/failover.md).
-        hosted: A member started it, and not an operator.
-        keep_finished: Serve a finished chain (newcomers are told so) instead of archiving it and beginning anew.
-    """
-
-    listen: str
+    listen: str = setting(
+        DEFAULT_ENDPOINT, "Where to listen; beyond loopback keys or a token are demanded.", metavar="HOST:PORT"
+    )
+    advertise: str = setting(
+        "",
+        "Where others reach it, if that is not where it listens (0.0.0.0, a container, a relay). Only candidates with "
+        "their chain in etcd are named to others.",
+        metavar="HOST:PORT",
+    )
+    store: str = setting(
+        "",
+        "The chain's file, or etcd://HOST:PORT+HOST:PORT for several schedulers that stand by for each other. By "
+        "default $XDG_STATE_HOME/chaos-lightning/JOB-PORT/chain.sqlite. With etcd one of them leads, and every agent "
+        f"is a candidate (docs/failover.md, docs/etcd.md). {MEMORY} keeps nothing (for tests).",
+        absolute=absolute_store,
+        metavar="PATH",
+    )
+    token_file: str = same_as(EngineConfig, "token_file")
+    keys_dir: str = same_as(EngineConfig, "keys_dir")
+    log_dir: str = same_as(EngineConfig, "log_dir")
+    idle_timeout_s: float = setting(
+        0.0,
+        "End after so many seconds without a member. 0: never, or after 300 s if a member or an agent has started it.",
+        check=at_least(0, "a positive number of seconds, or 0"),
+        metavar="SECONDS",
+    )
+    keep_finished: bool = setting(
+        False,
+        "Serve a finished chain, so that newcomers are told so. Otherwise it is archived, and the job begins anew.",
+    )
+    rebuild: bool = setting(
+        False,
+        "The chain is lost for good (its machine is gone): begin it anew, on an empty store. It is made of what more "
+        "than half of the last view's members report (docs/failover.md).",
+    )
     settings: Settings = field(default_factory=Settings)
-    store: str = ""
-    token_file: str = ""
-    keys_dir: str = ""
-    log_dir: str = ""
-    idle_timeout_s: float = 0.0
-    keep_finished: bool = False
-    rebuild: bool = False
-    advertise: str = ""
+    """The job's rules."""
     hosted: bool = False
+    """A member started it, and not an operator."""
+
+    def __post_init__(self) -> None:
+        check_each(self)
+
+    def arguments(self) -> list[str]:
+        """The command line of scheduler_main.py that says the same."""
+        words = [f"--settings={settings_to_json(self.settings)}"]
+        for name, made in declared(SchedulerOptions).items():
+            value = getattr(self, name)
+            if value != made.default:
+                words.append(made.option if made.kind is bool else f"{made.option}={value}")
+        return words
 
     @property
     def in_etcd(self) -> bool:
@@ -67,6 +103,12 @@ class SchedulerOptions:
         if self.store == MEMORY or self.in_etcd:
             return None
         return Path(self.store) if self.store else default_store(self.settings.job, split_endpoint(self.listen)[1])
+
+
+HOSTED: Mapping[str, Setting] = {
+    name: declared(SchedulerOptions)[name] for name in ("store", "advertise", "idle_timeout_s")
+}
+"""What agents and members hand to the schedulers that they start; all else follows from their own settings."""
 
 
 def default_store(job: str, port: int) -> Path:
@@ -133,24 +175,13 @@ def change_settings(settings: Settings, given: dict[str, Any]) -> Settings:
     Raises:
         ConfigurationError: An unknown name, or a value of the wrong type.
     """
-    known = {f.name: f for f in fields(Settings) if f.name != "plan"}
+    known = declared(Settings)
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise ConfigurationError(
             f"unknown settings {', '.join(unknown)}; known are {', '.join(sorted(known))} and plan"
         )
-    values: dict[str, Any] = {}
-    for name, value in given.items():
-        kind: type = type(getattr(Settings(), name))
-        try:
-            if isinstance(value, bool) or (kind is not str and isinstance(value, str) and not value.strip()):
-                raise ValueError(value)
-            if kind is int and isinstance(value, float) and value != int(value):
-                raise ValueError(value)
-            values[name] = kind(value)
-        except (ValueError, TypeError) as error:
-            raise ConfigurationError(f"setting {name}={value!r}: expected {_article(kind)}") from error
-    return replace(settings, **values)
+    return replace(settings, **{name: known[name].read(value, f"setting {name}") for name, value in given.items()})
 
 
 def check_settings(settings: Settings) -> Settings:
@@ -159,41 +190,10 @@ def check_settings(settings: Settings) -> Settings:
     Raises:
         ConfigurationError: Names what was given and what is expected.
     """
-    if not settings.job:
-        raise ConfigurationError("setting job is empty; give the job a name")
-    if not NAME.fullmatch(settings.job):
-        raise ConfigurationError(
-            f"job {settings.job!r} may have up to 64 letters, digits, dots, dashes and underscores"
-        )
-    if not 1 <= settings.min_nodes <= settings.max_nodes:
-        raise ConfigurationError(
-            f"min_nodes={settings.min_nodes}, max_nodes={settings.max_nodes}: expected 1 <= min_nodes <= max_nodes"
-        )
-    for f in fields(Settings):
-        value = getattr(settings, f.name)
-        if f.name.endswith("_s") and not (
-            math.isfinite(value) and (value > 0 or (f.name == "reconnect_grace_s" and value == 0))
-        ):
-            raise ConfigurationError(f"setting {f.name}={value}: expected a positive number of seconds")
-    if settings.last_holder_timeout_s < settings.hang_timeout_s:
-        raise ConfigurationError(
-            f"last_holder_timeout_s={settings.last_holder_timeout_s:g} with hang_timeout_s="
-            f"{settings.hang_timeout_s:g}: who alone holds the training state must be given at least as long as others"
-        )
-    if settings.heartbeat_timeout_s < 2 * settings.heartbeat_interval_s:
-        raise ConfigurationError(
-            f"heartbeat_timeout_s={settings.heartbeat_timeout_s:g} with heartbeat_interval_s="
-            f"{settings.heartbeat_interval_s:g}: one late heartbeat would be a suspicion; the timeout must be at least "
-            "twice the interval"
-        )
-    if settings.links not in RULES:
-        raise ConfigurationError(f"setting links={settings.links!r}: expected one of {', '.join(RULES)}")
+    settings.check()
+    declared(EngineConfig)["links"].demand(settings.links)
     check_plan(settings.plan)
     return settings
-
-
-def _article(kind: type) -> str:
-    return {int: "a whole number", float: "a number", str: "a text"}.get(kind, kind.__name__)
 
 
 def folder_beside(store: str, job: str, endpoint: str) -> Path:
@@ -201,3 +201,58 @@ def folder_beside(store: str, job: str, endpoint: str) -> Path:
     if store and store != MEMORY and not store.startswith(ETCD):
         return Path(f"{store}-kept")
     return default_store(job, split_endpoint(endpoint)[1]).parent / "kept"
+
+
+# ------------------------------------------------------------------------------------------------ of its server
+
+
+@dataclass(frozen=True)
+class Owed:
+    """The end of a job that its store has not taken yet.
+
+    Attributes:
+        effect: What is to be appended.
+        chain: Id of the chain that it ends.
+        view: The chain's last view, as text.
+        reason: Why the store has not taken it.
+    """
+
+    effect: Persist
+    chain: str
+    view: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How the shell behaves; the job's rules are in `settings`.
+
+    Attributes:
+        host: Address to listen on.
+        port: Port; 0 takes a free one.
+        advertise: HOST:PORT that others are told to reach it at; "" for where it listens.
+        token: Cluster token, or credentials with a folder of keys; b"" only on loopback.
+        settings: Rules of the job.
+        tick_s: Seconds between ticks of the machine; 0 for a quarter of the heartbeat interval, 10 to 50 ms.
+        idle_timeout_s: End after so long without any member's stream; 0 never.
+        rebuild: The chain is lost: begin it anew from what members report (PROTOCOL.md 14a).
+        gives_way: It was started by a member, on a store that may not be the job's: it ends where members know
+            what the store lacks and none of its own is here, so that one on the right store can have the endpoint.
+        hello_timeout_s: A stream that has said no Hello by then is closed: it takes a place of somebody who would.
+        owed: What this process could not write down when it led last.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 29400
+    advertise: str = ""
+    token: Secret = field(default=b"", repr=False)
+    settings: Settings = field(default_factory=Settings)
+    tick_s: float = 0.0
+    idle_timeout_s: float = 0.0
+    hello_timeout_s: float = 5.0
+    rebuild: bool = False
+    gives_way: bool = False
+    owed: Owed | None = None
+
+
+document(SchedulerOptions)

@@ -1,7 +1,7 @@
-"""A scheduler process: `python -m chaos_lightning.control.scheduler_main --listen HOST:PORT ...`.
+"""A scheduler process: `chaos-lightning scheduler`, or `python -m chaos_lightning.control.scheduler_main`.
 
-`chaos-lightning scheduler` runs the same in the foreground; control/hosting.py runs it detached, as a grandchild that
-survives the member which needed it. Heavy imports (gRPC) come after the detaching fork. Nothing secret is accepted on
+Both take the same options; control/hosting.py runs the second one detached, as a grandchild that survives the member
+which needed it. Heavy imports (gRPC) come after the detaching fork. Nothing secret is accepted on
 the command line. SIGTERM and SIGINT end it; members train on and find the next scheduler by themselves.
 """
 
@@ -15,21 +15,47 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from chaos_lightning.control.options import SchedulerOptions, check_advertise, check_settings, settings_from_json
+from chaos_lightning.control.options import (
+    SchedulerOptions,
+    ServerConfig,
+    change_settings,
+    check_advertise,
+    check_settings,
+    settings_from_json,
+)
+from chaos_lightning.declared import Setting, declared
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.machine.addresses import WILDCARDS, split_endpoint
+from chaos_lightning.machine.terminal import printable
+from chaos_lightning.planning.plans import DEFAULT_PLAN, read_plan
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.security.credentials import Credentials
+from chaos_lightning.settings import EngineConfig
 
 if TYPE_CHECKING:
     from chaos_lightning.control.candidacy import EtcdCandidacy
     from chaos_lightning.control.server import SchedulerServer
     from chaos_lightning.control.store import Store
 
+HELP = """\
+Run a job's scheduler in the foreground.
+
+Usually not needed: the first torchrun (or training script) on the endpoint's machine starts one. Run it by hand to keep
+it apart from training, for example under systemd on a small machine that stays. It may be killed and started again at
+any time: training goes on meanwhile, and the chain of decided views is continued from its file.
+"""
+_RULES = ("job", "min_nodes", "max_nodes")
+OPTIONS: Mapping[str, Setting] = {
+    **{name: declared(Settings)[name] for name in _RULES},
+    "plan": declared(EngineConfig)["plan"],
+    **declared(SchedulerOptions),
+}
+"""Those of the command, by the fields' names; other rules are given by --set."""
 _AGAIN_S = 0.2
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -72,31 +98,41 @@ def _take_all_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def run(options: SchedulerOptions) -> int:
-    """Serves until the job is finished, idleness, a signal or a failure; returns the exit code."""
-    from chaos_lightning.control.server import CANNOT_LEAD, serve
-    from chaos_lightning.control.server_config import ServerConfig
-    from chaos_lightning.events.events import EventLog
-
-    _take_all_descriptors()
+def _server_config(options: SchedulerOptions) -> ServerConfig:
     host, port = split_endpoint(options.listen)
     if options.in_etcd and host in WILDCARDS and not options.advertise:
         raise ConfigurationError(
             f"--listen {options.listen}: other schedulers would name that to members, who cannot call it; say where "
             "this one is reached: --advertise HOST:PORT"
         )
-    config = ServerConfig(
+    return ServerConfig(
         host=host,
         port=port,
         advertise=check_advertise(options.advertise, "--advertise "),
         token=Credentials.load(options.keys_dir, options.token_file),
         settings=check_settings(options.settings),
         idle_timeout_s=options.idle_timeout_s,
-        linger_s=options.settings.linger_timeout_s,
         rebuild=options.rebuild,
         gives_way=options.hosted and not options.in_etcd,
     )
 
+
+def _announce(server: SchedulerServer, options: SchedulerOptions) -> None:
+    facts = server.status()
+    place = f"term {facts['term']}, chain in {facts['store']}" if not options.in_etcd else f"store {options.store}"
+    _say(
+        f"scheduler of job {facts['job']} at {facts['endpoint']} (pid {facts['pid']}, "
+        f"min_nodes {facts['min_nodes']}, max_nodes {facts['max_nodes']}, {place})"
+    )
+
+
+def run(options: SchedulerOptions) -> int:
+    """Serves until the job is finished, idleness, a signal or a failure; returns the exit code."""
+    from chaos_lightning.control.server import CANNOT_LEAD, serve
+    from chaos_lightning.events.events import EventLog
+
+    _take_all_descriptors()
+    config = _server_config(options)
     servers: list[SchedulerServer] = []
 
     def on_started(server: SchedulerServer) -> None:
@@ -104,12 +140,7 @@ def run(options: SchedulerOptions) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.end, f"stopped by {number.name}")
-        facts = server.status()
-        place = f"term {facts['term']}, chain in {facts['store']}" if not options.in_etcd else f"store {options.store}"
-        _say(
-            f"scheduler of job {facts['job']} at {facts['endpoint']} (pid {facts['pid']}, "
-            f"min_nodes {facts['min_nodes']}, max_nodes {facts['max_nodes']}, {place})"
-        )
+        _announce(server, options)
 
     with EventLog.in_directory(options.log_dir or None, options.settings.job, role="scheduler") as events:
         first = look = True
@@ -152,45 +183,72 @@ def detach(log: Path) -> None:
     os.chdir("/")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m chaos_lightning.control.scheduler_main", description=__doc__)
-    parser.add_argument("--listen", required=True, help="HOST:PORT")
-    parser.add_argument("--advertise", default="", help="HOST:PORT at which others reach it, if that is another one")
-    parser.add_argument("--settings", default="{}", help="the job's rules, a JSON object of membership.types.Settings")
-    parser.add_argument("--store", default="", help="the chain's file (default: below XDG_STATE_HOME), or etcd://...")
-    parser.add_argument("--token-file", default="", help="file of the cluster token (or CHAOS_TOKEN_FILE, CHAOS_TOKEN)")
-    parser.add_argument("--keys-dir", default="", help="folder of keys for mutual TLS (or CHAOS_KEYS_DIR)")
-    parser.add_argument("--log-dir", default="", help="folder of the event log")
-    parser.add_argument("--idle-timeout", type=float, default=0.0, help="seconds without any member; 0 never")
-    parser.add_argument("--keep-finished", action="store_true", help="do not begin anew where a job is finished")
-    parser.add_argument("--rebuild", action="store_true", help="begin a lost chain anew from what members report")
-    parser.add_argument("--detach", default="", metavar="LOGFILE", help="run in the background")
-    given = parser.parse_args(arguments)
+class HelpFormat(argparse.RawDescriptionHelpFormatter):
+    """As the other commands' help."""
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        super().add_usage(usage, actions, groups, prefix or "Usage: ")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of `chaos-lightning scheduler`, and of this module. Values are left as text, for `read`."""
+    rules = "\n".join(f"  {rule.name:24}{rule.short} ({rule.shown})" for rule in declared(Settings).values())
+    made = argparse.ArgumentParser(
+        prog="chaos-lightning scheduler",
+        description=HELP,
+        epilog=f"rules for --set:\n{rules}",
+        formatter_class=HelpFormat,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for name, option in OPTIONS.items():
+        switch = option.kind is bool
+        how: dict[str, Any] = {"action": "store_true"} if switch else {"metavar": option.metavar or "VALUE"}
+        default = f" (default: {option.shown})" if option.shown and not switch else ""
+        made.add_argument(option.option, dest=name, help=f"{option.help}{default}".replace("%", "%%"), **how)
+    made.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a rule of the job (repeatable); see below"
+    )
+    made.add_argument("--settings", default="", help=argparse.SUPPRESS)  # the job's rules as JSON, before --set
+    made.add_argument("--detach", default="", metavar="LOGFILE", help=argparse.SUPPRESS)  # in the background
+    return made
+
+
+def read(given: argparse.Namespace) -> SchedulerOptions:
+    """What these arguments say.
+
+    Raises:
+        ConfigurationError: An unknown rule, or a value that cannot work.
+    """
+    values = {name: option.read(vars(given)[name], option.option) for name, option in OPTIONS.items() if name in given}
+    settings = settings_from_json(given.settings) if given.settings else Settings(plan=read_plan(DEFAULT_PLAN))
+    if "plan" in values:
+        settings = replace(settings, plan=read_plan(values.pop("plan")))
+    rules = {name: values.pop(name) for name in _RULES if name in values}
+    for item in given.set:
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigurationError(f"--set {item}: expected NAME=VALUE")
+        rules[name.strip()] = value
+    settings = check_settings(change_settings(settings, rules))
+    return SchedulerOptions(settings=settings, hosted=bool(given.detach), **values)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a scheduler; returns the exit code."""
+    given = parser().parse_args(arguments)
     if given.detach:
         detach(Path(given.detach).absolute())
     try:
-        settings: Settings = settings_from_json(given.settings)
-        return run(
-            SchedulerOptions(
-                listen=given.listen,
-                advertise=given.advertise,
-                settings=settings,
-                store=given.store,
-                token_file=given.token_file,
-                keys_dir=given.keys_dir,
-                log_dir=given.log_dir,
-                idle_timeout_s=given.idle_timeout,
-                keep_finished=given.keep_finished,
-                rebuild=given.rebuild,
-                hosted=bool(given.detach),
-            )
-        )
-    except ConfigurationError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return EXIT_USAGE
+        return run(read(given))
     except ChaosError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return EXIT_FAILED
+        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
+        return EXIT_USAGE if isinstance(error, ConfigurationError) else EXIT_FAILED
+
+
+def scheduler(arguments: Sequence[str]) -> None:
+    """The command `chaos-lightning scheduler`; ends with SystemExit."""
+    sys.exit(main(arguments))
 
 
 if __name__ == "__main__":

@@ -27,8 +27,7 @@ from chaos_lightning.control.channel import PULSE_S
 from chaos_lightning.control.claims import Claims
 from chaos_lightning.control.driver import Driver, MachineFactory, real_machine
 from chaos_lightning.control.link_keys import KeyIssuer
-from chaos_lightning.control.options import GAVE_WAY
-from chaos_lightning.control.server_config import Owed, ServerConfig
+from chaos_lightning.control.options import GAVE_WAY, Owed, ServerConfig
 from chaos_lightning.control.service_pb2_grpc import add_SchedulerServicer_to_server
 from chaos_lightning.control.store import StoreFactory
 from chaos_lightning.control.streams import Streams
@@ -88,7 +87,7 @@ class SchedulerServer:
         self._gives_way_at = math.inf
         """When (monotonic, s) this one ends, unless members of its own chain are here by then."""
         self._stays = False
-        """Whether a finished scheduler answers for `linger_s` also while nobody is connected."""
+        """Whether a finished scheduler answers for `linger_timeout_s` also while nobody is connected."""
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
         self._auth = AuthInterceptor(config.token, events.emit)
@@ -297,7 +296,7 @@ class SchedulerServer:
     def _done(self, reason: str) -> None:
         if not self._done_reason:
             self._done_reason = reason
-            asyncio.get_running_loop().call_later(self.config.linger_s, self.end, reason)
+            asyncio.get_running_loop().call_later(self.config.settings.linger_timeout_s, self.end, reason)
 
     def _noted(self, name: str) -> None:
         """A member may have come that knows of what this store lacks."""

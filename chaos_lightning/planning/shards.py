@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 
 from chaos_lightning.errors import PlanError
 
+POLICIES = ("adaptive", "greedy", "optimal", "even", "single", "multi_source", "stop_resume", "shared")
+"""What the setting `transfer` may be; replication/policies.py carries each of them out."""
 SHARD_NBYTES = 1 << 20
 """Default shard of `optimal`, and of `greedy` where no layers are given: the piece that is hashed and sent as one."""
 _LITERAL = 1 << 17

@@ -17,6 +17,8 @@ import re
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
+from chaos_lightning.declared import at_least, check_each, setting
+from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.protocol.keys import LinkKey as LinkKey
 from chaos_lightning.protocol.keys import LinkKeys as LinkKeys
 from chaos_lightning.protocol.reports import MADE_ANEW as MADE_ANEW
@@ -528,30 +530,81 @@ ToMember = Welcome | Refused | OpenLinks | NextView | Prepare | Decide | Probe |
 PeerMessage = Contribution | Header
 
 
+def is_name(value: str) -> str:
+    """What is wrong with the name of a job or a node, or ""."""
+    return "" if NAME.fullmatch(value) else "expected 1 to 64 letters, digits, dots, dashes and underscores"
+
+
+def check_nodes(min_nodes: int, max_nodes: int) -> None:
+    """Refuses numbers of nodes by which no job can run."""
+    if not 1 <= min_nodes <= max_nodes:
+        raise ConfigurationError(f"min_nodes={min_nodes}, max_nodes={max_nodes}: expected 1 <= min_nodes <= max_nodes")
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Rules of a job that the scheduler applies."""
+    """Rules of a job that the scheduler applies. They lie in its store as JSON, by these names."""
 
-    job: str = "default"
-    min_nodes: int = 1
-    max_nodes: int = 64
-    heartbeat_interval_s: float = 0.1
-    heartbeat_timeout_s: float = 0.3
-    hang_timeout_s: float = 20.0
-    """A process that its machine says is running, yet silent on all links for so long, is dead all the same."""
-    last_holder_timeout_s: float = 120.0
-    """How long the last member that holds the training state is waited for without proof of its death (12a)."""
-    confirm_timeout_s: float = 0.1
-    silence_timeout_s: float = 2.0
-    """How long a member may be silent of which its neighbours can say nothing but that: a process that computes with
-    the interpreter's lock held is as silent as a dead machine. One that broke a longer silence is given more."""
-    report_timeout_s: float = 2.0
-    join_timeout_s: float = 60.0
-    """A joiner that has not loaded the state this long after its admission is put out again."""
-    observe_timeout_s: float = 300.0
-    """An observer that has not caught up with the log for so long is let in by a pause."""
-    linger_timeout_s: float = 5.0
-    reconnect_grace_s: float = 15.0
-    """How long a scheduler restarted on its file waits for the last view's members."""
+    job: str = setting("default", "Name of the job; members of different jobs never meet.", check=is_name)
+    min_nodes: int = setting(
+        1,
+        "Training starts with, and pauses below, so many nodes. A node is a torchrun with all its workers, or "
+        "`chaos-lightning run` with all of its, or one process that was started by itself.",
+    )
+    max_nodes: int = setting(64, "Workers of further nodes wait as standbys.")
+    heartbeat_interval_s: float = setting(0.1, "How often a member tells the scheduler that it lives.")
+    heartbeat_timeout_s: float = setting(0.3, "Silence after which a member is suspected. Its neighbours must confirm.")
+    hang_timeout_s: float = setting(
+        20.0, "A process that its machine says is running, yet silent on all links for so long, is dead all the same."
+    )
+    last_holder_timeout_s: float = setting(
+        120.0, "How long the last member that holds the training state is waited for without proof of its death."
+    )
+    confirm_timeout_s: float = setting(
+        0.1, "How long a suspected member's neighbours, or the ends of a broken link, are asked."
+    )
+    silence_timeout_s: float = setting(
+        2.0,
+        "How long a member may be silent of which its neighbours can say nothing but that. A process that computes "
+        "with the interpreter's lock held is as silent as a dead machine. One that broke a longer silence is given "
+        "more.",
+    )
+    report_timeout_s: float = setting(
+        2.0, "How long a survivor may take to report what it holds, before it is not waited for."
+    )
+    join_timeout_s: float = setting(
+        60.0, "A joiner that has not loaded the state so long after its admission is put out again."
+    )
+    observe_timeout_s: float = setting(
+        300.0, "A newcomer that has not caught up with the log for so long is let in by a pause."
+    )
+    linger_timeout_s: float = setting(5.0, "How long the scheduler of a finished job goes on answering its members.")
+    reconnect_grace_s: float = setting(
+        15.0,
+        "How long a scheduler restarted on its file waits for the last view's members.",
+        check=at_least(0, "a number of seconds, or 0 for none"),
+    )
     plan: PlanSpec = field(default_factory=PlanSpec)
-    links: str = "auto"
+    links: str = setting(
+        "auto",
+        "How data links are protected: checksum (for networks that you trust), authenticated, encrypted, or auto "
+        "(docs/links.md). auto: checksums within a machine; between machines encryption, if the nodes have folders of "
+        "keys (keys_dir; a token alone is not enough), else checksums. A member's must be the job's, or auto.",
+    )
+
+    def check(self) -> None:
+        """Raises ConfigurationError where rules cannot work together; `plan` and `links` are checked where they are
+        understood."""
+        check_each(self)
+        check_nodes(self.min_nodes, self.max_nodes)
+        if self.last_holder_timeout_s < self.hang_timeout_s:
+            raise ConfigurationError(
+                f"last_holder_timeout_s={self.last_holder_timeout_s:g} with hang_timeout_s={self.hang_timeout_s:g}: "
+                "who alone holds the training state must be given at least as long as others"
+            )
+        if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
+            raise ConfigurationError(
+                f"heartbeat_timeout_s={self.heartbeat_timeout_s:g} with heartbeat_interval_s="
+                f"{self.heartbeat_interval_s:g}: one late heartbeat would be a suspicion; the timeout must be at least "
+                "twice the interval"
+            )

@@ -1,10 +1,10 @@
 """`--rdzv-conf` of the backend "chaos": names, meanings, and what becomes of them (no torch here).
 
-Theory of operation. Everything a worker needs is an EngineConfig field, and each of those can come from the environment
-as CHAOS_<FIELD>. So the agent merges torchrun's parameters and --rdzv-conf into one EngineConfig and one Settings, and
-hands them to its workers as environment variables; a variable that the user had set already stands in for an option
-that was not given. Names that nobody knows are errors: a mistyped timeout that is silently ignored is found out too
-late.
+Theory of operation. What a worker needs is declared in EngineConfig, the rules of a scheduler in Settings, and what a
+scheduler process needs in SchedulerOptions; `OPTIONS` collects all that can be given here. The agent merges torchrun's
+parameters and --rdzv-conf into one of each, and hands them to its workers as environment variables; a variable that the
+user had set already stands in for an option that was not given. Names that nobody knows are errors: a mistyped
+timeout that is silently ignored is found out too late.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from chaos_lightning.control.options import (
     ETCD,
-    MEMORY,
-    change_settings,
+    HOSTED,
+    SchedulerOptions,
     check_advertise,
     settings_from_json,
     settings_to_json,
 )
+from chaos_lightning.declared import Setting, declared, setting
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import (
     DEFAULT_PORT,
@@ -36,56 +36,10 @@ from chaos_lightning.machine.addresses import (
     split_endpoint,
     split_endpoints,
 )
-from chaos_lightning.planning.plans import absolute_plan
 from chaos_lightning.protocol.types import Settings
-from chaos_lightning.settings import DEFAULT_ENDPOINT, ON_LAST_EXIT, TRANSFERS, EngineConfig
-from chaos_lightning.transport.sealing import RULES
+from chaos_lightning.settings import DEFAULT_ENDPOINT, EngineConfig, host_name, to_environment
 
 logger = logging.getLogger("chaos_lightning.rendezvous")
-
-MEMBER_OPTIONS = {
-    "keys_dir": "this node's folder of keys (chaos-lightning keys, docs/access.md)",
-    "token_file": "instead, file with the cluster token, the same on all nodes",
-    "log_dir": "folder of the event logs",
-    "bind": "address that this node's links listen on (default: the one that faces the endpoint)",
-    "plan": "how gradients travel: auto, rotating, chain, tree, tree:K, a planner, or a file (file:PATH, *.yaml)",
-    "chunk_nbytes": "size of one chunk of the all-reduce",
-    "join_timeout_s": "how long a worker waits for admission and state (default: torchrun's rendezvous timeout, 900)",
-    "step_timeout_s": "how long one step may take before a worker gives up",
-    "host_scheduler": "0: never start a scheduler from here",
-    "overlap": "0: send gradients only after backward",
-    "by_reference": "0: workers of one machine do not read gradients out of each other's memory",
-    "state_hash_every": "compare state hashes every so many steps; 0 never",
-    "join_by": "how a worker comes into a running job: auto, replay (the others train on) or pause (they wait)",
-    "transfer": f"who sends a newcomer what: {', '.join(TRANSFERS)}",
-    "ingress_bps": "access link of this machine, which all its links share, in bits per second (default: none)",
-    "transfer_folder": "for transfer=stop_resume: a folder that all members see",
-    "neighbours": "nodes to have links with, such as a+b (default: all that can be reached)",
-    "on_last_exit": "checkpoint: the last worker keeps the state, and the next start goes on from it; none; a folder",
-    "links": f"how data links are protected: {', '.join(RULES)} (docs/links.md)",
-}
-"""EngineConfig fields that can be given."""
-
-SETTING_OPTIONS = {
-    "heartbeat_interval_s": "heartbeat_interval_s",
-    "heartbeat_timeout_s": "heartbeat_timeout_s",
-    "hang_timeout_s": "hang_timeout_s",
-    "last_holder_timeout_s": "last_holder_timeout_s",
-    "confirm_timeout_s": "confirm_timeout_s",
-    "silence_timeout_s": "silence_timeout_s",
-    "report_timeout_s": "report_timeout_s",
-    "load_timeout_s": "join_timeout_s",
-    "linger_timeout_s": "linger_timeout_s",
-    "reconnect_grace_s": "reconnect_grace_s",
-}
-"""Names of Settings here and there: the scheduler's rules, which count on the node that hosts it."""
-
-OWN_OPTIONS = {
-    "node": "this node's name, unique in the job (default: host name and process id of the agent)",
-    "store": "the chain's file on the scheduler's host; or etcd://a+b+c: every agent is a candidate (docs/failover.md)",
-    "advertise": "HOST:PORT at which others reach this node's candidate, if not where it listens (with store=etcd://...)",
-    "idle_timeout_s": "a hosted scheduler ends after so long without a worker",
-}
 
 FOREIGN = frozenset(
     (
@@ -94,8 +48,14 @@ FOREIGN = frozenset(
     )
 )
 """Options of torch's own backends: they mean nothing here and are named in a warning."""
+_TORCHRUNS = ("endpoint", "job", "name", "min_nodes", "max_nodes")
+"""What torchrun's own options say (--rdzv-endpoint, --rdzv-id, --nnodes), and `node`."""
+_RENAMED = {"join_timeout_s": "load_timeout_s"}
+"""Rules of the scheduler that have another name here, as members have a setting of that name with another meaning."""
 
-_PATHS = ("keys_dir", "token_file", "log_dir", "transfer_folder")
+
+def _node(name: str) -> str:
+    return "" if re.fullmatch(r"[A-Za-z0-9._-]{0,56}", name) else "expected up to 56 letters, digits, dots, dashes, _"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,36 +64,43 @@ class RendezvousOptions:
 
     Attributes:
         config: The workers' configuration but for their names.
-        settings: The rules for a scheduler started here.
+        scheduler: What a scheduler that is started here is told.
         node: This node's name.
-        store: The chain's file, "" for the default place.
-        advertise: Where others reach a candidate hosted here, "" for where it listens.
-        idle_timeout_s: See OWN_OPTIONS; 0 for the default.
     """
 
     config: EngineConfig
-    settings: Settings
-    node: str
-    store: str = ""
-    advertise: str = ""
-    idle_timeout_s: float = 0.0
+    scheduler: SchedulerOptions
+    node: str = setting(
+        "", "This node's name, unique in the job. By default host name and process id of the agent.", check=_node
+    )
 
     def environment(self) -> dict[str, str]:
-        """Variables for the workers: EngineConfig.build and hosting.host_for_engine read them."""
-        default = EngineConfig()
-        always = {"endpoint", "job", "min_nodes", "max_nodes", "bind", "join_timeout_s"}
-        found = {"CHAOS_NODE": self.node, "CHAOS_SETTINGS": settings_to_json(self.settings)}
-        for field in fields(EngineConfig):
-            value = getattr(self.config, field.name)
-            if field.name != "name" and (field.name in always or value != getattr(default, field.name)):
-                found[f"CHAOS_{field.name.upper()}"] = str(int(value)) if isinstance(value, bool) else str(value)
-        if self.store:
-            found["CHAOS_STORE"] = self.store
-        if self.advertise:
-            found["CHAOS_ADVERTISE"] = self.advertise
-        if self.idle_timeout_s:
-            found["CHAOS_IDLE_TIMEOUT_S"] = f"{self.idle_timeout_s:g}"
+        """Variables for the workers: EngineConfig.build and hosting.host_for_engine read them.
+
+        All settings are told, defaults too: what was given explicitly goes before a variable that was set already.
+        """
+        found = {"CHAOS_NODE": self.node, "CHAOS_SETTINGS": settings_to_json(self.scheduler.settings)}
+        found |= to_environment(declared(EngineConfig), self.config) | to_environment(HOSTED, self.scheduler)
+        del found["CHAOS_NAME"]
         return found
+
+
+MEMBER_OPTIONS = {name: made for name, made in declared(EngineConfig).items() if name not in _TORCHRUNS}
+"""Of the workers."""
+SETTING_OPTIONS = {
+    _RENAMED.get(name, name): made
+    for name, made in declared(Settings).items()
+    if name in _RENAMED or name not in declared(EngineConfig)
+}
+"""Of the scheduler's rules those that are not a member's as well; they count on the node that hosts it."""
+OPTIONS: Mapping[str, Setting] = {**MEMBER_OPTIONS, **SETTING_OPTIONS, **declared(RendezvousOptions), **HOSTED}
+"""All that --rdzv-conf takes."""
+
+
+def conf_help() -> str:
+    """A line for each option."""
+    lines = (f"  {name:24}{made.short}" + f" ({made.shown})" * bool(made.shown) for name, made in OPTIONS.items())
+    return "\n".join(("--rdzv-conf NAME=VALUE,... takes (docs/settings.md):", *lines))
 
 
 def read_options(
@@ -160,59 +127,68 @@ def read_options(
     """
     conf = {k: str(v) for k, v in given.items()}
     timeout = conf.pop("timeout", "")
-    ignored = sorted(set(conf) & FOREIGN)
-    if ignored:
-        logger.warning("--rdzv-conf %s: not used by the backend chaos", ", ".join(ignored))
-    known = {**MEMBER_OPTIONS, **OWN_OPTIONS, **dict.fromkeys(SETTING_OPTIONS, "a rule of the scheduler, in seconds")}
-    unknown = sorted(set(conf) - FOREIGN - set(known))
-    if unknown:
-        raise ConfigurationError(
-            f"--rdzv-conf: unknown {', '.join(unknown)}; known are " + "; ".join(f"{k} ({v})" for k, v in known.items())
-        )
-    host, port = split_endpoint(split_endpoints(endpoint or DEFAULT_ENDPOINT)[0])
-    values: dict[str, Any] = {name: _typed(name, conf[name]) for name in MEMBER_OPTIONS if name in conf}
-    for name in _PATHS:
-        text = values.get(name) or environ.get(f"CHAOS_{name.upper()}")
-        if text:
-            # Workers may change their directory.
-            values[name] = str(Path(text).absolute())
-    kept = str(values.get("on_last_exit") or environ.get("CHAOS_ON_LAST_EXIT", ""))
-    if kept not in ("", *ON_LAST_EXIT):
-        values["on_last_exit"] = str(Path(kept).absolute())
-    if plan := values.get("plan") or environ.get("CHAOS_PLAN"):
-        values["plan"] = absolute_plan(plan)
+    _check_names(conf)
+    endpoint = endpoint or DEFAULT_ENDPOINT
+    values = _values(MEMBER_OPTIONS, conf, environ)
     if "join_timeout_s" not in values and timeout:
-        values["join_timeout_s"] = _parse("timeout", timeout, float)
-    if "heartbeat_timeout_s" in conf:
-        values["heartbeat_timeout_s"] = _parse("heartbeat_timeout_s", conf["heartbeat_timeout_s"], float)
-    values.setdefault("bind", environ.get("CHAOS_BIND") or local_addr or facing(host, port))
-    store = conf.get("store") or environ.get("CHAOS_STORE", "")
-    advertise = conf.get("advertise") or environ.get("CHAOS_ADVERTISE", "")
-    config = EngineConfig.build(
-        {
-            **values,
-            "endpoint": candidates(endpoint or DEFAULT_ENDPOINT, str(values["bind"]), store),
-            "job": "default" if run_id in ("", "none") else run_id,
-            "min_nodes": nodes[0],
-            "max_nodes": nodes[1],
-            "name": "unnamed",
-        },
-        environ,
+        values["join_timeout_s"] = MEMBER_OPTIONS["join_timeout_s"].read(timeout, "--rdzv-conf timeout")
+    if "bind" not in values:
+        values["bind"] = local_addr or facing(*split_endpoint(split_endpoints(endpoint)[0]))
+    hosted = _values(HOSTED, conf, environ)
+    store = hosted.get("store", "")
+    hosted["advertise"] = check_advertise(hosted.get("advertise", ""), "--rdzv-conf advertise=", store)
+    config = EngineConfig(
+        endpoint=candidates(endpoint, values["bind"], store),
+        job="default" if run_id in ("", "none") else run_id,
+        min_nodes=nodes[0],
+        max_nodes=nodes[1],
+        name="unnamed",
+        **values,
     )
-    base = settings_from_json(environ.get("CHAOS_SETTINGS") or "{}")
-    changed = {theirs: conf[ours] for ours, theirs in SETTING_OPTIONS.items() if ours in conf}
-    changed.setdefault("heartbeat_timeout_s", str(config.heartbeat_timeout_s))
-    if config.links != "auto":
-        changed["links"] = config.links
+    own = _values(declared(RendezvousOptions), conf, environ)
     return RendezvousOptions(
         config=config,
-        settings=replace(
-            change_settings(base, changed), job=config.job, min_nodes=config.min_nodes, max_nodes=config.max_nodes
+        scheduler=SchedulerOptions(
+            listen=config.endpoints[0], settings=_rules(config, conf, environ), log_dir=config.log_dir, **hosted
         ),
-        node=_node_name(conf.get("node") or environ.get("CHAOS_NODE", "")),
-        store=store if store in ("", MEMORY) or store.startswith(ETCD) else str(Path(store).absolute()),
-        advertise=check_advertise(advertise, "--rdzv-conf advertise=", store),
-        idle_timeout_s=_number(conf, "idle_timeout_s", float, 0.0),
+        node=own.get("node") or f"{host_name()}-{os.getpid()}",
+    )
+
+
+def _check_names(conf: Mapping[str, str]) -> None:
+    if ignored := sorted(set(conf) & FOREIGN):
+        logger.warning("--rdzv-conf %s: not used by the backend chaos", ", ".join(ignored))
+    if unknown := sorted(set(conf) - FOREIGN - set(OPTIONS)):
+        known = "; ".join(f"{name} ({made.short})" for name, made in OPTIONS.items())
+        raise ConfigurationError(f"--rdzv-conf: unknown {', '.join(unknown)}; known are {known}")
+
+
+def _values(options: Mapping[str, Setting], conf: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, Any]:
+    """What was given, by the fields' names: in --rdzv-conf, or in the environment. Workers may change their directory,
+    so paths are made absolute."""
+    values: dict[str, Any] = {}
+    for name, made in options.items():
+        where, text = f"--rdzv-conf {name}", conf.get(name)
+        if text is None and (text := environ.get(made.variable)):
+            where = f"environment variable {made.variable}"
+        if text is not None and (text or name in conf):
+            value = made.read(text, where)
+            made.demand(value, where)
+            values[made.name] = made.absolute(value) if made.absolute is not None else value
+    return values
+
+
+def _rules(config: EngineConfig, conf: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
+    """The environment's, with what --rdzv-conf says, and what this node's members go by."""
+    base = settings_from_json(environ.get("CHAOS_SETTINGS") or "{}")
+    return replace(
+        base,
+        **_values(SETTING_OPTIONS, conf, {}),
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+        links=config.links if config.links != "auto" else base.links,
+        job=config.job,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
     )
 
 
@@ -241,35 +217,3 @@ def facing(host: str, port: int = DEFAULT_PORT) -> str:
         raise ConfigurationError(
             f"no route to the endpoint {join_endpoint(host, port)} ({error}); give bind=ADDRESS in --rdzv-conf"
         ) from error
-
-
-def _node_name(given: str) -> str:
-    if not given:
-        host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40] or "node"
-        return f"{host}-{os.getpid()}"
-    if not re.fullmatch(r"[A-Za-z0-9._-]{1,56}", given):
-        raise ConfigurationError(f"node={given!r}: up to 56 letters, digits, dots, dashes and underscores, please")
-    return given
-
-
-def _typed(name: str, text: str) -> Any:
-    default = next(f.default for f in fields(EngineConfig) if f.name == name)
-    if isinstance(default, bool):
-        if text.lower() not in ("0", "1", "true", "false", "yes", "no"):
-            raise ConfigurationError(f"--rdzv-conf {name}={text}: expected 0 or 1")
-        return text.lower() in ("1", "true", "yes")
-    return _parse(name, text, type(default))
-
-
-def _parse(name: str, text: str, kind: Any) -> Any:
-    try:
-        return kind(text)
-    except ValueError as error:
-        raise ConfigurationError(f"--rdzv-conf {name}={text}: expected a number") from error
-
-
-def _number(conf: Mapping[str, str], name: str, kind: Any, default: Any) -> Any:
-    value = _parse(name, conf[name], kind) if name in conf else default
-    if value < 0 or (kind is int and value < 1):
-        raise ConfigurationError(f"--rdzv-conf {name}={value}: expected a positive number")
-    return value

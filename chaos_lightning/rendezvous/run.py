@@ -44,8 +44,10 @@ from torch.distributed.elastic.utils.api import macros
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
+from chaos_lightning.control.scheduler_main import HelpFormat
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.rendezvous.handler import BACKEND, create_handler
+from chaos_lightning.rendezvous.options import conf_help
 from chaos_lightning.rendezvous.polite import asking, pass_on, say
 
 logger = logging.getLogger("chaos_lightning.rendezvous")
@@ -72,18 +74,11 @@ _TURN_S = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-class _Format(argparse.RawDescriptionHelpFormatter):
-    """As the other commands' help."""
-
-    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
-        super().add_usage(usage, actions, groups, prefix or "Usage: ")
-
-
 def parser() -> argparse.ArgumentParser:
     """torchrun's, with this command's name, words and defaults."""
     made: argparse.ArgumentParser = get_args_parser()
     made.prog, made.description = "chaos-lightning run", HELP
-    made.formatter_class = _Format
+    made.formatter_class, made.epilog = HelpFormat, conf_help()
     made.set_defaults(rdzv_backend=BACKEND, nnodes="1:64", max_restarts=9)
     return made
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.planning import shards
-from chaos_lightning.planning.shards import Links, Neighbour, SharePlan
+from chaos_lightning.planning.shards import POLICIES, Links, Neighbour, SharePlan
 from chaos_lightning.replication.policy import (
     MIN_REQUEST_NBYTES,
     Assignment,
@@ -313,9 +313,6 @@ _PLANNERS: dict[str, Planner] = {
         nbytes, found, barrier=o.barrier, ingress_s_per_byte=o.ingress_s_per_byte
     ),
 }
-
-POLICIES = ("adaptive", *_PLANNERS, "multi_source", "stop_resume", "shared")
-"""Names that `make_policy` knows."""
 
 
 def make_policy(

@@ -25,9 +25,8 @@ from chaos_lightning.control.driver import real_machine
 from chaos_lightning.control.etcd_address import read_address
 from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.control.memory_store import MemoryStore
-from chaos_lightning.control.options import SchedulerOptions
+from chaos_lightning.control.options import Owed, SchedulerOptions, ServerConfig
 from chaos_lightning.control.server import CANNOT_LEAD
-from chaos_lightning.control.server_config import Owed, ServerConfig
 from chaos_lightning.control.store import Store
 from chaos_lightning.control.streams import Stream, Streams
 from chaos_lightning.membership import effects as fx

@@ -15,7 +15,7 @@ from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.errors import ConfigurationError, RefusedError
 from chaos_lightning.events.events import Record
 from chaos_lightning.machine.listener import free_ports
-from chaos_lightning.observe.cli_report import report
+from chaos_lightning.observe.commands import report
 from chaos_lightning.security import keyfiles
 from chaos_lightning.security.credentials import Credentials, KeyFolder
 from chaos_lightning.security.keyfiles import KEY, NODES, Node

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from chaos_lightning.errors import ConfigurationError, SchedulerUnreachableError
 from chaos_lightning.events.events import read_events
 from chaos_lightning.events.reader import log_files
-from chaos_lightning.observe import charts, cli_report, cli_top, report
+from chaos_lightning.observe import charts, commands, report
 from chaos_lightning.observe.audit import audit
 from chaos_lightning.observe.render import Board, Row, draw, from_status, from_timeline
 from chaos_lightning.observe.timeline import Timeline
@@ -275,8 +275,8 @@ def test_markup_in_names_is_only_text() -> None:
 
 
 def test_follow_reads_on_and_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_top, "KEPT_SLOTS", 20)
-    board = cli_top.follow(tmp_path)
+    monkeypatch.setattr(commands, "KEPT_SLOTS", 20)
+    board = commands.follow(tmp_path)
     assert board().rows == []
     run = Script()
     run.found(["a", "b"])
@@ -291,7 +291,7 @@ def test_follow_reads_on_and_stays_small(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_follow_turns_to_the_next_job_in_the_same_folder(tmp_path: Path) -> None:
-    board = cli_top.follow(tmp_path)
+    board = commands.follow(tmp_path)
     first, second = two_jobs()
     first.write(tmp_path)
     assert ("step", "12") in board().figures
@@ -314,7 +314,7 @@ def test_report_is_about_the_latest_job_and_says_so(tmp_path: Path) -> None:
 
 
 def test_watch_prints_once_without_a_terminal(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli_top.watch(cli_top.follow(logs), interval_s=0.01, stop=threading.Event())
+    commands.watch(commands.follow(logs), interval_s=0.01, stop=threading.Event())
     assert "delta~1" in capsys.readouterr().out
 
 
@@ -325,7 +325,7 @@ def test_an_unreachable_scheduler_is_a_line_on_the_board(monkeypatch: pytest.Mon
         raise SchedulerUnreachableError("no scheduler at 127.0.0.1:1")
 
     monkeypatch.setattr(channel, "fetch_status", unreachable)
-    assert "training needs none" in lines_of(cli_top.ask("127.0.0.1:1")(), width=140)
+    assert "training needs none" in lines_of(commands.ask("127.0.0.1:1")(), width=140)
 
 
 # ------------------------------------------------------------------------------------------------ commands
@@ -333,9 +333,9 @@ def test_an_unreachable_scheduler_is_a_line_on_the_board(monkeypatch: pytest.Mon
 
 def app() -> typer.Typer:
     made = typer.Typer()
-    made.command("report")(cli_report.report)
-    made.command("audit")(cli_report.audit)
-    made.command("top")(cli_top.top)
+    made.command("report")(commands.report)
+    made.command("audit")(commands.audit)
+    made.command("top")(commands.top)
     return made
 
 
@@ -404,7 +404,7 @@ def test_nothing_of_observe_needs_torch_or_lightning() -> None:
 
     code = (
         "import sys; import chaos_lightning.observe.audit, chaos_lightning.observe.report, "
-        "chaos_lightning.observe.cli_top, chaos_lightning.observe.cli_report, chaos_lightning.lab.harness; "
+        "chaos_lightning.observe.commands, chaos_lightning.lab.harness; "
         "sys.exit([m for m in ('torch', 'lightning', 'matplotlib', 'grpc') if m in sys.modules] or 0)"
     )
     root = Path(__file__).resolve().parents[2]
@@ -483,8 +483,8 @@ def test_names_and_reasons_do_not_command_who_reads_about_a_run(tmp_path: Path, 
     run.say("b~1", "published", seq=run.seq, head=run.head, hash=EVIL)
     logs = run.write(tmp_path)
     app = typer.Typer()
-    app.command("report")(cli_report.report)
-    app.command("audit")(cli_report.audit)
+    app.command("report")(commands.report)
+    app.command("audit")(commands.audit)
     given = ["--out", str(tmp_path), "--title", EVIL] if command == "report" else []
     told = CliRunner().invoke(app, [command, str(logs), *given], catch_exceptions=False)
     assert "\N{REPLACEMENT CHARACTER}[2J" in told.output  # of the violation that the last lines are

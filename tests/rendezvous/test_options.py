@@ -6,7 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def test_defaults_reach_the_worker() -> None:
     same = {"keys_dir", "token_file", "plan", "chunk_nbytes", "log_dir", "step_timeout_s", "overlap", "by_reference"}
     for name in same:
         assert getattr(config, name) == getattr(default, name), name
-    assert options.settings == Settings(job="j", min_nodes=1, max_nodes=4)
+    assert options.scheduler.settings == Settings(job="j", min_nodes=1, max_nodes=4)
 
 
 @pytest.mark.parametrize(
@@ -65,65 +64,22 @@ def test_the_run_id_is_the_jobs_name(run_id: str, job: str) -> None:
 def test_nodes_are_counted_not_workers() -> None:
     options = read(nodes=(2, 5))
     assert (options.config.min_nodes, options.config.max_nodes) == (2, 5)
-    assert (options.settings.min_nodes, options.settings.max_nodes) == (2, 5)
+    assert (options.scheduler.settings.min_nodes, options.scheduler.settings.max_nodes) == (2, 5)
 
 
-def test_everything_that_can_be_given_arrives(tmp_path: Path) -> None:
-    given = {
-        "keys_dir": "keys",
-        "token_file": "token",
-        "log_dir": "logs",
-        "bind": "127.0.0.2",
-        "plan": "tree",
-        "chunk_nbytes": "8192",
-        "join_timeout_s": "7.5",
-        "step_timeout_s": "8.5",
-        "host_scheduler": "0",
-        "overlap": "no",
-        "by_reference": "no",
-        "state_hash_every": "5",
-        "join_by": "pause",
-        "transfer": "even",
-        "ingress_bps": "2e8",
-        "transfer_folder": str(tmp_path),
-        "neighbours": "a+b",
-        "links": "authenticated",
-        "heartbeat_interval_s": "0.2",
-        "heartbeat_timeout_s": "1.25",
-        "hang_timeout_s": "11",
-        "last_holder_timeout_s": "18",
-        "confirm_timeout_s": "12",
-        "report_timeout_s": "13",
-        "load_timeout_s": "14",
-        "linger_timeout_s": "15",
-        "silence_timeout_s": "19",
-        "reconnect_grace_s": "16",
-        "node": "edge.1",
-        "on_last_exit": "kept",
-        "store": "etcd://a+b",
-        "advertise": "gate",
-        "idle_timeout_s": "17",
-    }
-    assert set(given) == {*module.MEMBER_OPTIONS, *module.SETTING_OPTIONS, *module.OWN_OPTIONS}
-    options = read(given)
+def test_what_was_given_arrives_with_a_worker_in_another_folder() -> None:
+    paths = {"keys_dir": "keys", "token_file": "token", "log_dir": "logs", "on_last_exit": "kept"}
+    given = {"overlap": "no", "ingress_bps": "2e8", "neighbours": "a+b", "links": "authenticated", "node": "edge.1"}
+    options = read({**paths, **given, "store": "etcd://a+b", "advertise": "gate", "load_timeout_s": "14"})
     config = worker_config(options, local_rank=1)
     assert config.name == "edge.1-1"
-    assert (config.keys_dir, config.token_file) == (os.path.abspath("keys"), os.path.abspath("token"))
-    assert config.log_dir == os.path.abspath("logs")
-    assert (config.bind, config.plan, config.chunk_nbytes, config.state_hash_every) == ("127.0.0.2", "tree", 8192, 5)
-    assert (config.join_timeout_s, config.step_timeout_s, config.heartbeat_timeout_s) == (7.5, 8.5, 1.25)
-    assert (config.host_scheduler, config.overlap, config.by_reference) == (False, False, False)
-    assert (config.join_by, config.neighbour_names) == ("pause", ("a", "b"))
-    assert config.on_last_exit == os.path.abspath("kept")
-    assert (config.transfer, config.ingress_bps, config.transfer_folder) == ("even", 2e8, str(tmp_path))
-    settings = options.settings
-    assert (config.links, settings.links) == ("authenticated", "authenticated")
-    assert (settings.heartbeat_interval_s, settings.heartbeat_timeout_s, settings.hang_timeout_s) == (0.2, 1.25, 11.0)
-    assert (settings.confirm_timeout_s, settings.report_timeout_s, settings.join_timeout_s) == (12.0, 13.0, 14.0)
-    assert (settings.linger_timeout_s, settings.reconnect_grace_s) == (15.0, 16.0)
-    assert (settings.last_holder_timeout_s, settings.silence_timeout_s) == (18.0, 19.0)
-    assert (options.store, options.advertise, options.idle_timeout_s) == ("etcd://a+b", "gate:29400", 17.0)
-    assert (read({"store": "chain"}).store, read({"store": MEMORY}).store) == (os.path.abspath("chain"), MEMORY)
+    assert {name: getattr(config, name) for name in paths} == {k: os.path.abspath(v) for k, v in paths.items()}
+    assert (config.overlap, config.ingress_bps, config.neighbour_names) == (False, 2e8, ("a", "b"))
+    assert (config.links, options.scheduler.settings.links) == ("authenticated", "authenticated")
+    assert (config.join_timeout_s, options.scheduler.settings.join_timeout_s) == (900.0, 14.0)
+    assert (options.scheduler.store, options.scheduler.advertise) == ("etcd://a+b", "gate:29400")
+    assert read({"store": "chain"}).scheduler.store == os.path.abspath("chain")
+    assert read({"store": MEMORY}).scheduler.store == MEMORY
 
 
 def test_a_worker_would_revive_the_very_same_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +104,7 @@ def test_the_users_environment_stands_in_for_what_was_not_given() -> None:
 
 
 def test_settings_from_the_environment_are_kept() -> None:
-    assert read(environ={"CHAOS_SETTINGS": '{"hang_timeout_s": 3}'}).settings.hang_timeout_s == 3.0
+    assert read(environ={"CHAOS_SETTINGS": '{"hang_timeout_s": 3}'}).scheduler.settings.hang_timeout_s == 3.0
 
 
 @pytest.mark.parametrize(
@@ -157,13 +113,13 @@ def test_settings_from_the_environment_are_kept() -> None:
         ({"heartbeat_timout_s": "1"}, "unknown heartbeat_timout_s; known are.*heartbeat_timeout_s"),
         ({"nde": "x", "blan": "y"}, "unknown blan, nde"),
         ({"plan": "ring"}, "plan 'ring' is unknown"),
-        ({"chunk_nbytes": "many"}, "chunk_nbytes=many: expected a number"),
-        ({"overlap": "maybe"}, "overlap=maybe: expected 0 or 1"),
+        ({"chunk_nbytes": "many"}, "chunk_nbytes='many': expected a whole number"),
+        ({"overlap": "maybe"}, "overlap='maybe': expected 0 or 1"),
         ({"idle_timeout_s": "-1"}, "idle_timeout_s=-1.0: expected a positive"),
-        ({"heartbeat_timeout_s": "soon"}, "heartbeat_timeout_s=soon"),
+        ({"heartbeat_timeout_s": "soon"}, "heartbeat_timeout_s='soon'"),
         ({"hang_timeout_s": "soon"}, "hang_timeout_s='soon': expected a number"),
         ({"node": "a b"}, "node='a b'"),
-        ({"timeout": "x"}, "timeout=x"),
+        ({"timeout": "x"}, "timeout='x': expected a number"),
         ({"advertise": "a:1"}, "advertise=a:1: only candidates with their chain in etcd are named"),
         ({"advertise": "a:b", "store": "etcd://a"}, "advertise=a:b: expected HOST:PORT"),
         ({"advertise": "0.0.0.0:1", "store": "etcd://a"}, "advertise=0.0.0.0:1: nobody can call that"),
@@ -210,9 +166,20 @@ def test_no_route_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
         read(endpoint="192.0.2.1:29500")
 
 
-def test_every_option_is_a_field_somewhere() -> None:
-    assert set(module.MEMBER_OPTIONS) <= {f.name for f in fields(EngineConfig)}
-    assert set(module.SETTING_OPTIONS.values()) <= {f.name for f in fields(Settings)}
+def test_an_option_that_equals_the_default_goes_before_the_environment() -> None:
+    """Of the agent: its workers have that environment, too."""
+    environ = {"CHAOS_PLAN": "chain", "CHAOS_OVERLAP": "0", "CHAOS_IDLE_TIMEOUT_S": "5"}
+    options = read({"plan": "auto", "overlap": "1", "idle_timeout_s": "0"}, environ)
+    assert (options.config.plan, options.config.overlap, options.scheduler.idle_timeout_s) == ("auto", True, 0.0)
+    variables = {**environ, **options.environment()}
+    assert EngineConfig.build({}, variables).plan == "auto"
+    assert EngineConfig.build({}, variables).overlap
+    assert variables["CHAOS_IDLE_TIMEOUT_S"] == "0.0"
+
+
+def test_torchruns_own_timeout_comes_after_the_environment() -> None:
+    assert read(environ={"CHAOS_JOIN_TIMEOUT_S": "7"}).config.join_timeout_s == 7.0
+    assert read({"join_timeout_s": "8"}, {"CHAOS_JOIN_TIMEOUT_S": "7"}).config.join_timeout_s == 8.0
 
 
 def test_reading_options_needs_no_torch() -> None:
@@ -226,7 +193,7 @@ def test_reading_options_needs_no_torch() -> None:
 def test_an_agents_candidate_is_told_where_others_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """By way of the environment, as its workers may start it again."""
     options = read({"store": "etcd://127.0.0.1+127.0.0.2", "advertise": "gate.example:4000"})
-    assert options.advertise == "gate.example:4000"
+    assert options.scheduler.advertise == "gate.example:4000"
     monkeypatch.delenv("CHAOS_ADVERTISE", raising=False)
     assert options_for_engine(options.config).advertise == ""
     for name, value in options.environment().items():
@@ -234,7 +201,7 @@ def test_an_agents_candidate_is_told_where_others_reach_it(monkeypatch: pytest.M
     found = options_for_engine(options.config)
     assert (found.advertise, found.store) == ("gate.example:4000", "etcd://127.0.0.1+127.0.0.2")
     assert found.listen == options.config.endpoints[0] != found.advertise
-    assert read({"store": "etcd://a"}, environ={"CHAOS_ADVERTISE": "g:1"}).advertise == "g:1"
+    assert read({"store": "etcd://a"}, environ={"CHAOS_ADVERTISE": "g:1"}).scheduler.advertise == "g:1"
     monkeypatch.setenv("CHAOS_STORE", "")
     with pytest.raises(ConfigurationError, match=r"CHAOS_ADVERTISE=gate\.example:4000: only candidates"):
         options_for_engine(options.config)

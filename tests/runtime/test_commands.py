@@ -213,8 +213,9 @@ def test_the_endpoint_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
         (["scheduler", "--set", "colour=red"], 2, "unknown settings colour"),
         (["scheduler", "--set", "nonsense"], 2, "expected NAME=VALUE"),
         (["scheduler", "--min-nodes", "0"], 2, "min_nodes=0"),
-        (["scheduler", "--job", "a b"], 2, "job 'a b' may have up to 64 letters"),
-        (["scheduler", "--job", "a\n"], 2, "may have up to 64 letters"),
+        (["scheduler", "--min-nodes", "two"], 2, "--min-nodes='two': expected a whole number"),
+        (["scheduler", "--job", "a b"], 2, "job='a b': expected 1 to 64 letters"),
+        (["scheduler", "--job", "a\n"], 2, "expected 1 to 64 letters"),
         (["scheduler", "--listen", "0.0.0.0:1"], 2, "cluster token"),
     ],
 )

@@ -7,28 +7,27 @@ from typing import Any
 import pytest
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.replication import POLICIES
-from chaos_lightning.settings import TRANSFERS, EngineConfig
+from chaos_lightning.settings import EngineConfig
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan])
 @pytest.mark.parametrize("name", ["heartbeat_timeout_s", "join_timeout_s", "step_timeout_s"])
 def test_a_wait_without_duration_or_end_is_refused(name: str, value: float) -> None:
-    with pytest.raises(ConfigurationError, match=f"^{name} {value}: expected a positive number of seconds"):
+    with pytest.raises(ConfigurationError, match=f"^{name}={value}: expected a positive number of seconds"):
         EngineConfig(**{name: value})
-    with pytest.raises(ConfigurationError, match=f"^{name} "):
+    with pytest.raises(ConfigurationError, match=f"^{name}="):
         EngineConfig.build({}, {f"CHAOS_{name.upper()}": str(value)})
 
 
 def test_hashes_are_compared_never_or_every_so_many_steps() -> None:
-    with pytest.raises(ConfigurationError, match=r"^state_hash_every -1: expected a number of steps, or 0 for never"):
+    with pytest.raises(ConfigurationError, match=r"^state_hash_every=-1: expected a number of steps, or 0 for never"):
         EngineConfig(state_hash_every=-1)
     assert EngineConfig(state_hash_every=0).state_hash_every == 0
 
 
 @pytest.mark.parametrize(("text", "words"), [("b,a", "'a' is this member itself"), ("b,c d/e", "'d/e' is no node's")])
 def test_neighbours_that_cannot_be_are_refused(text: str, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"^neighbours '{text}': {words}"):
+    with pytest.raises(ConfigurationError, match=f"^neighbours='{text}': {words}"):
         EngineConfig(name="a", neighbours=text)
     assert EngineConfig(name="a", neighbours="b, c+d").neighbour_names == ("b", "c", "d")
 
@@ -36,21 +35,17 @@ def test_neighbours_that_cannot_be_are_refused(text: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"transfer": "fast"}, "transfer 'fast': expected one of adaptive, greedy"),
-        ({"ingress_bps": -1.0}, "ingress_bps -1.0: expected bits per second"),
-        ({"ingress_bps": math.inf}, "ingress_bps inf: expected bits per second"),
-        ({"transfer_folder": "/no/such"}, "transfer_folder '/no/such': no such folder"),
-        ({"transfer": "stop_resume"}, "transfer 'stop_resume' needs transfer_folder"),
+        ({"transfer": "fast"}, "transfer='fast': expected one of adaptive, greedy"),
+        ({"ingress_bps": -1.0}, "ingress_bps=-1.0: expected bits per second"),
+        ({"ingress_bps": math.inf}, "ingress_bps=inf: expected bits per second"),
+        ({"transfer_folder": "/no/such"}, "transfer_folder='/no/such': no such folder"),
+        ({"transfer": "stop_resume"}, "transfer='stop_resume' needs transfer_folder"),
         (
             {"transfer": "stop_resume", "transfer_folder": "/", "join_by": "replay"},
-            "transfer 'stop_resume' lets all wait",
+            "transfer='stop_resume' lets all wait",
         ),
     ],
 )
 def test_transfers_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^{re.escape(words)}"):
         EngineConfig(**settings)
-
-
-def test_every_transfer_policy_can_be_chosen() -> None:
-    assert sorted(TRANSFERS) == sorted(POLICIES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,6 @@ import pytest
 from chaos_lightning.control.options import (
     MEMORY,
     SchedulerOptions,
-    change_settings,
     check_settings,
     default_store,
     settings_from_json,
@@ -93,7 +92,7 @@ def test_settings_travel_as_json() -> None:
         ('{"plan": 3}', "plan: expected an object"),
         ('{"min_nodes": 0}', "min_nodes=0"),
         ('{"min_nodes": 3, "max_nodes": 2}', "min_nodes=3, max_nodes=2"),
-        ('{"job": ""}', "job is empty"),
+        ('{"job": ""}', "job='': expected 1 to 64 letters"),
         ('{"report_timeout_s": 0}', "report_timeout_s=0.0: expected a positive"),
         ('{"report_timeout_s": 1e400}', "report_timeout_s=inf"),
         ('{"hang_timeout_s": 20, "last_holder_timeout_s": 19}', "last_holder_timeout_s=19 with hang_timeout_s=20"),
@@ -103,15 +102,6 @@ def test_settings_travel_as_json() -> None:
 def test_odd_settings_are_named(text: str, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         settings_from_json(text)
-
-
-def test_every_setting_can_be_changed_by_text() -> None:
-    for field in fields(Settings):
-        if field.name == "plan":
-            continue
-        value = getattr(Settings(), field.name)
-        other = "other" if isinstance(value, str) else value + 1
-        assert change_settings(Settings(), {field.name: str(other)}) == replace(Settings(), **{field.name: other})
 
 
 def test_no_grace_is_a_setting() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from keys_support import CHAIN, KEY, TOKEN, TRUSTED, Keys, write_keys
 
-from chaos_lightning.control.server_config import ServerConfig
+from chaos_lightning.control.options import ServerConfig
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.security import keyfiles
 from chaos_lightning.security.credentials import Credentials, KeyFolder, check_bind, known

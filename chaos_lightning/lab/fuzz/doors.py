@@ -25,8 +25,8 @@ from random import Random
 from typing import Any
 
 from chaos_lightning.control.memory_store import MemoryStore
+from chaos_lightning.control.options import ServerConfig
 from chaos_lightning.control.server import SchedulerServer
-from chaos_lightning.control.server_config import ServerConfig
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.lab.fuzz import mutate
 from chaos_lightning.lab.fuzz.target import FindingError

@@ -24,8 +24,8 @@ import grpc
 
 from chaos_lightning.control.agent import Agent
 from chaos_lightning.control.memory_store import MemoryStore
+from chaos_lightning.control.options import ServerConfig
 from chaos_lightning.control.server import SchedulerServer
-from chaos_lightning.control.server_config import ServerConfig
 from chaos_lightning.errors import ChaosError, WireError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.lab.fuzz import mutate

@@ -1,8 +1,8 @@
-"""`chaos-lightning top`: the job live in a terminal, from event logs or from its scheduler.
+"""`chaos-lightning top`, `report` and `audit`: a job live in a terminal, what happened, whether the contract held.
 
 Theory of operation. `watch` redraws a board some times a second until Ctrl+C; where the facts come from is a function
 that returns a board. Following a log directory needs no server and works after the fact, too; asking the scheduler
-works from any machine that reaches it.
+works from any machine that reaches it. Heavy imports (matplotlib, gRPC) happen inside, so that help stays instant.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from typing import Annotated
 
 import typer
 
+from chaos_lightning.control.commands import Endpoint, KeysDir, TokenFile
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.events.reader import Tail, log_files
+from chaos_lightning.machine.terminal import printable
 from chaos_lightning.observe.jobs import Live
 from chaos_lightning.observe.render import Board, draw, from_status, from_timeline
 from chaos_lightning.observe.timeline import Timeline
+from chaos_lightning.settings import DEFAULT_ENDPOINT
 
 KEPT_SLOTS = 1000
 """A live board looks back over at least so many slots; a run may go on for days, its board must stay cheap."""
@@ -94,13 +97,9 @@ def watch(board: Callable[[], Board], *, interval_s: float, stop: threading.Even
 
 def top(
     logs: Annotated[Path | None, typer.Option(help="Follow this log directory (log_dir).", metavar="DIR")] = None,
-    endpoint: Annotated[
-        str, typer.Option(envvar="CHAOS_ENDPOINT", help="Ask this scheduler instead.", metavar="HOST:PORT")
-    ] = "",
-    token_file: Annotated[
-        str, typer.Option(help="File with the cluster token (or CHAOS_TOKEN_FILE, CHAOS_TOKEN).", metavar="PATH")
-    ] = "",
-    keys_dir: Annotated[str, typer.Option(help="Folder of keys (or CHAOS_KEYS_DIR).", metavar="DIR")] = "",
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    token_file: TokenFile = "",
+    keys_dir: KeysDir = "",
     interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 0.5,
     once: Annotated[bool, typer.Option("--once", help="Print one board and end.")] = False,
 ) -> None:
@@ -115,11 +114,60 @@ def top(
         raise ConfigurationError(
             f"no event log in {logs}: expected the folder that the job was given as log_dir, with *.jsonl files"
         )
-    if logs is not None:
-        board = follow(logs)
-    else:
-        board = ask(endpoint or "127.0.0.1:29400", token_file, keys_dir=keys_dir, must_answer=once)
+    board = follow(logs) if logs is not None else ask(endpoint, token_file, keys_dir=keys_dir, must_answer=once)
     if once:
         Console().print(draw(board()))
         return
     watch(board, interval_s=max(0.05, interval))
+
+
+def report(
+    logs: Annotated[Path, typer.Argument(help="Log directory of a run (log_dir), or one event file.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for report.html and report.png; default: the log directory.")
+    ] = None,
+    title: Annotated[str, typer.Option(help="Headline; default: the directory's name.")] = "",
+    job: Annotated[
+        int, typer.Option(help="If several jobs were logged here one after the other: which, from 1; 0 the latest.")
+    ] = 0,
+) -> None:
+    """Write one self-contained HTML page (and a PNG) about a run."""
+    from chaos_lightning.observe.report import write_report
+
+    try:
+        written = write_report(logs, out, title=title, job=job)
+    except (FileNotFoundError, ConfigurationError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(printable(written.summary))
+    for line in written.violations:
+        typer.echo(printable(f"VIOLATED  {line}"))
+    typer.echo(f"{written.page}\n{written.picture}")
+
+
+def audit(
+    logs: Annotated[Path, typer.Argument(help="Log directory of a run (log_dir), or one event file.")],
+    expect: Annotated[
+        list[str] | None, typer.Option(help="Node whose death or exclusion was planned; may be given several times.")
+    ] = None,
+) -> None:
+    """Check points 1 to 5 of the contract from the event logs alone.
+
+    Jobs that were logged into the folder one after the other are judged each on its own. Exit code 1 if a point is
+    violated, 2 if there are no logs or they show nothing.
+    """
+    from chaos_lightning.observe.audit import NOT_SHOWN, verdict, violations
+    from chaos_lightning.observe.audit import audit as check
+
+    try:
+        findings = check(logs, expected_deaths=expect or None)
+    except FileNotFoundError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    for line in verdict(findings).splitlines():
+        typer.echo(printable(line))
+    if violations(findings):
+        raise typer.Exit(1)
+    if all(f.verdict == NOT_SHOWN for f in findings):
+        typer.echo(f"error: the logs in {logs} show nothing about the contract: no slot was committed", err=True)
+        raise typer.Exit(2)

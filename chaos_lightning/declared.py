@@ -1,0 +1,162 @@
+"""How a setting is declared: once, as a field of a dataclass with its default, its help and its check.
+
+Theory of operation. `setting` makes such a field, and `declared` reads a class's settings back. All else is derived
+from them: what command lines, torchrun, Hydra, jsonargparse and the environment take, how text becomes a value, what
+is refused and in which words, and the tables in docs/settings.md. Type checkers see a plain dataclass.
+
+A setting's name ends in its unit (`timeout_s`, `nbytes`), its type is that of its default, and the first sentence of
+its help can stand alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from chaos_lightning.errors import ConfigurationError
+
+T = TypeVar("T")
+Check = Callable[[Any], str]
+"""What is wrong with a value, as in "expected a positive number"; "" if nothing is."""
+
+_KEY = "chaos_lightning"
+_BOOLEANS = {"0": False, "no": False, "false": False, "1": True, "yes": True, "true": True}
+_EXPECTED = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a text"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One setting, read back.
+
+    Attributes:
+        name: Of the field; also in --rdzv-conf, in Hydra and in `ChaosOptions`.
+        default: Its type is the setting's.
+        help: Sentences; the first one can stand alone.
+        check: What is wrong with a value. Without one seconds (`..._s`) must be positive, and all else is right.
+        absolute: The same value for a process that may run in another folder.
+        metavar: What stands for the value in the help of a command.
+    """
+
+    name: str = ""
+    default: Any
+    help: str
+    check: Check | None = None
+    absolute: Callable[[str], str] | None = None
+    metavar: str = ""
+
+    @property
+    def kind(self) -> type:
+        """bool, int, float or str."""
+        return type(self.default)
+
+    @property
+    def short(self) -> str:
+        """The first sentence of the help, without its full stop."""
+        return re.split(r"\.(?:\s|$)", self.help, maxsplit=1)[0]
+
+    @property
+    def shown(self) -> str:
+        """The default, for people; "" for none."""
+        return f"{self.default:g}" if self.kind in (bool, int, float) else str(self.default)
+
+    @property
+    def variable(self) -> str:
+        """The environment's name of it."""
+        return f"CHAOS_{self.name.upper()}"
+
+    @property
+    def option(self) -> str:
+        """A command's name of it: without the unit."""
+        return "--" + self.name.removesuffix("_s").replace("_", "-")
+
+    def read(self, given: object, where: str) -> Any:
+        """A value of this setting's type, from text, or from what JSON has for it.
+
+        Args:
+            given: The text or value.
+            where: What the user wrote it after, for the error.
+
+        Raises:
+            ConfigurationError: It is of another type.
+        """
+        try:
+            if self.kind is bool:
+                return given if isinstance(given, bool) else _BOOLEANS[str(given).lower()]
+            if self.kind is str and not isinstance(given, str):
+                raise TypeError(given)
+            if isinstance(given, bool) or (self.kind is int and isinstance(given, float) and given != int(given)):
+                raise TypeError(given)
+            return self.kind(given)
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            raise ConfigurationError(f"{where}={given!r}: expected {_EXPECTED[self.kind]}") from error
+
+    def demand(self, value: Any, where: str = "") -> None:
+        """Raises ConfigurationError if this setting may not have that value; `where` is its name for the user."""
+        check = self.check or (positive("seconds") if self.name.endswith("_s") else None)
+        if check is not None and (wrong := check(value)):
+            raise ConfigurationError(f"{where or self.name}={value!r}: {wrong}")
+
+
+def setting(
+    default: T,
+    help: str,
+    *,
+    check: Check | None = None,
+    absolute: Callable[[str], str] | None = None,
+    metavar: str = "",
+) -> T:
+    """A field of a dataclass that a user may set; see `Setting`."""
+    made = Setting(default=default, help=help, check=check, absolute=absolute, metavar=metavar)
+    return dataclasses.field(default=default, metadata={_KEY: made})
+
+
+def same_as(owner: type, name: str, **changes: Any) -> Any:
+    """The field of another class once more, where one thing is told at two places; `changes` are of `Setting`."""
+    made = dataclasses.replace(declared(owner)[name], **changes)
+    return dataclasses.field(default=made.default, metadata={_KEY: made})
+
+
+def declared(owner: type) -> Mapping[str, Setting]:
+    """The settings of a dataclass by name, in the order of its fields."""
+    return {
+        f.name: dataclasses.replace(f.metadata[_KEY], name=f.name)
+        for f in dataclasses.fields(owner)
+        if _KEY in f.metadata
+    }
+
+
+def check_each(instance: Any) -> None:
+    """Checks each setting by itself.
+
+    Raises:
+        ConfigurationError: Names the setting, what was given and what is expected.
+    """
+    for name, made in declared(type(instance)).items():
+        made.demand(getattr(instance, name))
+
+
+def document(owner: type) -> None:
+    """Writes the help of its settings into a class's docstring, where `help`, IDEs and jsonargparse look for it."""
+    told = "".join(f"\n        {made.name}: {made.help}" for made in declared(owner).values())
+    owner.__doc__ = f"{(owner.__doc__ or '').rstrip()}\n\n    Attributes:{told}\n    "
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def positive(what: str) -> Check:
+    """A finite number above 0; `what` names its unit."""
+    return lambda value: "" if 0 < value < math.inf else f"expected a positive number of {what}"
+
+
+def at_least(least: float, what: str) -> Check:
+    """A finite number of `what` from `least` on."""
+    return lambda value: "" if least <= value < math.inf else f"expected {what}"
+
+
+def one_of(names: Sequence[str]) -> Check:
+    """One of these words."""
+    return lambda value: "" if value in names else f"expected one of {', '.join(names)}"

@@ -1,0 +1,253 @@
+"""Every setting is declared once: each field is found in all places that are derived from it, and in the docs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos_lightning.configs.schema import ChaosStrategyConfig, OptionsConfig
+from chaos_lightning.control import scheduler_main
+from chaos_lightning.control.options import HOSTED, MEMORY, SchedulerOptions, change_settings, settings_from_json
+from chaos_lightning.declared import Setting, declared
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.protocol.types import Settings
+from chaos_lightning.rendezvous.options import MEMBER_OPTIONS, OPTIONS, SETTING_OPTIONS, conf_help, read_options
+from chaos_lightning.settings import ARGUMENTS, ChaosOptions, EngineConfig, from_environment, to_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "settings.md"
+CLASSES = (EngineConfig, ChaosOptions, Settings, SchedulerOptions)
+UNITS = {"_s", "_nbytes", "_bps", "_every", "_nodes"}
+
+MEMBERS, RULES, SCHEDULERS = declared(EngineConfig), declared(Settings), declared(SchedulerOptions)
+
+
+def other(made: Setting) -> Any:
+    """A value that is not the default."""
+    special = {
+        "endpoint": "127.0.0.2:5",
+        "plan": "tree:3",
+        "chunk_nbytes": 8192,
+        "join_by": "pause",
+        "transfer": "even",
+        "transfer_folder": str(ROOT),
+        "links": "checksum",
+        "listen": "127.0.0.1:5",
+        "advertise": "10.0.0.5:6",
+        "store": MEMORY,
+    }
+    if made.name in special:
+        return special[made.name]
+    return not made.default if made.kind is bool else f"/{made.name}" if made.kind is str else made.default + 1
+
+
+def text_of(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+# ------------------------------------------------------------------------------------------------ the declaration
+
+
+@pytest.mark.parametrize("owner", CLASSES)
+def test_a_class_declares_all_that_a_user_may_set(owner: type) -> None:
+    bare = {f.name for f in fields(owner)} - set(declared(owner))
+    assert bare == {Settings: {"plan"}, SchedulerOptions: {"settings", "hosted"}}.get(owner, set())
+
+
+@pytest.mark.parametrize("made", [m for owner in CLASSES for m in declared(owner).values()], ids=lambda m: m.name)
+def test_help_is_made_of_sentences_and_numbers_have_units(made: Setting) -> None:
+    assert re.fullmatch(r"[A-Z].*\.", made.help)
+    assert len(made.short) < 150
+    if made.kind in (int, float):
+        assert any(made.name.endswith(unit) for unit in UNITS), made.name
+
+
+# ------------------------------------------------------------------------------------------------ of a member
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_members_setting_is_a_strategys(name: str) -> None:
+    holder, schema = (ChaosStrategyConfig, ChaosStrategyConfig) if name in ARGUMENTS else (ChaosOptions, OptionsConfig)
+    for place in (holder, schema):
+        assert next(f.default for f in fields(place) if f.name == name) is None
+    if name not in ARGUMENTS:
+        value = other(MEMBERS[name])
+        assert ChaosOptions.of({name: value}).for_engine()[name] == value
+        assert MEMBERS[name].help in (ChaosOptions.__doc__ or "")
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_members_setting_is_in_the_environment(name: str) -> None:
+    value = other(MEMBERS[name])
+    variable = f"CHAOS_{name.upper()}"
+    assert from_environment(MEMBERS, {variable: text_of(value)}) == {name: value}
+    given = {"name": value.strip("/")} if name == "name" else {name: value}
+    if name in ("job", "name", "neighbours"):
+        given[name] = value = value.strip("/")
+    config = EngineConfig(**{"max_nodes": 99, **given})
+    assert to_environment(MEMBERS, config)[variable] == text_of(value)
+    assert getattr(EngineConfig.build({}, to_environment(MEMBERS, config)), name) == value
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_of_torchrun_is_told_and_read(name: str) -> None:
+    made, value = OPTIONS[name], other(OPTIONS[name])
+    if name in ("neighbours", "node"):
+        value = value.strip("/")
+    more = {"store": "etcd://a"} if name == "advertise" else {}
+    asked: dict[str, Any] = {"endpoint": "127.0.0.1:5", "run_id": "j", "nodes": (1, 4), "environ": {}}
+    read = read_options(given={name: text_of(value), **more}, **asked)
+    holder = read.config if name in MEMBER_OPTIONS else read.scheduler if name in HOSTED else read
+    found = getattr(read.scheduler.settings if name in SETTING_OPTIONS else holder, made.name)
+    assert found == value
+    assert re.search(rf"^  {name} +{re.escape(made.short)}", conf_help(), re.MULTILINE)
+    with pytest.raises(ConfigurationError, match=re.escape(f"{name} ({made.short})")):
+        read_options(given={"unheard_of": "1"}, **asked)
+
+
+def test_torchrun_takes_all_that_it_does_not_say_itself() -> None:
+    assert {*MEMBERS} - {*MEMBER_OPTIONS} == {"endpoint", "job", "name", "min_nodes", "max_nodes"}
+    assert {made.name for made in SETTING_OPTIONS.values()} | {*MEMBERS} >= {*RULES}
+
+
+# ------------------------------------------------------------------------------------------------ of a scheduler
+
+
+def parsed(*arguments: str) -> SchedulerOptions:
+    return scheduler_main.read(scheduler_main.parser().parse_args(arguments))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_is_told_and_read(name: str) -> None:
+    value = other(RULES[name])
+    value = value.strip("/") if isinstance(value, str) else value
+    assert getattr(change_settings(Settings(), {name: text_of(value)}), name) == value
+    limits = {"heartbeat_interval_s": ["--set", "heartbeat_timeout_s=9"], "min_nodes": [], "hang_timeout_s": []}
+    rules = parsed(*limits.get(name, []), "--set", f"{name}={value}").settings
+    assert getattr(rules, name) == value
+    assert RULES[name].short in scheduler_main.parser().format_help()
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_an_option_of_a_scheduler_is_told_and_read(name: str) -> None:
+    made, value = SCHEDULERS[name], other(SCHEDULERS[name])
+    words = [made.option] if made.kind is bool else [made.option, text_of(value)]
+    options = parsed(*words)
+    assert getattr(options, name) == value
+    assert parsed(*options.arguments()) == options
+    assert made.option in scheduler_main.parser().format_help()
+
+
+@pytest.mark.parametrize("number", ["1e400", "NaN", '"inf"', "null", '"1_0x"', "[1]"])
+@pytest.mark.parametrize("name", ["min_nodes", "hang_timeout_s"])
+def test_a_rule_that_is_no_number_is_named(name: str, number: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name}="):
+        settings_from_json(f'{{"{name}": {number}}}')
+
+
+def test_a_text_is_a_text() -> None:
+    with pytest.raises(ConfigurationError, match="setting job=None: expected a text"):
+        settings_from_json('{"job": null}')
+
+
+# ------------------------------------------------------------------------------------------------ one more
+
+ONE_MORE = """
+import pathlib, sys, types
+import chaos_lightning
+path = pathlib.Path(chaos_lightning.__file__).with_name("settings.py")
+field = '    patience_s: float = setting(1.5, "How patient it is.")\\n'
+before, after = path.read_text().split("    overlap: bool", 1)
+settings = types.ModuleType("chaos_lightning.settings")
+sys.modules["chaos_lightning.settings"] = settings
+exec(compile(before + field + "    overlap: bool" + after, str(path), "exec"), settings.__dict__)
+
+from chaos_lightning.configs.schema import OptionsConfig
+from chaos_lightning.rendezvous.options import conf_help, read_options
+assert OptionsConfig().patience_s is None
+assert settings.ChaosOptions(patience_s=2.0).for_engine()["patience_s"] == 2.0
+assert settings.EngineConfig.build({}, {"CHAOS_PATIENCE_S": "3"}).patience_s == 3.0
+asked = {"endpoint": "127.0.0.1:5", "run_id": "j", "nodes": (1, 4), "environ": {}}
+assert read_options(given={"patience_s": "2"}, **asked).environment()["CHAOS_PATIENCE_S"] == "2.0"
+assert "How patient it is (1.5)" in conf_help()
+try:
+    read_options(given={"patience_s": "-1"}, **asked)
+except ValueError as error:
+    print(error)
+print(*[m for m in ("torch", "lightning", "grpc") if m in sys.modules])
+"""
+
+
+def test_a_new_field_is_all_that_a_new_setting_takes() -> None:
+    done = subprocess.run([sys.executable, "-c", ONE_MORE], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["--rdzv-conf patience_s=-1.0: expected a positive number of seconds", ""]
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+INTRODUCTION = """\
+# Settings
+
+What can be set, made from where it is declared (`CHAOS_REWRITE=1 pytest tests/configs/test_settings.py` writes it
+again). An explicit argument goes before the environment's `CHAOS_<NAME>`, and that before the default.
+
+## Of a member
+
+Declared in `chaos_lightning/settings.py`. To be given as
+
+- an argument of `ChaosStrategy` ({arguments}), or in its `options`: `ChaosStrategy(options={{"plan": "tree"}})`, for
+  Hydra `strategy.options.plan=tree`, for LightningCLI `--trainer.strategy.init_args.options.plan=tree`;
+- an argument of `chaos_lightning.trainer.Trainer`;
+- under torchrun and `chaos-lightning run` as `--rdzv-conf plan=tree,overlap=0`, but for endpoint, job, min_nodes and
+  max_nodes, which are torchrun's own (`--rdzv-endpoint`, `--rdzv-id`, `--nnodes`);
+- an environment variable: `CHAOS_PLAN=tree`.
+
+"""
+BETWEEN = """
+## Of a strategy alone
+
+Declared in `chaos_lightning/settings.py`, given as its `options`.
+
+{own}
+## Rules of a job
+
+Declared in `chaos_lightning/protocol/types.py`, and applied by the scheduler. To be given as `chaos-lightning scheduler
+--set NAME=VALUE`, or as `--rdzv-conf NAME=VALUE` on the node that hosts the scheduler, where join_timeout_s is called
+load_timeout_s. What members have too (job, min_nodes, max_nodes, heartbeat_timeout_s, links, and the plan) follows from
+theirs.
+
+{rules}
+## Of a scheduler process
+
+Declared in `chaos_lightning/control/options.py`. Options of `chaos-lightning scheduler`; {hosted} and node
+(`CHAOS_NODE`: this node's name) also in `--rdzv-conf` and from the environment.
+
+{scheduler}"""
+
+
+def table(rows: dict[str, Setting], *, option: bool = False) -> str:
+    lines = [f"| {made.option if option else name} | {made.shown} | {made.help} |" for name, made in rows.items()]
+    return "\n".join(("| name | default | meaning |", "|---|---|---|", *lines, ""))
+
+
+def test_the_page_tells_each_setting() -> None:
+    own = {name: made for name, made in declared(ChaosOptions).items() if name not in MEMBERS}
+    text = (
+        INTRODUCTION.format(arguments=", ".join(ARGUMENTS))
+        + table(dict(MEMBERS))
+        + BETWEEN.format(
+            own=table(own), rules=table(dict(RULES)), scheduler=table(dict(SCHEDULERS), option=True),
+            hosted=", ".join(HOSTED),
+        )
+    )  # fmt: skip
+    if os.environ.get("CHAOS_REWRITE"):
+        PAGE.write_text(text)
+    assert PAGE.read_text() == text, "docs/settings.md is of yesterday; CHAOS_REWRITE=1 writes it again"
