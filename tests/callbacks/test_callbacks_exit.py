@@ -31,7 +31,7 @@ class At(Callback):
 def settled(engine: FakeEngine) -> FakeEngine:
     """After the thread that tells the engine."""
     for thread in threading.enumerate():
-        if thread.name == "chaos-exit":
+        if thread.name == "chaos-leave":
             thread.join()
     return engine
 
