@@ -35,6 +35,7 @@ def member(pipe: Connection, endpoint: str, name: str, state_mib: float, join_by
     from chaos_lightning.collectives.layout import Section
     from chaos_lightning.errors import DepartedError
     from chaos_lightning.member.engine import Engine
+    from chaos_lightning.member.training import switch_quickly
     from chaos_lightning.replication.access import ModuleState
     from chaos_lightning.replication.replay import ModuleReplay
     from chaos_lightning.settings import EngineConfig
@@ -57,6 +58,7 @@ def member(pipe: Connection, endpoint: str, name: str, state_mib: float, join_by
             join_by=join_by or "auto",
         )
     )
+    switch_quickly()
     engine.prepare(sections=[Section("all", list(model.named_parameters()))])
     if join_by:
         pipe.send(("ready", time.monotonic_ns()))

@@ -40,6 +40,7 @@ def member(pipe: Connection, endpoint: str, name: str, rates: dict[str, float], 
     os.environ["CHAOS_HOST"] = name
     from chaos_lightning.collectives.layout import Section
     from chaos_lightning.member.engine import Engine
+    from chaos_lightning.member.training import switch_quickly
     from chaos_lightning.replication.access import ModuleState
     from chaos_lightning.settings import EngineConfig
 
@@ -64,6 +65,7 @@ def member(pipe: Connection, endpoint: str, name: str, rates: dict[str, float], 
                 join_timeout_s=120,
             )
         )
+        switch_quickly()
         engine.prepare(sections=[Section("all", list(model.named_parameters()))])
         engine.join(fingerprint={}, quota=BATCH, accumulate=1, state=state)
         last = 0

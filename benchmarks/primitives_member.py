@@ -78,6 +78,7 @@ def member(pipe: Connection, endpoint: str, name: str, neighbours: str, work: Wo
     from chaos_lightning.collectives.layout import Section
     from chaos_lightning.lab.processes import die_with_parent
     from chaos_lightning.member.engine import Engine
+    from chaos_lightning.member.training import switch_quickly
     from chaos_lightning.replication.access import ModuleState
     from chaos_lightning.replication.replay import ModuleReplay
     from chaos_lightning.settings import EngineConfig
@@ -101,6 +102,7 @@ def member(pipe: Connection, endpoint: str, name: str, neighbours: str, work: Wo
     orders = Orders(pipe)
     while True:
         engine = orders.engine = Engine(config)
+        switch_quickly()
         engine.prepare(sections=[Section("all", list(model.named_parameters()))])
         pipe.send(("going", time.monotonic_ns()))
         engine.join(fingerprint={}, quota=BATCH, accumulate=1, state=state, replay=ModuleReplay(state))

@@ -41,11 +41,13 @@ def chaos_contender(model: Any, fused: bool, **settings: Any) -> Any:
 
     from chaos_lightning.collectives.layout import Section
     from chaos_lightning.member.engine import Engine
+    from chaos_lightning.member.training import switch_quickly
     from chaos_lightning.replication.access import ModuleState
     from chaos_lightning.settings import EngineConfig
 
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=fused)
     engine = Engine(EngineConfig(host_scheduler=False, **settings))
+    switch_quickly()
     engine.prepare(sections=[Section("all", list(model.named_parameters()))])
     engine.join(fingerprint={}, quota=BATCH, accumulate=1, state=ModuleState(model, optimizer))
 

@@ -131,6 +131,7 @@ def member(
     from chaos_lightning.collectives.layout import Section
     from chaos_lightning.errors import FencedError
     from chaos_lightning.member.engine import Engine
+    from chaos_lightning.member.training import switch_quickly
     from chaos_lightning.replication.access import ModuleState
     from chaos_lightning.replication.table import state_hash
     from chaos_lightning.settings import EngineConfig
@@ -154,6 +155,7 @@ def member(
             by_reference="CHAOS_HOST" not in os.environ,
         )
     )
+    switch_quickly()
     engine.prepare(sections=[Section("all", list(model.named_parameters()))])
     engine.join(fingerprint={}, quota=BATCH, accumulate=1, state=state)
     pipe.send(("in", time.monotonic_ns(), engine.member_id))

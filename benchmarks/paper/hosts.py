@@ -55,6 +55,7 @@ def trainee(pipe: Connection, settings: dict[str, Any], environment: dict[str, s
     from chaos_lightning.collectives.layout import Section
     from chaos_lightning.errors import DepartedError
     from chaos_lightning.member.engine import Engine
+    from chaos_lightning.member.training import switch_quickly
     from chaos_lightning.replication.access import ModuleState
     from chaos_lightning.replication.replay import ModuleReplay
     from chaos_lightning.settings import EngineConfig
@@ -72,6 +73,7 @@ def trainee(pipe: Connection, settings: dict[str, Any], environment: dict[str, s
     optimizer = torch.optim.Adam([p for _, p in trained], lr=1e-4)
     state = ModuleState(model, optimizer)
     engine = Engine(EngineConfig.build({"host_scheduler": False, "join_timeout_s": PATIENCE_S, **settings}))
+    switch_quickly()
     engine.prepare(sections=[Section("all", trained)])
     if newcomer:
         pipe.send(("ready", time.monotonic_ns()))
