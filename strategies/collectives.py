@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -126,6 +127,11 @@ class Collectives:
             )
         return [decode_payload(data, self._device()) if data else None for _, data in answers]
 
+    def meet(self, name: str) -> set[str] | None:
+        """Who is here: the ids of all members that came; None if this member is not in the job."""
+        answers = self._gather(name, b"")
+        return None if answers is None else {member for member, _ in answers}
+
     def barrier(self, name: str | None) -> None:
         """All members are here."""
         self.exchange(f"barrier {name or call_site()}", None)
@@ -178,8 +184,18 @@ class Collectives:
     def in_step(self) -> bool:
         return self._in_step
 
-    def enter_step(self, hook: str = "training_step") -> None:
+    def enter_step(self, hook: str) -> None:
         self._in_step, self._hook, self._waiting = True, hook, []
+
+    @contextmanager
+    def inside(self, hook: str) -> Iterator[None]:
+        """The hook runs inside, and `leave_step` comes next. If it raises, what it put aside is forgotten."""
+        self.enter_step(hook)
+        try:
+            yield
+        except BaseException:
+            self._in_step, self._waiting, self._owed = False, [], None
+            raise
 
     def leave_step(self, collection: _ResultCollection, *, always: bool = False, stood_in: bool = False) -> None:
         """Every member is past its step: exchange what was put aside.
@@ -239,7 +255,3 @@ class Collectives:
     def settled(self) -> None:
         """What this member contributed was what the others closed: they are past their step."""
         self._owed = None
-
-    def abandon_step(self) -> None:
-        """training_step raised: forget what it put aside."""
-        self._in_step, self._waiting, self._owed = False, [], None
