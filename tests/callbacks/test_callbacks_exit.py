@@ -101,27 +101,6 @@ def test_without_members_training_stops_after_the_step(tmp_path: Path) -> None:
     assert made.global_step == 3
 
 
-def test_a_handler_that_somebody_else_put_in_is_left_alone(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    calls: list[int] = []
-
-    def other(number: int, frame: Any) -> None:
-        calls.append(number)
-
-    class Late(Callback):
-        def on_train_batch_end(self, *args: Any) -> None:
-            signal.signal(signal.SIGUSR1, other)
-
-    leave = ChaosExit(signals=["SIGUSR1"])
-    fit(trainer(FakeEngine(), leave, Late(), root=str(tmp_path)))
-    # Lightning restores all signals at its end; what matters is that ours did not undo the other one's before.
-    leave._before = {signal.SIGUSR1: before}
-    signal.signal(signal.SIGUSR1, other)
-    leave._restore()
-    assert signal.getsignal(signal.SIGUSR1) is other
-    signal.signal(signal.SIGUSR1, before)
-
-
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ConfigurationError, match=r"no signals \['SIGFOO'\]"):
         ChaosExit(signals=["SIGFOO"])

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from chaos_lightning import cli
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.hosting import HostedScheduler
 from chaos_lightning.control.options import settings_to_json
@@ -96,6 +97,12 @@ class Torchrun:
                 f"no {count} x {what}; lines: {self.lines}; noise: {''.join(self.noise)[-3000:]}"
             )
             return found()[count - 1]
+
+    def hears(self, words: str) -> None:
+        """Waits until these are among what is no worker's line."""
+        with self._changed:
+            self._changed.wait_for(lambda: words in "".join(self.noise) or self._closed, PATIENCE_S)
+            assert words in "".join(self.noise)
 
     def wait_ended(self) -> int:
         code = self.process.wait(PATIENCE_S)
@@ -490,53 +497,45 @@ def test_one_dead_worker_of_a_node_with_two_loses_nothing_under_stock_torchrun(t
 # ------------------------------------------------------------------------------------------------ chaos-lightning run
 
 
-@pytest.fixture
-def several(training: Training, torchrun: Callable[..., Torchrun]) -> Callable[..., Torchrun]:
-    """Starts a node by `chaos-lightning run` whose workers train."""
-
-    def start(*arguments: str, **spec: Any) -> Torchrun:
-        script = json.dumps(spec)
-        return torchrun(*arguments, conf="node=one", script=script, worker="training_worker.py", program=RUN)
-
-    return start
-
-
 def test_a_dead_worker_takes_no_sibling_along_and_comes_back(
-    training: Training, several: Callable[..., Torchrun]
+    training: Training, torchrun: Callable[..., Torchrun]
 ) -> None:
-    """`chaos-lightning run` with two workers: one is killed, the other one commits on, and the first joins it again."""
-    one = several("--nproc-per-node=2", epochs=1000)
-    both = training.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="one-0")
-    environments = {line["pid"]: line for line in one.lines if line["what"] == "in"}
-    victim = next(line["pid"] for line in one.lines if line["what"] == "start" and line["local_rank"] == 1)
-    training.harness.declare("one-1")
-    os.kill(victim, signal.SIGKILL)
-    alone = training.harness.wait_for("committed", lambda r: len(r["contributors"]) == 1, node="one-0", after=both)
-    again = training.harness.wait_for("joined", node="one-1", after=alone)
+    """`chaos-lightning run` with two workers: one is killed, the other one commits on, and the first joins it again.
+    Killed once more it is given up; the other one trains on, and the node ends with the code of the first."""
+    one = torchrun(
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        conf="node=one",
+        script=json.dumps({"epochs": 1000}),
+        worker="training_worker.py",
+        program=RUN,
+    )
+    harness = training.harness
+
+    def commits(members: int, after: Record | None) -> Record:
+        return harness.wait_for("committed", lambda r: len(r["contributors"]) == members, node="one-0", after=after)
+
+    def killed(life: int, after: Record) -> Record:
+        """A commit of the other one alone."""
+        victim = one.wait("start", lambda line: line["local_rank"] == 1 and line["restarts"] == life)
+        os.kill(victim["pid"], signal.SIGKILL)
+        return commits(1, after)
+
+    harness.declare("one-1")
+    alone = killed(0, commits(2, None))
+    again = harness.wait_for("joined", node="one-1", after=alone)
     assert again["role"] == "joiner"
     assert one.wait("start", lambda line: line["restarts"] == 1)["local_rank"] == 1
-    training.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="one-0", after=again)
-    assert not [line for line in one.lines if line["what"] == "start" and line["local_rank"] == 0][1:], environments
-    assert "worker 1 ended (signal SIGKILL); it is started again in 1 s (restart 1 of 9); 1 other(s)" in "".join(
-        one.noise
-    )
+    killed(1, commits(2, again))
+    one.hears("worker 1 failed after 1 restarts; the others train on (signal SIGKILL)")
+    commits(1, harness.records[-1])
+    assert len([line for line in one.lines if line["what"] == "start" and line["local_rank"] == 0]) == 1
     one.process.send_signal(signal.SIGTERM)
-    assert one.wait_ended() == 0
-    assert "asking 2 worker(s) to leave the job" in "".join(one.noise)
-    training.harness.audit()
-
-
-def test_a_worker_that_is_given_up_leaves_the_others_training_and_its_code(
-    training: Training, several: Callable[..., Torchrun]
-) -> None:
-    # Long enough for the second worker to come in while the first one trains.
-    one = several("--nproc-per-node=2", "--max-restarts=0", epochs=120, crash_in=0, crash_rank=1)
-    training.harness.declare("one-1")
-    one.wait("crash")
-    done = one.wait("done")
-    assert done["local_rank"] == 0
-    assert one.wait_ended() == 1
-    assert "worker 1 failed after 0 restarts; the others train on (exit code 1)" in "".join(one.noise)
+    assert one.wait("done")["local_rank"] == 0
+    assert one.wait_ended() == 128 + signal.SIGKILL
+    one.hears("worker 1 ended (signal SIGKILL); it is started again in 1 s (restart 1 of 1); 1 other(s)")
+    one.hears("asking 1 worker(s) to leave the job")
+    harness.audit()
 
 
 @pytest.mark.parametrize(
@@ -548,9 +547,13 @@ def test_a_worker_that_is_given_up_leaves_the_others_training_and_its_code(
         (["--nproc-per-node=many"], "many"),
     ],
 )
-def test_run_refuses_by_name(arguments: list[str], words: str) -> None:
-    command = [sys.executable, "-m", "chaos_lightning.cli", "run", *arguments, "train.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+def test_run_refuses_by_name(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["chaos-lightning", "run", *arguments, "train.py"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
