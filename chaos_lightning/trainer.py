@@ -11,9 +11,10 @@
                 break
 
 Theory of operation. `prepare` joins the job (and receives the others' state), then yields this member's batches of the
-shared data; `update` averages gradients over all members and steps the optimizer. A member that was put out (it froze)
-joins again inside `update`, which then steps nothing. A batch that `trainer.idle` marks stands in for "no samples left
-for me": its gradient weighs nothing.
+shared data; until `close`, the process switches threads after 0.5 ms (`sys.setswitchinterval`). `update` averages
+gradients over all members and steps the optimizer. A member that was put out (it froze) joins again inside `update`,
+which then steps nothing. A batch that `trainer.idle` marks stands in for "no samples left for me": its gradient weighs
+nothing.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ class ChaosStrategy(ParallelStrategy):
     Arguments that are None come from the environment (CHAOS_ENDPOINT and so on, set by the torchrun backend), else
     from the engine's defaults. Two things are read from the LightningModule if it has them: `chaos_buffers`, names of
     buffers that forward passes change and that are to be averaged with each step, and `chaos_weight(batch, batch_idx)`,
-    what a batch weighs in the average if not its number of samples.
+    what a batch weighs in the average if not its number of samples. While fit trains, the process switches threads
+    after 0.5 ms (`sys.setswitchinterval`); afterwards the interval is what it was.
     """
 
     strategy_name = "chaos"

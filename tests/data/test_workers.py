@@ -62,14 +62,6 @@ def test_the_users_settings_are_kept():
     assert loader.stats.drawn == 3 + 0  # prefetch_factor batches ahead; the epoch has no more
     inner = loader._feed._inner
     assert (inner.timeout, inner.prefetch_factor, inner.num_workers) == (30, 3, 1)
-    assert loader.worker_init_fn is mark
-    job.close()
-
-
-def test_the_host_framework_may_set_the_worker_init_fn():
-    job = Job(lambda name: DataLoader(Marks(4), batch_size=1, num_workers=1), "a")
-    job.loaders["a~1"].worker_init_fn = mark
-    assert next(iter(job.loaders["a~1"])) == ["0"]
     job.close()
 
 
