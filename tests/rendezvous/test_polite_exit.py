@@ -86,13 +86,12 @@ def agent(tmp_path: Path, harness: Harness) -> Iterator[Callable[..., Agent]]:
 # ------------------------------------------------------------------------------------------------ real agents
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_torchrun_ends_well_if_its_workers_do(agent: Callable[..., Agent], number: signal.Signals) -> None:
+def test_torchrun_ends_well_if_its_workers_do(agent: Callable[..., Agent]) -> None:
     one = agent("leave", "--nproc-per-node=2")
     one.ready(2)
-    asked = polite_signal(one, number)
+    asked = polite_signal(one, signal.SIGINT)
     assert one.end() == 0, one.log()
-    assert one.words(0) == one.words(1) == ["start", number.name, "end"]
+    assert one.words(0) == one.words(1) == ["start", "SIGINT", "end"]
     assert asked in one.log()
 
 
