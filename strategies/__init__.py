@@ -12,7 +12,7 @@ and at the end. What it decides from belongs to its parts:
 - `fingerprint`, `refusals`: what must be equal on all members, what no job can serve;
 - `environment`, `place`, `preparing`: who this process is, also before its first batch, and when it prepares data.
 
-None of these knows the session; it gives them what they need.
+None of these but `saving` knows the session; it gives them what they need.
 """
 
 if __name__ != "chaos_lightning.strategies":

@@ -140,7 +140,7 @@ def logged_steps(job: Job, who: str) -> list[int]:
 
 def test_fenced_member_joins_again_in_the_same_fit(job: Job) -> None:
     """Frozen until the others went on without it; thawed, it throws its state away and catches up."""
-    spec = {"epochs": 30, "samples": 48, "callbacks": ("stopping",), "patience": 40, "model_args": {"sync": True}}
+    spec = {"epochs": 12, "samples": 48, "callbacks": ("stopping",), "patience": 40, "model_args": {"sync": True}}
     job.start("a", gates={2: job.gate("a"), 60: job.gate("a2")}, **spec)
     job.harness.wait_step(2)
     job.start("b", **spec)
@@ -230,9 +230,11 @@ def start_two(job: Job, spec: dict[str, Any], first: int, of_a: dict[str, Any], 
     job.open("first")
 
 
-def start_three(job: Job, spec: dict[str, Any], first: int = 1, **of_a: Any) -> None:
-    """Member a, then b after step `first`, then c; `of_a` is for the first alone."""
-    start_two(job, spec, first, {"worlds": {2: job.gate("two")}, **of_a}, {})
+def start_three(
+    job: Job, spec: dict[str, Any], first: int = 1, of_b: dict[str, Any] | None = None, **of_a: Any
+) -> None:
+    """Member a, then b after step `first`, then c; `of_a` is for the first alone, `of_b` for the second."""
+    start_two(job, spec, first, {"worlds": {2: job.gate("two")}, **of_a}, of_b or {})
     job.harness.wait_for("joined", node="b")
     job.start("c", **spec)
     job.wait_admitted("c")

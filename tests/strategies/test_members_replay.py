@@ -51,7 +51,7 @@ def test_newcomer_replays_while_the_others_train(job: Job, model: str, extra: di
 
 
 def test_what_cannot_be_replayed_comes_in_by_a_pause_and_says_why(job: Job) -> None:
-    common = {"model": "Gan", "epochs": 20, "samples": 48}
+    common = {"model": "Gan", "epochs": 4, "samples": 48}
     three(job, "auto", **common)
     job.finish("a", "b", "c")
     way = next(r for r in job.harness.records if r.name == "way_in" and r.member.startswith("c~"))
