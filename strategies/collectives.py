@@ -33,8 +33,7 @@ from chaos_lightning.strategies.payload import decode_payload, encode_payload
 
 Gather = Callable[[str, bytes], list[tuple[str, bytes]] | None]
 
-_OWN = os.path.dirname(os.path.abspath(__file__))
-_SKIPPED = ("strategy.py", "collectives.py", "parallel.py", "strategy.py", "apply_func.py", "contextlib.py")
+_SKIPPED = ("strategy.py", "collectives.py", "parallel.py", "apply_func.py", "contextlib.py")
 LOG_DIR = "trainer.py:log_dir"
 """Where `trainer.log_dir` broadcasts, which it does wherever it is asked for."""
 _LOGGED = {hook: f"values logged in {hook} with sync_dist=True" for hook in ("training_step", "validation_step")}

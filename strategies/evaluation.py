@@ -78,6 +78,7 @@ class Evaluation:
     """Who takes part in the validation of one fit, and what is being dealt out.
 
     Args:
+        trainer: Whose fit this is.
         collectives: By which members meet.
         members: Ids of all members in rank order; none outside the job.
         me: This member's id.
@@ -86,19 +87,26 @@ class Evaluation:
         dealing: The loader that is being dealt out at the moment.
     """
 
-    def __init__(self, collectives: Collectives, members: Callable[[], tuple[str, ...]], me: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        collectives: Collectives,
+        members: Callable[[], tuple[str, ...]],
+        me: Callable[[], str],
+    ) -> None:
+        self.trainer = trainer
         self.collectives = collectives
         self.members = members
         self.me = me
         self.dealing: EvalLoader | None = None
 
-    def step(self, trainer: Trainer, run: Callable[[], Any]) -> Any:
+    def step(self, run: Callable[[], Any]) -> Any:
         """The user's validation step; what it logged per step is exchanged after it, if this loader is dealt out."""
         if self.dealing is None:
             return run()
         with self.collectives.inside("validation_step"):
             output = run()
-        collection = trainer.fit_loop.epoch_loop.val_loop._results
+        collection = self.trainer.fit_loop.epoch_loop.val_loop._results
         self.collectives.leave_step(collection, always=self.dealing.may_differ)
         return output
 
@@ -108,15 +116,13 @@ class EvalLoader:
 
     Args:
         loader: One for which `can_be_dealt`.
-        trainer: Whose fit this is.
         evaluation: Of this fit.
     """
 
-    def __init__(self, loader: DataLoader[Any], trainer: Trainer, evaluation: Evaluation) -> None:
+    def __init__(self, loader: DataLoader[Any], evaluation: Evaluation) -> None:
         self._loader = loader
-        self._trainer = trainer
+        self._trainer = evaluation.trainer
         self._evaluation = evaluation
-        self._plan: list[list[int]] = []
         self._members: tuple[str, ...] = ()
         self._share: dict[str, list[int]] = {}
         self._left = 0

@@ -119,7 +119,7 @@ class Session:
         self._data = data
         self._deals_validation = deals_validation
         self.collectives = collectives
-        self.evaluation = Evaluation(collectives, lambda: self.members, lambda: self.engine.member_id)
+        self.evaluation = Evaluation(trainer, collectives, lambda: self.members, lambda: self.engine.member_id)
         self.writer = Writer(trainer, environment, lambda: self.in_job, self.alone)
         self.lengths = Lengths(trainer, config.min_nodes, local=data == "local")
         self._source = EngineSource(config.name)

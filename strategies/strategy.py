@@ -231,7 +231,7 @@ class ChaosStrategy(ParallelStrategy):
         wanted = self._deal_validation or everything is not dataloader
         if wanted and can_be_dealt(everything, trainer):
             _worker_check(trainer, dataloader, "val_dataloader")
-            return EvalLoader(everything, trainer, self.session.evaluation)
+            return EvalLoader(everything, self.session.evaluation)
         return everything
 
     def on_train_start(self) -> None:
@@ -266,7 +266,7 @@ class ChaosStrategy(ParallelStrategy):
         session, parent = self.session, super().validation_step
         if session is None or not session.in_job:
             return parent(*args, **kwargs)
-        return session.evaluation.step(session.trainer, lambda: parent(*args, **kwargs))
+        return session.evaluation.step(lambda: parent(*args, **kwargs))
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         session, parent = self.session, super().backward
