@@ -22,7 +22,7 @@ def joined_by_replay(job: Job, name: str) -> tuple[int, int]:
 def three(job: Job, join_by: str, **common: Any) -> None:
     """Two members train; a third one comes, and they are held up only until its way in is chosen."""
     job.fresh(min_nodes=2)
-    job.start("a", worlds={2: job.gate("a")}, **common)
+    job.start("a", gates={1: job.gate("a")}, **common)  # before a step, everybody would come in by a pause
     job.start("b", **common)
     admitted = job.harness.wait_for("view", lambda r: len(r.get("members") or ()) == 2)
     job.start("c", **common, options={"join_by": join_by})
