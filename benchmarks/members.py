@@ -125,8 +125,10 @@ class Trainee:
 
         from chaos_lightning.collectives.layout import Section
         from chaos_lightning.member.engine import Engine
+        from chaos_lightning.member.training import switch_quickly
         from chaos_lightning.replication.access import ModuleState
 
+        switch_quickly()
         self.model, self.optimizer, self.state = model, optimizer, ModuleState(model, optimizer)
         self.engine = Engine(config)
         self.engine.prepare(sections=[Section("all", [(n, p) for n, p in model.named_parameters() if p.requires_grad])])

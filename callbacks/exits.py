@@ -19,9 +19,7 @@ Under a strategy without members the same events stop training after the step (`
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +30,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from chaos_lightning.callbacks.member import engine_of
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.machine.signals import ExitSignals, aside, end_by
 
 log = logging.getLogger("chaos_lightning.callbacks")
 
@@ -70,9 +69,8 @@ class ChaosExit(Callback):
         self.reason = ""
         """Why this member leaves; empty while it stays."""
         self._clock: Callable[[], float] = time.monotonic
-        self._asked_at = 0.0
         self._began = 0.0
-        self._before: dict[signal.Signals, Any] = {}
+        self._signals: ExitSignals | None = None
         self._trainer: Trainer | None = None
         self._told = False
 
@@ -83,8 +81,14 @@ class ChaosExit(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # Not earlier: Lightning sets its handlers before training starts, the strategy when the first batch is fetched.
-        if not self._before:
-            self._install()
+        if self._signals is None:
+            self._signals = ExitSignals(
+                self._on_signal,
+                [signal.Signals[name] for name in self.signals],
+                debounce_s=self.debounce_s,
+                clock=lambda: self._clock(),
+            )
+            self._signals.install()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -109,28 +113,16 @@ class ChaosExit(Callback):
 
     # ------------------------------------------------------------------ inside
 
-    def _install(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for name in self.signals:
-                number = signal.Signals[name]
-                self._before[number] = signal.signal(number, self._on_signal)
-
     def _restore(self) -> None:
-        """What was before, unless somebody else has taken the signal over meanwhile."""
-        for number, handler in self._before.items():
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before.clear()
+        if self._signals is not None:
+            self._signals.restore()
+            self._signals = None
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        if not self.reason:
-            self._asked_at = self._clock()
-            self._ask(f"signal {name}")
-        elif self._clock() - self._asked_at >= self.debounce_s:
-            # As if nobody handled it: KeyboardInterrupt for Ctrl+C, death for the others.
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+    def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
+        if self.reason:
+            end_by(number)  # a file or the time has asked before
+        else:
+            self._ask(f"signal {number.name}")
 
     def _ask(self, reason: str) -> None:
         self.reason = reason
@@ -142,8 +134,7 @@ class ChaosExit(Callback):
         engine = engine_of(trainer)
         if engine is not None:
             self._told = True
-            # Not from within a handler: it may have interrupted whoever holds the locks that this needs.
-            threading.Thread(target=engine.leave, args=(self.reason,), name="chaos-exit", daemon=True).start()
+            aside(engine.leave, self.reason)
         elif not hasattr(trainer.strategy, "session"):
             self._told = True
             trainer.should_stop = True

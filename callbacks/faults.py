@@ -141,7 +141,7 @@ class FaultInjectorCallback(Callback):
             self._strike(trainer, fault)
             return
         middle = trained[len(trained) // 2]
-        handle = middle.register_hook(lambda _: self._struck_in_backward(trainer, fault))
+        handle = middle.register_hook(lambda _: self._struck_in_backward(trainer, fault))  # type: ignore[no-untyped-call]
         self._armed.append((fault, handle))
 
     def _struck_in_backward(self, trainer: Trainer, fault: Fault) -> None:

@@ -11,9 +11,10 @@
                 break
 
 Theory of operation. `prepare` joins the job (and receives the others' state), then yields this member's batches of the
-shared data; `update` averages gradients over all members and steps the optimizer. A member that was put out (it froze)
-joins again inside `update`, which then steps nothing. A batch that `trainer.idle` marks stands in for "no samples left
-for me": its gradient weighs nothing.
+shared data; until `close`, the process switches threads after 0.5 ms (`sys.setswitchinterval`). `update` averages
+gradients over all members and steps the optimizer. A member that was put out (it froze) joins again inside `update`,
+which then steps nothing. A batch that `trainer.idle` marks stands in for "no samples left for me": its gradient weighs
+nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
@@ -33,43 +33,45 @@ from chaos_lightning.collectives.hyper import default_words, hyper_words
 from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import ConfigurationError, DepartedError, FencedError, UnsupportedError
-from chaos_lightning.events.events import Event
+from chaos_lightning.machine.signals import ExitSignals, aside
+from chaos_lightning.member import training
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.planning.ledger import epoch_of
 from chaos_lightning.protocol.types import Kind
 from chaos_lightning.replication.access import ModuleState, Stateful, module_extra
 from chaos_lightning.replication.replay import NEVER, ModuleReplay
-from chaos_lightning.replication.table import state_hash
 from chaos_lightning.settings import EngineConfig
 
 _log = logging.getLogger("chaos_lightning")
 
 
-class _ExitSignals:
-    """First SIGINT or SIGTERM: remembered. Second: the process ends at once, as without us."""
+class _Wish:
+    """Of the user, that this process ends: the first SIGINT or SIGTERM is remembered, the second one ends it at once.
+
+    One for the process: `capture_exit_event` asks without a Trainer.
+    """
 
     def __init__(self) -> None:
-        self.seen = ""
-        self._before: dict[int, Any] = {}
+        self._signals: ExitSignals | None = None
         self._waits: Engine | None = None
 
-    def install(self) -> None:
-        if self._before or threading.current_thread() is not threading.main_thread():
-            return
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._on_signal)
+    @property
+    def seen(self) -> str:
+        """The signal's name; "" before."""
+        asked = self._signals.asked if self._signals is not None else None
+        return asked.name if asked is not None else ""
 
-    def restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before.clear()
-        self.seen = ""
+    def watch(self) -> None:
+        """From here on signals are seen."""
+        if self._signals is None:
+            self._signals = ExitSignals(self._end_wait)
+            self._signals.install()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.seen = signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
-        if self._waits is not None:
-            self._give_up(self._waits)
+    def forget(self) -> None:
+        """Handlers are what they were, and what was seen is forgotten."""
+        if self._signals is not None:
+            self._signals.restore()
+            self._signals = None
 
     @contextlib.contextmanager
     def end_the_wait(self, engine: Engine) -> Iterator[None]:
@@ -77,23 +79,22 @@ class _ExitSignals:
         self._waits = engine
         try:
             if self.seen:
-                self._give_up(engine)
+                aside(engine.leave, f"signal {self.seen}")
             yield
         finally:
             self._waits = None
 
-    def _give_up(self, engine: Engine) -> None:
-        # Not within the handler: it may have interrupted whoever holds the locks that this needs.
-        words = f"signal {self.seen}"
-        threading.Thread(target=engine.leave, args=(words,), name="chaos-leave", daemon=True).start()
+    def _end_wait(self, number: signal.Signals, frame: FrameType | None) -> None:
+        if self._waits is not None:
+            aside(self._waits.leave, f"signal {number.name}")
 
 
-_signals = _ExitSignals()
+_wish = _Wish()
 
 
 def capture_exit_event() -> bool:
     """Whether the user wants this node to leave: Ctrl+C or SIGTERM since the Trainer was made (Listing 2)."""
-    return bool(_signals.seen)
+    return bool(_wish.seen)
 
 
 class Trainer:
@@ -111,8 +112,9 @@ class Trainer:
         self._extra = False
         self._fenced = False
         self._awaited = False
-        self._hash = ""
-        _signals.install()
+        self._proof = ""
+        self._switch_as_before: Callable[[], None] = lambda: None
+        _wish.watch()
 
     # ------------------------------------------------------------------ facts
 
@@ -173,16 +175,16 @@ class Trainer:
         unknown = [i for i, p in enumerate(params) if id(p) not in names]
         if unknown:
             raise ConfigurationError(f"the optimizer's parameter {unknown[0]} does not belong to the model")
-        wanted = set(reduced_buffers) | norm_buffers(model)
-        buffers = [(n, b) for n, b in model.named_buffers() if n in wanted]
+        buffers = training.reduced_buffers(model, reduced_buffers, named_by="prepare(reduced_buffers=...)")
         self._state = ModuleState(model, optimizer, extra)
         self._extra = bool(extra or module_extra(model))
         self._optimizer = optimizer
         engine = self.engine
+        self._switch_as_before = training.switch_quickly()
         engine.prepare(sections=[Section("optimizer 0", [(names[id(p)], p) for p in params])], buffers=buffers)
         self._loader = elastic = ElasticLoader(loader, mode=data, seed=seed, source=engine)
         try:
-            with _signals.end_the_wait(engine):
+            with _wish.end_the_wait(engine):
                 engine.join(
                     fingerprint={
                         **elastic.order_fingerprint,
@@ -200,9 +202,9 @@ class Trainer:
             if not engine.leaving:
                 raise
             engine.out = True  # it never was in: there are no batches
-        return self._batches(elastic, epochs)
+        return self._batches(elastic, self._state, epochs)
 
-    def _batches(self, loader: ElasticLoader, epochs: int) -> Iterator[Any]:
+    def _batches(self, loader: ElasticLoader, state: ModuleState, epochs: int) -> Iterator[Any]:
         epoch = loader.epoch
         while epoch < epochs and not self.engine.out:
             loader.set_epoch(epoch)
@@ -210,7 +212,7 @@ class Trainer:
                 self._arm()
                 if self.engine.out:
                     return
-                self._prove()
+                self._proof = training.proof(self.engine, state)
                 yield batch
                 if self.engine.out:
                     return
@@ -228,16 +230,6 @@ class Trainer:
             raise ConfigurationError("update() belongs into the loop over prepare()'s batches")
         # Nothing was dealt by a view that this member does not know.
         return current.samples / view.members[0].quota if view is not None else 0.0
-
-    def _prove(self) -> None:
-        """Every so many steps, at rest: the hash of the state, to be compared in the coming step (PROTOCOL.md 24)."""
-        every, header = self.engine.config.state_hash_every, self.engine.header
-        self._hash = ""
-        if self._state is not None and every and header.step and header.step % every == 0:
-            self._hash = state_hash(self._state.tensors())
-            self.engine.events.emit(
-                Event.STATE_HASH, seq=header.seq, step=header.step, head=header.hash, hash=self._hash
-            )
 
     def _arm(self) -> None:
         share = self._share()
@@ -257,13 +249,13 @@ class Trainer:
             raise ConfigurationError("call prepare() first")
         share = self._share()
         try:
-            with _signals.end_the_wait(self.engine):  # the others may be too few, and the step may never come
+            with _wish.end_the_wait(self.engine):  # the others may be too few, and the step may never come
                 header = self.engine.step(
                     weight=share,
                     coefficient=share,
                     spent=self._loader.spent(),
                     hyper=hyper_words([self._optimizer]),
-                    state_hash=self._hash,
+                    state_hash=self._proof,
                 )
             if self.engine.member_id in header.drifted:
                 raise FencedError(f"the state of {self.engine.member_id} differs from the others' at {header.step}")
@@ -282,7 +274,7 @@ class Trainer:
             self.engine.serve(self._state)
         if self._state is not None and self.engine.header.boundary and not self.engine.out and not self._fenced:
             try:
-                with _signals.end_the_wait(self.engine):
+                with _wish.end_the_wait(self.engine):
                     self.engine.boundary(self._state)
             except FencedError:
                 self._rejoin(self._state)
@@ -298,7 +290,7 @@ class Trainer:
     def _rejoin(self, state: ModuleState) -> None:
         _log.warning("%s was put out of the job; this process joins again by itself", self.engine.member_id)
         try:
-            with _signals.end_the_wait(self.engine):
+            with _wish.end_the_wait(self.engine):
                 self.engine.rejoin(state)
         except DepartedError:
             if not self.engine.leaving:
@@ -313,7 +305,7 @@ class Trainer:
         or there is extra state that they do not tell of, it hands out none that is not the others' any more.
         """
         engine, state = self.engine, self._state
-        engine.leave(reason or _signals.seen or "the user asked")
+        engine.leave(reason or _wish.seen or "the user asked")
         replay = ModuleReplay(state) if state is not None and not self._extra else None
         follows, current = replay is not None and not replay.replayable(), True
         try:
@@ -356,7 +348,8 @@ class Trainer:
         if self._loader is not None:
             self._loader.close()
         self.engine.close()
-        _signals.restore()
+        self._switch_as_before()
+        _wish.forget()
 
     def __enter__(self) -> Self:
         return self
@@ -382,16 +375,11 @@ class Trainer:
 def refuse(model: nn.Module, optimizer: Optimizer) -> None:
     """UnsupportedError, before anything starts, for what no step of a job can serve."""
     found = [f"{type(optimizer).__name__}: {why}" for kind, why in NEVER.items() if isinstance(optimizer, kind)]
-    if hasattr(optimizer, "consolidate_state_dict"):
-        found.append(f"{type(optimizer).__name__}: its state is sharded, and any member may die; use the plain one")
+    if training.is_sharded(optimizer):
+        found.append(f"{type(optimizer).__name__}: {training.SHARDED}")
     for name, module in model.named_modules():
         words = f"{name or 'the model'} ({type(module).__name__})"
-        if isinstance(module, nn.SyncBatchNorm):
-            found.append(f"{words}: it needs all members within a forward pass; use BatchNorm")
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            found.append(f"{words}: its gradients are sparse, and reduced ones are dense; use sparse=False")
-        if any(nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
-            found.append(f"{words}: newcomers need the parameters' shapes; run one batch through it first")
+        found += [f"{words}: {kind.why}" for kind in training.UNSERVED if kind.found(module)]
     if found:
         raise UnsupportedError("prepare() does not support:\n" + "\n".join(f"- {line}" for line in found))
 
@@ -399,12 +387,3 @@ def refuse(model: nn.Module, optimizer: Optimizer) -> None:
 def has_stepped(optimizer: Optimizer) -> bool:
     """Whether the optimizer's state comes out of a training. Some have a state of zeros from the start."""
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
-
-
-def norm_buffers(model: nn.Module) -> set[str]:
-    """Running statistics of normalisation layers: forward passes change them, steps average them (PROTOCOL.md 21)."""
-    found = set()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
-            found |= {f"{name}.{b}" if name else b for b, _ in module.named_buffers(recurse=False)}
-    return found

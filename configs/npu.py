@@ -49,7 +49,7 @@ class NPUAccelerator(Accelerator):
             raise ValueError(f"expected an {DEVICE_TYPE} device, got {device}")
         torch.accelerator.set_device_index(device.index or 0)
 
-    def get_device_stats(self, device: str | torch.device) -> dict[str, Any]:
+    def get_device_stats(self, device: torch.device | str | int) -> dict[str, Any]:
         """Bytes of device memory in use, by torch's allocator."""
         index = torch.device(device).index or 0
         return {

@@ -1,4 +1,19 @@
-"""Lightning strategies: thin translations of Lightning's hooks to the engine."""
+"""Lightning strategies: translations of Lightning's hooks to the engine.
+
+Theory of operation. `strategy` says what each hook of Lightning means, and `companion` serves those that no strategy
+gets. A `session` is one fit's part in a job: it owns the engine, and decides what happens at a rest point, in a slot
+and at the end. What it decides from belongs to its parts:
+
+- `stepping`: the window of a step, weights, averaging; `manual`: averages of manual optimization;
+- `collectives`, `results`, `evaluation`: what members exchange, what `self.log` keeps, validation that is dealt out;
+- `writer`, `saving`: who logs and writes files; checkpoints;
+- `data`, `lengths`, `schedules`: the training loader, how long an epoch is, schedules by samples;
+- `state`, `loops`, `replay`: what a newcomer takes over, and how it replays steps;
+- `fingerprint`, `refusals`: what must be equal on all members, what no job can serve;
+- `environment`, `place`, `preparing`: who this process is, also before its first batch, and when it prepares data.
+
+None of these but `saving` knows the session; it gives them what they need.
+"""
 
 if __name__ != "chaos_lightning.strategies":
     raise ImportError(

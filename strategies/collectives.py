@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -32,8 +33,7 @@ from chaos_lightning.strategies.payload import decode_payload, encode_payload
 
 Gather = Callable[[str, bytes], list[tuple[str, bytes]] | None]
 
-_OWN = os.path.dirname(os.path.abspath(__file__))
-_SKIPPED = ("strategy.py", "collectives.py", "parallel.py", "strategy.py", "apply_func.py", "contextlib.py")
+_SKIPPED = ("strategy.py", "collectives.py", "parallel.py", "apply_func.py", "contextlib.py")
 LOG_DIR = "trainer.py:log_dir"
 """Where `trainer.log_dir` broadcasts, which it does wherever it is asked for."""
 _LOGGED = {hook: f"values logged in {hook} with sync_dist=True" for hook in ("training_step", "validation_step")}
@@ -126,6 +126,11 @@ class Collectives:
             )
         return [decode_payload(data, self._device()) if data else None for _, data in answers]
 
+    def meet(self, name: str) -> set[str] | None:
+        """Who is here: the ids of all members that came; None if this member is not in the job."""
+        answers = self._gather(name, b"")
+        return None if answers is None else {member for member, _ in answers}
+
     def barrier(self, name: str | None) -> None:
         """All members are here."""
         self.exchange(f"barrier {name or call_site()}", None)
@@ -178,8 +183,18 @@ class Collectives:
     def in_step(self) -> bool:
         return self._in_step
 
-    def enter_step(self, hook: str = "training_step") -> None:
+    def enter_step(self, hook: str) -> None:
         self._in_step, self._hook, self._waiting = True, hook, []
+
+    @contextmanager
+    def inside(self, hook: str) -> Iterator[None]:
+        """The hook runs inside, and `leave_step` comes next. If it raises, what it put aside is forgotten."""
+        self.enter_step(hook)
+        try:
+            yield
+        except BaseException:
+            self._in_step, self._waiting, self._owed = False, [], None
+            raise
 
     def leave_step(self, collection: _ResultCollection, *, always: bool = False, stood_in: bool = False) -> None:
         """Every member is past its step: exchange what was put aside.
@@ -239,7 +254,3 @@ class Collectives:
     def settled(self) -> None:
         """What this member contributed was what the others closed: they are past their step."""
         self._owed = None
-
-    def abandon_step(self) -> None:
-        """training_step raised: forget what it put aside."""
-        self._in_step, self._waiting, self._owed = False, [], None

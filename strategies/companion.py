@@ -1,22 +1,30 @@
-"""A private callback, first in the list: Lightning's hooks that a strategy does not get."""
+"""What a strategy needs where Lightning has no hook for strategies: a private callback, and the launcher.
+
+Theory of operation. `Companion` stands first in the list of callbacks for the time of fit, and does what belongs to
+hooks of callbacks only. `Launcher` frames each of the Trainer's functions. A member that leaves (Ctrl+C, SIGTERM, a
+drain, ChaosExit) ends fit politely, in the middle of it, and fit returns. Lightning then calls it finished, since it
+knows no other end without an exception; so the launcher says it after fit: `trainer.interrupted` is True, as after a
+Ctrl+C without the strategy.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 
 from chaos_lightning.events.events import Event
 from chaos_lightning.strategies import results
 from chaos_lightning.strategies.evaluation import refit_limits
 from chaos_lightning.strategies.loops import unfinish_epoch
+from chaos_lightning.strategies.session import Session
 from chaos_lightning.strategies.stepping import IDLE_KEY
-
-if TYPE_CHECKING:
-    from chaos_lightning.strategies.strategy import ChaosStrategy
 
 
 def no_rows(value: Any) -> Any:
@@ -28,11 +36,15 @@ def no_rows(value: Any) -> Any:
     return type(value)() if type(value) in (list, tuple) else value
 
 
-class Companion(Callback):
-    """Inserted by the strategy for the time of fit; keeps no state of its own."""
+class Companion(pl.Callback):
+    """Inserted by the strategy for the time of fit; keeps no state of its own.
 
-    def __init__(self, strategy: ChaosStrategy) -> None:
-        self._strategy = strategy
+    Args:
+        session: This fit's part in the job; None in a copy, which has no part in it.
+    """
+
+    def __init__(self, session: Session | None) -> None:
+        self._session = session
         self._like: dict[str, Any] = {"loss": torch.zeros(())}
         """What an idle member's `outputs` are: those of its last batch, without the samples."""
         self._began = 0.0
@@ -42,7 +54,7 @@ class Companion(Callback):
         return "chaos_lightning.Companion"
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """What comes first changes `outputs` for all hooks that follow: where no training_step has run, or where it
         returned None, there is no loss."""
@@ -56,42 +68,72 @@ class Companion(Callback):
         if idle:
             outputs.update(self._like, **{IDLE_KEY: True})
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Before any value of the epoch is computed: one that left ends fit here; the others agree on keys."""
-        session = self._strategy.session
-        if session is not None and session.departed:
+        session = self._session
+        if session is None:
+            return
+        if session.departed:
             # fit's loop ends at a StopIteration, without the epoch-end hooks that would judge half an epoch.
             session.end_epoch()
-            unfinish_epoch(trainer)
+            unfinish_epoch(session.trainer)
             raise StopIteration
         results.agree(
-            trainer,
+            session.trainer,
             trainer.fit_loop.epoch_loop._results,
-            self._strategy.collectives.exchange,
+            session.collectives.exchange,
             "the training epoch",
-            self._strategy.reduce,
+            trainer.strategy.reduce,
         )
-        if session is not None and len(session.members) > 1:
-            results.count_as_updated(trainer)
+        if len(session.members) > 1:
+            results.count_as_updated(session.trainer)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._began = time.monotonic()
-        refit_limits(trainer)
+        if self._session is not None:
+            refit_limits(self._session.trainer)
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """All members are past their batches: from here on they do the same again."""
-        if self._strategy.session is not None:
-            self._strategy.session.evaluating = None
+        if self._session is not None:
+            self._session.evaluation.dealing = None
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        session = self._strategy.session
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        session = self._session
         if session is not None and session.in_job:
             session.engine.events.emit(Event.VALIDATION, seconds=round(time.monotonic() - self._began, 4))
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Other callbacks may write a checkpoint now; that must not call for the others."""
-        if self._strategy.session is not None:
-            self._strategy.session.abandon()
+        if self._session is not None:
+            self._session.abandon()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Companion:
-        return Companion(self._strategy)
+    def __reduce__(self) -> Any:
+        return Companion, (None,)
+
+
+class Launcher(_Launcher):
+    """Calls the function in this very process: members are started from outside.
+
+    Args:
+        session: Of the fit that has just ended, if it was one.
+    """
+
+    def __init__(self, session: Callable[[], Session | None]) -> None:
+        self._session = session
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        session = self._session()
+        if trainer is not None and session is not None and session.departed:
+            trainer.state.status = TrainerStatus.INTERRUPTED
+            # Not sooner: Lightning aborts where it reads this within fit.
+            trainer._signal_connector.received_sigterm |= session.terminated
+        return result
+
+    def kill(self, signum: Any) -> None:
+        """There are no processes of ours."""

@@ -1,7 +1,7 @@
 """The training loader between Lightning and the job: batches out, the rest point in.
 
 Theory of operation. No strategy hook lies between two steps, but Lightning fetches the next batch exactly there, when
-all its counters are at rest. So `TrainLoader.__next__` first lets the strategy do what may only be done at rest
+all its counters are at rest. So `TrainLoader.__next__` first lets the session do what may only be done at rest
 (join, let others in, join again after being fenced, stop after leaving) and then takes a micro-batch of the elastic
 loader. Length and attributes are the elastic loader's and the user's.
 """
@@ -9,10 +9,9 @@ loader. Length and attributes are the elastic loader's and the user's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import IterableDataset
 
@@ -20,10 +19,8 @@ from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import UnsupportedError
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.protocol.types import GENESIS, Header, View
+from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import epoch_of, stopped_within_epoch
-
-if TYPE_CHECKING:
-    from chaos_lightning.strategies.session import Session
 
 
 def themselves(loader: Any) -> Any:
@@ -59,19 +56,32 @@ class EngineSource:
         return self._name
 
 
+class Fed(Protocol):
+    """The fit that a loader feeds, as the loader sees it."""
+
+    def rest(self) -> None:
+        """The rest point before each batch. StopIteration if there are no more."""
+
+    def begin_pass(self, epoch: int) -> None:
+        """The loader begins an epoch."""
+
+    def length(self) -> int:
+        """Micro-batches of this epoch, as far as it is known."""
+
+
 class TrainLoader:
     """What Lightning iterates over instead of the user's loader.
 
     Args:
         elastic: Deals.
         trainer: Whose fit this is.
-        session: This fit's part in the job.
+        fit: Asked before each batch.
     """
 
-    def __init__(self, elastic: ElasticLoader, trainer: Trainer, session: Session) -> None:
+    def __init__(self, elastic: ElasticLoader, trainer: Trainer, fit: Fed) -> None:
         self.elastic = elastic
         self._trainer = trainer
-        self._session = session
+        self._fit = fit
         self._batches: Iterator[Any] | None = None
         self._placed = False
         """A checkpoint has told where the data stood."""
@@ -81,7 +91,7 @@ class TrainLoader:
         return self
 
     def __next__(self) -> Any:
-        self._session.rest()
+        self._fit.rest()
         batch = next(self.begin())
         if batch is None:
             raise UnsupportedError(
@@ -101,12 +111,12 @@ class TrainLoader:
         if self._batches is None:
             epoch = epoch_of(self._trainer)
             self.elastic.set_epoch(epoch)
-            self._session.begin_pass(epoch)
+            self._fit.begin_pass(epoch)
             self._batches = iter(self.elastic)
         return self._batches
 
     def __len__(self) -> int:
-        return self._session.length()
+        return self._fit.length()
 
     def restart(self) -> None:
         """The member has the state of another place in the data now."""

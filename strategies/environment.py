@@ -40,7 +40,7 @@ class ChaosEnvironment(ClusterEnvironment):
         """
         promoted = rank == 0 and self._rank != 0
         self._rank, self._world_size = rank, world_size
-        rank_zero_only.rank = rank
+        rank_zero_only.rank = rank  # type: ignore[attr-defined]  # Lightning's own place for it
         return promoted
 
     def global_rank(self) -> int:

@@ -19,8 +19,8 @@ before that batch has been evaluated; so the length that Lightning's fetcher get
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
@@ -31,12 +31,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from chaos_lightning.errors import UnsupportedError
 from chaos_lightning.strategies import results
+from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.data import themselves
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-    from chaos_lightning.strategies.session import Session
+from chaos_lightning.strategies.lightning_types import Trainer
 
 _log = logging.getLogger("chaos_lightning")
 
@@ -45,7 +42,8 @@ def whole(loader: Any) -> Any:
     """A loader over all samples in place of one whose DistributedSampler takes a part of them: that part was drawn by a
     rank and a world size that change, and dealing out is what such a sampler is for."""
     if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
-        return _update_dataloader(loader, SequentialSampler(loader.dataset), mode=RunningStage.VALIDATING)
+        every = SequentialSampler(loader.dataset)  # type: ignore[arg-type]  # which that sampler asked for its length
+        return _update_dataloader(loader, every, mode=RunningStage.VALIDATING)
     return loader
 
 
@@ -76,20 +74,55 @@ def can_be_dealt(loader: Any, trainer: Trainer) -> bool:
     )
 
 
+class Evaluation:
+    """Who takes part in the validation of one fit, and what is being dealt out.
+
+    Args:
+        trainer: Whose fit this is.
+        collectives: By which members meet.
+        members: Ids of all members in rank order; none outside the job.
+        me: This member's id.
+
+    Attributes:
+        dealing: The loader that is being dealt out at the moment.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        collectives: Collectives,
+        members: Callable[[], tuple[str, ...]],
+        me: Callable[[], str],
+    ) -> None:
+        self.trainer = trainer
+        self.collectives = collectives
+        self.members = members
+        self.me = me
+        self.dealing: EvalLoader | None = None
+
+    def step(self, run: Callable[[], Any]) -> Any:
+        """The user's validation step; what it logged per step is exchanged after it, if this loader is dealt out."""
+        if self.dealing is None:
+            return run()
+        with self.collectives.inside("validation_step"):
+            output = run()
+        collection = self.trainer.fit_loop.epoch_loop.val_loop._results
+        self.collectives.leave_step(collection, always=self.dealing.may_differ)
+        return output
+
+
 class EvalLoader:
     """What Lightning iterates over instead of the user's validation loader.
 
     Args:
         loader: One for which `can_be_dealt`.
-        trainer: Whose fit this is.
-        session: This fit's part in the job.
+        evaluation: Of this fit.
     """
 
-    def __init__(self, loader: DataLoader[Any], trainer: Trainer, session: Session) -> None:
+    def __init__(self, loader: DataLoader[Any], evaluation: Evaluation) -> None:
         self._loader = loader
-        self._trainer = trainer
-        self._session = session
-        self._plan: list[list[int]] = []
+        self._trainer = evaluation.trainer
+        self._evaluation = evaluation
         self._members: tuple[str, ...] = ()
         self._share: dict[str, list[int]] = {}
         self._left = 0
@@ -110,32 +143,32 @@ class EvalLoader:
     @property
     def dealt(self) -> bool:
         """Whether a validation that began now would be dealt out."""
-        members = self._session.members
+        members = self._evaluation.members()
         return len(members) > 1 and self.total >= len(members)
 
     def own(self) -> int:
         """Batches of this member in a validation that began now."""
-        return len(self._deal()[self._session.member_id]) if self.dealt else self.total
+        return len(self._deal()[self._evaluation.me()]) if self.dealt else self.total
 
     def __len__(self) -> int:
         return self.own() + 1 if self.dealt else len(self._loader)
 
     def _deal(self) -> dict[str, list[int]]:
-        members = self._session.members
+        members = self._evaluation.members()
         return {m: list(range(place, self.total, len(members))) for place, m in enumerate(members)}
 
     # ------------------------------------------------------------------ a pass
 
     def __iter__(self) -> Iterator[Any]:
         self.steps = 0
-        self._session.evaluating = None
+        self._evaluation.dealing = None
         if not self.dealt:
             return iter(self._loader)
-        self._session.evaluating = self
-        self._members, self._share = self._session.members, self._deal()
+        self._evaluation.dealing = self
+        self._members, self._share = self._evaluation.members(), self._deal()
         self._rounds = max(len(share) for share in self._share.values())
         self._uneven = self._rounds - min(len(share) for share in self._share.values())
-        self._draw(self._share[self._session.member_id])
+        self._draw(self._share[self._evaluation.me()])
         return self
 
     def __next__(self) -> Any:
@@ -157,8 +190,9 @@ class EvalLoader:
 
     def _draw(self, wanted: Sequence[int]) -> None:
         """Fetches these batches, in order."""
-        every = list(self._loader.batch_sampler)
         loader = self._loader
+        assert loader.batch_sampler is not None
+        every = list(loader.batch_sampler)
         kwargs: dict[str, Any] = {"num_workers": loader.num_workers}
         if loader.num_workers:
             kwargs |= {
@@ -180,23 +214,22 @@ class EvalLoader:
 
     def _meet(self) -> bool:
         """The end of this member's batches. Whether anybody has more of them."""
-        session = self._session
+        collectives = self._evaluation.collectives
         collection = self._trainer.fit_loop.epoch_loop.val_loop._results
         while self._rounds > 0:
             # Others have one batch more, and may reduce what they log in it.
             self._rounds -= 1
-            session.collectives.enter_step("validation_step")
-            session.collectives.leave_step(collection, always=True)
-        answers = session.gather(f"end of validation ({len(self._members)} members)", b"")
-        if answers is None:
+            collectives.enter_step("validation_step")
+            collectives.leave_step(collection, always=True)
+        here = collectives.meet(f"end of validation ({len(self._members)} members)")
+        if here is None:
             return False
-        here = {member for member, _ in answers}
         lost = [member for member in self._members if member not in here]
         if lost:
             self._deal_again(lost)
             return True
         reduce = self._trainer.strategy.reduce
-        results.agree(self._trainer, collection, session.collectives.exchange, "validation", reduce)
+        results.agree(self._trainer, collection, collectives.exchange, "validation", reduce)
         results.reduce_all(collection)
         return False
 
@@ -212,11 +245,13 @@ class EvalLoader:
             del self._share[member]
         self._rounds = max(len(share) for share in again.values())
         self._uneven = self._rounds - min(len(share) for share in again.values())
-        mine = again[self._session.member_id]
+        mine = again[self._evaluation.me()]
         self._draw(mine)
         val_loop = self._trainer.fit_loop.epoch_loop.val_loop
         combined, fetcher = val_loop._combined_loader, val_loop._data_fetcher
         if combined is not None and combined._iterator is not None and fetcher is not None:
+            assert combined._iterator.limits is not None
+            assert fetcher.length is not None
             place = next(i for i, loader in enumerate(combined.flattened) if loader is self)
             combined._iterator.limits[place] += len(mine)
             fetcher.length += len(mine)

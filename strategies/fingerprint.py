@@ -6,11 +6,11 @@ import hashlib
 import os
 import re
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.callbacks.timer import Interval
 from torch.utils.data import Subset, TensorDataset
@@ -22,10 +22,8 @@ from chaos_lightning.replication.access import module_tensors
 from chaos_lightning.replication.table import layout_hash
 from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies.evaluation import EvalLoader
+from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.schedules import name_of
-
-if TYPE_CHECKING:
-    from chaos_lightning.strategies.strategy import ChaosStrategy
 
 
 def seed_of(options: ChaosOptions) -> int:
@@ -33,12 +31,13 @@ def seed_of(options: ChaosOptions) -> int:
     return options.seed if options.seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
-def fingerprint_of(trainer: Trainer, loader: ElasticLoader) -> dict[str, str]:
+def fingerprint_of(trainer: Trainer, loader: ElasticLoader, *, deals_validation: bool) -> dict[str, str]:
     """Versions, model, optimizers, data and those settings that decide how many steps and collectives there are.
 
     Args:
         trainer: In fit, with all loaders of fit made (those of validation are, from `ChaosStrategy.on_train_start` on).
         loader: The training loader.
+        deals_validation: Whether loaders of validation are dealt out where that can be.
     """
     module = trainer.lightning_module
     by_time = trainer._val_check_time_interval
@@ -64,7 +63,7 @@ def fingerprint_of(trainer: Trainer, loader: ElasticLoader) -> dict[str, str]:
             for number, c in enumerate(deciding)
             for name, value in _cadence(c).items()
         },
-        **_validation(trainer),
+        **_validation(trainer, loader.stream, deals_validation=deals_validation),
         **({"training data": _part_of(getattr(loader.loader, "dataset", None))} if loader.stream == SHARED else {}),
         **default_words(trainer.optimizers),
         **_hyperparameters(module),
@@ -133,21 +132,20 @@ def _cadence(callback: Callback) -> dict[str, str]:
     return {name: str(value) for name, value in settings.items()}
 
 
-def _validation(trainer: Trainer) -> dict[str, str]:
+def _validation(trainer: Trainer, stream: str, *, deals_validation: bool) -> dict[str, str]:
     """How many loaders of validation there are, which of them are dealt out, and how long they are.
 
     Each member deals by the length of its own loader, so another one would leave batches out or evaluate them twice.
     """
-    strategy = cast("ChaosStrategy", trainer.strategy)
     combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
     loaders = combined.flattened if combined is not None else []
     words = {"validation loaders": str(len(loaders))}
     if loaders:
-        words["use_distributed_sampler"] = str(strategy.deals_validation)
+        words["use_distributed_sampler"] = str(deals_validation)
     for number, loader in enumerate(loaders):
         dealt = isinstance(loader, EvalLoader)
         words[f"validation loader {number}"] = "dealt out" if dealt else "evaluated in full by everybody"
-        if not dealt and strategy.data == "local":
+        if not dealt and stream != SHARED:
             continue  # each member evaluates data of its own
         words[f"validation loader {number} samples"] = _length(getattr(loader, "dataset", None))
         words[f"validation loader {number} data"] = _part_of(getattr(loader, "dataset", None))

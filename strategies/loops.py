@@ -16,10 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, ThroughputMonitor, Timer, TQDMProgressBar
 from lightning.pytorch.loops import _Loop
+from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
 from lightning.pytorch.trainer.states import RunningStage
+
+from chaos_lightning.strategies.lightning_types import Trainer
 
 ENDLESS = 1 << 62
 """Length that the fetcher is told while nobody knows it. Not None: then it would fetch a batch ahead."""
@@ -32,16 +34,26 @@ def batches_begun(trainer: Trainer) -> int:
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
+def _processed(progress: _Progress) -> tuple[_ProcessedTracker, _ProcessedTracker]:
+    """Both counts, current and total, of a progress that also counts what was processed."""
+    current, total = progress.current, progress.total
+    assert isinstance(current, _ProcessedTracker)
+    assert isinstance(total, _ProcessedTracker)
+    return current, total
+
+
 def epoch_of(trainer: Trainer) -> int:
     """The pass over the data that Lightning is in."""
-    return int(trainer.fit_loop.epoch_progress.current.processed)
+    current, _ = _processed(trainer.fit_loop.epoch_progress)
+    return current.processed
 
 
 def stopped_within_epoch(trainer: Trainer) -> bool:
     """Whether the checkpoint that fit goes on from was written between two batches of one epoch, by what it says
     itself: who wrote it may have had other members, or limits. To be asked before the first batch."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
-    return trainer.fit_loop.restarted_mid_epoch and progress.current.processed > 0 and not progress.is_last_batch
+    current, _ = _processed(progress)
+    return trainer.fit_loop.restarted_mid_epoch and current.processed > 0 and not progress.is_last_batch
 
 
 def limited(trainer: Trainer, total: float) -> float:
@@ -108,9 +120,8 @@ def _refit_bars(trainer: Trainer, total: float) -> None:
 def unfinish_epoch(trainer: Trainer) -> None:
     """The epoch ended in its midst, by a StopIteration: Lightning has counted it, and a checkpoint must not."""
     if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
-        progress = trainer.fit_loop.epoch_progress
-        progress.current.processed -= 1
-        progress.total.processed -= 1
+        for count in _processed(trainer.fit_loop.epoch_progress):
+            count.processed -= 1
 
 
 # --- clocks ----------------------------------------------------------------------------------------------------------
@@ -159,7 +170,7 @@ def agree_on_validation(trainer: Trainer, broadcast: Callable[[bool], bool]) -> 
     def is_validation_due(fetcher: Any) -> bool:
         return broadcast(asked(epoch_loop, fetcher))
 
-    epoch_loop._should_check_val_fx = is_validation_due
+    vars(epoch_loop)["_should_check_val_fx"] = is_validation_due
 
 
 def forget_agreement(trainer: Trainer) -> None:

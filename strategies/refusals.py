@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
@@ -27,6 +26,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 
 from chaos_lightning.errors import UnsupportedError
+from chaos_lightning.member.training import SHARDED, UNSERVED, is_sharded
+from chaos_lightning.strategies.lightning_types import Trainer
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,6 @@ def _optimizers(test: Callable[[torch.optim.Optimizer], bool]) -> Callable[[Trai
     return lambda trainer: ", ".join(type(o).__name__ for o in trainer.strategy.optimizers if test(o))
 
 
-def _is_lazy(module: nn.Module) -> bool:
-    return any(nn.parameter.is_lazy(p) for p in module.parameters(recurse=False))
-
-
 def _local_data_fraction(trainer: Trainer) -> str:
     if getattr(trainer.strategy, "data", "shared") != "local":
         return ""
@@ -84,23 +81,9 @@ TABLE: tuple[Refusal, ...] = (
         "statistics of a forward pass would need all members within it, and one of them may be idle or gone; "
         "plain BatchNorm's "
         "running statistics are averaged with each step",
-        lambda t: "Trainer(sync_batchnorm=True)" if t.strategy._layer_sync is not None else "",
+        lambda t: "Trainer(sync_batchnorm=True)" if getattr(t.strategy, "_layer_sync", None) is not None else "",
     ),
-    Refusal(
-        "SyncBatchNorm",
-        "it uses torch.distributed inside the forward pass, where members may be idle or gone; use BatchNorm",
-        _modules(lambda m: isinstance(m, nn.SyncBatchNorm)),
-    ),
-    Refusal(
-        "lazy modules",
-        "newcomers need the parameters' shapes before the first batch; run one batch through the module before fit",
-        _modules(_is_lazy),
-    ),
-    Refusal(
-        "sparse gradients",
-        "gradients are reduced in place as dense memory; use sparse=False",
-        _modules(lambda m: isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse),
-    ),
+    *(Refusal(kind.what, kind.why, _modules(kind.found)) for kind in UNSERVED),
     Refusal(
         "gradient accumulation that changes",
         "micro-batches per step are part of what members agree on; use Trainer(accumulate_grad_batches=...)",
@@ -152,8 +135,8 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(
         "sharded optimizers",
-        "every member holds the whole state, so that any of them may die; use the plain optimizer",
-        _optimizers(lambda o: hasattr(o, "consolidate_state_dict")),
+        SHARDED,
+        _optimizers(is_sharded),
         early=False,
     ),
 )

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 
 from chaos_lightning.protocol.types import Header
 from chaos_lightning.replication.replay import VOUCH, OptimizerReplay, vouched_by
+from chaos_lightning.strategies.lightning_types import Trainer
 
 BETWEEN = (
     "on_train_batch_start",

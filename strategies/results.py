@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
     _ResultCollection,
@@ -24,6 +24,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
+
+from chaos_lightning.strategies.lightning_types import Trainer
 
 Exchange = Callable[[str, Any], "list[Any] | None"]
 
@@ -48,7 +50,7 @@ def route_metrics(trainer: Trainer, exchange: Exchange, in_job: Callable[[], boo
     before = [(metric, metric.distributed_available_fn) for _, metric in metrics_of(trainer)]
     for name, metric in metrics_of(trainer):
         metric.distributed_available_fn = in_job
-        metric._sync_dist = _syncer(name, metric, exchange)
+        metric._sync_dist = _syncer(name, metric, exchange)  # type: ignore[method-assign]
 
     def undo() -> None:
         for metric, available in before:
@@ -87,10 +89,10 @@ def sync_metric(name: str, metric: Metric, exchange: Exchange) -> None:
         values = [member[state] for member in everybody]
         if isinstance(mine[state], list):
             joined = [tensor for value in values for tensor in value]
-            setattr(metric, state, [reduction(joined)] if reduction is dim_zero_cat and joined else joined)
+            setattr(metric, state, [dim_zero_cat(joined)] if reduction is dim_zero_cat and joined else joined)
             continue
         stacked = torch.stack(values)
-        setattr(metric, state, stacked if reduction is None else reduction(stacked))
+        setattr(metric, state, reduction(stacked) if callable(reduction) else stacked)
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------
@@ -230,7 +232,7 @@ class Untouched:
     def __enter__(self) -> Untouched:
         for _, metric in metrics_of(self._trainer):
             self._kept.append((metric, metric._copy_state_dict(), metric._update_count, metric._computed))
-        self._trainer.lightning_module.log = self._log
+        self._trainer.lightning_module.log = self._log  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:

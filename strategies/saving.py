@@ -18,17 +18,16 @@ import errno
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.pytorch.strategies import Strategy
 
 from chaos_lightning.errors import ChaosError, StateError
 from chaos_lightning.replication.parts import part_of, sweep
-
-if TYPE_CHECKING:
-    from chaos_lightning.strategies.strategy import ChaosStrategy
+from chaos_lightning.strategies.session import Session
 
 KEY = "chaos_lightning"
 LOADERS = "combined_loader"
@@ -62,7 +61,7 @@ class _Counter:
         pass
 
 
-def explained(error: Exception, checkpoint: dict[str, Any], path: str) -> Exception:
+def _explained(error: Exception, checkpoint: dict[str, Any], path: str) -> Exception:
     """The error itself, or one that says more where there is no room for the file."""
     if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
         return error
@@ -81,28 +80,52 @@ def explained(error: Exception, checkpoint: dict[str, Any], path: str) -> Except
     return more
 
 
-def agree(strategy: ChaosStrategy, path: str, error: Exception | None, *, tried: bool) -> bool:
-    """All members learn how the writer fared, and raise if it failed; False if it died before it could tell.
+def save(
+    strategy: Strategy, session: Session | None, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
+) -> None:
+    """The writer writes a checkpoint of a step that is stable, and all members learn how it fared.
 
     Args:
-        strategy: In the job or out of it.
-        path: Of the checkpoint.
-        error: What kept this member from writing it.
-        tried: This member is the writer.
+        strategy: Says who the writer is, and has the plugin that writes.
+        session: This fit's part in the job; None outside of fit.
+        checkpoint: What Lightning wants to be written.
+        filepath: Where to.
+        storage_options: For the plugin.
 
     Raises:
         StateError: Another member was to write the file, and could not.
     """
-    name = strategy.session.config.name if strategy.session is not None else ""
+    while True:  # until a writer has lived to tell: then callbacks note down a file that is there
+        failed: Exception | None = None
+        if writes := strategy.is_global_zero:
+            try:
+                write(strategy.checkpoint_io, session, checkpoint, filepath, storage_options)
+            except Exception as error:
+                failed = _explained(error, checkpoint, str(filepath))
+        if session is None and failed is not None:
+            raise failed
+        if session is None or _agree(session, str(filepath), failed, tried=writes):
+            return
+
+
+def _agree(session: Session, path: str, error: Exception | None, *, tried: bool) -> bool:
+    """All members learn how the writer fared, and raise if it failed; False if it died before it could tell.
+
+    Args:
+        session: In the job or out of it.
+        path: Of the checkpoint.
+        error: What kept this member from writing it.
+        tried: This member is the writer.
+    """
+    collectives, name = session.collectives, session.config.name
     mine = "" if error is None else f"{name} could not write the checkpoint {path}: {type(error).__name__}: {error}"
-    answers = strategy.collectives.exchange("outcome of saving", [mine, tried])
+    answers = collectives.exchange("outcome of saving", [mine, tried])
     said = next((words for words, _ in answers or () if words), "")
     if said:
         # Who holds this header knows that all hold the one before: nobody is left who would go on and try it again.
         with contextlib.suppress(ChaosError):
-            strategy.collectives.barrier("after a checkpoint that failed")
-    session = strategy.session
-    if error is not None and session is not None and (session.void or session.gone):
+            collectives.barrier("after a checkpoint that failed")
+    if error is not None and (session.void or session.gone):
         session.say_unsaved(path)
     elif error is not None:
         raise error
@@ -111,9 +134,10 @@ def agree(strategy: ChaosStrategy, path: str, error: Exception | None, *, tried:
     return answers is None or any(wrote for _, wrote in answers)
 
 
-def save(strategy: ChaosStrategy, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-    """Writes a checkpoint; the caller has made sure that its step is stable and that this member is the writer."""
-    session = strategy.session
+def write(
+    io: CheckpointIO, session: Session | None, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
+) -> None:
+    """Writes a file; the caller has made sure that its step is stable and that this member is the writer."""
     mark = "final"
     # What is written a second time has the loaders' states with ours already.
     ours = dict(checkpoint.get(KEY, {}))
@@ -127,7 +151,6 @@ def save(strategy: ChaosStrategy, checkpoint: dict[str, Any], filepath: Any, sto
     if ours:
         checkpoint[KEY] = ours
     path = str(filepath)
-    io = strategy.checkpoint_io
     if type(io) is not TorchCheckpointIO or not _is_local_file_protocol(path):
         io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         return

@@ -18,28 +18,31 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Literal
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, MultiplicativeLR, SequentialLR
 
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import DepartedError, FencedError, RefusedError, UnsupportedError
 from chaos_lightning.events.events import Event
+from chaos_lightning.machine.signals import ExitSignals, aside, say
 from chaos_lightning.member.engine import Engine
+from chaos_lightning.member.training import switch_quickly
 from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.data import EngineSource, TrainLoader
-from chaos_lightning.strategies.environment import ASIDE, ChaosEnvironment
-from chaos_lightning.strategies.evaluation import EvalLoader
+from chaos_lightning.strategies.environment import ChaosEnvironment
+from chaos_lightning.strategies.evaluation import Evaluation
 from chaos_lightning.strategies.fingerprint import advice, fingerprint_of, seed_of
+from chaos_lightning.strategies.lengths import Lengths
+from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import (
     ENDLESS,
     Suspension,
@@ -49,7 +52,6 @@ from chaos_lightning.strategies.loops import (
     loops_manifest,
     make_up_for_end,
     refit,
-    refit_rates,
     rolled_back,
     skip_validation,
     start_clocks,
@@ -57,11 +59,10 @@ from chaos_lightning.strategies.loops import (
 )
 from chaos_lightning.strategies.place import Place
 from chaos_lightning.strategies.replay import LightningReplay
-from chaos_lightning.strategies.schedules import BySamples, SampleCount
-from chaos_lightning.strategies.signals import Signals
+from chaos_lightning.strategies.schedules import SampleCount
 from chaos_lightning.strategies.state import KeptState, LightningState
 from chaos_lightning.strategies.stepping import Stepper
-from chaos_lightning.strategies.writer import StableLog, demote, open_loggers, promote, save_logs
+from chaos_lightning.strategies.writer import Writer
 
 DataMode = Literal["shared", "local"]
 _log = logging.getLogger("chaos_lightning")
@@ -80,6 +81,7 @@ class Session:
         place: Who this process is until it enters the job.
         options: The strategy's.
         data: "shared" or "local".
+        deals_validation: Whether loaders of validation are dealt out where that can be.
         environment: Told who this process is.
         collectives: Exchanged through this session.
 
@@ -87,7 +89,9 @@ class Session:
         in_job: Collectives reach the others.
         departed: This member left.
         gone: It did, and others go on without it.
-        evaluating: The validation loader that is being dealt out at the moment.
+        evaluation: Whom validation is dealt out to.
+        writer: Whether this member logs and writes files.
+        lengths: How long an epoch is.
         stepped: Number and header hash of the last committed optimizer step.
         terminated: SIGTERM has asked this member to leave.
         closed: fit is over.
@@ -100,6 +104,7 @@ class Session:
         place: Place,
         options: ChaosOptions,
         data: DataMode,
+        deals_validation: bool,
         environment: ChaosEnvironment,
         collectives: Collectives,
     ) -> None:
@@ -109,30 +114,26 @@ class Session:
         self.in_job = False
         self.departed = self.gone = self.terminated = self.closed = False
         self.stepped = (0, "")
-        self.evaluating: EvalLoader | None = None
         self._options = options
         self._data = data
-        self._environment = environment
+        self._deals_validation = deals_validation
         self.collectives = collectives
+        self.evaluation = Evaluation(trainer, collectives, lambda: self.members, lambda: self.engine.member_id)
+        self.writer = Writer(trainer, environment, lambda: self.in_job, self.alone)
+        self.lengths = Lengths(trainer, config.min_nodes, local=data == "local")
         self._source = EngineSource(config.name)
-        self._logs = StableLog(lambda: not self.in_job or environment.world_size() == 1)
         self._engine: Engine | None = None
         self._loader: TrainLoader | None = None
         self._state: LightningState | None = None
         self._stepper: Stepper | None = None
         self._samples = SampleCount(())
-        self._estimating = False
-        self._estimated = 0
-        """Micro-batches of an epoch as foreseen, if optimizers or schedulers were made by that number."""
-        self._signals: Signals | None = None
+        self._switch_as_before: Callable[[], None] = lambda: None
+        self._signals = ExitSignals(self._on_signal)
         self._void: Suspension | None = None
         self._boundary_asked = False
-        self._promotion_due = False
         self._keep_due = False
         self._uncommitted: dict[str, Any] | None = None
         """Counters without the batch in which this last member left: it runs on, and its step does not count."""
-        self._log_dir = ("", "")
-        """The writer that has told where it logs, and what it said."""
 
     # ------------------------------------------------------------------ parts
 
@@ -150,10 +151,6 @@ class Session:
         """Ids of all members in rank order, by the last slot; none outside the job."""
         view = self.engine.view if self.in_job else None
         return view.ids() if view is not None else ()
-
-    @property
-    def member_id(self) -> str:
-        return self.engine.member_id
 
     @property
     def void(self) -> bool:
@@ -181,8 +178,7 @@ class Session:
         if self._loader is not None:
             self.elastic.close()
         self._loader = TrainLoader(elastic, self.trainer, self)
-        if self._estimating and not math.isinf(total := self._total()):
-            self._estimated = int(total)
+        self.lengths.asked(self._total())
         if self._state is not None:
             self._state.loader = elastic
         return self._loader
@@ -191,45 +187,6 @@ class Session:
         """Of a checkpoint within an epoch that does not say where the data stood."""
         if self._loader is not None:
             self._loader.warn_of_lost_place()
-
-    @contextmanager
-    def estimating(self) -> Iterator[None]:
-        """Optimizers and schedulers are made inside. Who asks for a training loader there wants its length: it is
-        `trainer.estimated_stepping_batches`."""
-        self._estimating = True
-        try:
-            yield
-        finally:
-            self._estimating = False
-
-    @property
-    def _foreseen(self) -> int:
-        """Members to be reckoned with before this one is in the job: what all of them know of the world is min_nodes,
-        of nodes with so many workers each as this one."""
-        return self.config.min_nodes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-    def _estimate_words(self) -> dict[str, str]:
-        """For the fingerprint: a schedule by a function of the user's is the same on all members only if they have
-        counted the same. What else torch has takes its numbers over from the others, with its state."""
-        kept = (LambdaLR, MultiplicativeLR, SequentialLR, ChainedScheduler)
-        schedulers = [c.scheduler for c in self.trainer.lr_scheduler_configs]
-        own = [s for s in schedulers if isinstance(s, kept) or not type(s).__module__.startswith("torch.optim.")]
-        if not self._estimated or not [s for s in own if not isinstance(s, BySamples)]:
-            return {}
-        return {"estimated_stepping_batches": f"counted for {self._foreseen} members"}
-
-    def _check_estimate(self) -> None:
-        """Says once that the world is another than the one that schedules were made for."""
-        members, foreseen = self.engine.world_size, self._foreseen
-        if not self._estimated or members == foreseen:
-            return
-        counted, self._estimated = self._estimated, 0
-        _log.warning(
-            "trainer.estimated_stepping_batches was read before this member was in the job, and counted with %d "
-            "members (min_nodes=%d), that is %d batches an epoch; the job has %d members now. A schedule made of that "
-            "number walks %s of its way while they are so many. BySamples goes by samples instead (docs/schedules.md)",
-            foreseen, self.config.min_nodes, counted, members, f"{foreseen / members:.0%}",
-        )  # fmt: skip
 
     def begin_pass(self, epoch: int) -> None:
         """The loader begins an epoch: the log says how long it is, so that an audit sees whether all of it was used."""
@@ -252,25 +209,29 @@ class Session:
         extra = {
             "syncs": lambda: sorted(self.collectives.syncs),
             "gradients": lambda: self.stepper.gradients(),
-            "log_dir": lambda: self._log_dir,
+            "log_dir": lambda: self.writer.log_dir,
         }
         self._state = LightningState(trainer, self.elastic, trainer.strategy.reduce, extra, self._adopt_extra)
         self._stepper = Stepper(
             engine,
             trainer,
-            self._state,
+            self.collectives,
             lambda: self.elastic.current,
             lambda: self.elastic.spent(),
             self._pass_is_over,
         )
         self._samples = SampleCount(trainer.lr_scheduler_configs)
+        self._switch_as_before = switch_quickly()
         engine.prepare(sections=self._stepper.sections, buffers=self._stepper.buffers)
         epoch = epoch_of(trainer)
         if self._options.leave_on_signals:
-            self._signals = Signals(self._leave, trainer._signal_connector)
+            self._signals.install()
         try:
             engine.join(
-                fingerprint={**fingerprint_of(trainer, self.elastic), **self._estimate_words()},
+                fingerprint={
+                    **fingerprint_of(trainer, self.elastic, deals_validation=self._deals_validation),
+                    **self.lengths.words(),
+                },
                 quota=self.elastic.quota,
                 accumulate=trainer.accumulate_grad_batches,
                 state=self._state,
@@ -279,7 +240,7 @@ class Session:
             )
         except RefusedError as error:
             raise RefusedError(f"{error}{advice(str(error), self.config)}") from error
-        self._logs.hold(trainer.loggers)
+        self.writer.logs.hold(trainer.loggers)
         self._entered(epoch)
 
     def _come_in(self) -> None:
@@ -315,7 +276,7 @@ class Session:
         fresh = engine.role == "founder" and not engine.resumed
         start_clocks(trainer, fresh=engine.role == "founder")
         if engine.role == "founder":
-            self._log_dir = ("", "")  # what was kept with a state is of the job before
+            self.writer.log_dir = ("", "")  # what was kept with a state is of the job before
         self._samples.begin(engine.header.ledger)
         self._observe(fresh=fresh)
         if not fresh and epoch_of(trainer) != epoch_before:
@@ -330,13 +291,13 @@ class Session:
             "%s is rank %d of %d, in epoch %d at batch %d (%s)",
             engine.member_id, engine.rank, engine.world_size, epoch_of(trainer), batches_begun(trainer), engine.role,
         )  # fmt: skip
-        self._promote_if_due(fresh=fresh)
+        self.writer.promote_if_due(fresh=fresh)
         self._refit()
 
     def _adopt_extra(self, extra: Mapping[str, Any]) -> None:
         self.collectives.syncs = set(extra["syncs"])
         self.stepper.adopt_gradients(extra["gradients"])
-        self._log_dir = extra["log_dir"]
+        self.writer.log_dir = extra["log_dir"]
 
     # ------------------------------------------------------------------ the rest point
 
@@ -373,33 +334,18 @@ class Session:
         self._check_departure()
         if self.departed:
             raise StopIteration
-        self._promote_if_due(fresh=False)
-        self._tell_log_dir()
-        self.stepper.prove()
+        self.writer.promote_if_due(fresh=False)
+        self.writer.tell_log_dir(lambda: self.members)
+        self.stepper.prove(self.state)
         assert self._loader is not None
         self._loader.begin()
         self._refit()
-
-    def _tell_log_dir(self) -> None:
-        """All members learn where the writer logs, whenever there is another one: `trainer.log_dir` may be asked for in
-        training_step, where nothing can be exchanged."""
-        if self.trainer.loggers and len(self.members) > 1 and self._log_dir[0] != self.members[0]:
-            told = str(self.trainer.log_dir)
-            self._log_dir = (next(iter(self.members), ""), told)
-
-    def log_dir(self, own: Any) -> Any:
-        """What `trainer.log_dir` is within a step: the writer's, as it was told last.
-
-        Args:
-            own: This member's, which is its answer where it is the writer or nobody logs.
-        """
-        return own if self._environment.global_rank() == 0 or not self._log_dir[0] else self._log_dir[1]
 
     def _give_up_window(self) -> bool:
         """Whether a new pass begins although a window is open: `on_train_batch_start` returned -1 and so ended the
         epoch. What the window used is in no step, and not used."""
         assert self._loader is not None
-        if self._loader.under_way or not self.stepper.automatic:
+        if self._loader.under_way or self.stepper.manual is not None:
             return False
         self.elastic.give_up()
         self.stepper.forget_window()
@@ -408,7 +354,7 @@ class Session:
     def _check_stepped(self) -> None:
         """In the middle of a window, or past its end: then a step was left out."""
         current = self.elastic.current
-        if self.stepper.automatic and current is not None and current.last:
+        if self.stepper.manual is None and current is not None and current.last:
             raise UnsupportedError(
                 "a window went by without an optimizer step, although Lightning said it was due; "
                 "LightningModule.optimizer_step must call optimizer.step(closure=...) each time (for other "
@@ -418,7 +364,46 @@ class Session:
 
     # ------------------------------------------------------------------ slots
 
-    def average(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[..., Any]) -> Any:
+        """An optimizer's step, with the average between the closure and all that comes after it.
+
+        Args:
+            optimizer: One of the Trainer's.
+            closure: Lightning's.
+            step: Takes the step with the closure that it is given.
+        """
+        stepper, number = self.stepper, self.stepper.number(optimizer)
+        if not self.in_job and not self._applies(number):
+            # What a void member steps is thrown away, so torch need not warn that its schedule steps first.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            return closure()
+        calls, held = 0, not stepper.must_average(number)
+
+        def averaged() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} evaluated its closure twice in one step; each evaluation "
+                    "would be a step "
+                    "of the whole job. Use an optimizer that evaluates it once"
+                )
+            return self._close_step(number, closure)
+
+        try:
+            output = step(averaged)
+        except NoStep:
+            return stepper.nothing()
+        if not calls and held:
+            stepper.stepped(number)
+        elif not calls:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}.step did not call its closure, so there was nothing to average; its step "
+                "must take a closure and call it once"
+            )
+        return output
+
+    def _close_step(self, number: int, closure: Callable[[], Any]) -> Any:
         """Runs an optimizer's closure, then averages; `.grad` holds the result for all that comes after.
 
         Returns:
@@ -429,12 +414,11 @@ class Session:
         """
         with self.stepper.stepping():
             result = closure()
-        number = self.stepper.number(optimizer)
-        if not self.stepper.holds_average(number) or self.stepper.assigned(number):
+        if self.stepper.must_average(number):
             self._average(number)
         self.stepper.stepped(number)
         # A scaler fails where there is no gradient; None is what tells it, as it does without the strategy.
-        return None if self.stepper.automatic and self.engine.header.total_weight <= 0 else result
+        return None if self.stepper.manual is None and self.engine.header.total_weight <= 0 else result
 
     def _average(self, number: int) -> None:
         if not self.in_job:
@@ -488,12 +472,12 @@ class Session:
     def _pass_is_over(self) -> None:
         """The average of what a backward pass of manual optimization reached."""
         with contextlib.suppress(NoStep):
-            for number in self.stepper.reached:
+            for number in self.stepper.manual.reached if self.stepper.manual is not None else ():
                 self._average(number)
 
-    def applies(self, optimizer: Optimizer) -> bool:
+    def _applies(self, number: int) -> bool:
         """Whether a step may be taken although this member is out of the job: the others take it, too."""
-        return self.departed and not self.void and self.stepper.holds_average(self.stepper.number(optimizer))
+        return self.departed and not self.void and self.stepper.holds_average(number)
 
     def gather(self, name: str, payload: bytes) -> list[tuple[str, bytes]] | None:
         """Everybody's payload; None if this member is not in the job."""
@@ -521,27 +505,13 @@ class Session:
     def _observe(self, *, fresh: bool = False) -> None:
         """A slot committed, or this member came in: who is it now?"""
         engine = self.engine
-        self._logs.stable()
+        self.writer.logs.stable()
         self._samples.committed(engine.header.ledger)
         self._boundary_asked |= engine.header.boundary
         if engine.rank < 0 or engine.out:
             return
-        self._check_estimate()
-        wrote = self._environment.global_rank() == 0
-        # Always: who was put out had another number meanwhile, which can be that of the world it comes back to.
-        refit_rates(self.trainer, engine.world_size)
-        if self._environment.place(engine.rank, engine.world_size):
-            self._promotion_due = True
-            with self.alone():
-                open_loggers(self.trainer, engine.name, fresh=fresh)
-        elif wrote and engine.rank != 0:
-            demote(self.trainer)
-
-    def _promote_if_due(self, *, fresh: bool) -> None:
-        if self._promotion_due:
-            self._promotion_due = False
-            with self.alone():
-                promote(self.trainer, fresh=fresh)
+        self.lengths.check(engine.world_size)
+        self.writer.place(engine.name, engine.rank, engine.world_size, fresh=fresh)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -560,21 +530,19 @@ class Session:
         return ENDLESS if math.isinf(total) else int(total)
 
     def _total(self) -> float:
-        """Micro-batches of this epoch; inf while unknown (with data of its own, nobody knows the others')."""
-        if self._data == "local":
-            # Before the pass has begun, the loader still speaks of the one before.
-            current = self.entered and self.elastic.epoch == epoch_of(self.trainer)
-            over = current and self.elastic.epoch_spent()
-            return batches_begun(self.trainer) if over else math.inf
-        if not self.entered:
-            # All members that will ever be must find the same number here.
-            return math.ceil(len(self.elastic) / self._foreseen)
-        return len(self.elastic)
+        return self.lengths.total(self.elastic, entered=self.entered)
 
     def _refit(self) -> None:
         refit(self.trainer, self._total())
 
     # ------------------------------------------------------------------ going
+
+    def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
+        """The first Ctrl+C or SIGTERM; the second one aborts."""
+        say(f"{number.name}: leaving the job after the present step, or at once while waiting; once more aborts")
+        aside(self._leave, f"signal {number.name}")
+        for handler in _handlers_of_user(self._signals.before[number], self.trainer._signal_connector):
+            handler(number, frame)
 
     def _leave(self, reason: str) -> None:
         self.terminated |= "SIGTERM" in reason
@@ -586,7 +554,7 @@ class Session:
             return
         _log.warning("%s; this process joins again by itself", error)
         self._step_aside()
-        self._logs.drop()
+        self.writer.logs.drop()
         self._void = Suspension.begin(self.trainer)
 
     def _check_departure(self, *, stepped: bool = False) -> None:
@@ -612,7 +580,7 @@ class Session:
                 if self.elastic.uncommitted:
                     self._uncommitted = rolled_back(loops_manifest(self.trainer), self.elastic.uncommitted)
                 self.in_job = False
-                save_logs(self.trainer)
+                self.writer.save_logs()
             skip_validation(self.trainer)
 
     def _keep(self, *, ended: bool = False) -> None:
@@ -638,10 +606,7 @@ class Session:
 
     def _step_aside(self) -> None:
         self.in_job = False
-        if self._environment.global_rank() == 0:
-            save_logs(self.trainer)
-        self._environment.place(*ASIDE)
-        demote(self.trainer)
+        self.writer.step_aside()
 
     def finish(self) -> None:
         """fit is over: the job's last slot, or the farewell of a member that left."""
@@ -677,9 +642,15 @@ class Session:
         forget_agreement(self.trainer)
         if self._stepper is not None:
             self._stepper.close()
-        self._logs.release()
-        if self._signals is not None:
-            self._signals.restore()
-            self._signals = None
+        self.writer.logs.release()
+        self._signals.restore()
+        self._switch_as_before()
         if self._loader is not None:
             self.elastic.close()
+
+
+def _handlers_of_user(before: Any, connector: object) -> list[Callable[[int, FrameType | None], Any]]:
+    """Handlers that the user had set for a signal; Lightning composes them with its own, which end the work at once."""
+    found = getattr(before, "signal_handlers", [before])
+    ours = (None, signal.default_int_handler)
+    return [h for h in found if callable(h) and h not in ours and getattr(h, "__self__", None) is not connector]

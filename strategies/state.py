@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.trainer.call import _call_callbacks_state_dict, _call_lightning_module_hook
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -35,6 +35,7 @@ from chaos_lightning.replication.access import (
 )
 from chaos_lightning.replication.table import StateTable
 from chaos_lightning.strategies import results
+from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import adopt_loops, loops_manifest, rolled_back
 
 PRIVATE: dict[type[Callback], tuple[str, ...]] = {
@@ -141,7 +142,7 @@ class LightningState:
         stub = self._checkpoint_stub()
         standard = set(stub)
         _call_lightning_module_hook(self._trainer, "on_save_checkpoint", stub)
-        return _cloned({k: v for k, v in stub.items() if k not in standard})
+        return {k: _cloned(v) for k, v in stub.items() if k not in standard}
 
     # ------------------------------------------------------------------ the newcomer
 
@@ -220,7 +221,7 @@ def _callback_state(callback: Callback) -> dict[str, Any]:
     state = callback.state_dict()
     if not state and not private:
         return {}
-    return _cloned({"state": state, "private": private})
+    return {"state": _cloned(state), "private": _cloned(private)}
 
 
 def _adopt_callback(callback: Callback, given: Mapping[str, Any]) -> None:
@@ -239,19 +240,3 @@ def _cloned(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_cloned(v) for v in value)
     return value
-
-
-def reduced_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Buffers that forward passes change and that are averaged with each step: normalisation statistics, and those that
-    the module names in `chaos_buffers`."""
-    wanted = set(getattr(module, "chaos_buffers", ()))
-    found = []
-    for prefix, child in module.named_modules():
-        tracked = isinstance(child, nn.modules.batchnorm._NormBase) and child.track_running_stats
-        for name, buffer in child.named_buffers(prefix=prefix, recurse=False):
-            if tracked or name in wanted:
-                found.append((name, buffer))
-                wanted.discard(name)
-    if wanted:
-        raise StateError(f"chaos_buffers names {sorted(wanted)}, which the module has not")
-    return unique(found)

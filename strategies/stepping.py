@@ -15,15 +15,8 @@ clipping, `on_before_optimizer_step`), so these see the same averaged gradients 
 
 An idle micro-batch under automatic optimization does not run the user's `training_step`: it gives a loss without graph,
 and backward does nothing. Under manual optimization only the user's code knows which optimizers step, so it runs on a
-stand-in batch, with weight 0 and without effect on gradients, metrics and logs.
-
-Under manual optimization nobody knows after which backward pass the user looks at `.grad`, clips it or steps. So each
-pass ends with the average, as with DDP: one slot for each optimizer whose parameters it reached, weighted by the
-micro-batch that it is of. What had been accumulated before is an average already, the same on all members, and stays
-what it is. The optimizer then steps without a slot. A plain `loss.backward()` within training_step ends so, too: its
-first gradient asks autograd to call back when the pass is over. Only gradients that came about in another way (assigned
-by hand, or outside of training_step) are averaged when their optimizer steps. One that was assigned may have been made
-of the average; then it is the same on all members, and its average is itself.
+stand-in batch, with weight 0 and without effect on gradients, metrics and logs. What it means there that gradients are
+averaged after each backward pass is told in `manual.py`.
 """
 
 from __future__ import annotations
@@ -33,23 +26,25 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from chaos_lightning.collectives.hyper import hyper_words
 from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.source import MicroBatch
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
-from chaos_lightning.events.events import Event
 from chaos_lightning.member.engine import Engine
+from chaos_lightning.member.training import proof, reduced_buffers
 from chaos_lightning.protocol.types import Header, Kind, Spent
-from chaos_lightning.replication.table import state_hash
+from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.strategies.collectives import Collectives
+from chaos_lightning.strategies.lightning_types import Trainer
+from chaos_lightning.strategies.loops import batches_begun
+from chaos_lightning.strategies.manual import ManualGradients
 from chaos_lightning.strategies.results import Untouched
-from chaos_lightning.strategies.state import LightningState, reduced_buffers
 
 IDLE_KEY = "chaos_idle"
 """In `outputs` of `on_train_batch_end`: this member had no samples in this micro-batch."""
@@ -79,17 +74,20 @@ class Stepper:
     Args:
         engine: Joined.
         trainer: In fit.
-        state: For state hashes.
+        collectives: For what is logged in training steps.
         current: What the loader says about the present micro-batch.
         spent: What a contribution made now spends.
-        pass_is_over: Manual optimization: takes the slots of the optimizers that a backward pass `reached`.
+        pass_is_over: Manual optimization: takes the slots of the optimizers that a backward pass reached.
+
+    Attributes:
+        manual: The gradients of manual optimization; None under automatic optimization.
     """
 
     def __init__(
         self,
         engine: Engine,
         trainer: Trainer,
-        state: LightningState,
+        collectives: Collectives,
         current: Callable[[], MicroBatch | None],
         spent: Callable[[], tuple[Spent, ...]],
         pass_is_over: Callable[[], None],
@@ -97,78 +95,73 @@ class Stepper:
         self._engine = engine
         self._trainer = trainer
         self._module = trainer.lightning_module
-        self._state = state
+        self._collectives = collectives
         self._current = current
         self._spent = spent
-        self._pass_is_over = pass_is_over
-        self._awaits_pass = False
-        """Manual optimization: whether the next gradient is a plain pass's first one."""
         self.sections = sections_of(self._module, trainer.optimizers)
         self._trained = {id(p) for s in self.sections for _, p in s.params}
-        reduced = reduced_buffers(self._module)
-        self.buffers = reduced
-        self._watched = [(n, b) for n, b in self._module.named_buffers() if id(b) not in {id(r) for _, r in reduced}]
+        names = getattr(self._module, "chaos_buffers", ())
+        self.buffers = reduced_buffers(self._module, names, named_by="chaos_buffers")
+        reduced = {id(buffer) for _, buffer in self.buffers}
+        self._watched = [(n, b) for n, b in self._module.named_buffers() if id(b) not in reduced]
         self._watch_params = 2
+        automatic = bool(self._module.automatic_optimization)
+        self.manual = None if automatic else ManualGradients(self.sections, pass_is_over)
         self._window: list[float] = []
         self._unit = 0.0
         self._present = 0.0
         """Manual optimization: what the present micro-batch weighs."""
-        self._reached: set[int] = set()
-        """Manual optimization: optimizers whose gradients have changed since they were averaged."""
-        self._averaged: set[int] = set()
-        """Manual optimization: optimizers whose gradients have been averaged since they stepped."""
-        self._averages: dict[int, Tensor] = {}
-        """Manual optimization: the last average of each parameter's gradient, by the parameter's id."""
-        self._hooks = [] if self.automatic else self._watch_gradients()
         self._skip_backward = False
         self._stepping = False
-        self.stood_in = False
-        """This member was idle and did not run the last training step."""
-        self.would_sync = False
-        """It was idle and ran the last training step on a stand-in batch, which logged with sync_dist=True."""
-        self._hash = ""
+        self._proof = ""
         hooks = [self._module, *trainer.callbacks]
         self._late = any(is_overridden("on_after_backward", hook) for hook in hooks)
         """Someone changes gradients after backward: they must not be sent before."""
 
-    @property
-    def automatic(self) -> bool:
-        return bool(self._module.automatic_optimization)
-
     # ------------------------------------------------------------------ one micro-batch
 
-    def training_step(self, run: Callable[[], Any], batch: Any, batch_idx: int) -> Any:
-        """The user's training step, or what an idle member does instead."""
+    def training_step(self, run: Callable[[], Any], batch: Any) -> Any:
+        """The user's training step, or what an idle member does instead; then what was logged is exchanged."""
+        batch_idx = batches_begun(self._trainer) - 1
         part = self._current()
         idle = part is None or part.idle
-        self.stood_in = idle and self.automatic
-        self.would_sync = False
-        if not self.automatic:
-            self._present = 0.0 if idle else self._weight(part, batch, batch_idx)
-            self._awaits_pass = True
-            try:
-                return self._run_idle(run) if idle else run()
-            finally:
-                self._awaits_pass = False
+        would_sync = False
+        with self._collectives.inside("training_step"):
+            if self.manual is None:
+                output = self._automatic_step(run, None if idle else part, batch, batch_idx)
+            else:
+                self._present = 0.0 if idle else self._weight(part, batch, batch_idx)
+                with self.manual.training_step():
+                    if idle:
+                        output, would_sync = self._run_idle(run)
+                    else:
+                        output = run()
+        self._collectives.leave_step(
+            self._trainer.fit_loop.epoch_loop._results, always=would_sync, stood_in=idle and self.manual is None
+        )
+        return output
+
+    def _automatic_step(self, run: Callable[[], Any], part: MicroBatch | None, batch: Any, batch_idx: int) -> Any:
+        """`part` is None if this member is idle."""
         output = None
-        if not idle:
+        if part is not None:
             with self._watch():
                 output = run()
         if output is None:
-            if not idle:
+            if part is not None:
                 Closure.warning_cache.warn(_CAME_TO_NOTHING)
             self._skip_backward = True
             self._window.append(0.0)
-            return {"loss": torch.zeros((), device=self._module.device), IDLE_KEY: idle}
+            return {"loss": torch.zeros((), device=self._module.device), IDLE_KEY: part is None}
         self._skip_backward = False
         self._window.append(self._weight(part, batch, batch_idx))
         return output
 
-    def _run_idle(self, run: Callable[[], Any]) -> Any:
+    def _run_idle(self, run: Callable[[], Any]) -> tuple[Any, bool]:
+        """What a training step on a stand-in batch gives, and whether it logged with sync_dist=True."""
         with Untouched(self._trainer) as untouched:
             output = run()
-        self.would_sync = untouched.synced
-        return output
+        return output, untouched.synced
 
     def _weight(self, part: MicroBatch | None, batch: Any, batch_idx: int) -> float:
         assert part is not None
@@ -271,129 +264,60 @@ class Stepper:
             yields: See `Engine.step`.
         """
         self._check_layout(self._trainer.optimizers[number])
-        weight = sum(self._window) if self.automatic else self._present
+        weight = sum(self._window) if self.manual is None else self._present
         header = self._engine.step(
             weight=weight,
             coefficient=weight,
             spent=self._spent(),
             section=number,
             hyper=hyper_words(self._trainer.optimizers),
-            state_hash=self._hash,
+            state_hash=self._proof,
             yields=yields,
         )
         if header.kind is not Kind.STEP:
             return header
-        self._hash = ""
-        self._reached.discard(number)
-        self._averaged.add(number)
-        self._note_averages(number)
+        self._proof = ""
+        if self.manual is not None:
+            self.manual.averaged(number)
         self.forget_window()
         return header
 
     # ------------------------------------------------------------------ manual optimization
 
-    def _watch_gradients(self) -> list[Any]:
-        """Hooks that tell which optimizers a backward pass reached."""
-
-        def reaches(number: int) -> Callable[[Tensor], None]:
-            return lambda _: self._reaches(number)
-
-        return [
-            param.register_post_accumulate_grad_hook(reaches(number))  # type: ignore[no-untyped-call]
-            for number, section in enumerate(self.sections)
-            for _, param in section.params
-        ]
-
-    def _reaches(self, number: int) -> None:
-        """A backward pass has come to a parameter of this optimizer."""
-        self._reached.add(number)
-        if self._awaits_pass:
-            self._awaits_pass = False
-            Variable._execution_engine.queue_callback(self._plain_pass_is_over)  # type: ignore[attr-defined]
-
-    def _plain_pass_is_over(self) -> None:
-        self._awaits_pass = True
-        self._pass_is_over()
-
-    @property
-    def reached(self) -> tuple[int, ...]:
-        """Manual optimization: optimizers whose gradients have changed since they were averaged, in order."""
-        return tuple(sorted(self._reached))
-
     def manual_backward(self, run: Callable[[], None]) -> None:
         """One backward pass of `LightningModule.manual_backward`, and the average of what it reached."""
-        kept = None
-        if self._present == 0.0:
-            # What a stand-in batch gives must not add to what is there; nor is anything else there if nobody has more.
-            kept = [(p, p.grad) for s in self.sections for _, p in s.params]
-            for param, _ in kept:
-                param.grad = None
-        awaited, self._awaits_pass = self._awaits_pass, False
-        try:
-            run()
-        finally:
-            self._awaits_pass = awaited
-        self._pass_is_over()
-        if kept is not None:
-            unweighed = self._engine.header.total_weight <= 0
-            for param, grad in kept:
-                if unweighed or param.grad is None:
-                    param.grad = grad
-            for number in self._averaged:
-                self._note_averages(number)
+        assert self.manual is not None
+        engine = self._engine
+        self.manual.backward(run, stands_in=self._present == 0.0, unweighed=lambda: engine.header.total_weight <= 0)
 
     def holds_average(self, number: int) -> bool:
-        """Whether this optimizer's gradients are an average that it has not stepped with."""
-        return number in self._averaged and number not in self._reached and not self.automatic
+        """Whether this optimizer's gradients are an average that it has not stepped with; it steps without a slot."""
+        return self.manual is not None and self.manual.hold_average(number)
 
-    def assigned(self, number: int) -> bool:
-        """Whether somebody has put another gradient in the place of an average."""
-        return any(
-            param.grad is not None and param.grad is not self._averages.get(id(param))
-            for _, param in self.sections[number].params
-        )
-
-    def _note_averages(self, number: int) -> None:
-        if not self.automatic:
-            self._averages |= {id(p): p.grad for _, p in self.sections[number].params if p.grad is not None}
+    def must_average(self, number: int) -> bool:
+        """Whether this optimizer's step is a slot: what it holds is no average, or somebody has put another gradient in
+        the place of one."""
+        return self.manual is None or not self.manual.hold_average(number) or self.manual.assigned(number)
 
     def stepped(self, number: int) -> None:
-        """This optimizer steps: gradients that are assigned to it from here on are this member's own."""
-        self._averaged.discard(number)
+        """This optimizer steps."""
+        if self.manual is not None:
+            self.manual.stepped(number)
 
     def gradients(self) -> dict[str, Any]:
-        """At rest: gradients that are kept beyond the batch. All members have the same ones, so newcomers get them."""
-        if self.automatic:
-            return {}
-        kept = {
-            name: param.grad.detach().clone()
-            for number, section in enumerate(self.sections)
-            for name, param in section.params
-            if param.grad is not None and number not in self._reached
-        }
-        return {"grads": kept, "averaged": sorted(self._averaged)}
+        """At rest, for newcomers: gradients that are kept beyond the batch."""
+        return {} if self.manual is None else self.manual.manifest()
 
     def adopt_gradients(self, given: Mapping[str, Any]) -> None:
         """Takes over what `gradients` gave at the donor."""
-        if not given:
-            return
-        for section in self.sections:
-            for name, param in section.params:
-                grad = given["grads"].get(name)
-                param.grad = grad.to(param.device) if grad is not None else None
-        self._averaged, self._reached = set(given["averaged"]), set()
-        for number in self._averaged:
-            self._note_averages(number)
+        if given and self.manual is not None:
+            self.manual.adopt(given)
 
-    def close(self) -> None:
-        """Removes the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+    # ------------------------------------------------------------------ what else may happen
 
     def nothing(self) -> Tensor | None:
         """What a closure returns that came to nothing."""
-        return torch.zeros((), device=self._module.device) if self.automatic else None
+        return torch.zeros((), device=self._module.device) if self.manual is None else None
 
     def forget_window(self) -> None:
         """The next micro-batch begins a new one."""
@@ -402,8 +326,13 @@ class Stepper:
     def reset(self) -> None:
         """The member joined again: nothing is open."""
         self.forget_window()
-        self._reached.clear()
-        self._averaged.clear()
+        if self.manual is not None:
+            self.manual.reset()
+
+    def close(self) -> None:
+        """Removes hooks."""
+        if self.manual is not None:
+            self.manual.close()
 
     def number(self, optimizer: Optimizer) -> int:
         for number, mine in enumerate(self._trainer.optimizers):
@@ -421,13 +350,6 @@ class Stepper:
                         "absent when this member joined; parameters that are trained may not change within a job"
                     )
 
-    def prove(self) -> None:
-        """Every so many steps, at rest (a forward pass would change reduced buffers): the hash of the replicated state,
-        to be compared with the others' in the coming step (PROTOCOL.md 24)."""
-        every, header = self._engine.config.state_hash_every, self._engine.header
-        self._hash = ""
-        if every and header.step and header.step % every == 0:
-            self._hash = state_hash(self._state.tensors())
-            self._engine.events.emit(
-                Event.STATE_HASH, seq=header.seq, step=header.step, head=header.hash, hash=self._hash
-            )
+    def prove(self, state: StateAccess) -> None:
+        """At rest: what the coming step says of the state, every so many steps."""
+        self._proof = proof(self._engine, state)

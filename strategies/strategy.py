@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import ReduceOp
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors.data_connector import _worker_check
 from lightning.pytorch.trainer.states import TrainerFn
@@ -26,17 +26,17 @@ from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies import results
 from chaos_lightning.strategies.collectives import LOG_DIR, Collectives, call_site, users_call_site
-from chaos_lightning.strategies.companion import Companion
+from chaos_lightning.strategies.companion import Companion, Launcher
 from chaos_lightning.strategies.environment import ChaosEnvironment, local_rank
 from chaos_lightning.strategies.evaluation import EvalLoader, can_be_dealt, unsharded, whole
-from chaos_lightning.strategies.launching import Launcher
-from chaos_lightning.strategies.loops import agree_on_validation, batches_begun
+from chaos_lightning.strategies.lightning_types import Trainer
+from chaos_lightning.strategies.loops import agree_on_validation
 from chaos_lightning.strategies.place import Place, end_evaluating, place_to_evaluate
 from chaos_lightning.strategies.preparing import DataTurn
 from chaos_lightning.strategies.refusals import check_host_version, refuse, refuse_loaders, warn_ignored
-from chaos_lightning.strategies.saving import agree, explained, save, with_loaders
+from chaos_lightning.strategies.saving import save, with_loaders
 from chaos_lightning.strategies.schedules import go_by_step
-from chaos_lightning.strategies.session import DataMode, NoStep, Session
+from chaos_lightning.strategies.session import DataMode, Session
 
 _log = logging.getLogger("chaos_lightning")
 
@@ -58,7 +58,8 @@ class ChaosStrategy(ParallelStrategy):
     Arguments that are None come from the environment (CHAOS_ENDPOINT and so on, set by the torchrun backend), else
     from the engine's defaults. Two things are read from the LightningModule if it has them: `chaos_buffers`, names of
     buffers that forward passes change and that are to be averaged with each step, and `chaos_weight(batch, batch_idx)`,
-    what a batch weighs in the average if not its number of samples.
+    what a batch weighs in the average if not its number of samples. While fit trains, the process switches threads
+    after 0.5 ms (`sys.setswitchinterval`); afterwards the interval is what it was.
     """
 
     strategy_name = "chaos"
@@ -130,13 +131,11 @@ class ChaosStrategy(ParallelStrategy):
         """Whether collectives reach other members."""
         return self.session is not None and self.session.in_job
 
-    @property
-    def deals_validation(self) -> bool:
-        """`Trainer(use_distributed_sampler=...)` as the user gave it; within fit, Lightning is told False."""
-        return bool(self._deal_validation)
-
     def _configure_launcher(self) -> None:
-        self._launcher = Launcher(self)
+        self._launcher = Launcher(self._present_session)
+
+    def _present_session(self) -> Session | None:
+        return self.session
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -166,9 +165,21 @@ class ChaosStrategy(ParallelStrategy):
         end_evaluating(config)
         place = Place(config)
         self.environment.place(place.rank, place.world_size)
-        self.session = Session(trainer, config, place, self.options, self.data, self.environment, self.collectives)
+        self.session = Session(
+            trainer,
+            config,
+            place,
+            self.options,
+            self.data,
+            self._deal_validation,
+            self.environment,
+            self.collectives,
+        )
         # Last: teardown takes it out where there is a session.
-        trainer.callbacks[:] = [Companion(self), *(c for c in trainer.callbacks if not isinstance(c, Companion))]
+        trainer.callbacks[:] = [
+            Companion(self.session),
+            *(c for c in trainer.callbacks if not isinstance(c, Companion)),
+        ]
 
     def _config(self) -> EngineConfig:
         return EngineConfig.build({**self._given, **self.options.for_engine()})
@@ -195,16 +206,16 @@ class ChaosStrategy(ParallelStrategy):
             warn_ignored(self.session.trainer, len(self.parallel_devices or ()))
             self._turn.begin(self.session.config.job)
 
-    def setup(self, trainer: Trainer) -> None:
-        if self.session is None:
+    def setup(self, trainer: pl.Trainer) -> None:
+        session = self.session
+        if session is None:
             super().setup(trainer)
             return
-        with self.session.estimating():
+        with session.lengths.estimating():
             super().setup(trainer)
         go_by_step(trainer.lr_scheduler_configs)
-        if self.session is not None:
-            refuse(trainer, early=False)
-            self._unroute = results.route_metrics(trainer, self.collectives.exchange, lambda: self.in_job)
+        refuse(session.trainer, early=False)
+        self._unroute = results.route_metrics(session.trainer, self.collectives.exchange, lambda: self.in_job)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Loaders of fit are dealt out among members; those of validate, test and predict run on this process alone."""
@@ -216,10 +227,10 @@ class ChaosStrategy(ParallelStrategy):
             _worker_check(trainer, dataloader, "train_dataloader")
             return self.session.wrap(dataloader)
         everything = whole(dataloader)
-        wanted = self.deals_validation or everything is not dataloader
+        wanted = self._deal_validation or everything is not dataloader
         if wanted and can_be_dealt(everything, trainer):
             _worker_check(trainer, dataloader, "val_dataloader")
-            return EvalLoader(everything, trainer, self.session)
+            return EvalLoader(everything, self.session.evaluation)
         return everything
 
     def on_train_start(self) -> None:
@@ -248,38 +259,19 @@ class ChaosStrategy(ParallelStrategy):
         session, parent = self.session, super().training_step
         if session is None or not session.in_job:
             return parent(*args, **kwargs)
-        self.collectives.enter_step()
-        try:
-            batch_idx = batches_begun(session.trainer) - 1
-            output = session.stepper.training_step(lambda: parent(*args, **kwargs), args[0], batch_idx)
-        except BaseException:
-            self.collectives.abandon_step()
-            raise
-        stepper = session.stepper
-        self.collectives.leave_step(
-            session.trainer.fit_loop.epoch_loop._results, always=stepper.would_sync, stood_in=stepper.stood_in
-        )
-        return output
+        return session.stepper.training_step(lambda: parent(*args, **kwargs), args[0])
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         session, parent = self.session, super().validation_step
-        if session is None or not session.in_job or session.evaluating is None:
+        if session is None or not session.in_job:
             return parent(*args, **kwargs)
-        self.collectives.enter_step("validation_step")
-        try:
-            output = parent(*args, **kwargs)
-        except BaseException:
-            self.collectives.abandon_step()
-            raise
-        collection = session.trainer.fit_loop.epoch_loop.val_loop._results
-        self.collectives.leave_step(collection, always=session.evaluating.may_differ)
-        return output
+        return session.evaluation.step(lambda: parent(*args, **kwargs))
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         session, parent = self.session, super().backward
         if session is None or not session.entered:
             return parent(closure_loss, optimizer, *args, **kwargs)
-        if not session.stepper.automatic:
+        if session.stepper.manual is not None:
             return self._manual_backward(session, closure_loss, optimizer, *args, **kwargs)
         return session.backward(closure_loss, lambda loss: parent(loss, optimizer, *args, **kwargs))
 
@@ -301,39 +293,10 @@ class ChaosStrategy(ParallelStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Averages between the closure and all that the precision plugin does with gradients."""
-        session = self.session
+        session, parent = self.session, super().optimizer_step
         if session is None or not session.entered:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        if not session.in_job and not session.applies(optimizer):
-            # What a void member steps is thrown away, so torch need not warn that its schedule steps first.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-            return closure()
-        calls, number = 0, session.stepper.number(optimizer)
-        held = session.stepper.holds_average(number) and not session.stepper.assigned(number)
-
-        def averaged() -> Any:
-            nonlocal calls
-            calls += 1
-            if calls > 1:
-                raise UnsupportedError(
-                    f"{type(optimizer).__name__} evaluated its closure twice in one step; each evaluation "
-                    "would be a step "
-                    "of the whole job. Use an optimizer that evaluates it once"
-                )
-            return session.average(optimizer, closure)
-
-        try:
-            output = super().optimizer_step(optimizer, averaged, model, **kwargs)
-        except NoStep:
-            return session.stepper.nothing()
-        if not calls and held:
-            session.stepper.stepped(number)
-        elif not calls:
-            raise UnsupportedError(
-                f"{type(optimizer).__name__}.step did not call its closure, so there was nothing to average; its step "
-                "must take a closure and call it once"
-            )
-        return output
+            return parent(optimizer, closure, model, **kwargs)
+        return session.optimizer_step(optimizer, closure, lambda given: parent(optimizer, given, model, **kwargs))
 
     # ------------------------------------------------------------------ collectives
 
@@ -360,7 +323,7 @@ class ChaosStrategy(ParallelStrategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if self.session is not None and self.collectives.in_step and call_site() == LOG_DIR:
-            return self.session.log_dir(obj)
+            return self.session.writer.told_log_dir(obj)
         self._early()
         return self.collectives.broadcast(obj, src)
 
@@ -393,15 +356,7 @@ class ChaosStrategy(ParallelStrategy):
         if self.session is not None and (self.session.void or self.session.gone):
             self.session.say_unsaved(str(filepath))
             return
-        while True:  # until a writer has lived to tell: then callbacks note down a file that is there
-            failed: Exception | None = None
-            if writes := self.is_global_zero:
-                try:
-                    save(self, checkpoint, filepath, storage_options)
-                except Exception as error:
-                    failed = explained(error, checkpoint, str(filepath))
-            if agree(self, str(filepath), failed, tried=writes):
-                return
+        save(self, self.session, checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return with_loaders(super().load_checkpoint(*args, **kwargs))

@@ -18,6 +18,11 @@ was. Batches that were handed out but not committed are kept: they cannot be dra
 from __future__ import annotations
 
 import copy
+import ctypes
+import os
+import signal
+import sys
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -30,12 +35,46 @@ from torch.utils.data import DataLoader
 from chaos_lightning.data.order import Orders, keyed_randomness
 from chaos_lightning.data.source import Stats
 from chaos_lightning.data.windows import Part
-from chaos_lightning.data.workers import WorkerInit
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.planning import orders
 
+_PR_SET_PDEATHSIG = 1
+
 Tag = tuple[int, Part]
 """Epoch and positions: which micro-batch this is."""
+
+
+class WorkerInit:
+    """A worker_init_fn that ties the worker to its parent and then calls the user's own. Picklable if that is.
+
+    A worker is a fork of the training process and so holds copies of all its sockets. If the training process is
+    killed, its links do not close before its workers are gone, and torch's workers look for their parent only every few
+    seconds: neighbours would take that long to see the death. So a worker asks the kernel to be killed with its parent
+    (Linux).
+    """
+
+    def __init__(self, user: Callable[[int], object] | None) -> None:
+        self.user = user
+        self.parent = 0
+        self.tied = False
+
+    def arm(self) -> None:
+        """In the training process, just before it makes workers."""
+        self.parent = os.getpid()
+        # The kernel means the parent's *thread*: a worker made by a short-lived one would die with it.
+        self.tied = sys.platform == "linux" and threading.current_thread() is threading.main_thread()
+
+    def __call__(self, worker: int) -> None:
+        if self.tied:
+            self._tie()
+        if self.user is not None:
+            self.user(worker)
+
+    def _tie(self) -> None:
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            return  # a kernel without it: the worker notices its orphanhood later, by itself
+        if os.getppid() != self.parent and os.getppid() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)  # the parent died before the request was made
 
 
 @dataclass(slots=True)
@@ -87,15 +126,6 @@ class MapFeed:
         self._has_dummy = False
         self._who = ""
         self._opened = 0
-
-    @property
-    def worker_init_fn(self) -> Callable[[int], object] | None:
-        """The user's (or the host framework's) own."""
-        return self._init.user
-
-    @worker_init_fn.setter
-    def worker_init_fn(self, function: Callable[[int], object] | None) -> None:
-        self._init.user = function
 
     def open(self, who: str) -> None:
         """A new pass; iterators are opened when a batch is wanted. `who` keys the workers' randomness."""
@@ -269,15 +299,6 @@ class IterableFeed:
             loader.worker_init_fn = self._init
             if loader.generator is None:
                 self._generator = loader.generator = torch.Generator()
-
-    @property
-    def worker_init_fn(self) -> Callable[[int], object] | None:
-        return self._init.user if self._init is not None else None
-
-    @worker_init_fn.setter
-    def worker_init_fn(self, function: Callable[[int], object] | None) -> None:
-        if self._init is not None:
-            self._init.user = function
 
     def open(self, who: str) -> None:
         """A new pass from the iterable's beginning. `who` keys the workers' randomness."""

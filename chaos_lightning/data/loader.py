@@ -20,7 +20,7 @@ What drop_last means here: see `planning/deal.py`. At most (smallest quota - 1) 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -141,13 +141,6 @@ class ElasticLoader:
         return self._stream
 
     @property
-    def windows_done(self) -> int:
-        """Windows of this pass whose micro-batches were all yielded."""
-        if self.current is None:
-            return 0
-        return self.current.window + (1 if self.current.last else 0)
-
-    @property
     def at_rest(self) -> bool:
         """Everything yielded is committed: a joiner may come in here."""
         return self._windows is None or self._windows.at_rest
@@ -194,10 +187,6 @@ class ElasticLoader:
         if self._mode == "shared" and self._units is not None:
             return words | self._units.fingerprint()
         return words | {"data.seed": str(self._seed)}
-
-    def order_hash(self, epoch: int) -> str:
-        """Hash of one epoch's order; "" where there is none (iterables)."""
-        return self._units.order_hash(epoch) if self._units is not None else ""
 
     def state_dict(self) -> dict[str, Any]:
         """Where the data stand by the last header: for checkpoints (PROTOCOL.md 27) and for joiners. Plain values."""
@@ -251,15 +240,6 @@ class ElasticLoader:
         self._wanted = None
         self._pass = self._windows = self.current = None
         self._finished = False
-
-    @property
-    def worker_init_fn(self) -> Callable[[int], object] | None:
-        """The user's own; the host framework may set one, too."""
-        return self._feed.worker_init_fn
-
-    @worker_init_fn.setter
-    def worker_init_fn(self, function: Callable[[int], object] | None) -> None:
-        self._feed.worker_init_fn = function
 
     # --- inside ------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypedDict
 
 from chaos_lightning.data.source import DealSource, MicroBatch
 from chaos_lightning.planning import deal, ledger
@@ -41,6 +42,15 @@ class _Base:
     member: str
     ruling: View | None
     ledger: Ledger
+
+
+class _Stretch(TypedDict):
+    """Positions of one epoch, as the functions of `planning.deal` take them."""
+
+    epoch: int
+    length: int
+    stream: str
+    drop_last: bool
 
 
 class Windows:
@@ -164,7 +174,7 @@ class Windows:
         view = base.ruling
         while view is not None:
             mine = self._mine(base, view, ahead)
-            if mine is None or (not self._any_left(base, view, ahead)):
+            if mine is None or not self._rest(base, view, ahead - 1):
                 return
             for part in mine.micro_batches[index:]:
                 if part:
@@ -205,49 +215,26 @@ class Windows:
         return known.accumulate if known is not None else 1
 
     def _mine(self, base: _Base, view: View, ahead: int) -> deal.Deal | None:
-        dealt = deal.deal_step(
-            view,
-            base.ledger,
-            epoch=self.epoch,
-            length=self.length,
-            stream=self.stream,
-            ahead=ahead,
-            drop_last=self._drop_last,
-        )
+        dealt = deal.deal_step(view, base.ledger, ahead=ahead, **self._stretch)
         return dealt.get(self._source.member_id)
 
     def _rest(self, base: _Base, view: View, ahead: int) -> Part:
-        return deal.after_step(
-            view,
-            base.ledger,
-            epoch=self.epoch,
-            length=self.length,
-            stream=self.stream,
-            ahead=ahead,
-            drop_last=self._drop_last,
-        )
+        return deal.after_step(view, base.ledger, ahead=ahead, **self._stretch)
 
-    def _any_left(self, base: _Base, view: View, ahead: int) -> bool:
-        return bool(self._rest(base, view, ahead - 1))
+    @property
+    def _stretch(self) -> _Stretch:
+        """Of which positions the deal is."""
+        return {"epoch": self.epoch, "length": self.length, "stream": self.stream, "drop_last": self._drop_last}
 
     def _steps(self, base: _Base, done: int) -> int:
         """Steps to come, `done` of which are under way already."""
         view = base.ruling or self._source.view or self._alone()
         if self.stream == ledger.SHARED:
-            steps = deal.steps_left(view, base.ledger, epoch=self.epoch, length=self.length, drop_last=self._drop_last)
-            return max(0, steps - done)
+            return max(0, deal.steps_left(view, base.ledger, **self._stretch) - done)
         others = deal.local_steps_left(view, base.ledger, self.epoch)
         own = 1 + done  # an iterable says nothing about its end; there is always one more window to try
         if self.length != UNKNOWN_LENGTH:
-            mine = base.ruling or self._source.view or self._alone()
-            own = deal.steps_left(
-                mine,
-                base.ledger,
-                epoch=self.epoch,
-                length=self.length,
-                stream=self.stream,
-                drop_last=self._drop_last,
-            )
+            own = deal.steps_left(view, base.ledger, **self._stretch)
         if others is None:
             return max(own - done, 1)  # somebody has not said how much there is: never call an epoch over too early
         return max(own - done, others - done, 0)
@@ -262,9 +249,7 @@ class Windows:
             if ahead == 0:
                 return ledger.is_spent(spent, self.stream, self.epoch, self.length)
             view = ruling or self._source.view
-            return view is None or ahead >= deal.steps_left(
-                view, spent, epoch=self.epoch, length=self.length, drop_last=self._drop_last
-            )
+            return view is None or ahead >= deal.steps_left(view, spent, **self._stretch)
         view = ruling or self._source.view
         if view is None:
             return False

@@ -1,12 +1,12 @@
 """Named child processes for tests: started in groups of their own, logged to files, signalled by their own ids only.
 
-Theory of operation. Two ways to start one, one handle for both. A *command* is a fresh program (`Popen`). A
-*function* runs in a child of multiprocessing's fork server, which has torch and Lightning imported already: importing
-them costs ten seconds on a small machine, a child of the fork server has them after some milliseconds. Either way the
-child leads its own session, so a signal for its group (a torchrun agent and its workers) never reaches the test, its
-output goes to one file, and it dies with the test runner (PR_SET_PDEATHSIG), so that a test that is killed leaves no
-load behind. Exits are noticed through the child's sentinel (pidfd or pipe), which a wait can select on; nobody polls
-for them.
+Theory of operation. Two ways to start one, one handle for both. A *command* is a fresh program (`Popen`). A *function*
+runs in a child of multiprocessing's fork server, which has torch, Lightning and this package imported already:
+importing them costs ten seconds on a small machine, a child of the fork server has them after some milliseconds. Either
+way the child leads its own session, so a signal for its group (a torchrun agent and its workers) never reaches the
+test, its output goes to one file, and it dies with the test runner (PR_SET_PDEATHSIG), so that a test that is killed
+leaves no load behind. Exits are noticed through the child's sentinel (pidfd or pipe), which a wait can select on;
+nobody polls for them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ("torch", "lightning.pytorch")
+PRELOAD = (
+    "torch",
+    "lightning.pytorch",
+    "torchmetrics",
+    "chaos_lightning.strategies",
+    "chaos_lightning.callbacks",
+    "chaos_lightning.trainer",
+    "chaos_lightning.control.agent",
+)
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -142,8 +141,6 @@ class Engine:
             layout, self.config.chunk_nbytes, self.config.overlap, self._loop, lambda: self._shell.reducer
         )
         self._shell.equip(self._window.memory, self._window.grid)
-        # The I/O thread needs the GIL for microseconds, often; the default interval would make it wait 5 ms each time.
-        sys.setswitchinterval(min(sys.getswitchinterval(), 5e-4))
 
     @property
     def layout_hash(self) -> str:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,10 +26,10 @@ from types import FrameType
 from typing import Any
 
 from chaos_lightning.machine.orphan import VARIABLE
+from chaos_lightning.machine.signals import ExitSignals, say
 
 logger = logging.getLogger("chaos_lightning.rendezvous")
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _TORCH = "torch.distributed.elastic.multiprocessing.api"
 
 
@@ -47,10 +46,13 @@ class PoliteExit:
         self._mark = mark
         self._patience_s = patience_s
         self._workers = workers or workers_of
-        self._torchs: dict[int, Any] = {}
-        self.asked: signal.Signals | None = None
+        self._torchs: dict[signal.Signals, Any] = {}
+        self._signals = ExitSignals(self._ask, again=self._resort_to)
+
+    @property
+    def asked(self) -> signal.Signals | None:
         """The signal that workers were asked to leave with; None before."""
-        self._asked_at = 0.0
+        return self._signals.asked
 
     def watch(self) -> None:
         """Puts the handlers in place, wherever torch has (again) put its own; gives up on workers that do not leave.
@@ -58,38 +60,35 @@ class PoliteExit:
         Raises:
             SignalException: Torch's own, after `patience_s`.
         """
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in SIGNALS:
-            handler = signal.getsignal(number)
-            if self.asked is None and getattr(handler, "__module__", "") == _TORCH:
-                self._torchs[number] = handler
-                signal.signal(number, self._on_signal)
-                logger.info("%s is passed on to the workers from here on", signal.Signals(number).name)
-        if self.asked is not None and time.monotonic() - self._asked_at > self._patience_s:
+        if self.asked is None:
+            for number in self._signals.install(lambda handler: getattr(handler, "__module__", "") == _TORCH):
+                self._torchs[number] = self._signals.before[number]
+                logger.info("%s is passed on to the workers from here on", number.name)
+        elif time.monotonic() - self._signals.asked_at > self._patience_s:
             logger.warning("the workers did not leave within %g s", self._patience_s)
             self.resort()
 
-    def resort(self, frame: FrameType | None = None) -> None:
+    def resort(self) -> None:
         """Torch's own way from here on.
 
         Raises:
             SignalException: Torch's own.
         """
-        for number, handler in self._torchs.items():
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, handler)
-        if self.asked is not None:
-            self._torchs[self.asked](self.asked, frame)
+        if self.asked is None:
+            self._signals.restore()
+        else:
+            self._resort_to(self.asked, None)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        again, self.asked = self.asked is not None, signal.Signals(number)
-        workers = [] if again else self._workers(self._mark)
-        if again or not workers:
-            self.resort(frame)
+    def _resort_to(self, number: signal.Signals, frame: FrameType | None) -> None:
+        self._signals.restore()
+        self._torchs[number](number, frame)
+
+    def _ask(self, number: signal.Signals, frame: FrameType | None) -> None:
+        workers = self._workers(self._mark)
+        if not workers:
+            self._resort_to(number, frame)
             return
-        self._asked_at = time.monotonic()
-        say("torchrun agent", asking(self.asked, len(workers)))
+        say(f"torchrun agent {os.getpid()}: {asking(number, len(workers))}")
         pass_on(number, workers)
 
 
@@ -105,14 +104,6 @@ def pass_on(number: int, pids: Iterable[int]) -> None:
             os.kill(pid, number)
         except ProcessLookupError:
             continue  # ended meanwhile: that is what was wanted
-
-
-def say(who: str, text: str) -> None:
-    """A line on standard error, in one write: the caller may be a handler that interrupts a print or a log call."""
-    try:
-        os.write(2, f"{who} {os.getpid()}: {text}\n".encode())
-    except OSError:
-        return
 
 
 def workers_of(mark: str, parent: int | None = None) -> list[int]:

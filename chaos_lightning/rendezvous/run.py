@@ -46,9 +46,10 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 from chaos_lightning.control.scheduler_main import HelpFormat
 from chaos_lightning.errors import ChaosError, ConfigurationError
+from chaos_lightning.machine.signals import ExitSignals, say
 from chaos_lightning.rendezvous.handler import BACKEND, create_handler
 from chaos_lightning.rendezvous.options import conf_help
-from chaos_lightning.rendezvous.polite import asking, pass_on, say
+from chaos_lightning.rendezvous.polite import asking, pass_on
 
 logger = logging.getLogger("chaos_lightning.rendezvous")
 
@@ -150,29 +151,28 @@ class Node:
         )
         self._workers = [Worker(rank) for rank in range(config.nproc_per_node)]
         self._patience_s = config.shutdown_timeout if config.shutdown_timeout is not None else 30
-        self._asked: signal.Signals | None = None
+        self._signals = ExitSignals(self._ask_all, _SIGNALS, again=self._end_all)
         self._again = False
-        self._asked_at = 0.0
         self._first_code = 0
         self._seeking: tuple[Worker, Future[RendezvousInfo]] | None = None
         """Who is about to be started, once a scheduler is found."""
 
     def run(self) -> int:
         """Until all workers have ended for good; the exit code."""
-        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        self._signals.install()
         try:
             while any(w.code is None for w in self._workers):
                 try:
                     self._turn()
                     time.sleep(_TURN_S)
                 except SignalException as error:  # torch's handler stood for a moment: it installs it at each start
-                    self._on_signal(error.sigval, None)
+                    self._signals.receive(error.sigval, None)
         finally:
             for worker in self._workers:
                 if worker.context is not None:
                     worker.context.close(signal.SIGTERM, self._patience_s)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            self._signals.install()
+            self._signals.restore()
         return self._first_code
 
     # ------------------------------------------------------------------ turns
@@ -292,8 +292,7 @@ class Node:
             duplicate_stderr_filters=config.duplicate_stderr_filters,
         )
         worker.began = time.monotonic()
-        for number in _SIGNALS:
-            signal.signal(number, self._on_signal)
+        self._signals.install()
         if self._asked is not None:
             self._ask(worker)  # it was not there yet
 
@@ -311,15 +310,19 @@ class Node:
 
     # ------------------------------------------------------------------ going
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked is not None:
-            self._again = True
-            return
-        self._asked, self._asked_at = signal.Signals(number), time.monotonic()
+    @property
+    def _asked(self) -> signal.Signals | None:
+        """The signal that workers were asked to leave with; None before."""
+        return self._signals.asked
+
+    def _ask_all(self, number: signal.Signals, frame: FrameType | None) -> None:
         running = sum(w.context is not None for w in self._workers)
-        self._say(asking(self._asked, running))
+        self._say(asking(number, running))
         for worker in self._workers:
             self._ask(worker)
+
+    def _end_all(self, number: signal.Signals, frame: FrameType | None) -> None:
+        self._again = True
 
     def _ask(self, worker: Worker) -> None:
         number = signal.SIGINT if self._asked is signal.SIGINT else signal.SIGTERM
@@ -327,7 +330,7 @@ class Node:
             pass_on(number, worker.context.pids().values())
 
     def _end_if_due(self) -> None:
-        late = time.monotonic() - self._asked_at > self._handler.patience_s
+        late = time.monotonic() - self._signals.asked_at > self._handler.patience_s
         if not (late or self._again):
             return
         self._again = False
@@ -337,7 +340,7 @@ class Node:
 
     @staticmethod
     def _say(text: str) -> None:
-        say("chaos-lightning run", text)
+        say(f"chaos-lightning run {os.getpid()}: {text}")
 
 
 def _of(given: Std | dict[int, Std], rank: int) -> Std:

@@ -215,4 +215,4 @@ def test_fingerprint_tells_orders_apart():
     assert words[0] == words[1]
     assert len({str(w) for w in words}) == 4
     assert all(type(v) is str for w in words for v in w.values())
-    assert prints[0].order_hash(0) != prints[0].order_hash(1)
+    assert prints[0]._units.order_hash(0) != prints[0]._units.order_hash(1)

@@ -11,15 +11,13 @@ import pytest
 from engine_job import Job
 
 from chaos_lightning.collectives.layout import Layout, Section
-from chaos_lightning.trainer import norm_buffers
+from chaos_lightning.member.training import reduced_buffers
 
 
 def gradient_nbytes() -> int:
     """Length of the buffer in which the members' gradients travel."""
     model = engine_members.network()
-    wanted = norm_buffers(model)
-    buffers = [(n, b) for n, b in model.named_buffers() if n in wanted]
-    return Layout([Section("optimizer 0", list(model.named_parameters()))], buffers).nbytes
+    return Layout([Section("optimizer 0", list(model.named_parameters()))], reduced_buffers(model)).nbytes
 
 
 def trees(*borders: int) -> list[dict[str, Any]]:

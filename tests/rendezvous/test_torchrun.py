@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from chaos_lightning import cli
 from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.hosting import HostedScheduler
@@ -97,6 +98,12 @@ class Torchrun:
                 f"no {count} x {what}; lines: {self.lines}; noise: {''.join(self.noise)[-3000:]}"
             )
             return found()[count - 1]
+
+    def hears(self, words: str) -> None:
+        """Waits until these are among what is no worker's line."""
+        with self._changed:
+            self._changed.wait_for(lambda: words in "".join(self.noise) or self._closed, PATIENCE_S)
+            assert words in "".join(self.noise)
 
     def wait_ended(self) -> int:
         code = self.process.wait(PATIENCE_S)
@@ -181,14 +188,24 @@ def test_agents_join_a_running_job_and_nobody_is_restarted(torchrun: Callable[..
     first.wait("view")
     # Both come at once: these workers link to nobody, and who cannot for a while holds no place.
     second, third = (torchrun("--nproc-per-node=1", conf=f"node={name}", nodes="1:2") for name in ("two", "three"))
-    roles = sorted(agent.wait("welcome")["role"] for agent in (second, third))
-    assert roles == ["joiner", "standby"], "two nodes with three workers are all that may be in"
+    roles = {agent.wait("welcome")["role"]: agent for agent in (second, third)}
+    assert set(roles) == {"joiner", "standby"}, "two nodes with three workers are all that may be in"
     facts = fetch_status(endpoint, TOKEN.encode())
     assert (facts["job"], facts["min_nodes"], facts["max_nodes"]) == ("job", 1, 2)
     with pytest.raises(RefusedError):
         fetch_status(endpoint, b"another token")
+    leaves_politely(roles["standby"], endpoint, left=3)
     assert {line["restarts"] for line in (*first.lines, *second.lines)} == {0}
     assert len(first.workers()) == 2
+
+
+def leaves_politely(standby: Torchrun, endpoint: str, left: int) -> None:
+    """SIGTERM reaches its worker as a wish, the scheduler lets that go at once, and goes on with those who are left."""
+    standby.process.send_signal(signal.SIGTERM)
+    for word in ("term", "released", "end"):
+        standby.wait(word)
+    assert standby.wait_ended() == 0
+    assert len(fetch_status(endpoint, TOKEN.encode())["streams"]) == left
 
 
 def test_agents_with_keys_meet_over_tls(
@@ -207,19 +224,6 @@ def test_agents_with_keys_meet_over_tls(
     assert sorted(row["peer"].split(" ", 1)[1] for row in facts["streams"]) == ["one (member)", "two (member)"]
     with pytest.raises(RefusedError, match="demands a certificate: give keys_dir"):
         fetch_status(endpoint, TOKEN.encode())
-
-
-def test_ctrl_c_reaches_the_worker_as_a_polite_wish(torchrun: Callable[..., Torchrun], endpoint: str) -> None:
-    agent = torchrun(conf="node=one")
-    worker = agent.wait("view")["pid"]
-    with watching(worker) as handle:
-        agent.process.send_signal(signal.SIGTERM)
-        agent.wait("term")
-        assert ended(handle)
-    agent.wait_ended()
-    agent.wait("end")
-    # The scheduler is nobody's child: it saw the worker go and waits for others.
-    assert fetch_status(endpoint, TOKEN.encode())["streams"] == []
 
 
 def test_a_killed_agent_takes_its_worker_along(torchrun: Callable[..., Torchrun], endpoint: str) -> None:
@@ -241,18 +245,6 @@ def test_a_restarted_worker_is_a_newcomer(torchrun: Callable[..., Torchrun]) -> 
     earlier = [line["id"] for line in agent.lines if line["what"] == "welcome" and line["restarts"] == 0]
     assert second["id"] not in earlier
     assert agent.wait("view", lambda line: line["restarts"] == 1)["members"] == [second["id"]]
-
-
-def test_more_agents_than_places_stand_by_and_leave_at_once(torchrun: Callable[..., Torchrun]) -> None:
-    first = torchrun(conf="node=one", nodes="1:1")
-    first.wait("view")
-    second = torchrun(conf="node=two", nodes="1:1")
-    assert second.wait("welcome")["role"] == "standby"
-    second.process.send_signal(signal.SIGTERM)
-    second.wait("term")
-    second.wait("released")
-    second.wait("end")
-    second.wait_ended()
 
 
 def test_the_agent_starts_a_killed_scheduler_again(torchrun: Callable[..., Torchrun], endpoint: str) -> None:
@@ -491,53 +483,45 @@ def test_one_dead_worker_of_a_node_with_two_loses_nothing_under_stock_torchrun(t
 # ------------------------------------------------------------------------------------------------ chaos-lightning run
 
 
-@pytest.fixture
-def several(training: Training, torchrun: Callable[..., Torchrun]) -> Callable[..., Torchrun]:
-    """Starts a node by `chaos-lightning run` whose workers train."""
-
-    def start(*arguments: str, **spec: Any) -> Torchrun:
-        script = json.dumps(spec)
-        return torchrun(*arguments, conf="node=one", script=script, worker="training_worker.py", program=RUN)
-
-    return start
-
-
 def test_a_dead_worker_takes_no_sibling_along_and_comes_back(
-    training: Training, several: Callable[..., Torchrun]
+    training: Training, torchrun: Callable[..., Torchrun]
 ) -> None:
-    """`chaos-lightning run` with two workers: one is killed, the other one commits on, and the first joins it again."""
-    one = several("--nproc-per-node=2", epochs=1000)
-    both = training.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="one-0")
-    environments = {line["pid"]: line for line in one.lines if line["what"] == "in"}
-    victim = next(line["pid"] for line in one.lines if line["what"] == "start" and line["local_rank"] == 1)
-    training.harness.declare("one-1")
-    os.kill(victim, signal.SIGKILL)
-    alone = training.harness.wait_for("committed", lambda r: len(r["contributors"]) == 1, node="one-0", after=both)
-    again = training.harness.wait_for("joined", node="one-1", after=alone)
+    """`chaos-lightning run` with two workers: one is killed, the other one commits on, and the first joins it again.
+    Killed once more it is given up; the other one trains on, and the node ends with the code of the first."""
+    one = torchrun(
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        conf="node=one",
+        script=json.dumps({"epochs": 1000}),
+        worker="training_worker.py",
+        program=RUN,
+    )
+    harness = training.harness
+
+    def commits(members: int, after: Record | None) -> Record:
+        return harness.wait_for("committed", lambda r: len(r["contributors"]) == members, node="one-0", after=after)
+
+    def killed(life: int, after: Record) -> Record:
+        """A commit of the other one alone."""
+        victim = one.wait("start", lambda line: line["local_rank"] == 1 and line["restarts"] == life)
+        os.kill(victim["pid"], signal.SIGKILL)
+        return commits(1, after)
+
+    harness.declare("one-1")
+    alone = killed(0, commits(2, None))
+    again = harness.wait_for("joined", node="one-1", after=alone)
     assert again["role"] == "joiner"
     assert one.wait("start", lambda line: line["restarts"] == 1)["local_rank"] == 1
-    training.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="one-0", after=again)
-    assert not [line for line in one.lines if line["what"] == "start" and line["local_rank"] == 0][1:], environments
-    assert "worker 1 ended (signal SIGKILL); it is started again in 1 s (restart 1 of 9); 1 other(s)" in "".join(
-        one.noise
-    )
+    killed(1, commits(2, again))
+    one.hears("worker 1 failed after 1 restarts; the others train on (signal SIGKILL)")
+    commits(1, harness.records[-1])
+    assert len([line for line in one.lines if line["what"] == "start" and line["local_rank"] == 0]) == 1
     one.process.send_signal(signal.SIGTERM)
-    assert one.wait_ended() == 0
-    assert "asking 2 worker(s) to leave the job" in "".join(one.noise)
-    training.harness.audit()
-
-
-def test_a_worker_that_is_given_up_leaves_the_others_training_and_its_code(
-    training: Training, several: Callable[..., Torchrun]
-) -> None:
-    # Long enough for the second worker to come in while the first one trains.
-    one = several("--nproc-per-node=2", "--max-restarts=0", epochs=120, crash_in=0, crash_rank=1)
-    training.harness.declare("one-1")
-    one.wait("crash")
-    done = one.wait("done")
-    assert done["local_rank"] == 0
-    assert one.wait_ended() == 1
-    assert "worker 1 failed after 0 restarts; the others train on (exit code 1)" in "".join(one.noise)
+    assert one.wait("done")["local_rank"] == 0
+    assert one.wait_ended() == 128 + signal.SIGKILL
+    one.hears("worker 1 ended (signal SIGKILL); it is started again in 1 s (restart 1 of 1); 1 other(s)")
+    one.hears("asking 1 worker(s) to leave the job")
+    harness.audit()
 
 
 @pytest.mark.parametrize(
@@ -549,9 +533,13 @@ def test_a_worker_that_is_given_up_leaves_the_others_training_and_its_code(
         (["--nproc-per-node=many"], "many"),
     ],
 )
-def test_run_refuses_by_name(arguments: list[str], words: str) -> None:
-    command = [sys.executable, "-m", "chaos_lightning.cli", "run", *arguments, "train.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+def test_run_refuses_by_name(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["chaos-lightning", "run", *arguments, "train.py"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said

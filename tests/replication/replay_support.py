@@ -28,10 +28,10 @@ from chaos_lightning.collectives.gradients import Gradients, cells_of
 from chaos_lightning.collectives.hyper import hyper_words
 from chaos_lightning.collectives.layout import Layout, Section, section_of
 from chaos_lightning.collectives.memory import Memory
+from chaos_lightning.member.training import reduced_buffers
 from chaos_lightning.protocol.types import NO_VIEW, Header, Kind, Share
 from chaos_lightning.replication.access import ModuleState
 from chaos_lightning.replication.replay import OptimizerReplay, Replay
-from chaos_lightning.trainer import norm_buffers
 
 Clip = Callable[[Optimizer], Any]
 
@@ -72,8 +72,7 @@ class Side:
             Section(f"optimizer {k}", [(names[id(p)], p) for g in o.param_groups for p in g["params"]])
             for k, o in enumerate(optimizers)
         ]
-        wanted = norm_buffers(net)
-        self.layout = Layout(sections, [(n, b) for n, b in net.named_buffers() if n in wanted])
+        self.layout = Layout(sections, reduced_buffers(net))
         self.memory = Memory(self.layout, pinned=False)
         grid = cells_of(self.layout, 0)
         self.gradients = Gradients(self.layout, self.memory, grid, torch.device("cpu"), False, lambda cells: None)

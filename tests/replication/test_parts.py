@@ -80,15 +80,8 @@ def test_the_next_writer_removes_what_is_left(tmp_path: Path, monkeypatch: pytes
     left.write_bytes(b"half")
     if kind == "checkpoint of Lightning":
         name = "model.ckpt"
-        saving.save(_Strategy(), {"a": 1}, tmp_path / name, None)  # type: ignore[arg-type]
+        saving.write(saving.TorchCheckpointIO(), None, {"a": 1}, tmp_path / name, None)
     else:
         name = file_name(Source.head, Source.seq)
         CheckpointWriter(tmp_path).save(Source(), lambda: None)
     assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-class _Strategy:
-    session = None
-
-    def __init__(self) -> None:
-        self.checkpoint_io = saving.TorchCheckpointIO()

@@ -311,6 +311,7 @@ def member(spec: dict[str, Any]) -> None:
             "setup_ranks": founding.ranks,
             "zero": founding.zero,
             "moved": getattr(model, "moved", []),
+            "ends": getattr(model, "ends", []),
             "trace": trace.lines,
             "metrics": dict(trainer.callback_metrics),
             "callbacks": {type(c).__name__: c.state_dict() for c in callbacks},

@@ -258,7 +258,10 @@ class OwnClocks(Regression):
 
 
 class Manual(Regression):
-    """Manual optimization in many ways; a second optimizer trains a scale of the output."""
+    """Manual optimization in many ways; a second optimizer trains a scale of the output.
+
+    Kind "each": all of `MANUAL` in turn, each for two epochs and from the first weights; `ends` has the last ones.
+    """
 
     def __init__(self, kind: str = "plain", **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -267,6 +270,24 @@ class Manual(Regression):
         self.scale = nn.Parameter(torch.ones(1))
         self.moved: list[float] = []
         self.norms: list[float] = []
+        self.ends: list[Tensor] = []
+        self.first = {n: p.detach().clone() for n, p in self.named_parameters()} if kind == "each" else {}
+
+    def on_train_epoch_start(self) -> None:
+        number, second = divmod(self.current_epoch, 2)
+        if not self.first or second:
+            return
+        self.kind = MANUAL[number]
+        with torch.no_grad():
+            for name, param in self.named_parameters():
+                param.copy_(self.first[name])
+                param.grad = None
+        for optimizer in self.trainer.optimizers:
+            optimizer.state.clear()
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch % 2:
+            self.ends.append(weights(self))
 
     def loss(self, batch: Any) -> Tensor:
         return nn.functional.mse_loss(self.net(batch[0]) * self.scale, batch[1])

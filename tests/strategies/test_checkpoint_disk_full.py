@@ -57,18 +57,18 @@ def test_who_is_put_out_while_it_fails_to_write_joins_again(
     tmp_path: Path, double: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its error concerns nobody: the others have a writer of their own."""
-    from chaos_lightning.strategies import strategy as module
+    from chaos_lightning.strategies import saving as module
 
     failed: list[str] = []
 
-    def save(strategy: Any, checkpoint: Any, path: Any, options: Any) -> None:
+    def write(io: Any, session: Any, checkpoint: Any, path: Any, options: Any) -> None:
         if not failed:
             failed.append(path)
             engine = double.made[0]
             engine.fence_at = len(engine.log)
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "save", save)
+    monkeypatch.setattr(module, "write", write)
     kept = ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=2, filename="{step}")
     fit = trainer(tmp_path, enable_checkpointing=True, callbacks=[kept])
     fit.fit(Regression(), loader())

@@ -143,20 +143,20 @@ def test_outside_a_job_everything_is_local() -> None:
 def test_values_logged_in_a_step_are_exchanged_after_it() -> None:
     members = Members([["mean", torch.tensor(3.0), "k"]])
     made = collectives(members)
-    made.enter_step()
+    made.enter_step("training_step")
     value = made.reduce(torch.tensor(1.0), "mean")
     assert value == 1
     made.leave_step(_ResultCollection(training=True))
     assert value == 2
     assert made.syncs == {"training_step"}
-    made.enter_step()
+    made.enter_step("training_step")
     made.leave_step(_ResultCollection(training=True))
     assert len(members.names) == 2, "from now on every batch has an exchange, also at a member that had no samples"
 
 
 def test_members_that_logged_differently_are_told() -> None:
     made = collectives(Members([["mean", torch.tensor(3.0), "k"], ["mean", torch.tensor(3.0), "l"]]))
-    made.enter_step()
+    made.enter_step("training_step")
     made.reduce(torch.tensor(1.0), "mean")
     with pytest.raises(DisagreementError, match=r"\[1, 2\] values"):
         made.leave_step(_ResultCollection(training=True))
@@ -165,7 +165,7 @@ def test_members_that_logged_differently_are_told() -> None:
 @pytest.mark.parametrize("call", ["barrier", "broadcast", "all_gather", "decide"])
 def test_other_collectives_inside_a_step_are_refused_by_name(call: str) -> None:
     made = collectives(Members())
-    made.enter_step()
+    made.enter_step("training_step")
     arguments: dict[str, tuple[Any, ...]] = {
         "barrier": ("x",), "broadcast": (1, 0), "all_gather": (torch.zeros(1),), "decide": (True, True)
     }  # fmt: skip

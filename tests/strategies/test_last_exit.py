@@ -12,8 +12,7 @@ from strategy_job import Job
 from chaos_lightning.control.channel import drain
 
 
-@pytest.mark.parametrize("way", ["signal", "drained"])
-@pytest.mark.parametrize("windows", [1, 2])
+@pytest.mark.parametrize(("way", "windows"), [("signal", 2), ("drained", 1)])
 def test_a_fit_that_the_last_member_left_goes_on_as_if_it_had_not(
     job: Job, tmp_path: Path, way: str, windows: int
 ) -> None:

@@ -37,9 +37,9 @@ def same(reports: list[dict[str, Any]], lines: int = 0) -> None:
             assert torch.equal(value, other["metrics"][key]), key
 
 
-@pytest.mark.parametrize("step", [2, 6, 14, 21])
+@pytest.mark.parametrize("step", [2, 6, 21])
 def test_newcomer_has_the_same_counters(job: Job, step: int) -> None:
-    """Joined in the first epoch, at its end, in the third and in the fourth."""
+    """Joined in the first epoch, at its end, and in the fourth."""
     job.start(
         "a", epochs=6, gates={step: job.gate("a")}, callbacks=("checkpoint", "stopping"), model_args={"sync": True}
     )
@@ -57,16 +57,13 @@ def test_newcomer_has_the_same_counters(job: Job, step: int) -> None:
 @pytest.mark.parametrize(
     ("model", "extra"),
     [
-        ("Regression", {"model_args": {"norm": True, "sync": True}}),
-        ("Regression", {"trainer": {"accumulate_grad_batches": 2}}),
-        ("Regression", {"trainer": {"gradient_clip_val": 0.1, "precision": "bf16-mixed"}}),
-        ("Regression", {"trainer": {"val_check_interval": 0.5}, "samples": 48}),
-        ("Regression", {"trainer": {"limit_train_batches": 3}, "options": {"overlap": False}}),
-        ("Scheduled", {"model_args": {"kind": "onecycle"}}),
+        ("Regression", {"model_args": {"norm": True, "sync": True}, "trainer": {"accumulate_grad_batches": 2}}),
+        ("Regression", {"trainer": {"val_check_interval": 0.5, "precision": "bf16-mixed"}, "samples": 48}),
+        ("Regression", {"trainer": {"limit_train_batches": 3}, "options": {"overlap": False}, "callbacks": ("ema",)}),
+        ("Scheduled", {"model_args": {"kind": "onecycle"}, "trainer": {"gradient_clip_val": 0.1}}),
         ("Scheduled", {"model_args": {"kind": "lambda"}}),
         ("Scheduled", {"model_args": {"kind": "plateau", "sync": True}}),
         ("Regression", {"scaler": True, "trainer": {"gradient_clip_val": 1.0}}),
-        ("Regression", {"callbacks": ("ema",)}),
         ("WithMetrics", {}),
         ("Gan", {}),
     ],
@@ -106,9 +103,8 @@ def test_death_of_the_writer(job: Job) -> None:
     assert set(range(b["step"])) - set(logged) <= {last - 2, last - 1}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("who", ["a", "b"])
-def test_leaving_ends_fit_with_code_zero(job: Job, number: int, who: str) -> None:
+@pytest.mark.parametrize(("who", "number"), [("a", signal.SIGTERM), ("b", signal.SIGINT)])
+def test_leaving_ends_fit_with_code_zero(job: Job, who: str, number: int) -> None:
     spec = {"epochs": 4, "callbacks": ("checkpoint", "stopping", "log"), "model_args": {"sync": True}}
     job.start("a", gates={2: job.gate("start")}, worlds={2: job.gate("a")}, log_as="a", **spec)
     job.harness.wait_step(2)
@@ -144,7 +140,7 @@ def logged_steps(job: Job, who: str) -> list[int]:
 
 def test_fenced_member_joins_again_in_the_same_fit(job: Job) -> None:
     """Frozen until the others went on without it; thawed, it throws its state away and catches up."""
-    spec = {"epochs": 30, "samples": 48, "callbacks": ("stopping",), "patience": 40, "model_args": {"sync": True}}
+    spec = {"epochs": 12, "samples": 48, "callbacks": ("stopping",), "patience": 40, "model_args": {"sync": True}}
     job.start("a", gates={2: job.gate("a"), 60: job.gate("a2")}, **spec)
     job.harness.wait_step(2)
     job.start("b", **spec)
@@ -234,9 +230,11 @@ def start_two(job: Job, spec: dict[str, Any], first: int, of_a: dict[str, Any], 
     job.open("first")
 
 
-def start_three(job: Job, spec: dict[str, Any], first: int = 1, **of_a: Any) -> None:
-    """Member a, then b after step `first`, then c; `of_a` is for the first alone."""
-    start_two(job, spec, first, {"worlds": {2: job.gate("two")}, **of_a}, {})
+def start_three(
+    job: Job, spec: dict[str, Any], first: int = 1, of_b: dict[str, Any] | None = None, **of_a: Any
+) -> None:
+    """Member a, then b after step `first`, then c; `of_a` is for the first alone, `of_b` for the second."""
+    start_two(job, spec, first, {"worlds": {2: job.gate("two")}, **of_a}, of_b or {})
     job.harness.wait_for("joined", node="b")
     job.start("c", **spec)
     job.wait_admitted("c")

@@ -22,7 +22,7 @@ def joined_by_replay(job: Job, name: str) -> tuple[int, int]:
 def three(job: Job, join_by: str, **common: Any) -> None:
     """Two members train; a third one comes, and they are held up only until its way in is chosen."""
     job.fresh(min_nodes=2)
-    job.start("a", worlds={2: job.gate("a")}, **common)
+    job.start("a", gates={1: job.gate("a")}, **common)  # before a step, everybody would come in by a pause
     job.start("b", **common)
     admitted = job.harness.wait_for("view", lambda r: len(r.get("members") or ()) == 2)
     job.start("c", **common, options={"join_by": join_by})
@@ -51,7 +51,7 @@ def test_newcomer_replays_while_the_others_train(job: Job, model: str, extra: di
 
 
 def test_what_cannot_be_replayed_comes_in_by_a_pause_and_says_why(job: Job) -> None:
-    common = {"model": "Gan", "epochs": 20, "samples": 48}
+    common = {"model": "Gan", "epochs": 4, "samples": 48}
     three(job, "auto", **common)
     job.finish("a", "b", "c")
     way = next(r for r in job.harness.records if r.name == "way_in" and r.member.startswith("c~"))

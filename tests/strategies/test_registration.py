@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -24,31 +22,41 @@ def test_import_is_light() -> None:
     assert run(code) == "[]"
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        "import chaos_lightning; import lightning.pytorch as L",
-        "import lightning.pytorch as L; import chaos_lightning",
-        "import lightning; import chaos_lightning; import chaos_lightning._register as r; r.install(); r.install()",
-    ],
-)
-def test_registered_in_either_order(order: str) -> None:
-    code = (
-        f"{order}\nimport sys\nfrom lightning.pytorch.strategies import StrategyRegistry\n"
-        "import lightning.pytorch.strategies as s\n"
-        "print('chaos' in StrategyRegistry.available_strategies(), 'chaos_lightning.strategies' in sys.modules, "
-        "type(s.__loader__).__name__, type(s.__spec__.loader).__name__)"
-    )
+REGISTERED = """
+import sys
+from lightning.pytorch.strategies import StrategyRegistry
+import lightning.pytorch.strategies as s
+print('chaos' in StrategyRegistry.available_strategies(), 'chaos_lightning.strategies' in sys.modules,
+      type(s.__loader__).__name__, type(s.__spec__.loader).__name__)
+"""
+OTHER_HOST = """
+from chaos_lightning.errors import UnsupportedError
+from pytorch_lightning.strategies import StrategyRegistry
+try:
+    StrategyRegistry.get('chaos')
+except UnsupportedError as e:
+    print(e)
+"""
+LAZY = """
+from chaos_lightning import ChaosStrategy, Engine, EngineConfig
+print(ChaosStrategy.__name__, EngineConfig.__name__, Engine.__name__)
+"""
+
+
+def test_registered_before_lightning_comes() -> None:
+    """Of the other package it is refused with what to import instead; names of ours are imported when asked for."""
+    code = f"import chaos_lightning; import lightning.pytorch as L\n{REGISTERED}{OTHER_HOST}{LAZY}"
+    registered, refused, lazy = run(code).splitlines()
+    assert registered == "True False SourceFileLoader SourceFileLoader"
+    assert "import lightning.pytorch as pl" in refused
+    assert lazy == "ChaosStrategy EngineConfig Engine"
+
+
+def test_registered_after_lightning_came() -> None:
+    """Also if it is done twice."""
+    again = "import chaos_lightning._register as r; r.install(); r.install()"
+    code = f"import lightning.pytorch as L; import chaos_lightning\n{again}\n{REGISTERED}"
     assert run(code) == "True False SourceFileLoader SourceFileLoader"
-
-
-def test_the_other_host_is_refused_by_name() -> None:
-    code = (
-        "import chaos_lightning\nfrom chaos_lightning.errors import UnsupportedError\n"
-        "from pytorch_lightning.strategies import StrategyRegistry\n"
-        "try:\n    StrategyRegistry.get('chaos')\nexcept UnsupportedError as e:\n    print(e)"
-    )
-    assert "import lightning.pytorch as pl" in run(code)
 
 
 def test_folder_under_its_short_name_is_refused() -> None:
@@ -57,8 +65,3 @@ def test_folder_under_its_short_name_is_refused() -> None:
         "try:\n    import strategies\nexcept ImportError as e:\n    print(e)"
     )
     assert "import chaos_lightning.strategies" in run(code)
-
-
-def test_lazy_names_of_the_package() -> None:
-    code = "import chaos_lightning as c; print(c.ChaosStrategy.__name__, c.EngineConfig.__name__, c.Engine.__name__)"
-    assert run(code) == "ChaosStrategy EngineConfig Engine"

@@ -20,8 +20,6 @@ from chaos_lightning.protocol.types import Hello
 from chaos_lightning.strategies import ChaosStrategy
 from chaos_lightning.strategies.fingerprint import advice
 
-PRELOAD = ("torch", "lightning.pytorch", "torchmetrics", "chaos_lightning.strategies", "chaos_lightning.control.agent")
-
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "width": (
         {"model_args": {"width": 16}},
@@ -80,7 +78,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 
 def start(job: Job, name: str, **spec: Any) -> None:
     spec = {"name": name, "port": job.port, "out": str(job.out), "epochs": 3, "callbacks": ["steps"], **spec}
-    job.harness.start_function(name, odd_members.odd, spec, preload=PRELOAD)
+    job.harness.start_function(name, odd_members.odd, spec)
 
 
 def test_who_differs_is_told_where(job: Job) -> None:

@@ -197,8 +197,12 @@ def test_fabric_is_told_what_to_use_instead() -> None:
     [
         (torch.nn.Linear(2, 2), torch.optim.LBFGS, "LBFGS: it evaluates the loss several times"),
         (torch.nn.Embedding(3, 2), torch.optim.SparseAdam, "SparseAdam: its gradients are sparse"),
-        (torch.nn.Embedding(3, 2, sparse=True), torch.optim.SGD, "the model (Embedding): its gradients are sparse"),
-        (torch.nn.SyncBatchNorm(3), torch.optim.SGD, "the model (SyncBatchNorm): it needs all members"),
+        (
+            torch.nn.Embedding(3, 2, sparse=True),
+            torch.optim.SGD,
+            "the model (Embedding): gradients are reduced in place",
+        ),
+        (torch.nn.SyncBatchNorm(3), torch.optim.SGD, "the model (SyncBatchNorm): it uses torch.distributed"),
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )

@@ -1,10 +1,9 @@
-"""The writer dies while a checkpoint is being written: readers never see half a file, and the next writer goes on."""
+"""Writers die while a checkpoint is being written: readers never see half a file, and the next writer goes on."""
 
 from __future__ import annotations
 
 import signal
 
-import pytest
 import torch
 from strategy_job import Job
 from test_members import same, start_three
@@ -12,24 +11,22 @@ from test_members import same, start_three
 from chaos_lightning.strategies.saving import KEY
 
 
-@pytest.mark.parametrize("when", ["half", "whole"])
-def test_death_while_a_checkpoint_is_written(job: Job, when: str) -> None:
-    """Some bytes are written, or all but the file is not in its place yet; then the whole job resumes from what is."""
+def test_deaths_while_a_checkpoint_is_written(job: Job) -> None:
+    """The first writer dies when some bytes are written. The second one, which writes it anew, when all are but the
+    file is not in its place yet. Then the whole job resumes from what is."""
     spec = {"epochs": 4, "samples": 48, "callbacks": ("steps",), "model_args": {"sync": True}}
-    job.harness.declare("a")
-    start_three(job, spec, dies_writing=when)
-    assert job.harness.wait_exit("a") == -signal.SIGKILL
-    reports = [job.report(name) for name in "bc" if job.harness.wait_exit(name) == 0]
-    same(reports)
-    steps = reports[0]["step"]
+    job.harness.declare("a", "b")
+    start_three(job, spec, dies_writing="half", of_b={"dies_writing": "whole"})
+    assert [job.harness.wait_exit(name) for name in "abc"] == [-signal.SIGKILL, -signal.SIGKILL, 0]
+    steps = job.report("c")["step"]
     findings = {finding.point: finding for finding in job.harness.audit()}
     assert findings[1].verdict == "ok", findings[1]
     assert findings[4].verdict == "ok", findings[4]
 
     folder = job.out / "ckpt"
-    assert not list(folder.glob(".*.part")), "the next writer has removed what the dead one began"
+    assert not list(folder.glob(".*.part")), "the next writer has removed what the dead ones began"
     files = {int(path.stem.removeprefix("step=")): path for path in folder.glob("*.ckpt")}
-    assert sorted(files) == list(range(5, steps + 1, 5)), "also the one that the dead writer began"
+    assert sorted(files) == list(range(5, steps + 1, 5)), "also the one that the dead writers began"
     for step, path in files.items():
         saved = torch.load(path, weights_only=False)
         assert (saved["global_step"], saved[KEY]["step"]) == (step, step)

@@ -100,7 +100,7 @@ class Demo(Callback):  # type: ignore[misc]
         time.sleep(self.pause_s)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        loss, session = trainer.callback_metrics.get("val_loss"), trainer.strategy.session
+        loss, session = trainer.callback_metrics.get("val_loss"), trainer.strategy.session  # type: ignore[attr-defined]
         if trainer.is_global_zero and loss is not None and session is not None and session.entered:
             session.engine.events.emit(LOSS, epoch=trainer.current_epoch, loss=float(loss))
 
@@ -145,7 +145,7 @@ def main() -> None:
         DataLoader(train, args.batch_size, shuffle=True),
         DataLoader(valid, 4 * args.batch_size),
     )
-    session = trainer.strategy.session
+    session = trainer.strategy.session  # type: ignore[attr-defined]
     if session is not None and not session.departed:
         digest = hashlib.sha256()
         for _, tensor in sorted(model.state_dict().items()):

@@ -1,0 +1,125 @@
+"""A wish to end, by signal: the first one is served politely, further ones end the process as if nobody served it.
+
+Theory of operation. A strategy, a plain loop, a callback and an agent of torchrun all want the same: take signals over
+for a while, do something of their own at the first one, let the second one have its usual effect, and put back what
+stood before. A handler may interrupt whoever holds a lock. So it does nothing that takes one: it writes a line with one
+system call, and leaves the job in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+POLITE = (signal.SIGINT, signal.SIGTERM)
+"""By these a user, a terminal or a batch system asks a process to end."""
+
+Handler = Callable[[signal.Signals, FrameType | None], None]
+
+
+class ExitSignals:
+    """Handlers from `install` until `restore`; nothing outside the main thread.
+
+    Args:
+        first: Called within the handler, at the first signal.
+        numbers: The signals.
+        again: The same at each further one. None: it has the effect that it has by default.
+        debounce_s: Further signals within so many seconds are the same wish.
+        clock: Seconds, monotonic.
+
+    Attributes:
+        asked: The first signal; None before.
+        asked_at: When it came, by the clock.
+        before: What stood before, by signal.
+    """
+
+    def __init__(
+        self,
+        first: Handler,
+        numbers: Iterable[signal.Signals] = POLITE,
+        *,
+        again: Handler | None = None,
+        debounce_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._first = first
+        self._numbers = tuple(numbers)
+        self._again = again
+        self._debounce_s = debounce_s
+        self._clock = clock
+        self.asked: signal.Signals | None = None
+        self.asked_at = 0.0
+        self.before: dict[signal.Signals, Any] = {}
+
+    def install(self, replaces: Callable[[Any], bool] = lambda handler: True) -> list[signal.Signals]:
+        """Puts the handlers in place, also again where somebody else has put one since.
+
+        Args:
+            replaces: Whether a handler that stands is one to be replaced.
+
+        Returns:
+            The signals that were taken over now.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return []
+        taken = []
+        for number in self._numbers:
+            stands = signal.getsignal(number)
+            if stands != self.receive and replaces(stands):
+                self.before.setdefault(number, stands)
+                signal.signal(number, self.receive)
+                taken.append(number)
+        return taken
+
+    def restore(self) -> None:
+        """What was before, unless somebody else has taken the signal over meanwhile. Idempotent."""
+        for number, handler in self.before.items():
+            if signal.getsignal(number) in (self.receive, _default(number)):
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self.before.clear()
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """The handler."""
+        came = signal.Signals(number)
+        if self.asked is None:
+            self.asked, self.asked_at = came, self._clock()
+            if self._again is None and not self._debounce_s:
+                # Now, not then: a process that is stuck runs no handler of Python's.
+                for other in self.before:
+                    signal.signal(other, _default(other))
+            self._first(came, frame)
+        elif self._clock() - self.asked_at < self._debounce_s:
+            return
+        elif self._again is not None:
+            self._again(came, frame)
+        else:
+            end_by(came)
+
+
+def end_by(number: signal.Signals) -> None:
+    """What this signal does to a process that handles none."""
+    signal.signal(number, _default(number))
+    os.kill(os.getpid(), number)
+
+
+def _default(number: int) -> Any:
+    """What a process of Python does by itself: KeyboardInterrupt at Ctrl+C, death at the others."""
+    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+
+
+def aside(leave: Callable[[str], None], reason: str) -> None:
+    """Calls `leave(reason)` in a thread: the handler may have interrupted whoever holds the locks that it needs."""
+    threading.Thread(target=leave, args=(reason,), name="chaos-leave", daemon=True).start()
+
+
+def say(line: str) -> None:
+    """A line on standard error, in one write: a handler may have interrupted a print, and a terminal may be closed."""
+    try:
+        os.write(2, f"{line}\n".encode())
+    except OSError:
+        return

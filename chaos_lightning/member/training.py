@@ -1,0 +1,137 @@
+"""What a training loop does around the engine, be it Lightning's or the user's own.
+
+Theory of operation. The engine knows of gradients, slots and state. What surrounds it is the same for every loop that
+trains a torch model: which buffers a step averages, which modules and optimizers no step can serve, the hash by which
+members prove that their states are equal, and how long a thread of Python's keeps the interpreter.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from chaos_lightning.errors import StateError
+from chaos_lightning.events.events import Event
+from chaos_lightning.member.engine import Engine
+from chaos_lightning.replication.access import StateAccess, unique
+from chaos_lightning.replication.table import state_hash
+
+
+def reduced_buffers(module: nn.Module, names: Iterable[str] = (), *, named_by: str = "") -> list[tuple[str, Tensor]]:
+    """Buffers that forward passes change and that are averaged with each step (PROTOCOL.md 21).
+
+    Args:
+        module: The model; running statistics of its normalisation layers are among these buffers.
+        names: Further ones.
+        named_by: Where the user has named those, for the message.
+
+    Raises:
+        StateError: The module has no buffer of such a name.
+    """
+    wanted = set(names)
+    found = []
+    for prefix, child in module.named_modules():
+        tracked = isinstance(child, nn.modules.batchnorm._NormBase) and child.track_running_stats
+        for name, buffer in child.named_buffers(prefix=prefix, recurse=False):
+            if tracked or name in wanted:
+                found.append((name, buffer))
+                wanted.discard(name)
+    if wanted:
+        raise StateError(f"{named_by} names {sorted(wanted)}, which the module has not")
+    return unique(found)
+
+
+@dataclass(frozen=True)
+class Unserved:
+    """Modules of a kind that no step of a job can serve.
+
+    Attributes:
+        what: The kind, as a user would name it.
+        why: Why it cannot be served, and what to do instead.
+        found: Whether this module is of that kind, its children apart.
+    """
+
+    what: str
+    why: str
+    found: Callable[[nn.Module], bool]
+
+
+UNSERVED = (
+    Unserved(
+        "SyncBatchNorm",
+        "it uses torch.distributed inside the forward pass, where members may be idle or gone; use BatchNorm",
+        lambda m: isinstance(m, nn.SyncBatchNorm),
+    ),
+    Unserved(
+        "lazy modules",
+        "newcomers need the parameters' shapes before the first batch; run one batch through the module before",
+        lambda m: any(nn.parameter.is_lazy(p) for p in m.parameters(recurse=False)),
+    ),
+    Unserved(
+        "sparse gradients",
+        "gradients are reduced in place as dense memory; use sparse=False",
+        lambda m: isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse,
+    ),
+)
+
+SHARDED = "every member holds the whole state, so that any of them may die; use the plain optimizer"
+
+
+def is_sharded(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's state is spread over processes, which no member's death may tear apart."""
+    return hasattr(optimizer, "consolidate_state_dict")
+
+
+def proof(engine: Engine, state: StateAccess) -> str:
+    """Every so many steps, at rest: the hash of the replicated state, to be compared with the others' in the coming
+    step (PROTOCOL.md 24); "" in between.
+
+    Args:
+        engine: In the job, between two steps. A forward pass would have changed reduced buffers.
+        state: What all members hold alike.
+    """
+    every, header = engine.config.state_hash_every, engine.header
+    if not every or not header.step or header.step % every:
+        return ""
+    found = state_hash(state.tensors())
+    engine.events.emit(Event.STATE_HASH, seq=header.seq, step=header.step, head=header.hash, hash=found)
+    return found
+
+
+_SWITCH_INTERVAL_S = 5e-4
+_switching = threading.Lock()
+_trainings, _interval_before_s = 0, 0.0
+
+
+def switch_quickly() -> Callable[[], None]:
+    """While a process trains, its threads give the interpreter away after 0.5 ms (`sys.setswitchinterval`).
+
+    The I/O thread needs it for microseconds, often; with Python's default it would wait 5 ms each time.
+
+    Returns:
+        Ends it; idempotent. At the end of the last training of the process the interval is what it was before the first
+        one, unless somebody else has set it meanwhile.
+    """
+    global _trainings, _interval_before_s
+    with _switching:
+        if not _trainings:
+            _interval_before_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(_interval_before_s, _SWITCH_INTERVAL_S))
+        _trainings += 1
+    ended = False
+
+    def end() -> None:
+        nonlocal ended
+        global _trainings
+        with _switching:
+            _trainings -= not ended
+            if not ended and not _trainings and sys.getswitchinterval() <= _SWITCH_INTERVAL_S:
+                sys.setswitchinterval(_interval_before_s)
+            ended = True
+
+    return end

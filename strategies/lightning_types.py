@@ -1,0 +1,26 @@
+"""Lightning's Trainer with what its class does not declare: its connectors put these attributes there.
+
+For type checkers only; in a running program this is Lightning's own class.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningDataModule
+    from lightning.pytorch import Trainer as _Trainer
+
+    class Trainer(_Trainer):
+        """The attributes that the strategy uses."""
+
+        callbacks: list[Callback]
+        datamodule: LightningDataModule | None
+        fast_dev_run: bool | int
+        reload_dataloaders_every_n_epochs: int
+        _val_check_time_interval: float | None
+        _last_val_time: float
+else:
+    from lightning.pytorch import Trainer
+
+__all__ = ["Trainer"]

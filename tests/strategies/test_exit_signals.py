@@ -1,0 +1,91 @@
+"""Signals that ask a process to end: the first one is served, the second one is not, and all is put back."""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import signal
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from chaos_lightning.machine.signals import ExitSignals, aside, say
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_second_one_is_a_keyboard_interrupt_and_then_all_is_as_before() -> None:
+    def mine(number: int, frame: FrameType | None) -> None:
+        raise AssertionError("it is replaced")
+
+    came: list[str] = []
+    signal.signal(signal.SIGTERM, mine)
+    before = signal.getsignal(signal.SIGINT)
+    signals = ExitSignals(lambda number, frame: came.append(number.name))
+    assert signals.install() == [signal.SIGINT, signal.SIGTERM]
+    signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert came == ["SIGTERM"]
+    signals.restore()
+    assert signal.getsignal(signal.SIGTERM) is mine
+    assert signal.getsignal(signal.SIGINT) is before
+    signals.restore()
+
+
+def test_who_has_taken_a_signal_over_meanwhile_keeps_it() -> None:
+    def theirs(number: int, frame: FrameType | None) -> None:
+        raise AssertionError("nobody sends it")
+
+    signals = ExitSignals(lambda number, frame: None)
+    signals.install()
+    signal.signal(signal.SIGINT, theirs)
+    signals.restore()
+    assert signal.getsignal(signal.SIGINT) is theirs
+
+
+def test_it_is_taken_over_again_from_whom_it_is_to_be_taken() -> None:
+    def theirs(number: int, frame: FrameType | None) -> None:
+        raise AssertionError("it is replaced")
+
+    again: list[Any] = []
+    before = signal.getsignal(signal.SIGINT)
+    signals = ExitSignals(lambda number, frame: None, [signal.SIGINT], again=lambda number, frame: again.append(number))
+    signals.install()
+    signal.signal(signal.SIGINT, theirs)
+    assert signals.install(lambda handler: handler is not theirs) == []
+    assert signals.install(lambda handler: handler is theirs) == [signal.SIGINT]
+    for _ in range(3):
+        signal.raise_signal(signal.SIGINT)
+    assert again == [signal.SIGINT] * 2
+    signals.restore()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_who_cannot_say_that_it_leaves_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its terminal was closed."""
+
+    def closed(file: int, data: bytes) -> int:
+        raise OSError(errno.EIO, "closed")
+
+    left: queue.Queue[str] = queue.Queue()
+
+    def leave(number: signal.Signals, frame: FrameType | None) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", closed)
+            say("leaving")
+        aside(left.put, f"signal {number.name}")
+
+    ExitSignals(leave).install()
+    signal.raise_signal(signal.SIGINT)
+    assert left.get(timeout=30.0) == "signal SIGINT"
