@@ -33,7 +33,6 @@ from chaos_lightning.collectives.hyper import default_words, hyper_words
 from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import ConfigurationError, DepartedError, FencedError, UnsupportedError
-from chaos_lightning.events.events import Event
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.planning.ledger import epoch_of
 from chaos_lightning.protocol.types import Kind
@@ -235,9 +234,7 @@ class Trainer:
         self._hash = ""
         if self._state is not None and every and header.step and header.step % every == 0:
             self._hash = state_hash(self._state.tensors())
-            self.engine.events.emit(
-                Event.STATE_HASH, seq=header.seq, step=header.step, head=header.hash, hash=self._hash
-            )
+            self.engine.events.emit("state_hash", seq=header.seq, step=header.step, head=header.hash, hash=self._hash)
 
     def _arm(self) -> None:
         share = self._share()

@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from chaos_lightning.events.events import Event
 from chaos_lightning.strategies import results
 from chaos_lightning.strategies.evaluation import refit_limits
 from chaos_lightning.strategies.loops import unfinish_epoch
@@ -86,7 +85,7 @@ class Companion(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         session = self._strategy.session
         if session is not None and session.in_job:
-            session.engine.events.emit(Event.VALIDATION, seconds=round(time.monotonic() - self._began, 4))
+            session.engine.events.emit("validation", seconds=round(time.monotonic() - self._began, 4))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Other callbacks may write a checkpoint now; that must not call for the others."""

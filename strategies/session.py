@@ -31,7 +31,6 @@ from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, MultiplicativeL
 
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import DepartedError, FencedError, RefusedError, UnsupportedError
-from chaos_lightning.events.events import Event
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.settings import EngineConfig
@@ -237,12 +236,12 @@ class Session:
         units = self.elastic._units
         if units is not None and self.entered and self.trainer.limit_train_batches == 1.0:
             stream = "" if self._data == "shared" else self.engine.name
-            self.engine.events.emit(Event.EPOCH, stream=stream, epoch=epoch, length=units.length(epoch))
+            self.engine.events.emit("epoch", stream=stream, epoch=epoch, length=units.length(epoch))
 
     def note_checkpoint(self, path: str) -> None:
         """A file of this member's state leaves the job."""
         step, head = self.stepped
-        self.engine.events.emit(Event.CHECKPOINT, path=path, step=step, head=head)
+        self.engine.events.emit("checkpoint", path=path, step=step, head=head)
 
     # ------------------------------------------------------------------ coming in
 
@@ -325,7 +324,7 @@ class Session:
                 _call_callback_hooks(trainer, "on_train_epoch_start")
                 _call_lightning_module_hook(trainer, "on_train_epoch_start")
         if fresh and self.elastic.ledger.streams:
-            engine.events.emit(Event.RESUMED, step=trainer.global_step, ledger=self.elastic.ledger.streams)
+            engine.events.emit("resumed", step=trainer.global_step, ledger=self.elastic.ledger.streams)
         self.stepped = (engine.header.step, engine.header.hash)
         _log.info(
             "%s is rank %d of %d, in epoch %d at batch %d (%s)",

@@ -44,7 +44,6 @@ from chaos_lightning.collectives.hyper import hyper_words
 from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.source import MicroBatch
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
-from chaos_lightning.events.events import Event
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.protocol.types import Header, Kind, Spent
 from chaos_lightning.replication.table import state_hash
@@ -428,6 +427,4 @@ class Stepper:
         self._hash = ""
         if every and header.step and header.step % every == 0:
             self._hash = state_hash(self._state.tensors())
-            self._engine.events.emit(
-                Event.STATE_HASH, seq=header.seq, step=header.step, head=header.hash, hash=self._hash
-            )
+            self._engine.events.emit("state_hash", seq=header.seq, step=header.step, head=header.hash, hash=self._hash)

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from chaos_lightning.events.events import Event
 from chaos_lightning.events.reader import Record
+from chaos_lightning.events.registry import known
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe.facts import (
     FREEZES,
@@ -91,7 +91,7 @@ class Timeline:
         self.start = record.t if not self.start else min(self.start, record.t)
         self.stop = max(self.stop, record.t)
         role = self._roles.get(record.source, "")
-        if record.name == Event.OPENED:
+        if record.name == "opened":
             self._opened[record.source] = record.t
             self._roles[record.source] = role = str(record.get("role", "member"))
         if role == "scheduler":
@@ -103,6 +103,9 @@ class Timeline:
         handler = _HANDLERS.get(record.name)
         if handler is not None:
             handler(self, record, life)
+        declared = known().get(record.name)
+        if declared is not None and declared.note:
+            self._note(record, declared.words(record.fields))
 
     def _life(self, record: Record) -> Life:
         life = self.lives.get(record.member)
@@ -112,7 +115,7 @@ class Timeline:
         life.last = record.t
         for i, (begin, end) in enumerate(life.freezes):
             # Who speaks does not sleep: only the injector knows when a freeze was meant to end.
-            if end is None and record.t > begin + 0.001 and record.name != Event.FAULT_INJECTED:
+            if end is None and record.t > begin + 0.001 and record.name != "fault_injected":
                 life.freezes[i] = (begin, record.t)
         return life
 
@@ -174,7 +177,7 @@ class Timeline:
                 str(record.get("reason", "")),
                 record.t,
             )
-        if record.name == Event.DECIDE:
+        if record.name == "decide":
             self.decided.setdefault(name, record.t)
 
     def _committed(self, record: Record, life: Life | None) -> None:
@@ -299,7 +302,6 @@ class Timeline:
             self.waits.append((record.t, record.member, waiting))
             if life is not None and waiting:
                 life.state = "waiting"
-        self._note(record, str(record.get("text", "")))
 
     def _error(self, record: Record, life: Life | None) -> None:
         self._note(record, str(record.get("text", f"{record.get('what', '')}: {record.get('reason', '')}")))
@@ -319,7 +321,6 @@ class Timeline:
                 seconds=f.number(record.get("seconds")),
             )
         )
-        self._note(record, f"fault injected: {kind} {record.get('phase', '')}".rstrip())
         if victim is None:
             return
         if kind in KILLS:
@@ -397,31 +398,31 @@ class Timeline:
 
 
 _HANDLERS = {
-    Event.WELCOMED.value: Timeline._welcomed,
-    Event.JOINED.value: Timeline._joined,
-    Event.LEAVE.value: Timeline._leave,
-    Event.LEFT.value: Timeline._left,
-    Event.FENCED.value: Timeline._fenced,
-    Event.FINISHED.value: Timeline._finished,
-    Event.VIEW.value: Timeline._view,
-    Event.DECIDE.value: Timeline._view,
-    Event.COMMITTED.value: Timeline._committed,
-    Event.STATE_HASH.value: Timeline._state_hash,
-    Event.PULL_STARTED.value: Timeline._pull_started,
-    Event.WAY_IN.value: Timeline._way_in,
-    Event.REPLAYED.value: Timeline._replayed,
-    Event.PULL_SOURCE.value: Timeline._pull_source,
-    Event.PULL_PROGRESS.value: Timeline._pull_progress,
-    Event.PULL_DONE.value: Timeline._pull_done,
-    Event.PUBLISHED.value: Timeline._published,
-    Event.DEATH.value: Timeline._death,
-    Event.SUSPECT.value: Timeline._suspect,
-    Event.HAND_ON.value: Timeline._hand_on,
-    Event.REDO.value: Timeline._redo,
-    Event.NOTICE.value: Timeline._notice,
-    Event.ERROR.value: Timeline._error,
-    Event.FAULT_INJECTED.value: Timeline._fault,
-    Event.LINKS.value: Timeline._links,
-    Event.EPOCH.value: Timeline._epoch,
-    Event.LOST.value: Timeline._lost,
+    "welcomed": Timeline._welcomed,
+    "joined": Timeline._joined,
+    "leave": Timeline._leave,
+    "left": Timeline._left,
+    "fenced": Timeline._fenced,
+    "finished": Timeline._finished,
+    "view": Timeline._view,
+    "decide": Timeline._view,
+    "committed": Timeline._committed,
+    "state_hash": Timeline._state_hash,
+    "pull_started": Timeline._pull_started,
+    "way_in": Timeline._way_in,
+    "replayed": Timeline._replayed,
+    "pull_source": Timeline._pull_source,
+    "pull_progress": Timeline._pull_progress,
+    "pull_done": Timeline._pull_done,
+    "published": Timeline._published,
+    "death": Timeline._death,
+    "suspect": Timeline._suspect,
+    "hand_on": Timeline._hand_on,
+    "redo": Timeline._redo,
+    "notice": Timeline._notice,
+    "error": Timeline._error,
+    "fault_injected": Timeline._fault,
+    "links": Timeline._links,
+    "epoch": Timeline._epoch,
+    "lost": Timeline._lost,
 }
