@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from chaos_lightning.events.reader import Record
-from chaos_lightning.events.spans import Spans
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe.history import Commit
+from chaos_lightning.observe.spans import Spans
 
 _STOPS = frozenset({"sigstop", "freeze"})
 _KILLS = frozenset({"sigkill", "kill", "crash"})
@@ -67,14 +67,16 @@ class Exclusion:
 
 
 @dataclass(slots=True)
-class Facts:
+class Testimony:
     """All testimony of one log directory."""
 
     commits: list[Commit] = field(default_factory=list)
     views: list[tuple[float, Views]] = field(default_factory=list)
     """(from when on, view number -> members); a job that began anew counts its views anew."""
-    hashes: list[tuple[str, str, str, str]] = field(default_factory=list)
-    """(header, member, state hash, "commit" | "said" | "pull")."""
+    hashes: list[tuple[str, str, str]] = field(default_factory=list)
+    """(header, member, state hash) that a member took of the state it had."""
+    pulled_hashes: list[tuple[str, str, str]] = field(default_factory=list)
+    """Likewise, of a state that it had just pulled."""
     pulls: list[Pulled] = field(default_factory=list)
     never_in: set[str] = field(default_factory=set)
     """Members that contributed to nothing: the job ended, or they did, before they came in."""
@@ -120,7 +122,7 @@ class _Witness:
 
 @dataclass(slots=True)
 class _Pass:
-    facts: Facts = field(default_factory=Facts)
+    facts: Testimony = field(default_factory=Testimony)
     who: dict[str, _Witness] = field(default_factory=dict)
     faults: list[tuple[float, str, str, float]] = field(default_factory=list)
     """(t, kind, node, seconds); of processes."""
@@ -178,7 +180,7 @@ class _Pass:
             self.broken = [(a, min(b, r.t) if pair == ends else b, pair) for a, b, pair in self.broken]
 
     def _view(self, r: Record) -> None:
-        number = f.view_number(r.get("id", r.get("view")))
+        number = f.view_number(r.get("id"))
         members = f.ids(r.get("members"))
         if not members or number == (0, 0):
             return
@@ -189,28 +191,24 @@ class _Pass:
         self.facts.views[-1][1].setdefault(number, members)
         self.view_times[-1].setdefault(number, r.t)
         if r.get("links"):
-            self.view_links[-1].setdefault(number, frozenset(frozenset(f.ids(link)) for link in r["links"]))
+            self.view_links[-1].setdefault(number, frozenset(frozenset(f.ids(link)) for link in f.rows(r["links"])))
 
     def _own(self, r: Record, witness: _Witness) -> None:
         facts = self.facts
         if r.name == "committed":
             facts.commits.append(_commit(r))
-            if r.get("state_hash"):
-                facts.hashes.append((str(r["header"]), r.member, str(r["state_hash"]), "commit"))
             if r.get("kind") == "closing":
                 self.finished = r.t if self.finished is None else self.finished
-        elif r.name in ("state_hash", "published"):
-            head = str(r.get("head", r.get("header", "")))
-            if head and r.get("hash"):
-                facts.hashes.append((head, r.member, str(r["hash"]), "said"))
+        elif r.name == "state_hash":
+            facts.hashes.append((str(r.get("head", "")), r.member, str(r.get("hash", ""))))
         elif r.name == "pull_started":
             witness.head = str(r.get("head", ""))
         elif r.name == "pull_done":
-            head = str(r.get("head", "") or witness.head)
+            pulled = Pulled(r.member, witness.head, str(r.get("hash", "")))
             if not r.get("observed"):  # what an observer reads counts for nothing before the pull that lets it in
-                facts.pulls.append(Pulled(r.member, head, str(r.get("hash", ""))))
-            if head and r.get("hash"):
-                facts.hashes.append((head, r.member, str(r["hash"]), "pull"))
+                facts.pulls.append(pulled)
+            if pulled.head and pulled.hash:
+                facts.pulled_hashes.append((pulled.head, pulled.member, pulled.hash))
         elif r.name == "joined":
             witness.joined = r.t
         elif r.name == "fenced":
@@ -220,7 +218,7 @@ class _Pass:
 
     # ---------------------------------------------------------------------------------------------- conclusions
 
-    def conclude(self) -> Facts:
+    def conclude(self) -> Testimony:
         """What needs all events to be seen first."""
         self._exclusions()
         excluded = {e.member: e for e in self.facts.excluded}
@@ -384,7 +382,7 @@ def _commit(r: Record) -> Commit:
     )
 
 
-def gather(records: Iterable[Record]) -> Facts:
+def gather(records: Iterable[Record]) -> Testimony:
     """Sort the events of one log directory (in time order) by what they prove."""
     one = _Pass()
     for record in records:

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from chaos_lightning.events.spans import Span, Spans, intersect, merge, overlaps, size, subtract, words
+from chaos_lightning.observe.spans import Span, Spans, intersect, merge, overlaps, size, subtract, words
 
 Stream = tuple[str, int]
 """(stream, epoch)."""

@@ -25,8 +25,7 @@ from rich.text import Text
 from chaos_lightning.machine.terminal import printable
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe import folds
-from chaos_lightning.observe.facts import Progress
-from chaos_lightning.observe.timeline import Life, Timeline
+from chaos_lightning.observe.timeline import Life, ProgressFact, SlotFact, Timeline
 from chaos_lightning.observe.units import amount, duration, part, rate
 
 _COLOURS = {
@@ -73,7 +72,7 @@ class Row:
     step_time_s: float | None = None
     wait_share: float | None = None
     """Part of its step that it waits for others, 0 to 1."""
-    progress: Progress | None = None
+    progress: ProgressFact | None = None
     """Of a state transfer that is under way."""
     remark: str = ""
 
@@ -133,7 +132,7 @@ def from_timeline(timeline: Timeline, now: float, *, title: str = "chaos-lightni
     return board
 
 
-def _row(life: Life, ranks: Mapping[str, int], recent: Sequence[Any], now: float) -> Row:
+def _row(life: Life, ranks: Mapping[str, int], recent: Sequence[SlotFact], now: float) -> Row:
     commits = [slot.commits[life.member] for slot in recent if slot.kind == "step" and life.member in slot.commits]
     times = [c.duration_s for c in commits if c.duration_s > 0]
     waits = [c.wait_s for c in commits]
@@ -181,7 +180,7 @@ def _links(timeline: Timeline, members: Sequence[str], now: float) -> list[LinkR
     return rows
 
 
-def _figures(timeline: Timeline, chain: Sequence[Any], now: float) -> list[tuple[str, str]]:
+def _figures(timeline: Timeline, chain: Sequence[SlotFact], now: float) -> list[tuple[str, str]]:
     if not chain:
         return [("step", "-")]
     last = chain[-1]
@@ -289,7 +288,9 @@ def draw(board: Board) -> RenderableType:
     if board.waiting:
         parts.append(Text(f"standing still: {board.waiting}", style="bold magenta"))
     parts.append(_table(board.rows))
-    pulls = [(row.name, row.progress) for row in board.rows if row.progress is not None and row.progress != Progress()]
+    pulls = [
+        (row.name, row.progress) for row in board.rows if row.progress is not None and row.progress != ProgressFact()
+    ]
     if pulls:
         parts += [Text(), _progress(pulls)]
     if board.links:
@@ -362,7 +363,7 @@ def _link_table(links: Sequence[LinkRow]) -> RenderableType:
     return table
 
 
-def _progress(pulls: Sequence[tuple[str, Progress]]) -> RenderableType:
+def _progress(pulls: Sequence[tuple[str, ProgressFact]]) -> RenderableType:
     """The transfers under way, on lines of their own: beside the members' numbers is no room in 80 columns."""
     longest = sorted(pulls, key=lambda x: -(x[1].remaining_s if x[1].remaining_s is not None else float("inf")))
     shown = [x for x in pulls if x in longest[:PULLS_SHOWN]]
@@ -386,7 +387,7 @@ def _progress(pulls: Sequence[tuple[str, Progress]]) -> RenderableType:
     return Group(*parts)
 
 
-def _told(now: Progress) -> tuple[str, str, str]:
+def _told(now: ProgressFact) -> tuple[str, str, str]:
     return (
         part(now.nbytes, now.total) if now.total > 0 else amount(now.nbytes),
         f"{amount(now.rate_bps / 8)}/s" if now.rate_bps > 0 else "",
@@ -394,7 +395,7 @@ def _told(now: Progress) -> tuple[str, str, str]:
     )
 
 
-def _donors(now: Progress) -> str:
+def _donors(now: ProgressFact) -> str:
     given = [f"{f.node_of(donor)} {amount(nbytes)}" for donor, nbytes in now.sources if nbytes > 0]
     more = [f"{len(given) - SOURCES_SHOWN} more"] if len(given) > SOURCES_SHOWN else []
     return ", ".join(given[:SOURCES_SHOWN] + more)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from observe_synthetic import Script
+from observe_synthetic import Script, story
 
 import chaos_lightning
 from chaos_lightning.errors import ConfigurationError
@@ -51,6 +51,11 @@ def test_whatever_is_written_is_declared_and_has_its_fields() -> None:
 def test_whatever_is_declared_is_written() -> None:
     texts = [p.read_text() for folder in ("chaos_lightning", "strategies") for p in (ROOT / folder).rglob("*.py")]
     assert [name for name in known() if sum(text.count(f'"{name}"') for text in texts) < 2] == []
+
+
+def test_the_made_up_run_of_these_tests_is_one_that_the_product_may_write(tmp_path: Path) -> None:
+    records = read_events(story().write(tmp_path))
+    assert [text for r in records for text in problems(r.name, r.fields)] == []
 
 
 def test_a_wrong_event_is_told_in_words() -> None:

@@ -101,7 +101,7 @@ def test_report_is_one_page_that_needs_no_network(logs: Path, tmp_path: Path) ->
 def test_report_of_a_broken_run_says_so_first(tmp_path: Path) -> None:
     run = story()
     lines = run.lines["member-bravo-1.jsonl"]
-    next(x for x in lines if "state_hash" in x)["state_hash"] = "feedfeedfeedfeed"
+    next(x for x in lines if x["name"] == "state_hash")["hash"] = "feedfeedfeedfeed"
     written = report.write_report(run.write(tmp_path))
     assert written.violations
     text = Page(written.page.read_text()).text
@@ -480,7 +480,7 @@ def test_names_and_reasons_do_not_command_who_reads_about_a_run(tmp_path: Path, 
     run.kill(f"{EVIL}~1")
     run.say("b~1", "notice", text=EVIL)
     run.slot(hashes=True)
-    run.say("b~1", "published", seq=run.seq, head=run.head, hash=EVIL)
+    run.say("b~1", "state_hash", seq=run.seq, step=run.step, head=run.head, hash=EVIL)
     logs = run.write(tmp_path)
     app = typer.Typer()
     app.command("report")(cli_report.report)

@@ -341,9 +341,9 @@ class _Proof:
         return Check("all members committed the same headers", text, bool(compared) and not differ)
 
     def hashes(self) -> Check:
-        shared = [a for a in folds.agreement(self.timeline) if len(a.hashes) > 1]
-        unequal = [a for a in shared if not a.equal]
-        members = {m for a in shared for m in a.hashes}
+        shared = [hashes for hashes in self.timeline.hashes.values() if len(hashes) > 1]
+        unequal = [hashes for hashes in shared if len(set(hashes.values())) > 1]
+        members = {member for hashes in shared for member in hashes}
         text = f"equal at {len(shared) - len(unequal)} of {len(shared)} steps where {len(members)} member ids took one"
         return Check("state hashes (weights and optimizer) are equal", text, bool(shared) and not unequal)
 
@@ -367,7 +367,7 @@ class _Proof:
         mine = (x for x in self.timeline.lives.values() if x.node == f"{name}-{worker}")
         return sorted(mine, key=lambda x: x.born)
 
-    def _recovery(self, name: str, kind: str, worker: int = 0) -> folds.Recovery | None:
+    def _recovery(self, name: str, kind: str, worker: int = 0) -> folds.RecoveryTimes | None:
         found = folds.recoveries(self.timeline)
         return next((r for r in found if r.node == f"{name}-{worker}" and r.kind == kind), None)
 

@@ -21,7 +21,7 @@ from chaos_lightning.lab.demo.cast import Cast
 from chaos_lightning.lab.demo.screen import Screen
 from chaos_lightning.lab.faults import Action, Fault, FaultPlan, Schedule
 from chaos_lightning.observe.fields import integer, number
-from chaos_lightning.observe.timeline import Slot, Timeline
+from chaos_lightning.observe.timeline import SlotFact, Timeline
 from chaos_lightning.observe.units import amount, duration
 
 T = TypeVar("T")
@@ -340,7 +340,7 @@ class Story:
             ),
         )
 
-    def _step_without(self, member: str, at: float) -> Slot:
+    def _step_without(self, member: str, at: float) -> SlotFact:
         """The first step after this time that a view without this member committed."""
         self._without(member)
         return self._wait(
