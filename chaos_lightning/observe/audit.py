@@ -135,7 +135,7 @@ class _Judge:
     facts: ev.Testimony
     expected: Collection[str] | None
     silence_s: float
-    runs: list[history.Run] = field(init=False)
+    runs: list[history.JobRun] = field(init=False)
 
     def __post_init__(self) -> None:
         self.runs = history.runs(self.facts.commits) if self.facts.commits else []

@@ -53,7 +53,7 @@ class Problem:
 
 
 @dataclass(slots=True)
-class Run:
+class JobRun:
     """One run of a job: a tree of headers from one first slot, and its longest branch."""
 
     headers: dict[str, Commit]
@@ -74,7 +74,7 @@ class Run:
         return {h: i for i, h in enumerate(self.chain)}
 
 
-def runs(commits: Sequence[Commit]) -> list[Run]:
+def runs(commits: Sequence[Commit]) -> list[JobRun]:
     """Split claims into runs, oldest first.
 
     A run starts at a header whose predecessor nobody committed. First headers that overlap in time belong to one run
@@ -114,7 +114,7 @@ def runs(commits: Sequence[Commit]) -> list[Run]:
     return [_run(group) for group in merged]
 
 
-def _run(commits: list[Commit]) -> Run:
+def _run(commits: list[Commit]) -> JobRun:
     headers: dict[str, Commit] = {}
     newest: dict[str, float] = {}
     for commit in commits:
@@ -129,13 +129,13 @@ def _run(commits: list[Commit]) -> Run:
         if len(chain) > len(headers):
             break  # hashes in a circle: check_chain reports it
         at = headers[at].prev
-    return Run(headers, commits, chain[::-1])
+    return JobRun(headers, commits, chain[::-1])
 
 
 # ------------------------------------------------------------------------------------------------ order and forks
 
 
-def check_chain(run: Run, *, genesis: str = "") -> list[Problem]:
+def check_chain(run: JobRun, *, genesis: str = "") -> list[Problem]:
     """The chain has no gap: slots count up by one, steps by one per step slot, views never fall.
 
     Args:
@@ -165,7 +165,7 @@ def check_chain(run: Run, *, genesis: str = "") -> list[Problem]:
     return found
 
 
-def check_forks(run: Run) -> list[Problem]:
+def check_forks(run: JobRun) -> list[Problem]:
     """Headers beside the chain were known to nobody who went on."""
     found: list[Problem] = []
     place = run.place
@@ -210,7 +210,7 @@ def check_forks(run: Run) -> list[Problem]:
     return found
 
 
-def check_members(run: Run, entries: Mapping[str, str] | None = None) -> list[Problem]:
+def check_members(run: JobRun, entries: Mapping[str, str] | None = None) -> list[Problem]:
     """Each member's own commits follow each other without gap or repeat.
 
     Args:
@@ -247,7 +247,7 @@ def check_members(run: Run, entries: Mapping[str, str] | None = None) -> list[Pr
     return found
 
 
-def check_contributors(run: Run, views: Mapping[tuple[int, int], Collection[str]]) -> list[Problem]:
+def check_contributors(run: JobRun, views: Mapping[tuple[int, int], Collection[str]]) -> list[Problem]:
     """One attempt has one set of contributors, all members of its view, and only contributors commit (PROTOCOL.md 1).
 
     Args:
@@ -282,7 +282,7 @@ def check_contributors(run: Run, views: Mapping[tuple[int, int], Collection[str]
     return found
 
 
-def check_commits_of_all(run: Run, gone: Collection[str]) -> list[Problem]:
+def check_commits_of_all(run: JobRun, gone: Collection[str]) -> list[Problem]:
     """Whoever contributed to a slot committed it too, unless something ended it there.
 
     Nobody can contribute to slot s+1 without having committed s, so what ended a member excuses one slot: its last.
@@ -328,7 +328,7 @@ class Usage:
 
 
 def check_samples(
-    run: Run, *, start: Mapping[Stream, Spans] | None = None
+    run: JobRun, *, start: Mapping[Stream, Spans] | None = None
 ) -> tuple[dict[Stream, Usage], list[Problem]]:
     """Every position was used at most once per epoch, and the ledger says exactly what was used (PROTOCOL.md 25).
 
@@ -435,7 +435,7 @@ def check_hashes(claims: Iterable[tuple[str, str, str]]) -> tuple[int, list[Prob
     return compared, found
 
 
-def check_stable(run: Run, left: Iterable[tuple[str, str]]) -> list[Problem]:
+def check_stable(run: JobRun, left: Iterable[tuple[str, str]]) -> list[Problem]:
     """Only stable steps leave the job (PROTOCOL.md 4): their header has a successor, or is the closing one.
 
     Args:

@@ -1,6 +1,6 @@
 """The live view: a board of who is here and what the job is doing, drawn with rich; `top` and `LiveView` share it.
 
-Theory of operation. A board is a pure function of facts and the present time. `Board` holds the facts in one shape,
+Theory of operation. A board is a pure function of facts and the present time. `Dashboard` holds the facts in one shape,
 whether they come from event logs (everything, joins with progress, step times, what links carry just now) or from a
 scheduler's status (who, rank, step, silence, what links can carry: the scheduler sees no bytes), and `draw` makes a
 renderable of it that fits 80 columns.
@@ -94,7 +94,7 @@ class LinkRow:
 
 
 @dataclass(slots=True)
-class Board:
+class Dashboard:
     """Everything that is shown."""
 
     title: str
@@ -113,11 +113,11 @@ class Board:
 # ------------------------------------------------------------------------------------------------ from event logs
 
 
-def from_timeline(timeline: Timeline, now: float, *, title: str = "chaos-lightning", lines: int = 8) -> Board:
+def from_timeline(timeline: Timeline, now: float, *, title: str = "chaos-lightning", lines: int = 8) -> Dashboard:
     """The board of a run as far as its event logs tell, at wall time `now` (s)."""
     current = max((v for v in timeline.views.values() if v.members), key=lambda v: v.number, default=None)
     chain = timeline.recent(200)
-    board = Board(title, view=current.id if current else "", reason=current.reason if current else "")
+    board = Dashboard(title, view=current.id if current else "", reason=current.reason if current else "")
     ranks = {m: i for i, m in enumerate(current.members)} if current else {}
     recent = chain[-20:]
     for life in sorted(timeline.lives.values(), key=lambda x: (ranks.get(x.member, 1 << 30), x.born)):
@@ -204,13 +204,13 @@ def _figures(timeline: Timeline, chain: Sequence[SlotFact], now: float) -> list[
 # ------------------------------------------------------------------------------------------------ from a scheduler
 
 
-def from_status(facts: Mapping[str, Any]) -> Board:
+def from_status(facts: Mapping[str, Any]) -> Dashboard:
     """The board of a scheduler's status (`chaos-lightning status --json`)."""
     machine = facts.get("machine", {}) or {}
     members = [m for m in machine.get("members", ()) if isinstance(m, Mapping)]
     others = [m for m in machine.get("others", ()) if isinstance(m, Mapping)]
     phase = str(machine.get("phase", ""))
-    board = Board(
+    board = Dashboard(
         title=f"job {facts.get('job', machine.get('job', '?'))} at {facts.get('endpoint', '?')}",
         view=str(machine.get("view", "")),
         reason=str(machine.get("reason", "")),
@@ -269,7 +269,7 @@ def _status_row(member: Mapping[str, Any], rank: int | None) -> Row:
 # ------------------------------------------------------------------------------------------------ drawing
 
 
-def draw(board: Board) -> RenderableType:
+def draw(board: Dashboard) -> RenderableType:
     """The board for a terminal."""
     board = printable(board)  # names and reasons are words of others
     parts: list[RenderableType] = []

@@ -54,7 +54,7 @@ MAX_ROWS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class WrittenReport:
     """Where the report was written, and what it says in short."""
 
     page: Path
@@ -65,7 +65,7 @@ class Report:
 
 def write_report(
     where: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, title: str = "", job: int = 0
-) -> Report:
+) -> WrittenReport:
     """Write `report.html` and `report.png` about the logs in `where`.
 
     Args:
@@ -94,7 +94,7 @@ def write_report(
     picture.write_bytes(charts.overview(timeline))
     page = target / "report.html"
     page.write_text(render(timeline, findings, title=title or source.resolve().name, short=short), encoding="utf-8")
-    return Report(page, picture, short, tuple(auditing.violations(findings)))
+    return WrittenReport(page, picture, short, tuple(auditing.violations(findings)))
 
 
 def summary(timeline: Timeline) -> str:

@@ -22,7 +22,7 @@ from chaos_lightning.events.events import read_events
 from chaos_lightning.events.reader import log_files
 from chaos_lightning.observe import charts, cli_report, cli_top, report
 from chaos_lightning.observe.audit import audit
-from chaos_lightning.observe.render import Board, Row, draw, from_status, from_timeline
+from chaos_lightning.observe.render import Dashboard, Row, draw, from_status, from_timeline
 from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.observe.units import amount, duration, time_unit
 
@@ -183,7 +183,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 # ------------------------------------------------------------------------------------------------ board
 
 
-def lines_of(board: Board, width: int = 100) -> str:
+def lines_of(board: Dashboard, width: int = 100) -> str:
     console = Console(width=width, file=io.StringIO(), color_system=None, legacy_windows=False)
     console.print(draw(board))
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
@@ -268,7 +268,9 @@ def test_the_status_of_the_real_scheduler_machine_has_a_board() -> None:
 
 
 def test_markup_in_names_is_only_text() -> None:
-    board = Board("t", rows=[Row("[red]x[/red]", 0, "training", 1, 0.1, remark="[b]y")], lines=[(1, "[i]w", "[u]z")])
+    board = Dashboard(
+        "t", rows=[Row("[red]x[/red]", 0, "training", 1, 0.1, remark="[b]y")], lines=[(1, "[i]w", "[u]z")]
+    )
     text = lines_of(board)
     for words in ("[red]x[/red]", "[b]y", "[i]w", "[u]z"):
         assert words in text

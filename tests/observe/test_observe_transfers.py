@@ -13,7 +13,7 @@ from rich.console import Console
 
 from chaos_lightning.events.events import read_events
 from chaos_lightning.observe import report
-from chaos_lightning.observe.render import PULLS_SHOWN, Board, Row, draw
+from chaos_lightning.observe.render import PULLS_SHOWN, Dashboard, Row, draw
 from chaos_lightning.observe.timeline import ProgressFact, Timeline
 from chaos_lightning.observe.units import part
 
@@ -27,7 +27,7 @@ def pulling(progress: ProgressFact, *more: ProgressFact, width: int) -> list[str
     """The lines about transfers."""
     rows = [Row(f"delta{i}~1", None, "pulling", None, 0.1, progress=p) for i, p in enumerate((progress, *more))]
     console = Console(width=width, file=io.StringIO(), color_system=None, legacy_windows=False)
-    console.print(draw(Board("t", rows=rows)))
+    console.print(draw(Dashboard("t", rows=rows)))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return [line.rstrip() for line in text.partition("\n\n")[2].splitlines()]
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chaos_lightning.observe import history
-from chaos_lightning.observe.history import Commit, Run
+from chaos_lightning.observe.history import Commit, JobRun
 
 GENESIS = "g"
 
@@ -211,7 +211,7 @@ def test_circular_headers_end() -> None:
     made = steady()
     change(made, 0, prev="h12")
     change(made, 1, prev="h12")
-    runs: list[Run] = history.runs(made.commits)
+    runs: list[JobRun] = history.runs(made.commits)
     assert any(history.check_chain(run) for run in runs)
 
 
