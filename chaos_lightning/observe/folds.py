@@ -25,7 +25,7 @@ _GOOD_ENDS = ("left", "finished")
 STEP, COLLECTIVE, JOIN, RECOVERY, WAITING = "step", "collective", "join", "recovery", "waiting"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Interval:
     """The time from one committed slot to the next."""
 
@@ -38,7 +38,7 @@ class Interval:
     """Monotonic duration, s."""
     cause: str
     """What it is booked on: "step", "collective", "join", "recovery" or "waiting"."""
-    lost: float
+    lost: float = 0.0
     """Seconds of it beyond one usual step, for the last three causes."""
 
 
@@ -51,8 +51,6 @@ class Join:
     again: bool
     """The node had been a member before."""
     born: float
-    welcomed: float | None
-    pull_started: float | None
     pull_done: float | None
     contributed: float | None
     """First slot that it contributed to."""
@@ -120,8 +118,6 @@ class GoodputAccount:
     usual: float
     """Usual step time over the whole run."""
     steps: int
-    redone: int
-    """Steps that were reduced a second time."""
     samples: int
 
     @property
@@ -140,8 +136,6 @@ class SampleUse:
     twice: Spans = ()
     """Positions used more than once."""
     length: int | None = None
-    spans: Spans = ()
-    """All positions used, merged."""
 
     @property
     def complete(self) -> bool | None:
@@ -174,7 +168,7 @@ def intervals(timeline: Timeline) -> list[Interval]:
     def touches(windows: Sequence[tuple[float, float]], start: float, stop: float) -> bool:
         return any(a < stop and b > start for a, b in windows)
 
-    raw: list[tuple[SlotFact, float, float, float, str]] = []
+    cut = []
     for before, after in itertools.pairwise(chain):
         start, stop = before.first, after.first
         cause = STEP if after.kind == "step" else COLLECTIVE
@@ -184,34 +178,24 @@ def intervals(timeline: Timeline) -> list[Interval]:
             cause = RECOVERY
         elif touches(pulls, start, stop):
             cause = JOIN
-        raw.append((after, start, stop, _between(before, after), cause))
-    usual = _usual(raw)
-    result = []
-    for slot, start, stop, seconds, cause in raw:
-        expected = usual(slot) if slot.kind == "step" else 0.0
-        lost = max(0.0, seconds - expected) if cause in (JOIN, RECOVERY, WAITING) else 0.0
-        result.append(Interval(slot, start, stop, seconds, cause, lost))
-    return result
+        cut.append(Interval(after, start, stop, _between(before, after), cause))
+    _book_losses(cut)
+    return cut
 
 
-class _Usual:
-    """Median clean step time for a number of contributors, falling back on that of all."""
-
-    def __init__(self, by_size: dict[int, list[float]]):
-        every = [x for some in by_size.values() for x in some]
-        self.all = statistics.median(every) if every else 0.0
-        self.sizes = {n: statistics.median(some) for n, some in by_size.items() if len(some) >= 5}
-
-    def __call__(self, slot: SlotFact) -> float:
-        return self.sizes.get(len(slot.contributors), self.all)
-
-
-def _usual(raw: Sequence[tuple[SlotFact, float, float, float, str]]) -> _Usual:
-    by_size: dict[int, list[float]] = defaultdict(list)
-    for slot, _, _, seconds, cause in raw:
-        if cause == STEP:
-            by_size[len(slot.contributors)].append(seconds)
-    return _Usual(by_size)
+def _book_losses(cut: Sequence[Interval]) -> None:
+    """Whatever exceeds the usual step of as many contributors is lost; of few clean ones, the usual step of all."""
+    clean: dict[int, list[float]] = defaultdict(list)
+    for interval in cut:
+        if interval.cause == STEP:
+            clean[len(interval.slot.contributors)].append(interval.seconds)
+    usual = {n: statistics.median(some) for n, some in clean.items() if len(some) >= 5}
+    of_all = statistics.median([x for some in clean.values() for x in some]) if clean else 0.0
+    for interval in cut:
+        if interval.cause in (JOIN, RECOVERY, WAITING):
+            slot = interval.slot
+            expected = usual.get(len(slot.contributors), of_all) if slot.kind == "step" else 0.0
+            interval.lost = max(0.0, interval.seconds - expected)
 
 
 def _waits(timeline: Timeline) -> list[tuple[float, float]]:
@@ -247,6 +231,7 @@ def joins(timeline: Timeline) -> list[Join]:
         if life.role == "founder" or (life.role != "joiner" and not life.pulls):
             continue
         done = [p for p in life.pulls if p.done is not None]
+        pulling = life.pulls and life.pulls[-1].done is None
         pause = sum(
             i.lost
             for i in cut
@@ -263,8 +248,6 @@ def joins(timeline: Timeline) -> list[Join]:
                 node=life.node,
                 again=again,
                 born=life.born,
-                welcomed=life.welcomed,
-                pull_started=life.pulls[0].started if life.pulls else None,
                 pull_done=done[-1].done if done else None,
                 contributed=first.get(life.member),
                 sources=tuple(sorted(((d, n, s) for d, (n, s) in sources.items()), key=lambda x: (-x[1], x[0]))),
@@ -275,14 +258,10 @@ def joins(timeline: Timeline) -> list[Join]:
                 way=life.way,
                 why=life.why_way,
                 replayed=life.replayed,
-                unfinished=_unfinished(life) if life.member not in first else None,
+                unfinished=life.pulls[-1].progress if pulling and life.member not in first else None,
             )
         )
     return found
-
-
-def _unfinished(life: Life) -> ProgressFact | None:
-    return life.pulls[-1].progress if life.pulls and life.pulls[-1].done is None else None
 
 
 # ------------------------------------------------------------------------------------------------ recoveries
@@ -296,11 +275,10 @@ def recoveries(timeline: Timeline) -> list[RecoveryTimes]:
     for fault in timeline.faults:
         if fault.kind not in KILLS | FREEZES:
             continue
+        explained.add(fault.member)
         life = timeline.lives.get(fault.member)
         if life is None or life.joined is None:
-            explained.add(fault.member)
             continue
-        explained.add(fault.member)
         until = fault.t + fault.seconds if fault.kind in FREEZES else None
         found.append(_recovery(timeline, chain, life, fault.kind, fault.phase, fault.t, until))
     for member, t in timeline.deaths.items():
@@ -371,7 +349,6 @@ def goodput(timeline: Timeline) -> GoodputAccount:
         lost=lost,
         usual=statistics.median(clean) if clean else 0.0,
         steps=sum(s.kind == "step" for s in chain),
-        redone=len({seq for _, seq in timeline.redos}),
         samples=sum(use.distinct for use in samples(timeline).values()),
     )
 
@@ -404,7 +381,7 @@ def samples(timeline: Timeline) -> dict[Stream, SampleUse]:
     result: dict[Stream, SampleUse] = {}
     for key, some in used.items():
         merged = merge(some)
-        result[key] = SampleUse(size(some), size(merged), overlaps(some), timeline.epochs.get(key), merged)
+        result[key] = SampleUse(size(some), size(merged), overlaps(some), timeline.epochs.get(key))
     return dict(sorted(result.items(), key=lambda x: (x[0][1], x[0][0])))
 
 

@@ -69,7 +69,6 @@ class Life:
     node: str
     source: str = ""
     born: float = 0.0
-    welcomed: float | None = None
     role: str = ""
     joined: float | None = None
     leaving: float | None = None
@@ -266,7 +265,7 @@ class Timeline:
     # -------------------------------------------------------------------------------- what members say of themselves
 
     def _welcomed(self, record: Record, life: Life) -> None:
-        life.welcomed, life.role = record.t, str(record.get("role", ""))
+        life.role = str(record.get("role", ""))
         life.state = "standby" if life.role == "standby" else "joining"
 
     def _joined(self, record: Record, life: Life) -> None:
