@@ -204,7 +204,7 @@ class _Judge:
         remarks: list[str] = []
         redone = 0
         for run in self.runs:
-            problems = history.check_chain(run, genesis=GENESIS.hash)
+            problems = list(history.check_chain(run, genesis=GENESIS.hash))
             gaps = [p for p in problems if p.rule == "gap"]
             if gaps and (self.facts.lost or self.facts.gaps_allowed):
                 remarks += [p.text for p in gaps]
