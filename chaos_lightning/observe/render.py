@@ -133,26 +133,25 @@ def from_timeline(timeline: Timeline, now: float, *, title: str = "chaos-lightni
 
 
 def _row(life: Life, ranks: Mapping[str, int], recent: Sequence[SlotFact], now: float) -> Row:
+    name, step = life.member or life.node, life.last_step if life.joined is not None else None
+    if life.ended is not None:
+        return Row(name, None, {"death": "died"}.get(life.state, life.state), step, None, remark=life.why)
     commits = [slot.commits[life.member] for slot in recent if slot.kind == "step" and life.member in slot.commits]
     times = [c.duration_s for c in commits if c.duration_s > 0]
-    waits = [c.wait_s for c in commits]
-    progress = None
-    if life.pulls and life.pulls[-1].done is None and life.ended is None:
-        progress = life.pulls[-1].progress
-    remark = life.why if life.ended is not None else ""
-    if progress is None and life.joined is not None and life.role == "joiner" and now - life.joined < 10 and life.pulls:
-        pull = life.pulls[-1]
-        remark = remark or f"joined with {amount(pull.nbytes)} in {duration(pull.seconds)}"
+    pull = life.pulls[-1] if life.pulls else None
+    remark = ""
+    if pull is not None and pull.done is not None and life.joined is not None and now - life.joined < 10:
+        remark = f"joined with {amount(pull.nbytes)} in {duration(pull.seconds)}" if life.role == "joiner" else ""
     frozen = any(begin <= now and (end is None or now < end) for begin, end in life.freezes)
     return Row(
-        name=life.member or life.node,
-        rank=ranks.get(life.member) if life.ended is None else None,
-        state="frozen" if frozen and life.ended is None else {"death": "died"}.get(life.state, life.state),
-        step=life.last_step if life.joined is not None else None,
-        age_s=max(0.0, now - life.last) if life.ended is None else None,
-        step_time_s=statistics.median(times) if times and life.ended is None else None,
-        wait_share=min(1.0, sum(waits) / sum(times)) if times and life.ended is None else None,
-        progress=progress,
+        name,
+        ranks.get(life.member),
+        "frozen" if frozen else life.state,
+        step,
+        max(0.0, now - life.last),
+        step_time_s=statistics.median(times) if times else None,
+        wait_share=min(1.0, sum(c.wait_s for c in commits) / sum(times)) if times else None,
+        progress=pull.progress if pull is not None and pull.done is None else None,
         remark=remark,
     )
 
@@ -287,7 +286,7 @@ def draw(board: Dashboard) -> RenderableType:
         parts.append(line)
     if board.waiting:
         parts.append(Text(f"standing still: {board.waiting}", style="bold magenta"))
-    parts.append(_table(board.rows))
+    parts.append(_member_table(board.rows))
     pulls = [
         (row.name, row.progress) for row in board.rows if row.progress is not None and row.progress != ProgressFact()
     ]
@@ -307,19 +306,19 @@ def draw(board: Dashboard) -> RenderableType:
     return Group(*parts)
 
 
-def _table(rows: Sequence[Row]) -> RenderableType:
+def _columns(*names: str) -> Table:
+    """A table without lines; columns of numbers, written as "step>", are flush right."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for name in names:
+        # On a narrow terminal the last column, of words, gives way, not the numbers.
+        table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left", no_wrap=bool(name))
+    return table
+
+
+def _member_table(rows: Sequence[Row]) -> RenderableType:
     if not rows:
         return Text("nobody is here yet", style="dim")
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    # On a narrow terminal the remark gives way, not the numbers.
-    table.add_column("rank", justify="right", no_wrap=True)
-    table.add_column("member", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("step time", justify="right", no_wrap=True)
-    table.add_column("waits", justify="right", no_wrap=True)
-    table.add_column("heard", justify="right", no_wrap=True)
-    table.add_column("")
+    table = _columns("rank>", "member", "state", "step>", "step time>", "waits>", "heard>", "")
     for row in rows:
         table.add_row(
             "-" if row.rank is None else str(row.rank),
@@ -345,11 +344,7 @@ def _link_table(links: Sequence[LinkRow]) -> RenderableType:
     shown = sorted(links, key=lambda r: (-(r.there_bps or 0.0) - (r.back_bps or 0.0), not r.state, slowest(r)))
     shown = shown[:LINKS_SHOWN]
     live = any(row.there_bps is not None for row in shown)
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("link", no_wrap=True)
-    for column in (("now there", "now back") if live else ()) + ("can there", "can back", "latency"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("")
+    table = _columns("link", *(("now there>", "now back>") if live else ()), "can there>", "can back>", "latency>", "")
     for row in (r for r in links if r in shown):
         table.add_row(
             escape(f"{row.a} {row.b}"),
