@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from observe_synthetic import T0, Script, story
+from observe_synthetic import Script, story
 
 from chaos_lightning.events.events import read_events
 from chaos_lightning.observe import folds
@@ -203,10 +203,6 @@ def test_span_arithmetic() -> None:
     assert subtract(((0, 10),), ((2, 3), (5, 6))) == ((0, 2), (3, 5), (6, 10))
     assert size([(0, 2), (1, 3)]) == 4
     assert words(tuple((i, i + 1) for i in range(0, 20, 2))) == "[0, 1), [2, 3), [4, 5), [6, 7) and 6 more"
-
-
-def test_times_start_at_the_first_event(told: Timeline) -> None:
-    assert told.start == T0
 
 
 def test_the_end_of_a_finished_member_is_no_death(tmp_path: Path) -> None:

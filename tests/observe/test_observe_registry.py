@@ -15,7 +15,7 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events import registry
 from chaos_lightning.events.events import EventLog, Tail, read_events
 from chaos_lightning.events.registry import Event, known, problems
-from chaos_lightning.observe import charts, report
+from chaos_lightning.observe import report
 from chaos_lightning.observe.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +58,10 @@ def test_the_made_up_run_of_these_tests_is_one_that_the_product_may_write(tmp_pa
     assert [text for r in records for text in problems(r.name, r.fields)] == []
 
 
+def test_each_event_says_what_it_means_and_each_field_once() -> None:
+    assert [e.name for e in known().values() if not e.meaning or set(e.fields) & set(e.also)] == []
+
+
 def test_a_wrong_event_is_told_in_words() -> None:
     assert problems("lunch", {}) == [
         "no room declares an event 'lunch'; it belongs into EVENTS of the events.py beside what writes it"
@@ -87,11 +91,8 @@ def outer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     known.cache_clear()
 
 
-def test_a_new_room_has_its_events_known_and_shown(
-    outer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(charts, "DRAWERS", {})
-    monkeypatch.setattr(charts, "overview", lambda timeline: b"")
+@pytest.mark.usefixtures("unpictured", "outer")
+def test_a_new_room_has_its_events_known_and_shown(tmp_path: Path) -> None:
     run = Script()
     run.found(["a", "b"])
     run.steps(2)
@@ -141,7 +142,6 @@ def test_a_log_in_another_format_says_what_to_do(
 
 
 def test_a_log_from_before_there_was_a_format_is_of_the_first_one(tmp_path: Path) -> None:
-    Script().process("a")
     run = Script()
     run.found(["a"])  # its lines tell no format
     assert list(read_events(run.write(tmp_path)))

@@ -76,6 +76,7 @@ def unfinished(path: Path, **progress: Any) -> Path:
     return run.write(path)
 
 
+@pytest.mark.usefixtures("unpictured")
 def test_report_says_how_far_a_join_came_that_is_not_done(tmp_path: Path) -> None:
     given = {"a~1": 8 << 20, "b~1": 4 << 20}
     logs = unfinished(tmp_path, nbytes=12 << 20, total=50 << 20, rate_bps=8 << 23, remaining_s=4.8, sources=given)
@@ -83,6 +84,7 @@ def test_report_says_how_far_a_join_came_that_is_not_done(tmp_path: Path) -> Non
     assert "12 of 50 MiB 0 B not done, 4.8 s left 8 MiB/s a 8 MiB, b 4 MiB" in text
 
 
+@pytest.mark.usefixtures("unpictured")
 def test_report_of_a_join_that_told_nothing(tmp_path: Path) -> None:
     text = words(unfinished(tmp_path))
     assert "0 B 0 B not done - -" in text
