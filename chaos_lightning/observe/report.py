@@ -100,18 +100,23 @@ def write_report(
 def summary(timeline: Timeline) -> str:
     """The run in one line."""
     good = folds.goodput(timeline)
-    joins = [j for j in folds.joins(timeline) if j.pull_done is not None]
-    recoveries = folds.recoveries(timeline)
-    slow = [r.seconds for r in recoveries if r.seconds is not None]
+    joins, recoveries, slowest_s = _counts(timeline)
     text = (
         f"{good.steps} steps, {good.samples} samples, {len(timeline.nodes())} nodes in "
-        f"{duration(timeline.stop - timeline.origin)}; goodput {good.share:.1%}; {len(joins)} joins"
+        f"{duration(timeline.stop - timeline.origin)}; goodput {good.share:.1%}; {joins} joins"
     )
     if recoveries:
-        text += f"; {len(recoveries)} deaths and freezes"
-        if slow:
-            text += f", recovered within {duration(max(slow))}"
+        text += f"; {recoveries} deaths and freezes"
+        if slowest_s is not None:
+            text += f", recovered within {duration(slowest_s)}"
     return text
+
+
+def _counts(timeline: Timeline) -> tuple[int, int, float | None]:
+    """Joins; deaths and freezes; the slowest recovery of those, s."""
+    joins = sum(j.pull_done is not None for j in folds.joins(timeline))
+    recoveries = folds.recoveries(timeline)
+    return joins, len(recoveries), max((r.seconds for r in recoveries if r.seconds is not None), default=None)
 
 
 def render(timeline: Timeline, findings: Sequence[auditing.Finding], *, title: str, short: str = "") -> str:
@@ -173,18 +178,16 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Seque
 
 def _cards(timeline: Timeline) -> str:
     good = folds.goodput(timeline)
-    joins = [j for j in folds.joins(timeline) if j.pull_done is not None]
-    recoveries = folds.recoveries(timeline)
-    slow = [r.seconds for r in recoveries if r.seconds is not None]
+    joins, recoveries, slowest_s = _counts(timeline)
     cards = [
         (duration(timeline.stop - timeline.origin), "from the first member to the last event"),
         (str(good.steps), "committed steps"),
         (f"{good.samples:,}", "samples, each once per epoch"),
         (duration(good.usual), "usual step"),
         (f"{good.share:.1%}", "goodput"),
-        (str(len(joins)), "joins"),
-        (str(len(recoveries)), "deaths and freezes"),
-        (duration(max(slow)) if slow else "-", "slowest recovery"),
+        (str(joins), "joins"),
+        (str(recoveries), "deaths and freezes"),
+        ("-" if slowest_s is None else duration(slowest_s), "slowest recovery"),
     ]
     inner = "".join(f'<div class="card"><b>{_e(value)}</b><span>{_e(what)}</span></div>' for value, what in cards)
     return f'<div class="cards">{inner}</div>'
