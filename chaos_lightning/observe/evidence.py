@@ -121,7 +121,7 @@ class _Witness:
 
 
 @dataclass(slots=True)
-class _Pass:
+class _Gathering:
     facts: Testimony = field(default_factory=Testimony)
     who: dict[str, _Witness] = field(default_factory=dict)
     faults: list[tuple[float, str, str, float]] = field(default_factory=list)
@@ -199,7 +199,7 @@ class _Pass:
             facts.commits.append(_commit(r))
             if r.get("kind") == "closing":
                 self.finished = r.t if self.finished is None else self.finished
-        elif r.name == "state_hash":
+        elif r.name == "state_hash" and r.get("hash"):
             facts.hashes.append((str(r.get("head", "")), r.member, str(r.get("hash", ""))))
         elif r.name == "pull_started":
             witness.head = str(r.get("head", ""))
@@ -307,38 +307,31 @@ class _Pass:
 
     def _exclusions(self) -> None:
         for (_, views), times in zip(self.facts.views, self.view_times, strict=True):
-            self._excluded_in(views, times)
+            for before, after in itertools.pairwise(sorted(views)):
+                t = times[after]
+                for member in (m for m in views[before] if m not in views[after]):
+                    heard = self.who[member].times if member in self.who else []
+                    earlier, later = [x for x in heard if x <= t], any(x > t for x in heard)
+                    silent_s = t - earlier[-1] if earlier else None
+                    why = self._why_out(member, t) or ("death" if member in self.deaths and not later else "")
+                    self.facts.excluded.append(Exclusion(member, after, t, why, silent_s, later))
 
-    def _excluded_in(self, views: Views, times: dict[tuple[int, int], float]) -> None:
-        order = sorted(views)
-        for before, after in itertools.pairwise(order):
-            kept = set(views[after])
-            t = times[after]
-            for member in views[before]:
-                if member in kept:
-                    continue
-                witness = self.who.get(member)
-                why = ""
-                silent: float | None = None
-                later = False
-                if witness is not None:
-                    earlier = [x for x in witness.times if x <= t]
-                    silent = t - earlier[-1] if earlier else None
-                    later = any(x > t for x in witness.times)
-                    why = "ended by itself" if witness.ends else ""
-                if member in self.leaves:
-                    why = "leave"
-                node = witness.node if witness is not None else f.node_of(member)
-                why = why or self._fault_on(node, t)
-                if not why and self._parted(member, t):
-                    why = "cut off"
-                if not why and witness is not None and witness.joined is None:
-                    why = "never came in"
-                if not why and witness is not None and witness.came_in_after(t):
-                    why = "a recovery came first"  # no header carried the view with this newcomer; a later one did
-                if not why and member in self.deaths and not later:
-                    why = "death"
-                self.facts.excluded.append(Exclusion(member, after, t, why, silent, later))
+    def _why_out(self, member: str, t: float) -> str:
+        """What the logs know as reason, but for its death, why a view decided at t is without a member; "" for none."""
+        witness = self.who.get(member)
+        if member in self.leaves:
+            return "leave"
+        if witness is not None and witness.ends:
+            return "ended by itself"
+        if fault := self._fault_on(self._node(member), t):
+            return fault
+        if self._parted(member, t):
+            return "cut off"
+        if witness is not None and witness.joined is None:
+            return "never came in"
+        if witness is not None and witness.came_in_after(t):
+            return "a recovery came first"  # no header carried the view with this newcomer; a later one did
+        return ""
 
     def _awake(self, member: str, node: str, t: float, seconds: float, out: Exclusion | None) -> None:
         """A frozen member that was put out: after its thaw it must notice, and come back unless the job was over."""
@@ -384,7 +377,7 @@ def _commit(r: Record) -> Commit:
 
 def gather(records: Iterable[Record]) -> Testimony:
     """Sort the events of one log directory (in time order) by what they prove."""
-    one = _Pass()
+    one = _Gathering()
     for record in records:
         one.take(record)
     return one.conclude()

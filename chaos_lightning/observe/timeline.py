@@ -310,7 +310,8 @@ class Timeline:
             life.joined = record.t
 
     def _state_hash(self, record: Record, life: Life) -> None:
-        self.hashes.setdefault(str(record.get("head", "")), {})[life.member] = str(record.get("hash", ""))
+        if record.get("hash"):
+            self.hashes.setdefault(str(record.get("head", "")), {})[life.member] = str(record["hash"])
 
     def _replayed(self, record: Record, life: Life) -> None:
         life.replayed += f.integer(record.get("steps"))
