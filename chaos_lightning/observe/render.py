@@ -57,6 +57,8 @@ FLOW_SHOWN_S = 10.0
 """What a link carried so long ago is not shown any more."""
 ENDED_SHOWN_S = 30.0
 """How long an ended member stays on the board."""
+JOINED_SHOWN_S = 10.0
+"""How long a newcomer's row says what it joined with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +136,15 @@ def from_timeline(timeline: Timeline, now: float, *, title: str = "chaos-lightni
 
 def _row(life: Life, ranks: Mapping[str, int], recent: Sequence[SlotFact], now: float) -> Row:
     name, step = life.member or life.node, life.last_step if life.joined is not None else None
+    pull = life.pulls[-1] if life.pulls else None
+    remark = life.why if life.ended is not None else ""
+    if pull is not None and pull.done is not None and life.joined is not None and life.role == "joiner":
+        fresh = now - life.joined < JOINED_SHOWN_S
+        remark = remark or (f"joined with {amount(pull.nbytes)} in {duration(pull.seconds)}" if fresh else "")
     if life.ended is not None:
-        return Row(name, None, {"death": "died"}.get(life.state, life.state), step, None, remark=life.why)
+        return Row(name, None, {"death": "died"}.get(life.state, life.state), step, None, remark=remark)
     commits = [slot.commits[life.member] for slot in recent if slot.kind == "step" and life.member in slot.commits]
     times = [c.duration_s for c in commits if c.duration_s > 0]
-    pull = life.pulls[-1] if life.pulls else None
-    remark = ""
-    if pull is not None and pull.done is not None and life.joined is not None and now - life.joined < 10:
-        remark = f"joined with {amount(pull.nbytes)} in {duration(pull.seconds)}" if life.role == "joiner" else ""
     frozen = any(begin <= now and (end is None or now < end) for begin, end in life.freezes)
     return Row(
         name,
