@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from chaos_lightning.callbacks.member import engine_of
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.events.events import Event, EventLog
+from chaos_lightning.events.events import EventLog
 from chaos_lightning.lab.faults import LINK_ACTIONS, Action, Fault, FaultPlan, Phase, Schedule
 
 log = logging.getLogger("chaos_lightning.callbacks")
@@ -177,7 +177,7 @@ class FaultInjectorCallback(Callback):
         events = engine.events if engine is not None else EventLog(None)
         step, name, rank = self._who(trainer)
         events.emit(
-            Event.FAULT_INJECTED,
+            "fault_injected",
             kind=fault.action.value,
             phase=fault.phase.value if fault.phase is not None else "",
             step=step,

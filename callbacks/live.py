@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from chaos_lightning.callbacks.member import engine_of
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.observe.commands import ask, follow, watch
-from chaos_lightning.observe.render import Board
+from chaos_lightning.observe.render import Dashboard
 
 log = logging.getLogger("chaos_lightning.callbacks")
 
@@ -89,7 +89,7 @@ class LiveView(Callback):
             self._thread.join(timeout=5.0)
             self._thread = None
 
-    def _source(self, trainer: Trainer) -> Callable[[], Board] | None:
+    def _source(self, trainer: Trainer) -> Callable[[], Dashboard] | None:
         engine = engine_of(trainer)
         if self.logs:
             return follow(Path(self.logs))

@@ -19,7 +19,6 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 
-from chaos_lightning.events.events import Event
 from chaos_lightning.strategies import results
 from chaos_lightning.strategies.evaluation import refit_limits
 from chaos_lightning.strategies.loops import unfinish_epoch
@@ -101,7 +100,7 @@ class Companion(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         session = self._session
         if session is not None and session.in_job:
-            session.engine.events.emit(Event.VALIDATION, seconds=round(time.monotonic() - self._began, 4))
+            session.engine.events.emit("validation", seconds=round(time.monotonic() - self._began, 4))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Other callbacks may write a checkpoint now; that must not call for the others."""

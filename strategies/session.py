@@ -30,7 +30,6 @@ from torch.optim import Optimizer
 
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import DepartedError, FencedError, RefusedError, UnsupportedError
-from chaos_lightning.events.events import Event
 from chaos_lightning.machine.signals import ExitSignals, aside, say
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.training import switch_quickly
@@ -193,12 +192,12 @@ class Session:
         units = self.elastic._units
         if units is not None and self.entered and self.trainer.limit_train_batches == 1.0:
             stream = "" if self._data == "shared" else self.engine.name
-            self.engine.events.emit(Event.EPOCH, stream=stream, epoch=epoch, length=units.length(epoch))
+            self.engine.events.emit("epoch", stream=stream, epoch=epoch, length=units.length(epoch))
 
     def note_checkpoint(self, path: str) -> None:
         """A file of this member's state leaves the job."""
         step, head = self.stepped
-        self.engine.events.emit(Event.CHECKPOINT, path=path, step=step, head=head)
+        self.engine.events.emit("checkpoint", path=path, step=step, head=head)
 
     # ------------------------------------------------------------------ coming in
 
@@ -285,7 +284,7 @@ class Session:
                 _call_callback_hooks(trainer, "on_train_epoch_start")
                 _call_lightning_module_hook(trainer, "on_train_epoch_start")
         if fresh and self.elastic.ledger.streams:
-            engine.events.emit(Event.RESUMED, step=trainer.global_step, ledger=self.elastic.ledger.streams)
+            engine.events.emit("resumed", step=trainer.global_step, ledger=self.elastic.ledger.streams)
         self.stepped = (engine.header.step, engine.header.hash)
         _log.info(
             "%s is rank %d of %d, in epoch %d at batch %d (%s)",

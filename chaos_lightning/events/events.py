@@ -1,4 +1,4 @@
-"""The event log: one JSON object a line, one file per process, and the names and fields of every event.
+"""The event log: one JSON object a line, one file per process; its writer, and the events it writes of itself.
 
 Theory of operation. Everything that is ever shown or checked about a run (timeline, goodput, report, live view,
 audit) is a fold over these files, so a line must survive whatever kills its writer. Each line is a single `os.write`
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import json
 import logging
 import math
@@ -26,164 +25,37 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from chaos_lightning.events.reader import Record, Tail, read_events
-from chaos_lightning.protocol.types import Header, Spent, ViewId
+from chaos_lightning.events.registry import FORMAT, Event
 
-__all__ = ["FIELDS", "Event", "EventLog", "Record", "Tail", "committed_fields", "read_events"]
+__all__ = ["EVENTS", "EventLog", "Record", "Tail", "read_events"]
 
 logger = logging.getLogger("chaos_lightning.observe")
 
 
-class Event(enum.StrEnum):
-    """Names of events; each is a plain string too: `emit("committed", ...)` is `emit(Event.COMMITTED, ...)`.
-
-    `FIELDS` lists what each carries; more fields are allowed everywhere.
-    """
-
-    # --- the file itself (written by EventLog)
-    OPENED = "opened"
-    CLOSED = "closed"
-    LOST = "lost"
-    # --- a member's life
-    WELCOMED = "welcomed"
-    REFUSED = "refused"
-    JOINED = "joined"
-    LEAVE = "leave"
-    LEFT = "left"
-    FENCED = "fenced"
-    REJOIN = "rejoin"
-    FINISHED = "finished"
-    # --- views and slots
-    NEXT_VIEW = "next_view"
-    VIEW = "view"
-    PREPARE = "prepare"
-    DECIDE = "decide"
-    WAY_IN = "way_in"
-    CAUGHT_UP = "caught_up"
-    ATTEMPT = "attempt"
-    DROPPED = "dropped"
-    COMMITTED = "committed"
-    HAND_ON = "hand_on"
-    REDO = "redo"
-    BOUNDARY = "boundary"
-    STATE_HASH = "state_hash"
-    EPOCH = "epoch"
-    CHECKPOINT = "checkpoint"
-    RESUMED = "resumed"
-    KEPT = "kept"
-    RESUMED_KEPT = "resumed_kept"
-    # --- state transfer
-    SNAPSHOT = "snapshot"
-    RELEASED = "released"
-    OBSERVING = "observing"
-    REPLAYED = "replayed"
-    PUBLISHED = "published"
-    PULL_STARTED = "pull_started"
-    PULL_SOURCE = "pull_source"
-    PULL_PROGRESS = "pull_progress"
-    PULL_DONE = "pull_done"
-    # --- trouble
-    LINK_UP = "link_up"
-    LINK_DOWN = "link_down"
-    LINK_MEASURED = "link_measured"
-    LINKS = "links"
-    SUSPECT = "suspect"
-    DEATH = "death"
-    ERROR = "error"
-    NOTICE = "notice"
-    FAULT_INJECTED = "fault_injected"
-    VALIDATION = "validation"
-
-
-FIELDS: Mapping[Event, tuple[str, ...]] = {
-    # role: "member", "scheduler", "agent" or "harness"; node: the member's name (constant over its incarnations).
-    Event.OPENED: ("pid", "host", "role"),
-    Event.CLOSED: (),
-    # count: lines that did not fit on the disk; since: wall time (s) of the first of them.
-    Event.LOST: ("count", "since"),
-    # role: "founder", "joiner" or "standby".
-    Event.WELCOMED: ("role", "reason"),
-    Event.REFUSED: ("reason",),
-    # This member holds the state and contributes from the next slot on. head: hash of the header it stands on.
-    Event.JOINED: ("role", "view", "seq", "step", "head"),
-    Event.LEAVE: ("reason",),
-    Event.LEFT: ("reason",),
-    Event.FENCED: ("reason",),
-    Event.REJOIN: ("reason",),
-    Event.FINISHED: ("seq", "step"),
-    # A member has heard of a view that a header is to carry.
-    Event.NEXT_VIEW: ("id",),
-    # id: "term.number"; predecessor likewise; members, joiners: ids in rank order.
-    Event.VIEW: ("id", "members", "joiners", "reason"),
-    # Scheduler: a view is being prepared after a failure; decided: base is a header hash, hand_on a bool.
-    Event.PREPARE: ("number", "reason"),
-    Event.DECIDE: ("id", "members", "base", "hand_on", "reason"),
-    # Scheduler: how a newcomer comes in ("replay" or "pause"), and that it has caught up with the log.
-    Event.WAY_IN: ("way", "reason"),
-    Event.CAUGHT_UP: ("seq",),
-    Event.ATTEMPT: ("view", "seq"),
-    Event.DROPPED: ("view",),
-    # See committed_fields(). step: optimizer steps including this slot; header, prev: hashes; contributors:
-    # [id, weight]; duration_s: since this member's previous commit; wait_s: of it, blocked in the engine;
-    # spent: what THIS member used in this slot; ledger: the header's, cumulative; both as {stream, epoch, spans}.
-    Event.COMMITTED: ("seq", "kind", "step", "view", "header", "prev", "contributors", "spent", "next_view"),
-    Event.HAND_ON: ("seq", "head"),
-    Event.REDO: ("seq", "view"),
-    Event.BOUNDARY: ("seq",),
-    # Hash of the replicated state after committed slot seq with header `head`.
-    Event.STATE_HASH: ("seq", "step", "head", "hash"),
-    # length: samples in this epoch of this stream; lets the audit tell a complete epoch from an interrupted one.
-    Event.EPOCH: ("stream", "epoch", "length"),
-    # What left the job (PROTOCOL.md 4): step and head are those of the state that was written.
-    Event.CHECKPOINT: ("path", "step", "head"),
-    # The whole job went on from a checkpoint: seq restarts, ledger is the checkpoint's.
-    Event.RESUMED: ("step", "ledger"),
-    Event.KEPT: ("step",),
-    Event.RESUMED_KEPT: ("step", "seq", "keeper", "path"),
-    # Member: the state at a header is kept for observers. Newcomer: it observes; it has applied the log up to seq.
-    Event.SNAPSHOT: ("seq", "head"),
-    # left_out: logged slots whose bytes were used again before they were copied.
-    Event.RELEASED: ("seq", "left_out"),
-    Event.OBSERVING: ("seq", "head", "sources"),
-    Event.REPLAYED: ("seq", "step", "steps"),
-    Event.PUBLISHED: ("seq", "head"),
-    Event.PULL_STARTED: ("seq", "head", "sources"),
-    # One donor's part: nbytes, seconds; skipped: bytes not sent because the joiner held them already.
-    Event.PULL_SOURCE: ("source", "nbytes", "seconds"),
-    # Also: rate_bps (bits per second of late), remaining_s, and sources as {donor: bytes}.
-    Event.PULL_PROGRESS: ("nbytes", "total"),
-    Event.PULL_DONE: ("nbytes", "skipped", "seconds", "hash"),
-    Event.LINK_UP: ("peer",),
-    Event.LINK_DOWN: ("peer", "evidence"),
-    # From this member to the peer: half a round trip in s, bits per second; why it was measured.
-    Event.LINK_MEASURED: ("peer", "latency_s", "rate_bps", "evidence"),
-    # Every few seconds; links: one object per link with peer, sent_bps and received_bps (bits per second since the last
-    # such event), byte counts, and rate_bps and latency_s where it was measured. Letters of others: relayed, waiting.
-    Event.LINKS: ("links", "relayed", "waiting"),
-    # member: who is suspected / dead (not the writer).
-    Event.SUSPECT: ("member", "evidence"),
-    Event.DEATH: ("member", "evidence"),
-    Event.ERROR: ("text",),
-    Event.NOTICE: ("text",),
-    # Written BEFORE the fault happens. kind: a word of lab/faults.py; phase, step: where it struck; node, member:
-    # the victim; seconds: for how long (sigstop, cut).
-    Event.FAULT_INJECTED: ("kind",),
-    Event.VALIDATION: ("seconds",),
-}
-"""Fields each event must have; units are seconds, bytes and samples unless the comment says otherwise."""
+EVENTS = (
+    Event(
+        "opened",
+        "a process begins to write this file",
+        {"pid": "process id", "host": "name", "role": '"member", "scheduler", "agent" or "harness"'},
+        {"node": "the member's name, constant over its incarnations", "format": "version of the log, see registry.py"},
+    ),
+    Event("closed", "the process has closed the file in good order"),
+    Event("lost", "lines did not fit on the disk", {"count": "lines", "since": "wall time of the first of them, s"}),
+)
 
 _RESERVED = frozenset({"t", "mono", "name"})
 
 
 def _plain(value: object) -> object:
     """What `json` cannot write itself. Never raises: a strange value becomes its repr."""
-    if isinstance(value, ViewId):
-        return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if "__str__" in vars(type(value)):  # an id
+            return str(value)
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value).hex()
@@ -251,7 +123,7 @@ class EventLog:
             return
         # A predecessor that was killed while the disk was full may have left half a line.
         self._torn = _ends_torn(self.path)
-        self.emit(Event.OPENED, pid=os.getpid(), host=socket.gethostname(), role=role)
+        self.emit("opened", pid=os.getpid(), host=socket.gethostname(), role=role, format=FORMAT)
 
     @classmethod
     def in_directory(cls, directory: str | os.PathLike[str] | None, name: str, *, role: str = "member") -> EventLog:
@@ -281,7 +153,7 @@ class EventLog:
         """Append one event. Never raises and never blocks on anything but the file system.
 
         Args:
-            name: A word of `Event` (others are allowed, folds skip them).
+            name: One that a room declares (`registry.py`); others are written all the same, and folds skip them.
             fields: Plain values, dataclasses, enums, bytes, scalars of numpy or torch. `member` says whom it is about
                 if not the writer. A field named t, mono or name gets a trailing underscore.
         """
@@ -311,7 +183,7 @@ class EventLog:
                 if self.lost:
                     # The count goes first, in a write of its own, so that it is never claimed twice.
                     note = {"t": round(time.time(), 6), "mono": round(time.monotonic(), 6), "member": self._member}
-                    note |= {"name": Event.LOST.value, "count": self.lost, "since": round(self._lost_since, 6)}
+                    note |= {"name": "lost", "count": self.lost, "since": round(self._lost_since, 6)}
                     if not self._put(_strict(note).encode() + b"\n"):
                         self._lose(None)
                         return
@@ -352,7 +224,7 @@ class EventLog:
         """Write `closed` and let the file go; later events are discarded."""
         with self._lock:
             if self._fd >= 0:
-                self.emit(Event.CLOSED)
+                self.emit("closed")
                 os.close(self._fd)
                 self._fd = -1
 
@@ -373,47 +245,3 @@ def _ends_torn(path: Path) -> bool:
             return file.read(1) != b"\n"
     except OSError:
         return False
-
-
-def _spent(spent: Spent) -> dict[str, Any]:
-    return {"stream": spent.stream, "epoch": spent.epoch, "spans": spent.spans}
-
-
-def committed_fields(
-    header: Header,
-    *,
-    duration_s: float,
-    wait_s: float = 0.0,
-    spent: Iterable[Spent] = (),
-    state_hash: str = "",
-) -> dict[str, Any]:
-    """Fields of a `committed` event, from the header that committed the slot.
-
-    Args:
-        header: The slot's header.
-        duration_s: Seconds since this member's previous commit.
-        wait_s: Seconds of those that the training thread was blocked in the engine.
-        spent: What this member itself used in the slot (its contribution's).
-        state_hash: Hash of the replicated state after the slot, if it was taken.
-    """
-    fields: dict[str, Any] = {
-        "seq": header.seq,
-        "kind": header.kind.value,
-        "step": header.step,
-        "view": str(header.view),
-        "header": header.hash,
-        "prev": header.prev_hash,
-        "contributors": [[s.member, s.weight] for s in header.contributors],
-        "spent": [_spent(s) for s in spent],
-        "ledger": [_spent(s) for s in header.ledger.streams],
-        "next_view": str(header.next_view),
-        "duration_s": round(duration_s, 6),
-        "wait_s": round(wait_s, 6),
-    }
-    if header.name:
-        fields["call"] = header.name
-    if header.error:
-        fields["error"] = header.error
-    if state_hash:
-        fields["state_hash"] = state_hash
-    return fields

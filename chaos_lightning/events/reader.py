@@ -4,17 +4,26 @@ Theory of operation. A file is written by one process with one write a line, so 
 can be half there: because its writer is still at it, or because the disk was full. A line that is no JSON object is
 skipped, never fatal: the reader runs while the run does. Between files the wall clock decides; within a file a wall
 clock that was set back is held at the latest time seen, so that one file's order always survives the merge.
+
+What a file's `opened` event tells as its format is compared with this version's: a fold over other names and fields
+would show a run that never was.
 """
 
 from __future__ import annotations
 
 import heapq
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.events import registry
+
+logger = logging.getLogger("chaos_lightning.observe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,17 @@ def parse_line(text: bytes | str, *, source: str = "", line: int = 0, not_before
     )
 
 
+def wrong_format(record: Record) -> str:
+    """Why what follows this event of a file cannot be read, and what to do; "" if it can."""
+    found = record.get("format", 1)
+    if record.name != "opened" or found == registry.FORMAT:
+        return ""
+    return (
+        f"event log {record.source} is in format {found}, and this version of chaos-lightning reads format "
+        f"{registry.FORMAT}; read it with the version that the job ran with, and log new jobs into another folder"
+    )
+
+
 def log_files(where: str | os.PathLike[str]) -> list[Path]:
     """The event files of a directory, of the directories in it, or the one file that was named; sorted by name."""
     path = Path(where)
@@ -94,12 +114,18 @@ def log_files(where: str | os.PathLike[str]) -> list[Path]:
 
 
 def read_file(path: str | os.PathLike[str], *, source: str = "") -> Iterator[Record]:
-    """The events of one file, in its order; lines that are no events are skipped."""
+    """The events of one file, in its order; lines that are no events are skipped.
+
+    Raises:
+        ConfigurationError: The file was written in another format.
+    """
     latest = 0.0
     with Path(path).open("rb") as file:
         for number, text in enumerate(file, 1):
             record = parse_line(text, source=source or Path(path).name, line=number, not_before=latest)
             if record is not None:
+                if trouble := wrong_format(record):
+                    raise ConfigurationError(trouble)
                 latest = record.t
                 yield record
 
@@ -109,6 +135,7 @@ def read_events(where: str | os.PathLike[str]) -> Iterator[Record]:
 
     Raises:
         FileNotFoundError: There is no such directory or file, or no event log in the directory.
+        ConfigurationError: A file was written in another format; raised when its turn comes.
     """
     path = Path(where)
     if not path.exists():
@@ -126,18 +153,18 @@ class _Place:
     offset: int = 0
     line: int = 0
     latest: float = 0.0
+    unreadable: bool = False
+    """It is in another format, which was warned of."""
 
 
 @dataclass(slots=True)
 class Tail:
     """Follows a log directory: each `poll` returns what was appended since the last one.
 
-    A half-written last line waits for its end. Not thread-safe.
+    A half-written last line waits for its end; a file in another format is left out with a warning. Not thread-safe.
     """
 
     where: Path
-    skipped: int = 0
-    """Complete lines that were no events."""
     _places: dict[Path, _Place] = field(default_factory=dict)
 
     def poll(self) -> list[Record]:
@@ -146,7 +173,7 @@ class Tail:
         for path in log_files(self.where) if self.where.exists() else []:
             place = self._places.setdefault(path, _Place())
             try:
-                if path.stat().st_size <= place.offset:
+                if place.unreadable or path.stat().st_size <= place.offset:
                     continue
                 with path.open("rb") as file:
                     file.seek(place.offset)
@@ -161,9 +188,12 @@ class Tail:
                 place.line += 1
                 record = parse_line(text, source=path.name, line=place.line, not_before=place.latest)
                 if record is None:
-                    self.skipped += bool(text)
-                else:
-                    place.latest = record.t
-                    found.append(record)
+                    continue
+                if trouble := wrong_format(record):
+                    logger.warning("%s", trouble)
+                    place.unreadable = True
+                    break
+                place.latest = record.t
+                found.append(record)
         found.sort(key=lambda r: r.t)
         return found

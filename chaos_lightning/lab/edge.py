@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Protocol
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.events.events import Event, EventLog
+from chaos_lightning.events.events import EventLog
 from chaos_lightning.lab import namespaces
 from chaos_lightning.lab.relay import LinkRelay
 from chaos_lightning.lab.topology import (
@@ -257,7 +257,7 @@ class Edge:
                 logger.error("link %s - %s: %s", *pair, text)
             if self._events is not None:
                 self._events.emit(
-                    Event.FAULT_INJECTED,
+                    "fault_injected",
                     kind=kind,
                     node=pair[0],
                     peer=pair[1],

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.events.events import Event, EventLog, Tail
+from chaos_lightning.events.events import EventLog, Tail
 from chaos_lightning.lab.edge import Edge
 from chaos_lightning.lab.edge_marks import Mark
 from chaos_lightning.lab.processes import Child, start_command
@@ -150,7 +150,7 @@ class Lab:
         """Ctrl+C at every node; no further node is started."""
         self._waiting = []
         for name, child in self.children.items():
-            self._log.emit(Event.FAULT_INJECTED, kind="sigint", node=name, pid=child.pid)
+            self._log.emit("fault_injected", kind="sigint", node=name, pid=child.pid)
             child.send(signal.SIGINT)
 
     def exit_codes(self) -> dict[str, int | None]:
@@ -201,7 +201,7 @@ class Lab:
             return
         if self.config.schedule_at == "joined":
             for record in self._tail.poll():
-                node = self.config.topology.node_of(record.node) if record.name == Event.JOINED else None
+                node = self.config.topology.node_of(record.node) if record.name == "joined" else None
                 self._joined |= {node} if node else set()
             if not {n.name for n in self.config.topology.nodes if not n.starts_s} <= self._joined:
                 return

@@ -11,7 +11,7 @@ as a dict (YAML) or with the `FaultInjector` builder, and all three say the same
     at step 80: stall edge-1 edge-2 for 5 s
 
 `at step S` means: as soon as S optimizer steps are committed; with a phase, the first time that phase is passed from
-then on. `on EVENT NODE` means: once that event of `events/events.py` was written by that node (or by anybody). A
+then on. `on EVENT NODE` means: once that event of the rooms' `events.py` was written by that node (or by anybody). A
 `Schedule` tells which faults are due and gives each out once; who carries them out (a callback inside the victim, a
 harness outside, a simulator) is not the plan's business. Deaths are declared: `expected_deaths` is what a test may
 see die, all else is a failure of the test.
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.events.events import Event
+from chaos_lightning.events.registry import known
 
 
 class Action(enum.StrEnum):
@@ -66,9 +66,6 @@ class Phase(enum.StrEnum):
     VALIDATION = "validation"
     CHECKPOINT = "checkpoint"
     TRAIN_END = "train_end"
-
-
-_EVENTS = frozenset(event.value for event in Event)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +109,8 @@ class Fault:
             raise wrong("a phase needs a step: write 'at step S in PHASE'")
         if self.phase is not None and self.action in (Action.JOIN, *LINK_ACTIONS):
             raise wrong(f"a phase is a place in the victim's own loop, it cannot {self.action} there")
-        if self.event and self.event not in _EVENTS:
-            raise wrong(f"no event is called {self.event!r}; see chaos_lightning.events.events.Event")
+        if self.event and self.event not in known():
+            raise wrong(f"no event is called {self.event!r}; the events.py of each room lists its own")
         if (self.step or 0) < 0 or (self.after_s or 0) < 0 or self.seconds < 0 or (self.rank or 0) < 0:
             raise wrong("steps, ranks and seconds cannot be negative")
         if (self.action in LINK_ACTIONS) != bool(self.peer):

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from chaos_lightning.errors import DeadlineError
-from chaos_lightning.events.events import Event, EventLog, Record, Tail
+from chaos_lightning.events.events import EventLog, Record, Tail
 from chaos_lightning.lab.faults import LINK_ACTIONS, Action, Fault, FaultPlan, Schedule
 from chaos_lightning.lab.processes import PRELOAD, Child, start_command, start_function
 from chaos_lightning.lab.relay import LinkRelay
@@ -132,13 +132,13 @@ class Harness:
         """SIGKILL; its death is declared."""
         child = self._child(name)
         self.declare(name)
-        self.events.emit(Event.FAULT_INJECTED, kind=Action.SIGKILL.value, node=name, pid=child.pid)
+        self.events.emit("fault_injected", kind=Action.SIGKILL.value, node=name, pid=child.pid)
         child.send(signal.SIGKILL, group=group)
 
     def stop(self, name: str, seconds: float = 0.0) -> None:
         """SIGSTOP; continued by `cont`, or by the first wait after `seconds`."""
         child = self._child(name)
-        self.events.emit(Event.FAULT_INJECTED, kind=Action.SIGSTOP.value, node=name, seconds=seconds, pid=child.pid)
+        self.events.emit("fault_injected", kind=Action.SIGSTOP.value, node=name, seconds=seconds, pid=child.pid)
         child.frozen = child.send(signal.SIGSTOP)
         if seconds > 0:
             self._later(seconds, lambda: self._thaw(child))
@@ -146,7 +146,7 @@ class Harness:
     def cont(self, name: str) -> None:
         """SIGCONT."""
         child = self._child(name)
-        self.events.emit(Event.FAULT_INJECTED, kind="sigcont", node=name, pid=child.pid)
+        self.events.emit("fault_injected", kind="sigcont", node=name, pid=child.pid)
         child.frozen = False
         child.send(signal.SIGCONT)
 
@@ -161,12 +161,12 @@ class Harness:
     def restore(self, one: str, other: str) -> None:
         """The link between two nodes is whole again."""
         relay = self._need_relay(f"restore {one} {other}")
-        self.events.emit(Event.FAULT_INJECTED, kind="restore", node=one, peer=other)
+        self.events.emit("fault_injected", kind="restore", node=one, peer=other)
         relay.restore(one, other)
 
     def _hurt_link(self, action: Action, one: str, other: str, seconds: float) -> None:
         relay = self._need_relay(f"{action} {one} {other}")
-        self.events.emit(Event.FAULT_INJECTED, kind=action.value, node=one, peer=other, seconds=seconds)
+        self.events.emit("fault_injected", kind=action.value, node=one, peer=other, seconds=seconds)
         (relay.cut if action is Action.CUT else relay.stall)(one, other)
         if seconds > 0:
             self._later(seconds, lambda: self.restore(one, other))
@@ -186,7 +186,7 @@ class Harness:
     def terminate(self, name: str, *, number: int = signal.SIGTERM, group: bool = False) -> None:
         """SIGTERM (or SIGINT): a polite end, after which the process should end with exit code 0."""
         child = self._child(name)
-        self.events.emit(Event.FAULT_INJECTED, kind=signal.Signals(number).name.lower(), node=name, pid=child.pid)
+        self.events.emit("fault_injected", kind=signal.Signals(number).name.lower(), node=name, pid=child.pid)
         child.send(number, group=group)
 
     def declare(self, *names: str) -> None:
@@ -256,11 +256,11 @@ class Harness:
         def joins(record: Record) -> bool:
             return any(joiner.startswith(f"{name}~") for joiner in record.get("joiners") or ())
 
-        view = self.wait_for(Event.VIEW, joins, node=scheduler)
+        view = self.wait_for("view", joins, node=scheduler)
         first = str(view["members"][0]).rpartition("~")[0]
 
         def knows() -> bool:
-            told = (Event.NEXT_VIEW, Event.VIEW)
+            told = ("next_view", "view")
             return any(r.name in told and r.node == first and r.get("id") == view["id"] for r in self.records)
 
         self.wait_until(knows, f"the view of {name} at {first}")
@@ -300,7 +300,7 @@ class Harness:
 
     def wait_step(self, step: int, deadline_s: float | None = None, *, node: str = "") -> Record:
         """The first commit that brings the job (or this node) to `step` optimizer steps."""
-        return self.wait_for(Event.COMMITTED, lambda r: integer(r.get("step")) >= step, deadline_s, node=node)
+        return self.wait_for("committed", lambda r: integer(r.get("step")) >= step, deadline_s, node=node)
 
     def _turn(self) -> None:
         """Take in what was logged, and end freezes, cuts and stalls whose time has come."""
@@ -334,7 +334,7 @@ class Harness:
         # A plan may name its victim by rank: then the victim's own word before it struck is the declaration.
         ranked = any(victim.startswith("rank ") for victim in self._declared)
         return ranked and any(
-            r.name == Event.FAULT_INJECTED and r.node == name and r.get("kind") == Action.SIGKILL for r in self._seen
+            r.name == "fault_injected" and r.node == name and r.get("kind") == Action.SIGKILL for r in self._seen
         )
 
     # ------------------------------------------------------------------------------------------------ driving
@@ -357,7 +357,7 @@ class Harness:
             nonlocal place, step
             for record in self._seen[place:]:
                 schedule.saw(record.name, record.node)
-                if record.name == Event.COMMITTED:
+                if record.name == "committed":
                     step = max(step, integer(record.get("step")))
             place = len(self._seen)
             for fault in schedule.due(step=step, elapsed_s=time.monotonic() - begin):

@@ -21,8 +21,9 @@ from typing import Any
 
 from chaos_lightning.control.options import folder_beside
 from chaos_lightning.errors import ChaosError, StateError
-from chaos_lightning.events.events import Event, EventLog, committed_fields
+from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.addresses import split_endpoint
+from chaos_lightning.member.events import committed_fields
 from chaos_lightning.protocol.codec import decode, encode
 from chaos_lightning.protocol.types import Header, Hello, Kept, View, kept_header
 from chaos_lightning.replication import kept as files
@@ -102,11 +103,9 @@ class Keeping:
             ) from error
         age_s = max(0.0, time.time() - float(record.said.get("time", 0.0)))
         # For readers of the logs this slot joins the two parts of the run.
-        self._events.emit(Event.COMMITTED, **committed_fields(header, duration_s=0.0))
+        self._events.emit("committed", **committed_fields(header, duration_s=0.0))
         self._say_hash(header, state_hash(state.tensors()))
-        self._events.emit(
-            Event.RESUMED_KEPT, step=header.step, seq=header.seq, keeper=kept.member, path=str(record.path)
-        )
+        self._events.emit("resumed_kept", step=header.step, seq=header.seq, keeper=kept.member, path=str(record.path))
         _log.warning(
             "job %s goes on from step %d: %s kept its training state %s ago, as the last member (%s)",
             self._job, header.step, kept.member, _ago(age_s), record.path,
@@ -144,7 +143,7 @@ class Keeping:
             if other.folder != folder and whose == (self._job, view.chain) and _older(other, header):
                 files.remove(other.folder)
         self._say_hash(header, record.state_hash)
-        self._events.emit(Event.KEPT, step=last.step, seq=header.seq, head=header.hash, path=str(record.path))
+        self._events.emit("kept", step=last.step, seq=header.seq, head=header.hash, path=str(record.path))
         _log.warning(
             "%s: the training state of job %s at step %d is kept in %s; the next start goes on from it",
             member, self._job, last.step, record.path,
@@ -160,7 +159,7 @@ class Keeping:
 
     def _say_hash(self, header: Header, value: str) -> None:
         """The audit compares what was kept with what is gone on from."""
-        self._events.emit(Event.STATE_HASH, seq=header.seq, step=header.step, head=header.hash, hash=value)
+        self._events.emit("state_hash", seq=header.seq, step=header.step, head=header.hash, hash=value)
 
     def _records(self) -> list[files.Record]:
         found = []

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.collectives.reducer import Reducer
 from chaos_lightning.errors import RefusedError, WireError
-from chaos_lightning.events.events import Event, EventLog, committed_fields
+from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.process_table import same_machine_verdict
+from chaos_lightning.member.events import committed_fields
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.transfer import Transfer
 from chaos_lightning.membership import effects as fx
@@ -133,7 +134,7 @@ class Shell:
         self._links_at = self._beat_at
         facts = links.facts()
         if facts["links"]:
-            self.events.emit(Event.LINKS, **facts)
+            self.events.emit("links", **facts)
 
     def heartbeat(self) -> Heartbeat:
         """For the agent's thread: values may be one slot old."""
@@ -176,7 +177,7 @@ class Shell:
             ranges = self.reducer.held()
             held = with_scope(ranges, self.reducer.scope_spans()) if ranges is not None else ()
         elif isinstance(message, NextView) and self.links is not None:
-            self.events.emit(Event.NEXT_VIEW, id=str(message.view.id))
+            self.events.emit("next_view", id=str(message.view.id))
             self.links.foresee(message.view)
             if self.reducer is not None:
                 self.reducer.foresee(message.view)
@@ -244,7 +245,7 @@ class Shell:
 
     def measured(self, report: LinkReport) -> None:
         self.events.emit(
-            Event.LINK_MEASURED,
+            "link_measured",
             peer=report.peer,
             latency_s=report.latency_s,
             rate_bps=report.rate_bps,
@@ -351,7 +352,7 @@ class Shell:
         self.mailbox.commit(header, view)
         mine = self._contribution
         self.events.emit(
-            Event.COMMITTED,
+            "committed",
             **committed_fields(
                 header,
                 duration_s=now - self._committed_at,

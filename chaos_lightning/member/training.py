@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chaos_lightning.errors import StateError
-from chaos_lightning.events.events import Event
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.replication.access import StateAccess, unique
 from chaos_lightning.replication.table import state_hash
@@ -99,7 +98,7 @@ def proof(engine: Engine, state: StateAccess) -> str:
     if not every or not header.step or header.step % every:
         return ""
     found = state_hash(state.tensors())
-    engine.events.emit(Event.STATE_HASH, seq=header.seq, step=header.step, head=header.hash, hash=found)
+    engine.events.emit("state_hash", seq=header.seq, step=header.step, head=header.hash, hash=found)
     return found
 
 

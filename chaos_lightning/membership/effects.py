@@ -178,7 +178,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One line for the event log: a name from events/events.py and its fields."""
+    """One line for the event log: a name from an events.py and its fields."""
 
     name: str
     fields: tuple[tuple[str, object], ...] = ()

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chaos_lightning.events.reader import Record, read_events
-from chaos_lightning.events.spans import Spans, merge, size
 from chaos_lightning.observe import evidence as ev
 from chaos_lightning.observe import history
 from chaos_lightning.observe.fields import Stream, node_of
 from chaos_lightning.observe.jobs import jobs
+from chaos_lightning.observe.spans import Spans, merge, size
 from chaos_lightning.protocol.types import GENESIS
 
 OK, VIOLATED, NOT_SHOWN = "ok", "violated", "not shown"
@@ -132,10 +132,10 @@ def verdict(findings: Collection[Finding]) -> str:
 
 @dataclass(slots=True)
 class _Judge:
-    facts: ev.Facts
+    facts: ev.Testimony
     expected: Collection[str] | None
     silence_s: float
-    runs: list[history.Run] = field(init=False)
+    runs: list[history.JobRun] = field(init=False)
 
     def __post_init__(self) -> None:
         self.runs = history.runs(self.facts.commits) if self.facts.commits else []
@@ -151,8 +151,7 @@ class _Judge:
 
     def agreement(self) -> Finding:
         """Contract 1."""
-        claims = [(head, member, value) for head, member, value, _ in self.facts.hashes]
-        compared, problems = history.check_hashes(claims)
+        compared, problems = history.check_hashes([*self.facts.hashes, *self.facts.pulled_hashes])
         slots = sum(len(run.chain) for run in self.runs)
         text = f"state hashes compared at {compared} of {slots} committed slots"
         return self._finding(1, compared > 0, text, [p.text for p in problems])
@@ -163,9 +162,8 @@ class _Judge:
         remarks: list[str] = []
         matched, total = 0, len(self.facts.pulls)
         by_head: dict[str, dict[str, str]] = {}
-        for head, member, value, how in self.facts.hashes:
-            if how != "pull":
-                by_head.setdefault(head, {})[member] = value
+        for head, member, value in self.facts.hashes:
+            by_head.setdefault(head, {})[member] = value
         for pull in self.facts.pulls:
             donors = {m: v for m, v in by_head.get(pull.head, {}).items() if m != pull.member}
             if not pull.head or not pull.hash:
@@ -193,7 +191,7 @@ class _Judge:
 
     def _agrees_later(self, member: str) -> bool | None:
         by_head: dict[str, dict[str, str]] = {}
-        for head, who, value, _ in self.facts.hashes:
+        for head, who, value in [*self.facts.hashes, *self.facts.pulled_hashes]:
             by_head.setdefault(head, {})[who] = value
         shared = [h for h in by_head.values() if member in h and len(h) > 1]
         return True if shared else None  # a disagreement is contract 1's finding
@@ -206,7 +204,7 @@ class _Judge:
         remarks: list[str] = []
         redone = 0
         for run in self.runs:
-            problems = history.check_chain(run, genesis=GENESIS.hash)
+            problems = list(history.check_chain(run, genesis=GENESIS.hash))
             gaps = [p for p in problems if p.rule == "gap"]
             if gaps and (self.facts.lost or self.facts.gaps_allowed):
                 remarks += [p.text for p in gaps]

@@ -76,12 +76,39 @@ def _style(ax: Any, title: str, *, grid: str = "x") -> None:
     ax.spines["bottom"].set_color(GRID)
 
 
-def _legend(ax: Any, handles: list[Any] | None = None, **where: Any) -> None:
-    options = {"fontsize": 8.5, "frameon": False, "labelcolor": INK, "handlelength": 1.4, "columnspacing": 1.4} | where
-    legend = ax.legend(handles=handles, **options) if handles else ax.legend(**options)
+def _legend(ax: Any, columns: int, handles: list[Any] | None = None) -> None:
+    """Above the picture, at the right."""
+    legend = ax.legend(
+        **({"handles": handles} if handles else {}),
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        ncols=columns,
+        borderaxespad=0.2,
+        fontsize=8.5,
+        frameon=False,
+        labelcolor=INK,
+        handlelength=1.4,
+        columnspacing=1.4,
+    )
     legend.set_zorder(10)
     for text in legend.get_texts():
         text.set_parse_math(False)  # a node may be called "$x"
+
+
+def _rows(ax: Any, names: Sequence[str]) -> None:
+    """One row per name, the first at the top."""
+    ax.set_yticks(range(len(names)), printable(list(names)), parse_math=False)
+    ax.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
+    ax.set_ylim(len(names) - 0.45, -0.65)
+
+
+def _time_axis(ax: Any, timeline: Timeline) -> float:
+    """The run from left to right; returns the seconds in one unit of the axis."""
+    seconds = timeline.stop - timeline.origin
+    scale, unit = time_unit(seconds)
+    ax.set_xlim(0, max(seconds / scale, 1e-9))
+    ax.set_xlabel(f"time since the first member came ({unit})", fontsize=9, color=MUTED)
+    return scale
 
 
 def _empty(ax: Any, text: str) -> None:
@@ -139,7 +166,8 @@ def draw_members(ax: Any, timeline: Timeline) -> None:
     if not nodes:
         _empty(ax, "no members in this log")
         return
-    scale, unit = time_unit(timeline.stop - timeline.origin)
+    _rows(ax, nodes)
+    scale = _time_axis(ax, timeline)
     row = {node: i for i, node in enumerate(nodes)}
     used: set[str] = set()
     marks: set[str] = set()
@@ -169,11 +197,6 @@ def draw_members(ax: Any, timeline: Timeline) -> None:
             marks.add(life.end)
             x = (life.ended - timeline.origin) / scale
             ax.plot([x], [y], marker=shape, color=colour, markersize=9, zorder=7, clip_on=False, mec="white", mew=1)
-    ax.set_yticks(range(len(nodes)), printable(nodes), parse_math=False)
-    ax.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
-    ax.set_ylim(len(nodes) - 0.45, -0.65)
-    ax.set_xlim(0, max((timeline.stop - timeline.origin) / scale, 1e-9))
-    ax.set_xlabel(f"time since the first member came ({unit})", fontsize=9, color=MUTED)
     handles: list[Any] = [
         patches.Patch(facecolor=c, hatch=h or None, edgecolor="#4a90b8" if h else "none", label=w)
         for state, (c, h, w) in _STATES.items()
@@ -188,7 +211,7 @@ def draw_members(ax: Any, timeline: Timeline) -> None:
         for end, (shape, colour, word) in _ENDS.items()
         if end in marks and end not in ("killed", "death") and shape
     ]
-    _legend(ax, handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(handles), borderaxespad=0.2)
+    _legend(ax, len(handles), handles)
 
 
 def _mark(lines: Any, shape: str, colour: str, word: str) -> Any:
@@ -206,7 +229,7 @@ def draw_steps(ax: Any, timeline: Timeline) -> None:
     if not cut:
         _empty(ax, "fewer than two committed slots")
         return
-    scale, unit = time_unit(timeline.stop - timeline.origin)
+    scale = _time_axis(ax, timeline)
     clean = [i for i in cut if i.cause == "step"]
     if len(clean) > BAND_FROM:
         _band(ax, timeline, clean, scale)
@@ -235,9 +258,7 @@ def draw_steps(ax: Any, timeline: Timeline) -> None:
     ax.yaxis.set_minor_locator(minor)
     ax.yaxis.set_minor_formatter(matplotlib.ticker.FuncFormatter(lambda v, _: duration(v)))
     ax.tick_params(axis="y", which="minor", labelsize=8, colors=MUTED, length=0)
-    ax.set_xlim(0, max((timeline.stop - timeline.origin) / scale, 1e-9))
-    ax.set_xlabel(f"time since the first member came ({unit})", fontsize=9, color=MUTED)
-    _legend(ax, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=6, borderaxespad=0.2)
+    _legend(ax, 6)
 
 
 def _band(ax: Any, timeline: Timeline, clean: Sequence[folds.Interval], scale: float) -> None:
@@ -294,14 +315,10 @@ def draw_joins(ax: Any, timeline: Timeline) -> None:
         if join.pause > 0:
             text += f"; others waited {duration(join.pause)}"
         ax.text(left + widest / unit * 0.015, y, text, va="center", fontsize=8.5, color=INK)
-    ax.set_yticks(
-        range(len(shown)), [printable(j.node) + (" (again)" if j.again else "") for j in shown], parse_math=False
-    )
-    ax.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
-    ax.set_ylim(len(shown) - 0.4, -0.6)
+    _rows(ax, [j.node + (" (again)" if j.again else "") for j in shown])
     ax.set_xlim(0, widest / unit * 1.75)
     ax.set_xlabel(unit_name, fontsize=9, color=MUTED)
-    _legend(ax, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=6, borderaxespad=0.2)
+    _legend(ax, 6)
 
 
 # ------------------------------------------------------------------------------------------------ recoveries
@@ -339,13 +356,10 @@ def draw_recoveries(ax: Any, timeline: Timeline) -> None:
             fontsize=8.5,
             color=INK,
         )
-    names = [f"{r.node}: {r.kind}" + (f" in {r.phase}" if r.phase else "") for r in shown]
-    ax.set_yticks(range(len(shown)), printable(names), parse_math=False)
-    ax.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
-    ax.set_ylim(len(shown) - 0.4, -0.6)
+    _rows(ax, [f"{r.node}: {r.kind}" + (f" in {r.phase}" if r.phase else "") for r in shown])
     ax.set_xlim(0, widest / scale * 1.35)
     ax.set_xlabel(unit, fontsize=9, color=MUTED)
-    _legend(ax, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, borderaxespad=0.2)
+    _legend(ax, 3)
 
 
 # ------------------------------------------------------------------------------------------------ goodput
@@ -375,7 +389,7 @@ def draw_goodput(ax: Any, timeline: Timeline) -> None:
     ax.set_ylim(-0.4, 0.4)
     ax.set_yticks([])
     ax.xaxis.set_major_formatter(_matplotlib().ticker.PercentFormatter(1.0))
-    _legend(ax, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, borderaxespad=0.2)
+    _legend(ax, 4)
 
 
 # ------------------------------------------------------------------------------------------------ sheets

@@ -21,7 +21,7 @@ from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.events.reader import Tail, log_files
 from chaos_lightning.machine.terminal import printable
 from chaos_lightning.observe.jobs import Live
-from chaos_lightning.observe.render import Board, draw, from_status, from_timeline
+from chaos_lightning.observe.render import Dashboard, draw, from_status, from_timeline
 from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.settings import DEFAULT_ENDPOINT
 
@@ -29,7 +29,7 @@ KEPT_SLOTS = 1000
 """A live board looks back over at least so many slots; a run may go on for days, its board must stay cheap."""
 
 
-def follow(logs: Path, *, live: bool = True) -> Callable[[], Board]:
+def follow(logs: Path, *, live: bool = True) -> Callable[[], Dashboard]:
     """A function that returns the board of this log directory as of now.
 
     Args:
@@ -38,7 +38,7 @@ def follow(logs: Path, *, live: bool = True) -> Callable[[], Board]:
     """
     tail, timeline, jobs = Tail(logs), Timeline(), Live()
 
-    def board() -> Board:
+    def board() -> Dashboard:
         nonlocal timeline
         for record in tail.poll():
             if jobs.begins(record):
@@ -56,7 +56,7 @@ def follow(logs: Path, *, live: bool = True) -> Callable[[], Board]:
 
 def ask(
     endpoint: str, token_file: str = "", timeout_s: float = 2.0, *, keys_dir: str = "", must_answer: bool = False
-) -> Callable[[], Board]:
+) -> Callable[[], Dashboard]:
     """A function that returns the board of what this scheduler answers.
 
     Unreachable is a line on the board, or an error if it `must_answer`.
@@ -65,9 +65,9 @@ def ask(
     from chaos_lightning.security.credentials import Credentials
 
     secret = Credentials.load(keys_dir, token_file)
-    last = Board(title=f"scheduler {endpoint}")
+    last = Dashboard(title=f"scheduler {endpoint}")
 
-    def board() -> Board:
+    def board() -> Dashboard:
         nonlocal last
         try:
             last = from_status(fetch_status(endpoint, secret, timeout_s))
@@ -80,7 +80,7 @@ def ask(
     return board
 
 
-def watch(board: Callable[[], Board], *, interval_s: float, stop: threading.Event | None = None) -> None:
+def watch(board: Callable[[], Dashboard], *, interval_s: float, stop: threading.Event | None = None) -> None:
     """Redraw the board until `stop` is set or Ctrl+C; on something that is no terminal, print it once."""
     from rich.console import Console
     from rich.live import Live

@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from chaos_lightning.events.reader import Record
-from chaos_lightning.events.spans import Spans
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe.history import Commit
+from chaos_lightning.observe.spans import Spans
 
 _STOPS = frozenset({"sigstop", "freeze"})
 _KILLS = frozenset({"sigkill", "kill", "crash"})
@@ -67,14 +67,16 @@ class Exclusion:
 
 
 @dataclass(slots=True)
-class Facts:
+class Testimony:
     """All testimony of one log directory."""
 
     commits: list[Commit] = field(default_factory=list)
     views: list[tuple[float, Views]] = field(default_factory=list)
     """(from when on, view number -> members); a job that began anew counts its views anew."""
-    hashes: list[tuple[str, str, str, str]] = field(default_factory=list)
-    """(header, member, state hash, "commit" | "said" | "pull")."""
+    hashes: list[tuple[str, str, str]] = field(default_factory=list)
+    """(header, member, state hash) that a member took of the state it had."""
+    pulled_hashes: list[tuple[str, str, str]] = field(default_factory=list)
+    """Likewise, of a state that it had just pulled."""
     pulls: list[Pulled] = field(default_factory=list)
     never_in: set[str] = field(default_factory=set)
     """Members that contributed to nothing: the job ended, or they did, before they came in."""
@@ -119,8 +121,8 @@ class _Witness:
 
 
 @dataclass(slots=True)
-class _Pass:
-    facts: Facts = field(default_factory=Facts)
+class _Gathering:
+    facts: Testimony = field(default_factory=Testimony)
     who: dict[str, _Witness] = field(default_factory=dict)
     faults: list[tuple[float, str, str, float]] = field(default_factory=list)
     """(t, kind, node, seconds); of processes."""
@@ -178,7 +180,7 @@ class _Pass:
             self.broken = [(a, min(b, r.t) if pair == ends else b, pair) for a, b, pair in self.broken]
 
     def _view(self, r: Record) -> None:
-        number = f.view_number(r.get("id", r.get("view")))
+        number = f.view_number(r.get("id"))
         members = f.ids(r.get("members"))
         if not members or number == (0, 0):
             return
@@ -189,28 +191,24 @@ class _Pass:
         self.facts.views[-1][1].setdefault(number, members)
         self.view_times[-1].setdefault(number, r.t)
         if r.get("links"):
-            self.view_links[-1].setdefault(number, frozenset(frozenset(f.ids(link)) for link in r["links"]))
+            self.view_links[-1].setdefault(number, frozenset(frozenset(f.ids(link)) for link in f.rows(r["links"])))
 
     def _own(self, r: Record, witness: _Witness) -> None:
         facts = self.facts
         if r.name == "committed":
             facts.commits.append(_commit(r))
-            if r.get("state_hash"):
-                facts.hashes.append((str(r["header"]), r.member, str(r["state_hash"]), "commit"))
             if r.get("kind") == "closing":
                 self.finished = r.t if self.finished is None else self.finished
-        elif r.name in ("state_hash", "published"):
-            head = str(r.get("head", r.get("header", "")))
-            if head and r.get("hash"):
-                facts.hashes.append((head, r.member, str(r["hash"]), "said"))
+        elif r.name == "state_hash" and r.get("hash"):
+            facts.hashes.append((str(r.get("head", "")), r.member, str(r.get("hash", ""))))
         elif r.name == "pull_started":
             witness.head = str(r.get("head", ""))
         elif r.name == "pull_done":
-            head = str(r.get("head", "") or witness.head)
+            pulled = Pulled(r.member, witness.head, str(r.get("hash", "")))
             if not r.get("observed"):  # what an observer reads counts for nothing before the pull that lets it in
-                facts.pulls.append(Pulled(r.member, head, str(r.get("hash", ""))))
-            if head and r.get("hash"):
-                facts.hashes.append((head, r.member, str(r["hash"]), "pull"))
+                facts.pulls.append(pulled)
+            if pulled.head and pulled.hash:
+                facts.pulled_hashes.append((pulled.head, pulled.member, pulled.hash))
         elif r.name == "joined":
             witness.joined = r.t
         elif r.name == "fenced":
@@ -220,7 +218,7 @@ class _Pass:
 
     # ---------------------------------------------------------------------------------------------- conclusions
 
-    def conclude(self) -> Facts:
+    def conclude(self) -> Testimony:
         """What needs all events to be seen first."""
         self._exclusions()
         excluded = {e.member: e for e in self.facts.excluded}
@@ -309,38 +307,31 @@ class _Pass:
 
     def _exclusions(self) -> None:
         for (_, views), times in zip(self.facts.views, self.view_times, strict=True):
-            self._excluded_in(views, times)
+            for before, after in itertools.pairwise(sorted(views)):
+                t = times[after]
+                for member in (m for m in views[before] if m not in views[after]):
+                    heard = self.who[member].times if member in self.who else []
+                    earlier, later = [x for x in heard if x <= t], any(x > t for x in heard)
+                    silent_s = t - earlier[-1] if earlier else None
+                    why = self._why_out(member, t) or ("death" if member in self.deaths and not later else "")
+                    self.facts.excluded.append(Exclusion(member, after, t, why, silent_s, later))
 
-    def _excluded_in(self, views: Views, times: dict[tuple[int, int], float]) -> None:
-        order = sorted(views)
-        for before, after in itertools.pairwise(order):
-            kept = set(views[after])
-            t = times[after]
-            for member in views[before]:
-                if member in kept:
-                    continue
-                witness = self.who.get(member)
-                why = ""
-                silent: float | None = None
-                later = False
-                if witness is not None:
-                    earlier = [x for x in witness.times if x <= t]
-                    silent = t - earlier[-1] if earlier else None
-                    later = any(x > t for x in witness.times)
-                    why = "ended by itself" if witness.ends else ""
-                if member in self.leaves:
-                    why = "leave"
-                node = witness.node if witness is not None else f.node_of(member)
-                why = why or self._fault_on(node, t)
-                if not why and self._parted(member, t):
-                    why = "cut off"
-                if not why and witness is not None and witness.joined is None:
-                    why = "never came in"
-                if not why and witness is not None and witness.came_in_after(t):
-                    why = "a recovery came first"  # no header carried the view with this newcomer; a later one did
-                if not why and member in self.deaths and not later:
-                    why = "death"
-                self.facts.excluded.append(Exclusion(member, after, t, why, silent, later))
+    def _why_out(self, member: str, t: float) -> str:
+        """What the logs know as reason, but for its death, why a view decided at t is without a member; "" for none."""
+        witness = self.who.get(member)
+        if member in self.leaves:
+            return "leave"
+        if witness is not None and witness.ends:
+            return "ended by itself"
+        if fault := self._fault_on(self._node(member), t):
+            return fault
+        if self._parted(member, t):
+            return "cut off"
+        if witness is not None and witness.joined is None:
+            return "never came in"
+        if witness is not None and witness.came_in_after(t):
+            return "a recovery came first"  # no header carried the view with this newcomer; a later one did
+        return ""
 
     def _awake(self, member: str, node: str, t: float, seconds: float, out: Exclusion | None) -> None:
         """A frozen member that was put out: after its thaw it must notice, and come back unless the job was over."""
@@ -384,9 +375,9 @@ def _commit(r: Record) -> Commit:
     )
 
 
-def gather(records: Iterable[Record]) -> Facts:
+def gather(records: Iterable[Record]) -> Testimony:
     """Sort the events of one log directory (in time order) by what they prove."""
-    one = _Pass()
+    one = _Gathering()
     for record in records:
         one.take(record)
     return one.conclude()

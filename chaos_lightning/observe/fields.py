@@ -1,9 +1,8 @@
 """Event fields as values: what a JSON line lost of its types, put back in one place.
 
 Theory of operation. Writers hand dataclasses, tuples and ids to `EventLog.emit`; a line holds objects, lists and
-strings. Each function here takes what a line holds and gives the value the folds work with, in the forms that writers
-may use (a share as `[id, weight]` or as an object), and an empty value for what is missing: a fold over evidence
-never raises.
+strings. Each function here takes what a line holds and gives the value the folds work with, and an empty value for
+what is missing or of another form: a fold over evidence never raises.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from chaos_lightning.events.spans import Spans
+from chaos_lightning.observe.spans import Spans
 
 Stream = tuple[str, int]
 """(stream, epoch): one order of samples in one pass over it."""
@@ -29,63 +28,33 @@ def integer(value: Any, default: int = 0) -> int:
     """An int; `default` for None and for what is none."""
     try:
         return int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return default
 
 
+def rows(value: Any) -> Sequence[Any]:
+    """A list; empty for what is none."""
+    return value if isinstance(value, (list, tuple)) else ()
+
+
 def ids(value: Any) -> tuple[str, ...]:
-    """Member ids from a list of ids, of members as objects, or of `[id, ...]` rows."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        return ()
-    found: list[str] = []
-    for item in value:
-        if isinstance(item, Mapping):
-            found.append(str(item.get("id", item.get("member", ""))))
-        elif isinstance(item, Sequence) and not isinstance(item, str):
-            found.append(str(item[0]) if item else "")
-        else:
-            found.append(str(item))
-    return tuple(found)
+    """Member ids."""
+    return tuple(str(item) for item in rows(value))
 
 
 def shares(value: Any) -> tuple[tuple[str, float], ...]:
     """Contributors as (member id, weight)."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        return ()
-    found: list[tuple[str, float]] = []
-    for item in value:
-        if isinstance(item, Mapping):
-            found.append((str(item.get("member", "")), number(item.get("weight"))))
-        elif isinstance(item, Sequence) and not isinstance(item, str):
-            found.append((str(item[0]) if item else "", number(item[1]) if len(item) > 1 else 0.0))
-        else:
-            found.append((str(item), 0.0))
-    return tuple(found)
-
-
-def spans(value: Any) -> Spans:
-    """Half-open intervals from a list of pairs."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        return ()
-    return tuple(
-        (integer(pair[0]), integer(pair[1])) for pair in value if isinstance(pair, Sequence) and len(pair) == 2
-    )
+    return tuple((str(row[0]), number(row[1])) for row in rows(value) if len(rows(row)) == 2)
 
 
 def spent(value: Any) -> dict[Stream, Spans]:
-    """Spent positions by (stream, epoch), from a ledger or from a list of spent entries."""
-    if isinstance(value, Mapping):
-        value = value.get("streams", [value])
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        return {}
+    """Spent positions by (stream, epoch)."""
     found: dict[Stream, Spans] = {}
-    for item in value:
+    for item in rows(value):
         if isinstance(item, Mapping):
             key = (str(item.get("stream", "")), integer(item.get("epoch")))
-            found[key] = found.get(key, ()) + spans(item.get("spans"))
-        elif isinstance(item, Sequence) and len(item) == 3:
-            key = (str(item[0]), integer(item[1]))
-            found[key] = found.get(key, ()) + spans(item[2])
+            pairs = [pair for pair in rows(item.get("spans")) if len(rows(pair)) == 2]
+            found[key] = found.get(key, ()) + tuple((integer(a), integer(b)) for a, b in pairs)
     return found
 
 
@@ -96,11 +65,7 @@ def amounts(value: Any) -> tuple[tuple[str, int], ...]:
 
 
 def view_number(value: Any) -> tuple[int, int]:
-    """(term, number) of a view, from "term.number", an object or a pair; (0, 0) for none."""
-    if isinstance(value, Mapping):
-        return integer(value.get("term")), integer(value.get("number"))
-    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
-        return integer(value[0]), integer(value[1])
+    """(term, number) of a view, from "term.number"; (0, 0) for none."""
     term, _, count = str(value or "").partition(".")
     return integer(term), integer(count)
 
@@ -109,11 +74,6 @@ def view_name(value: Any) -> str:
     """A view's id as "term.number"; empty for none."""
     term, count = view_number(value)
     return f"{term}.{count}" if (term, count) != (0, 0) else ""
-
-
-def nbytes(fields: Mapping[str, Any]) -> int:
-    """Bytes of a transfer, under either of the names in use."""
-    return integer(fields.get("nbytes", fields.get("bytes")))
 
 
 def node_of(member: str) -> str:

@@ -1,4 +1,4 @@
-"""What a timeline amounts to: step times, joins, recoveries, goodput, samples, agreement. Pure functions.
+"""What a timeline amounts to: step times, joins, recoveries, goodput, samples. Pure functions.
 
 Theory of operation. The job advances from commit to commit, so the time between two neighbouring commits is the unit
 that everything is booked on. An interval in which nothing happened is a *clean* step; the median of the clean ones
@@ -15,39 +15,21 @@ import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from chaos_lightning.events.spans import Spans, intersect, merge, overlaps, size, subtract
-from chaos_lightning.observe.facts import Progress
 from chaos_lightning.observe.fields import Stream, node_of
-from chaos_lightning.observe.timeline import FREEZES, KILLS, Life, Slot, Timeline
-
-__all__ = [
-    "Agreement",
-    "Goodput",
-    "Interval",
-    "Join",
-    "Recovery",
-    "SampleUse",
-    "Timeline",
-    "abandoned",
-    "agreement",
-    "goodput",
-    "intervals",
-    "joins",
-    "recoveries",
-    "samples",
-]
+from chaos_lightning.observe.spans import Spans, intersect, merge, overlaps, size, subtract
+from chaos_lightning.observe.timeline import FREEZES, KILLS, Life, ProgressFact, SlotFact, Timeline
 
 _GOOD_ENDS = ("left", "finished")
 STEP, COLLECTIVE, JOIN, RECOVERY, WAITING = "step", "collective", "join", "recovery", "waiting"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Interval:
     """The time from one committed slot to the next."""
 
-    slot: Slot
+    slot: SlotFact
     """The slot that ended it."""
     start: float
     stop: float
@@ -56,7 +38,7 @@ class Interval:
     """Monotonic duration, s."""
     cause: str
     """What it is booked on: "step", "collective", "join", "recovery" or "waiting"."""
-    lost: float
+    lost: float = 0.0
     """Seconds of it beyond one usual step, for the last three causes."""
 
 
@@ -69,8 +51,6 @@ class Join:
     again: bool
     """The node had been a member before."""
     born: float
-    welcomed: float | None
-    pull_started: float | None
     pull_done: float | None
     contributed: float | None
     """First slot that it contributed to."""
@@ -88,7 +68,7 @@ class Join:
     """The reason for this way."""
     replayed: int = 0
     """Steps of the others' that it applied before it came in."""
-    unfinished: Progress | None = None
+    unfinished: ProgressFact | None = None
     """Of the transfer that was under way when this newcomer was last heard of; None: it contributed, or none was."""
 
     @property
@@ -98,7 +78,7 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovery:
+class RecoveryTimes:
     """A death or freeze, until the next slot was committed by all survivors. Wall times in s."""
 
     member: str
@@ -128,7 +108,7 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True)
-class Goodput:
+class GoodputAccount:
     """Where the job's time went, s."""
 
     total: float
@@ -138,8 +118,6 @@ class Goodput:
     usual: float
     """Usual step time over the whole run."""
     steps: int
-    redone: int
-    """Steps that were reduced a second time."""
     samples: int
 
     @property
@@ -158,8 +136,6 @@ class SampleUse:
     twice: Spans = ()
     """Positions used more than once."""
     length: int | None = None
-    spans: Spans = ()
-    """All positions used, merged."""
 
     @property
     def complete(self) -> bool | None:
@@ -167,24 +143,10 @@ class SampleUse:
         return None if self.length is None else self.distinct == self.length
 
 
-@dataclass(slots=True)
-class Agreement:
-    """State hashes of one slot."""
-
-    slot: Slot | None
-    header: str
-    hashes: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def equal(self) -> bool:
-        """All members that took a hash took the same."""
-        return len(set(self.hashes.values())) <= 1
-
-
 # ------------------------------------------------------------------------------------------------ step times
 
 
-def _between(before: Slot, after: Slot) -> float:
+def _between(before: SlotFact, after: SlotFact) -> float:
     """Seconds from one slot to the next, by the clocks of members that committed both."""
     both = [after.commits[m].mono - before.commits[m].mono for m in after.commits if m in before.commits]
     both = [x for x in both if x >= 0]
@@ -206,7 +168,7 @@ def intervals(timeline: Timeline) -> list[Interval]:
     def touches(windows: Sequence[tuple[float, float]], start: float, stop: float) -> bool:
         return any(a < stop and b > start for a, b in windows)
 
-    raw: list[tuple[Slot, float, float, float, str]] = []
+    cut = []
     for before, after in itertools.pairwise(chain):
         start, stop = before.first, after.first
         cause = STEP if after.kind == "step" else COLLECTIVE
@@ -216,34 +178,24 @@ def intervals(timeline: Timeline) -> list[Interval]:
             cause = RECOVERY
         elif touches(pulls, start, stop):
             cause = JOIN
-        raw.append((after, start, stop, _between(before, after), cause))
-    usual = _usual(raw)
-    result = []
-    for slot, start, stop, seconds, cause in raw:
-        expected = usual(slot) if slot.kind == "step" else 0.0
-        lost = max(0.0, seconds - expected) if cause in (JOIN, RECOVERY, WAITING) else 0.0
-        result.append(Interval(slot, start, stop, seconds, cause, lost))
-    return result
+        cut.append(Interval(after, start, stop, _between(before, after), cause))
+    _book_losses(cut)
+    return cut
 
 
-class _Usual:
-    """Median clean step time for a number of contributors, falling back on that of all."""
-
-    def __init__(self, by_size: dict[int, list[float]]):
-        every = [x for some in by_size.values() for x in some]
-        self.all = statistics.median(every) if every else 0.0
-        self.sizes = {n: statistics.median(some) for n, some in by_size.items() if len(some) >= 5}
-
-    def __call__(self, slot: Slot) -> float:
-        return self.sizes.get(len(slot.contributors), self.all)
-
-
-def _usual(raw: Sequence[tuple[Slot, float, float, float, str]]) -> _Usual:
-    by_size: dict[int, list[float]] = defaultdict(list)
-    for slot, _, _, seconds, cause in raw:
-        if cause == STEP:
-            by_size[len(slot.contributors)].append(seconds)
-    return _Usual(by_size)
+def _book_losses(cut: Sequence[Interval]) -> None:
+    """Whatever exceeds the usual step of as many contributors is lost; of few clean ones, the usual step of all."""
+    clean: dict[int, list[float]] = defaultdict(list)
+    for interval in cut:
+        if interval.cause == STEP:
+            clean[len(interval.slot.contributors)].append(interval.seconds)
+    usual = {n: statistics.median(some) for n, some in clean.items() if len(some) >= 5}
+    of_all = statistics.median([x for some in clean.values() for x in some]) if clean else 0.0
+    for interval in cut:
+        if interval.cause in (JOIN, RECOVERY, WAITING):
+            slot = interval.slot
+            expected = usual.get(len(slot.contributors), of_all) if slot.kind == "step" else 0.0
+            interval.lost = max(0.0, interval.seconds - expected)
 
 
 def _waits(timeline: Timeline) -> list[tuple[float, float]]:
@@ -279,6 +231,7 @@ def joins(timeline: Timeline) -> list[Join]:
         if life.role == "founder" or (life.role != "joiner" and not life.pulls):
             continue
         done = [p for p in life.pulls if p.done is not None]
+        pulling = life.pulls and life.pulls[-1].done is None
         pause = sum(
             i.lost
             for i in cut
@@ -295,8 +248,6 @@ def joins(timeline: Timeline) -> list[Join]:
                 node=life.node,
                 again=again,
                 born=life.born,
-                welcomed=life.welcomed,
-                pull_started=life.pulls[0].started if life.pulls else None,
                 pull_done=done[-1].done if done else None,
                 contributed=first.get(life.member),
                 sources=tuple(sorted(((d, n, s) for d, (n, s) in sources.items()), key=lambda x: (-x[1], x[0]))),
@@ -307,32 +258,27 @@ def joins(timeline: Timeline) -> list[Join]:
                 way=life.way,
                 why=life.why_way,
                 replayed=life.replayed,
-                unfinished=_unfinished(life) if life.member not in first else None,
+                unfinished=life.pulls[-1].progress if pulling and life.member not in first else None,
             )
         )
     return found
 
 
-def _unfinished(life: Life) -> Progress | None:
-    return life.pulls[-1].progress if life.pulls and life.pulls[-1].done is None else None
-
-
 # ------------------------------------------------------------------------------------------------ recoveries
 
 
-def recoveries(timeline: Timeline) -> list[Recovery]:
+def recoveries(timeline: Timeline) -> list[RecoveryTimes]:
     """Every injected kill or freeze of a member and every death that was seen, in order of time."""
     chain = timeline.chain()
-    found: list[Recovery] = []
+    found: list[RecoveryTimes] = []
     explained: set[str] = set()
     for fault in timeline.faults:
         if fault.kind not in KILLS | FREEZES:
             continue
+        explained.add(fault.member)
         life = timeline.lives.get(fault.member)
         if life is None or life.joined is None:
-            explained.add(fault.member)
             continue
-        explained.add(fault.member)
         until = fault.t + fault.seconds if fault.kind in FREEZES else None
         found.append(_recovery(timeline, chain, life, fault.kind, fault.phase, fault.t, until))
     for member, t in timeline.deaths.items():
@@ -344,16 +290,16 @@ def recoveries(timeline: Timeline) -> list[Recovery]:
 
 
 def _recovery(
-    timeline: Timeline, chain: list[Slot], life: Life, kind: str, phase: str, at: float, thaw: float | None
-) -> Recovery:
+    timeline: Timeline, chain: list[SlotFact], life: Life, kind: str, phase: str, at: float, thaw: float | None
+) -> RecoveryTimes:
     member = life.member
-    handed = {seq for t, seq, _ in timeline.hand_ons if t >= at}
-    redone = {seq for t, seq, _ in timeline.redos if t >= at}
+    handed = {seq for t, seq in timeline.hand_ons if t >= at}
+    redone = {seq for t, seq in timeline.redos if t >= at}
     without = [v.t for v in timeline.views.values() if v.t >= at and v.members and member not in v.members]
     noticed = [
         t for t in (timeline.suspects.get(member), timeline.deaths.get(member)) if t is not None and t >= at - 0.001
     ]
-    after: Slot | None = None
+    after: SlotFact | None = None
     how = "next"
     for slot in chain:
         if slot.complete <= at:
@@ -368,7 +314,7 @@ def _recovery(
             after, how = slot, "stayed"
             break
     held = {} if after is None else {m: c.t for m, c in after.commits.items() if m != member or how == "stayed"}
-    return Recovery(
+    return RecoveryTimes(
         member=member,
         node=life.node or node_of(member),
         kind=kind,
@@ -387,7 +333,7 @@ def _recovery(
 # ------------------------------------------------------------------------------------------------ totals
 
 
-def goodput(timeline: Timeline) -> Goodput:
+def goodput(timeline: Timeline) -> GoodputAccount:
     """Where the time between the first and the last commit went."""
     cut = intervals(timeline)
     lost = {JOIN: 0.0, RECOVERY: 0.0, WAITING: 0.0}
@@ -397,13 +343,12 @@ def goodput(timeline: Timeline) -> Goodput:
     total = sum(i.seconds for i in cut)
     chain = timeline.chain()
     clean = [i.seconds for i in cut if i.cause == STEP]
-    return Goodput(
+    return GoodputAccount(
         total=total,
         useful=total - sum(lost.values()),
         lost=lost,
         usual=statistics.median(clean) if clean else 0.0,
         steps=sum(s.kind == "step" for s in chain),
-        redone=len({seq for _, seq, _ in timeline.redos}),
         samples=sum(use.distinct for use in samples(timeline).values()),
     )
 
@@ -436,27 +381,14 @@ def samples(timeline: Timeline) -> dict[Stream, SampleUse]:
     result: dict[Stream, SampleUse] = {}
     for key, some in used.items():
         merged = merge(some)
-        result[key] = SampleUse(size(some), size(merged), overlaps(some), timeline.epochs.get(key), merged)
+        result[key] = SampleUse(size(some), size(merged), overlaps(some), timeline.epochs.get(key))
     return dict(sorted(result.items(), key=lambda x: (x[0][1], x[0][0])))
 
 
-def _resumed_at(first: Slot) -> dict[Stream, Spans]:
+def _resumed_at(first: SlotFact) -> dict[Stream, Spans]:
     """The ledger that a run began with: its first header's without what its first slot used."""
     own: dict[Stream, Spans] = defaultdict(tuple)
     for commit in first.commits.values():
         for key, spans in commit.spent.items():
             own[key] = merge([*own[key], *spans])
     return {key: subtract(merge(spans), own[key]) for key, spans in first.ledger.items()}
-
-
-def agreement(timeline: Timeline) -> list[Agreement]:
-    """State hashes per header, in slot order; headers that nobody committed come last."""
-    order = {slot.header: i for i, slot in enumerate(timeline.chain())}
-    rows = [Agreement(timeline.slots.get(h), h, dict(hashes)) for h, hashes in timeline.hashes.items()]
-    return sorted(rows, key=lambda a: order.get(a.header, len(order)))
-
-
-def abandoned(timeline: Timeline) -> list[Slot]:
-    """Slots that somebody committed and that did not stay: their committers died before anyone else had them."""
-    kept = {slot.header for slot in timeline.chain()}
-    return [slot for slot in timeline.slots.values() if slot.header not in kept]

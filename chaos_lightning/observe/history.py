@@ -13,10 +13,10 @@ gradients are reduced again): that is no fork, provided that none who committed 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from chaos_lightning.events.spans import Span, Spans, intersect, merge, overlaps, size, subtract, words
+from chaos_lightning.observe.spans import Span, Spans, intersect, merge, overlaps, size, subtract, words
 
 Stream = tuple[str, int]
 """(stream, epoch)."""
@@ -53,7 +53,7 @@ class Problem:
 
 
 @dataclass(slots=True)
-class Run:
+class JobRun:
     """One run of a job: a tree of headers from one first slot, and its longest branch."""
 
     headers: dict[str, Commit]
@@ -69,12 +69,12 @@ class Run:
         return [h for h in self.headers if h not in kept]
 
     @property
-    def place(self) -> dict[str, int]:
-        """Header hash -> index on the chain."""
-        return {h: i for i, h in enumerate(self.chain)}
+    def last_slots(self) -> dict[str, int]:
+        """Member -> the last slot of the chain that it contributed to."""
+        return {member: self.headers[h].seq for h in self.chain for member in self.headers[h].contributors}
 
 
-def runs(commits: Sequence[Commit]) -> list[Run]:
+def runs(commits: Sequence[Commit]) -> list[JobRun]:
     """Split claims into runs, oldest first.
 
     A run starts at a header whose predecessor nobody committed. First headers that overlap in time belong to one run
@@ -114,7 +114,7 @@ def runs(commits: Sequence[Commit]) -> list[Run]:
     return [_run(group) for group in merged]
 
 
-def _run(commits: list[Commit]) -> Run:
+def _run(commits: list[Commit]) -> JobRun:
     headers: dict[str, Commit] = {}
     newest: dict[str, float] = {}
     for commit in commits:
@@ -129,62 +129,53 @@ def _run(commits: list[Commit]) -> Run:
         if len(chain) > len(headers):
             break  # hashes in a circle: check_chain reports it
         at = headers[at].prev
-    return Run(headers, commits, chain[::-1])
+    return JobRun(headers, commits, chain[::-1])
 
 
 # ------------------------------------------------------------------------------------------------ order and forks
 
 
-def check_chain(run: Run, *, genesis: str = "") -> list[Problem]:
+def check_chain(run: JobRun, *, genesis: str = "") -> Iterator[Problem]:
     """The chain has no gap: slots count up by one, steps by one per step slot, views never fall.
 
     Args:
         run: The run.
         genesis: Hash that the first header must name as predecessor; empty: any.
     """
-    found: list[Problem] = []
     first = run.headers[run.chain[0]]
     if first.seq != 1 or (genesis and first.prev != genesis):
-        found.append(
-            Problem(
-                "gap", f"the chain begins at slot {first.seq} whose predecessor {first.prev or '(none)'} is in no log"
-            )
+        yield Problem(
+            "gap", f"the chain begins at slot {first.seq} whose predecessor {first.prev or '(none)'} is in no log"
         )
     if len(set(run.chain)) != len(run.chain):
-        found.append(Problem("order", "headers name each other as predecessors in a circle"))
-        return found
+        yield Problem("order", "headers name each other as predecessors in a circle")
+        return
     for before, after in zip(run.chain, run.chain[1:], strict=False):
         a, b = run.headers[before], run.headers[after]
         grown = 1 if b.kind == "step" else 0
         if b.seq != a.seq + 1:
-            found.append(Problem("order", f"slot {b.seq} ({after}) follows slot {a.seq} ({before})"))
+            yield Problem("order", f"slot {b.seq} ({after}) follows slot {a.seq} ({before})")
         if b.step != a.step + grown:
-            found.append(Problem("order", f"slot {b.seq} is step {b.step} after step {a.step}, kind {b.kind}"))
+            yield Problem("order", f"slot {b.seq} is step {b.step} after step {a.step}, kind {b.kind}")
         if b.view < a.view:
-            found.append(Problem("order", f"slot {b.seq} has view {_v(b.view)} after view {_v(a.view)}"))
-    return found
+            yield Problem("order", f"slot {b.seq} has view {_v(b.view)} after view {_v(a.view)}")
 
 
-def check_forks(run: Run) -> list[Problem]:
+def check_forks(run: JobRun) -> Iterator[Problem]:
     """Headers beside the chain were known to nobody who went on."""
-    found: list[Problem] = []
-    place = run.place
     by_member: dict[str, list[Commit]] = defaultdict(list)
     for commit in run.commits:
         by_member[commit.member].append(commit)
     parents = {c.prev for c in run.headers.values()}
-    contributed_until: dict[str, int] = {}
-    for header in run.chain:
-        for member in run.headers[header].contributors:
-            contributed_until[member] = run.headers[header].seq
+    last = run.last_slots
     for header in run.lost_branches:
         lost = run.headers[header]
         if header in parents:
-            found.append(Problem("fork", f"slot {lost.seq} has a second header {header} that others were built on"))
+            yield Problem("fork", f"slot {lost.seq} has a second header {header} that others were built on")
             continue
         rival = next((h for h in run.chain if run.headers[h].seq == lost.seq), "")
         if not rival:
-            found.append(Problem("fork", f"slot {lost.seq} header {header} stands on {lost.prev}, beside the chain"))
+            yield Problem("fork", f"slot {lost.seq} header {header} stands on {lost.prev}, beside the chain")
             continue
         for member, own in by_member.items():
             claimed = [i for i, c in enumerate(own) if c.header == header]
@@ -192,32 +183,26 @@ def check_forks(run: Run) -> list[Problem]:
                 continue
             if claimed[-1] != len(own) - 1:
                 after = own[claimed[-1] + 1]
-                found.append(
-                    Problem(
-                        "fork",
-                        f"{member} committed slot {lost.seq} as {header}, the others as {rival}, and went on to "
-                        f"slot {after.seq}",
-                    )
+                yield Problem(
+                    "fork",
+                    f"{member} committed slot {lost.seq} as {header}, the others as {rival}, and went on to "
+                    f"slot {after.seq}",
                 )
-            elif contributed_until.get(member, -1) >= lost.seq:
-                found.append(
-                    Problem(
-                        "fork",
-                        f"{member} committed slot {lost.seq} as {header} but is counted as contributor of "
-                        f"{rival if rival in place else header} and later ones up to slot {contributed_until[member]}",
-                    )
+            elif last.get(member, -1) >= lost.seq:
+                yield Problem(
+                    "fork",
+                    f"{member} committed slot {lost.seq} as {header} but is counted as contributor of {rival} and "
+                    f"later ones up to slot {last[member]}",
                 )
-    return found
 
 
-def check_members(run: Run, entries: Mapping[str, str] | None = None) -> list[Problem]:
+def check_members(run: JobRun, entries: Mapping[str, str] | None = None) -> Iterator[Problem]:
     """Each member's own commits follow each other without gap or repeat.
 
     Args:
         run: The run.
         entries: Member -> header hash it entered at (a joiner's state); its first commit must stand on that.
     """
-    found: list[Problem] = []
     last: dict[str, Commit] = {}
     for commit in run.commits:
         before = last.get(commit.member)
@@ -225,64 +210,51 @@ def check_members(run: Run, entries: Mapping[str, str] | None = None) -> list[Pr
         if before is None:
             entered = (entries or {}).get(commit.member, "")
             if entered and commit.prev != entered and commit.header != entered:
-                found.append(
-                    Problem(
-                        "entry",
-                        f"{commit.member} took over the state at {entered}, but its first slot {commit.seq} "
-                        f"stands on {commit.prev}",
-                    )
+                yield Problem(
+                    "entry",
+                    f"{commit.member} took over the state at {entered}, but its first slot {commit.seq} "
+                    f"stands on {commit.prev}",
                 )
         elif commit.header == before.header:
-            found.append(Problem("repeat", f"{commit.member} committed slot {commit.seq} ({commit.header}) twice"))
+            yield Problem("repeat", f"{commit.member} committed slot {commit.seq} ({commit.header}) twice")
         elif commit.seq <= before.seq:
-            found.append(Problem("regress", f"{commit.member} committed slot {commit.seq} after slot {before.seq}"))
+            yield Problem("regress", f"{commit.member} committed slot {commit.seq} after slot {before.seq}")
         elif commit.prev != before.header:
-            found.append(
-                Problem(
-                    "order",
-                    f"{commit.member} committed slot {commit.seq} on {commit.prev}, but its own last header was "
-                    f"{before.header} (slot {before.seq})",
-                )
+            yield Problem(
+                "order",
+                f"{commit.member} committed slot {commit.seq} on {commit.prev}, but its own last header was "
+                f"{before.header} (slot {before.seq})",
             )
-    return found
 
 
-def check_contributors(run: Run, views: Mapping[tuple[int, int], Collection[str]]) -> list[Problem]:
+def check_contributors(run: JobRun, views: Mapping[tuple[int, int], Collection[str]]) -> Iterator[Problem]:
     """One attempt has one set of contributors, all members of its view, and only contributors commit (PROTOCOL.md 1).
 
     Args:
         run: The run.
         views: View number -> member ids; views that are not given are not checked.
     """
-    found: list[Problem] = []
     for header in run.chain:
         slot = run.headers[header]
         kept = slot.kind == "boundary" and not slot.contributors and slot.seq > 1
         expected = None if kept else views.get(slot.view)  # a job founded from a state in a file stands on such a slot
         if expected is not None and set(expected) != set(slot.contributors):
-            found.append(
-                Problem(
-                    "contributors",
-                    f"slot {slot.seq} under view {_v(slot.view)} was built by "
-                    f"{', '.join(slot.contributors) or 'nobody'}; the view's members are {', '.join(expected)}",
-                )
+            yield Problem(
+                "contributors",
+                f"slot {slot.seq} under view {_v(slot.view)} was built by "
+                f"{', '.join(slot.contributors) or 'nobody'}; the view's members are {', '.join(expected)}",
             )
         if len(set(slot.contributors)) != len(slot.contributors):
-            found.append(Problem("contributors", f"slot {slot.seq} counts a contributor twice: {slot.contributors}"))
+            yield Problem("contributors", f"slot {slot.seq} counts a contributor twice: {slot.contributors}")
     for commit in run.commits:
         claims = run.headers[commit.header]
         if (commit.seq, commit.prev, commit.contributors) != (claims.seq, claims.prev, claims.contributors):
-            found.append(
-                Problem("fork", f"{commit.member} and {claims.member} tell header {commit.header} differently")
-            )
+            yield Problem("fork", f"{commit.member} and {claims.member} tell header {commit.header} differently")
         if commit.contributors and commit.member not in commit.contributors:
-            found.append(
-                Problem("outsider", f"{commit.member} committed slot {commit.seq} without being a member of its view")
-            )
-    return found
+            yield Problem("outsider", f"{commit.member} committed slot {commit.seq} without being a member of its view")
 
 
-def check_commits_of_all(run: Run, gone: Collection[str]) -> list[Problem]:
+def check_commits_of_all(run: JobRun, gone: Collection[str]) -> Iterator[Problem]:
     """Whoever contributed to a slot committed it too, unless something ended it there.
 
     Nobody can contribute to slot s+1 without having committed s, so what ended a member excuses one slot: its last.
@@ -291,26 +263,21 @@ def check_commits_of_all(run: Run, gone: Collection[str]) -> list[Problem]:
         run: The run.
         gone: Members that died, were frozen or fenced at some time.
     """
-    found: list[Problem] = []
     claims: dict[str, set[str]] = defaultdict(set)
     for commit in run.commits:
         claims[commit.header].add(commit.member)
-    last: dict[str, int] = {}
-    for header in run.chain:
-        for member in run.headers[header].contributors:
-            last[member] = run.headers[header].seq
+    last = run.last_slots
     for header in run.chain[:-1]:  # the last slot may still be on its way
         slot = run.headers[header]
         for member in slot.contributors:
             if member in claims[header]:
                 continue
             if last[member] > slot.seq:
-                found.append(Problem("skip", f"{member} went on past slot {slot.seq} without committing it"))
+                yield Problem("skip", f"{member} went on past slot {slot.seq} without committing it")
             elif member not in gone:
-                found.append(
-                    Problem("missing", f"{member} contributed to slot {slot.seq}, never committed it, and did not die")
+                yield Problem(
+                    "missing", f"{member} contributed to slot {slot.seq}, never committed it, and did not die"
                 )
-    return found
 
 
 # ------------------------------------------------------------------------------------------------ samples
@@ -326,9 +293,32 @@ class Usage:
     """By this run, merged."""
     count: int = 0
 
+    def add(self, said: Spans | list[Span], grown: Spans | None, silent: bool) -> Iterator[tuple[str, str]]:
+        """Take in one more slot; what is wrong with it, as (rule, words).
+
+        Args:
+            said: What its members say they used.
+            grown: What its ledger has beyond that of the slot before; None: it has no ledger.
+            silent: Somebody did not say what it used.
+        """
+        if twice := overlaps(said):
+            yield "twice", f"positions {words(twice)} were used by two members"
+        fresh = merge(said)
+        again = intersect(fresh, merge([*self.start, *self.used]))
+        if again:
+            yield "twice", f"positions {words(again)} had been used before"
+        if grown is not None:
+            if (stray := subtract(fresh, grown)) and not again:
+                yield "ledger", f"positions {words(stray)} were used but not entered as spent"
+            if (dropped := subtract(grown, fresh)) and not silent:
+                yield "ledger", f"positions {words(dropped)} are spent but nobody used them"
+            fresh = merge([*fresh, *grown])
+        self.count += size(fresh)
+        self.used = merge([*self.used, *fresh])
+
 
 def check_samples(
-    run: Run, *, start: Mapping[Stream, Spans] | None = None
+    run: JobRun, *, start: Mapping[Stream, Spans] | None = None
 ) -> tuple[dict[Stream, Usage], list[Problem]]:
     """Every position was used at most once per epoch, and the ledger says exactly what was used (PROTOCOL.md 25).
 
@@ -358,30 +348,9 @@ def check_samples(
             before = {k: subtract(v, merge(said.get(k, ()))) if not silent else () for k, v in slot.ledger.items()}
         for key in set(said) | set(slot.ledger):
             use = usage.setdefault(key, Usage(start=merge(before.get(key, ()))))
-            mine = said.get(key, [])
             label = f"slot {slot.seq}, epoch {key[1]}" + (f", stream {key[0]!r}" if key[0] else "")
-            twice = overlaps(mine)
-            if twice:
-                found.append(Problem("twice", f"{label}: positions {words(twice)} were used by two members"))
-            fresh = merge(mine)
-            again = intersect(fresh, merge([*use.start, *use.used]))
-            if again:
-                found.append(Problem("twice", f"{label}: positions {words(again)} had been used before"))
-            if slot.ledger:
-                delta = subtract(merge(slot.ledger.get(key, ())), merge(before.get(key, ())))
-                stray = subtract(fresh, delta)
-                if stray and not again:
-                    found.append(
-                        Problem("ledger", f"{label}: positions {words(stray)} were used but not entered as spent")
-                    )
-                dropped = subtract(delta, fresh)
-                if dropped and not silent:
-                    found.append(
-                        Problem("ledger", f"{label}: positions {words(dropped)} are spent but nobody used them")
-                    )
-                fresh = merge([*fresh, *delta])
-            use.count += size(fresh)
-            use.used = merge([*use.used, *fresh])
+            grown = subtract(merge(slot.ledger.get(key, ())), merge(before.get(key, ()))) if slot.ledger else None
+            found += [Problem(rule, f"{label}: {text}") for rule, text in use.add(said[key], grown, bool(silent))]
         for key, spans in before.items():
             if slot.ledger and key in slot.ledger and subtract(merge(spans), merge(slot.ledger[key])):
                 found.append(Problem("ledger", f"slot {slot.seq}: the ledger of epoch {key[1]} lost positions"))
@@ -390,9 +359,8 @@ def check_samples(
     return usage, found
 
 
-def check_complete(usage: Mapping[Stream, Usage], lengths: Mapping[Stream, int]) -> list[Problem]:
+def check_complete(usage: Mapping[Stream, Usage], lengths: Mapping[Stream, int]) -> Iterator[Problem]:
     """An epoch that another one of the same stream followed has no hole, and ends where its length says."""
-    found: list[Problem] = []
     for (stream, epoch), use in usage.items():
         if not any(s == stream and e > epoch for s, e in usage):
             continue
@@ -400,12 +368,9 @@ def check_complete(usage: Mapping[Stream, Usage], lengths: Mapping[Stream, int])
         length = lengths.get((stream, epoch), whole[-1][1] if whole else 0)
         holes = subtract(((0, length),), whole) if length else ()
         if holes:
-            found.append(
-                Problem(
-                    "dropped", f"epoch {epoch} of stream {stream!r} ended without positions {words(holes)} of {length}"
-                )
+            yield Problem(
+                "dropped", f"epoch {epoch} of stream {stream!r} ended without positions {words(holes)} of {length}"
             )
-    return found
 
 
 # ------------------------------------------------------------------------------------------------ state
@@ -435,22 +400,17 @@ def check_hashes(claims: Iterable[tuple[str, str, str]]) -> tuple[int, list[Prob
     return compared, found
 
 
-def check_stable(run: Run, left: Iterable[tuple[str, str]]) -> list[Problem]:
+def check_stable(run: JobRun, left: Iterable[tuple[str, str]]) -> Iterator[Problem]:
     """Only stable steps leave the job (PROTOCOL.md 4): their header has a successor, or is the closing one.
 
     Args:
         run: The run.
         left: (what, header hash) of everything that was written for the outside.
     """
-    found: list[Problem] = []
-    place = run.place
+    lost = set(run.lost_branches)
     for what, header in left:
-        at = place.get(header)
-        if at is None and header in run.headers:
-            found.append(
-                Problem("unstable", f"{what} holds slot {run.headers[header].seq} ({header}), which was redone")
-            )
-    return found
+        if header in lost:
+            yield Problem("unstable", f"{what} holds slot {run.headers[header].seq} ({header}), which was redone")
 
 
 def _v(view: tuple[int, int]) -> str:

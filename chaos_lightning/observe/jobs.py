@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 
 from chaos_lightning.events.reader import Record
 
-__all__ = ["Live", "jobs", "latest"]
-
 _OVER = frozenset({"finished", "left", "closed"})
 _AFTERWARDS = frozenset({"finished", "left", "closed", "link_up", "link_down", "link_measured", "links", "lost"})
 """What a member may still write when it is over; none of it is training."""
@@ -35,7 +33,6 @@ class _Stretch:
 
     first: float
     role: str = "member"
-    last: float = 0.0
     over: float | None = None
     """When it had finished, left or closed its file."""
     spoke: float = 0.0
@@ -45,8 +42,8 @@ class _Stretch:
     finished: bool = False
     job: int = -1
 
-    def take(self, r: Record) -> None:
-        self.last = r.t
+    def take(self, r: Record) -> bool:
+        """One more event of it; whether it is its first welcome."""
         if r.name in _OVER and self.over is None:
             self.over = r.t
         self.finished |= r.name == "finished" or (r.name == "committed" and r.get("kind") == "closing")
@@ -56,6 +53,8 @@ class _Stretch:
             self.ids.add(r.member)
             if self.welcomed is None:
                 self.welcomed = r.t
+                return True
+        return False
 
     @property
     def ended(self) -> float:
@@ -63,17 +62,12 @@ class _Stretch:
         return self.spoke if self.over is None else max(self.over, self.spoke)
 
 
-def _stretches(records: Sequence[Record]) -> list[_Stretch]:
-    """The stretch of each record."""
-    current: dict[str, _Stretch] = {}
-    found: list[_Stretch] = []
-    for r in records:
-        one = current.get(r.source)
-        if one is None or r.name == "opened":
-            one = current[r.source] = _Stretch(r.t, str(r.get("role", "member")))
-        one.take(r)
-        found.append(one)
-    return found
+def _stretch(r: Record, current: dict[str, _Stretch]) -> tuple[_Stretch, bool]:
+    """The stretch that an event belongs to, of those that are written to each file; whether it welcomes it."""
+    one = current.get(r.source)
+    if one is None or r.name == "opened":
+        one = current[r.source] = _Stretch(r.t, str(r.get("role", "member")))
+    return one, one.take(r)
 
 
 def jobs(records: Iterable[Record]) -> list[list[Record]]:
@@ -83,13 +77,15 @@ def jobs(records: Iterable[Record]) -> list[list[Record]]:
         records: All events of a log directory, in order of time.
     """
     everything = list(records)
-    of = _stretches(everything)
-    members = sorted(
-        ({id(s): s for s in of if s.role == "member" and s.welcomed is not None}).values(),
-        key=lambda s: s.welcomed or 0.0,
-    )
+    current: dict[str, _Stretch] = {}
+    of, welcomed = [], []
+    for r in everything:
+        one, welcomes = _stretch(r, current)
+        of.append(one)
+        if welcomes and one.role == "member":
+            welcomed.append(one)
     groups: list[list[_Stretch]] = [[]]
-    for one in members:
+    for one in welcomed:
         groups[-1].append(one)
         cut = _cut(groups[-1])
         if cut:
@@ -141,12 +137,8 @@ class Live:
 
     def begins(self, r: Record) -> bool:
         """Take one event in; True if it is the first welcome of another job than what came before."""
-        one = self._stretches.get(r.source)
-        if one is None or r.name == "opened":
-            one = self._stretches[r.source] = _Stretch(r.t, str(r.get("role", "member")))
-        fresh = one.welcomed is None
-        one.take(r)
-        if not fresh or one.welcomed is None or one.role != "member":
+        one, welcomes = _stretch(r, self._stretches)
+        if not welcomes or one.role != "member":
             return False
         self._group.append(one)
         cut = _cut(self._group)

@@ -1,6 +1,6 @@
 """The live view: a board of who is here and what the job is doing, drawn with rich; `top` and `LiveView` share it.
 
-Theory of operation. A board is a pure function of facts and the present time. `Board` holds the facts in one shape,
+Theory of operation. A board is a pure function of facts and the present time. `Dashboard` holds the facts in one shape,
 whether they come from event logs (everything, joins with progress, step times, what links carry just now) or from a
 scheduler's status (who, rank, step, silence, what links can carry: the scheduler sees no bytes), and `draw` makes a
 renderable of it that fits 80 columns.
@@ -25,8 +25,7 @@ from rich.text import Text
 from chaos_lightning.machine.terminal import printable
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe import folds
-from chaos_lightning.observe.facts import Progress
-from chaos_lightning.observe.timeline import Life, Timeline
+from chaos_lightning.observe.timeline import Life, ProgressFact, SlotFact, Timeline
 from chaos_lightning.observe.units import amount, duration, part, rate
 
 _COLOURS = {
@@ -58,6 +57,8 @@ FLOW_SHOWN_S = 10.0
 """What a link carried so long ago is not shown any more."""
 ENDED_SHOWN_S = 30.0
 """How long an ended member stays on the board."""
+JOINED_SHOWN_S = 10.0
+"""How long a newcomer's row says what it joined with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Row:
     step_time_s: float | None = None
     wait_share: float | None = None
     """Part of its step that it waits for others, 0 to 1."""
-    progress: Progress | None = None
+    progress: ProgressFact | None = None
     """Of a state transfer that is under way."""
     remark: str = ""
 
@@ -95,7 +96,7 @@ class LinkRow:
 
 
 @dataclass(slots=True)
-class Board:
+class Dashboard:
     """Everything that is shown."""
 
     title: str
@@ -114,11 +115,11 @@ class Board:
 # ------------------------------------------------------------------------------------------------ from event logs
 
 
-def from_timeline(timeline: Timeline, now: float, *, title: str = "chaos-lightning", lines: int = 8) -> Board:
+def from_timeline(timeline: Timeline, now: float, *, title: str = "chaos-lightning", lines: int = 8) -> Dashboard:
     """The board of a run as far as its event logs tell, at wall time `now` (s)."""
     current = max((v for v in timeline.views.values() if v.members), key=lambda v: v.number, default=None)
     chain = timeline.recent(200)
-    board = Board(title, view=current.id if current else "", reason=current.reason if current else "")
+    board = Dashboard(title, view=current.id if current else "", reason=current.reason if current else "")
     ranks = {m: i for i, m in enumerate(current.members)} if current else {}
     recent = chain[-20:]
     for life in sorted(timeline.lives.values(), key=lambda x: (ranks.get(x.member, 1 << 30), x.born)):
@@ -133,27 +134,27 @@ def from_timeline(timeline: Timeline, now: float, *, title: str = "chaos-lightni
     return board
 
 
-def _row(life: Life, ranks: Mapping[str, int], recent: Sequence[Any], now: float) -> Row:
+def _row(life: Life, ranks: Mapping[str, int], recent: Sequence[SlotFact], now: float) -> Row:
+    name, step = life.member or life.node, life.last_step if life.joined is not None else None
+    pull = life.pulls[-1] if life.pulls else None
+    remark = life.why if life.ended is not None else ""
+    if pull is not None and pull.done is not None and life.joined is not None and life.role == "joiner":
+        fresh = now - life.joined < JOINED_SHOWN_S
+        remark = remark or (f"joined with {amount(pull.nbytes)} in {duration(pull.seconds)}" if fresh else "")
+    if life.ended is not None:
+        return Row(name, None, {"death": "died"}.get(life.state, life.state), step, None, remark=remark)
     commits = [slot.commits[life.member] for slot in recent if slot.kind == "step" and life.member in slot.commits]
     times = [c.duration_s for c in commits if c.duration_s > 0]
-    waits = [c.wait_s for c in commits]
-    progress = None
-    if life.pulls and life.pulls[-1].done is None and life.ended is None:
-        progress = life.pulls[-1].progress
-    remark = life.why if life.ended is not None else ""
-    if progress is None and life.joined is not None and life.role == "joiner" and now - life.joined < 10 and life.pulls:
-        pull = life.pulls[-1]
-        remark = remark or f"joined with {amount(pull.nbytes)} in {duration(pull.seconds)}"
     frozen = any(begin <= now and (end is None or now < end) for begin, end in life.freezes)
     return Row(
-        name=life.member or life.node,
-        rank=ranks.get(life.member) if life.ended is None else None,
-        state="frozen" if frozen and life.ended is None else {"death": "died"}.get(life.state, life.state),
-        step=life.last_step if life.joined is not None else None,
-        age_s=max(0.0, now - life.last) if life.ended is None else None,
-        step_time_s=statistics.median(times) if times and life.ended is None else None,
-        wait_share=min(1.0, sum(waits) / sum(times)) if times and life.ended is None else None,
-        progress=progress,
+        name,
+        ranks.get(life.member),
+        "frozen" if frozen else life.state,
+        step,
+        max(0.0, now - life.last),
+        step_time_s=statistics.median(times) if times else None,
+        wait_share=min(1.0, sum(c.wait_s for c in commits) / sum(times)) if times else None,
+        progress=pull.progress if pull is not None and pull.done is None else None,
         remark=remark,
     )
 
@@ -181,7 +182,7 @@ def _links(timeline: Timeline, members: Sequence[str], now: float) -> list[LinkR
     return rows
 
 
-def _figures(timeline: Timeline, chain: Sequence[Any], now: float) -> list[tuple[str, str]]:
+def _figures(timeline: Timeline, chain: Sequence[SlotFact], now: float) -> list[tuple[str, str]]:
     if not chain:
         return [("step", "-")]
     last = chain[-1]
@@ -205,13 +206,13 @@ def _figures(timeline: Timeline, chain: Sequence[Any], now: float) -> list[tuple
 # ------------------------------------------------------------------------------------------------ from a scheduler
 
 
-def from_status(facts: Mapping[str, Any]) -> Board:
+def from_status(facts: Mapping[str, Any]) -> Dashboard:
     """The board of a scheduler's status (`chaos-lightning status --json`)."""
     machine = facts.get("machine", {}) or {}
     members = [m for m in machine.get("members", ()) if isinstance(m, Mapping)]
     others = [m for m in machine.get("others", ()) if isinstance(m, Mapping)]
     phase = str(machine.get("phase", ""))
-    board = Board(
+    board = Dashboard(
         title=f"job {facts.get('job', machine.get('job', '?'))} at {facts.get('endpoint', '?')}",
         view=str(machine.get("view", "")),
         reason=str(machine.get("reason", "")),
@@ -270,7 +271,7 @@ def _status_row(member: Mapping[str, Any], rank: int | None) -> Row:
 # ------------------------------------------------------------------------------------------------ drawing
 
 
-def draw(board: Board) -> RenderableType:
+def draw(board: Dashboard) -> RenderableType:
     """The board for a terminal."""
     board = printable(board)  # names and reasons are words of others
     parts: list[RenderableType] = []
@@ -288,8 +289,10 @@ def draw(board: Board) -> RenderableType:
         parts.append(line)
     if board.waiting:
         parts.append(Text(f"standing still: {board.waiting}", style="bold magenta"))
-    parts.append(_table(board.rows))
-    pulls = [(row.name, row.progress) for row in board.rows if row.progress is not None and row.progress != Progress()]
+    parts.append(_member_table(board.rows))
+    pulls = [
+        (row.name, row.progress) for row in board.rows if row.progress is not None and row.progress != ProgressFact()
+    ]
     if pulls:
         parts += [Text(), _progress(pulls)]
     if board.links:
@@ -306,19 +309,19 @@ def draw(board: Board) -> RenderableType:
     return Group(*parts)
 
 
-def _table(rows: Sequence[Row]) -> RenderableType:
+def _columns(*names: str) -> Table:
+    """A table without lines; columns of numbers, written as "step>", are flush right."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for name in names:
+        # On a narrow terminal the last column, of words, gives way, not the numbers.
+        table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left", no_wrap=bool(name))
+    return table
+
+
+def _member_table(rows: Sequence[Row]) -> RenderableType:
     if not rows:
         return Text("nobody is here yet", style="dim")
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    # On a narrow terminal the remark gives way, not the numbers.
-    table.add_column("rank", justify="right", no_wrap=True)
-    table.add_column("member", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("step time", justify="right", no_wrap=True)
-    table.add_column("waits", justify="right", no_wrap=True)
-    table.add_column("heard", justify="right", no_wrap=True)
-    table.add_column("")
+    table = _columns("rank>", "member", "state", "step>", "step time>", "waits>", "heard>", "")
     for row in rows:
         table.add_row(
             "-" if row.rank is None else str(row.rank),
@@ -344,11 +347,7 @@ def _link_table(links: Sequence[LinkRow]) -> RenderableType:
     shown = sorted(links, key=lambda r: (-(r.there_bps or 0.0) - (r.back_bps or 0.0), not r.state, slowest(r)))
     shown = shown[:LINKS_SHOWN]
     live = any(row.there_bps is not None for row in shown)
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("link", no_wrap=True)
-    for column in (("now there", "now back") if live else ()) + ("can there", "can back", "latency"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("")
+    table = _columns("link", *(("now there>", "now back>") if live else ()), "can there>", "can back>", "latency>", "")
     for row in (r for r in links if r in shown):
         table.add_row(
             escape(f"{row.a} {row.b}"),
@@ -362,7 +361,7 @@ def _link_table(links: Sequence[LinkRow]) -> RenderableType:
     return table
 
 
-def _progress(pulls: Sequence[tuple[str, Progress]]) -> RenderableType:
+def _progress(pulls: Sequence[tuple[str, ProgressFact]]) -> RenderableType:
     """The transfers under way, on lines of their own: beside the members' numbers is no room in 80 columns."""
     longest = sorted(pulls, key=lambda x: -(x[1].remaining_s if x[1].remaining_s is not None else float("inf")))
     shown = [x for x in pulls if x in longest[:PULLS_SHOWN]]
@@ -386,7 +385,7 @@ def _progress(pulls: Sequence[tuple[str, Progress]]) -> RenderableType:
     return Group(*parts)
 
 
-def _told(now: Progress) -> tuple[str, str, str]:
+def _told(now: ProgressFact) -> tuple[str, str, str]:
     return (
         part(now.nbytes, now.total) if now.total > 0 else amount(now.nbytes),
         f"{amount(now.rate_bps / 8)}/s" if now.rate_bps > 0 else "",
@@ -394,7 +393,7 @@ def _told(now: Progress) -> tuple[str, str, str]:
     )
 
 
-def _donors(now: Progress) -> str:
+def _donors(now: ProgressFact) -> str:
     given = [f"{f.node_of(donor)} {amount(nbytes)}" for donor, nbytes in now.sources if nbytes > 0]
     more = [f"{len(given) - SOURCES_SHOWN} more"] if len(given) > SOURCES_SHOWN else []
     return ", ".join(given[:SOURCES_SHOWN] + more)

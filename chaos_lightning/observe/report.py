@@ -54,7 +54,7 @@ MAX_ROWS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class WrittenReport:
     """Where the report was written, and what it says in short."""
 
     page: Path
@@ -65,7 +65,7 @@ class Report:
 
 def write_report(
     where: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, title: str = "", job: int = 0
-) -> Report:
+) -> WrittenReport:
     """Write `report.html` and `report.png` about the logs in `where`.
 
     Args:
@@ -94,24 +94,29 @@ def write_report(
     picture.write_bytes(charts.overview(timeline))
     page = target / "report.html"
     page.write_text(render(timeline, findings, title=title or source.resolve().name, short=short), encoding="utf-8")
-    return Report(page, picture, short, tuple(auditing.violations(findings)))
+    return WrittenReport(page, picture, short, tuple(auditing.violations(findings)))
 
 
 def summary(timeline: Timeline) -> str:
     """The run in one line."""
     good = folds.goodput(timeline)
-    joins = [j for j in folds.joins(timeline) if j.pull_done is not None]
-    recoveries = folds.recoveries(timeline)
-    slow = [r.seconds for r in recoveries if r.seconds is not None]
+    joins, recoveries, slowest_s = _counts(timeline)
     text = (
         f"{good.steps} steps, {good.samples} samples, {len(timeline.nodes())} nodes in "
-        f"{duration(timeline.stop - timeline.origin)}; goodput {good.share:.1%}; {len(joins)} joins"
+        f"{duration(timeline.stop - timeline.origin)}; goodput {good.share:.1%}; {joins} joins"
     )
     if recoveries:
-        text += f"; {len(recoveries)} deaths and freezes"
-        if slow:
-            text += f", recovered within {duration(max(slow))}"
+        text += f"; {recoveries} deaths and freezes"
+        if slowest_s is not None:
+            text += f", recovered within {duration(slowest_s)}"
     return text
+
+
+def _counts(timeline: Timeline) -> tuple[int, int, float | None]:
+    """Joins; deaths and freezes; the slowest recovery of those, s."""
+    joins = sum(j.pull_done is not None for j in folds.joins(timeline))
+    recoveries = folds.recoveries(timeline)
+    return joins, len(recoveries), max((r.seconds for r in recoveries if r.seconds is not None), default=None)
 
 
 def render(timeline: Timeline, findings: Sequence[auditing.Finding], *, title: str, short: str = "") -> str:
@@ -173,18 +178,16 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Seque
 
 def _cards(timeline: Timeline) -> str:
     good = folds.goodput(timeline)
-    joins = [j for j in folds.joins(timeline) if j.pull_done is not None]
-    recoveries = folds.recoveries(timeline)
-    slow = [r.seconds for r in recoveries if r.seconds is not None]
+    joins, recoveries, slowest_s = _counts(timeline)
     cards = [
         (duration(timeline.stop - timeline.origin), "from the first member to the last event"),
         (str(good.steps), "committed steps"),
         (f"{good.samples:,}", "samples, each once per epoch"),
         (duration(good.usual), "usual step"),
         (f"{good.share:.1%}", "goodput"),
-        (str(len(joins)), "joins"),
-        (str(len(recoveries)), "deaths and freezes"),
-        (duration(max(slow)) if slow else "-", "slowest recovery"),
+        (str(joins), "joins"),
+        (str(recoveries), "deaths and freezes"),
+        ("-" if slowest_s is None else duration(slowest_s), "slowest recovery"),
     ]
     inner = "".join(f'<div class="card"><b>{_e(value)}</b><span>{_e(what)}</span></div>' for value, what in cards)
     return f'<div class="cards">{inner}</div>'

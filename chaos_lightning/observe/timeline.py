@@ -4,36 +4,180 @@ Theory of operation. `Timeline` is a fold: `add` takes one event after the other
 only ever adds facts, so the same class serves a finished run (report), a running one (live view) and a test. Nothing
 is judged here; `folds.py` derives durations and losses, `audit.py` judges. A *life* is one member id: a process that
 is fenced and joins again has several lives on one node's row. Facts that only the outside can tell (a death, an
-injected fault) come from other writers' events; what a member did comes from its own.
+injected fault) come from other writers' events; what a member did comes from its own. An event that nothing here knows
+is shown in words if the room that declares it gives it a note.
+
+Times are wall times in s unless a name says otherwise; None means that it did not happen as far as the logs tell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from chaos_lightning.events.events import Event
 from chaos_lightning.events.reader import Record
+from chaos_lightning.events.registry import known
 from chaos_lightning.observe import fields as f
-from chaos_lightning.observe.facts import (
-    FREEZES,
-    KILLS,
-    THAWS,
-    Commit,
-    Fault,
-    Flow,
-    Life,
-    Note,
-    Progress,
-    Pull,
-    Slot,
-    ViewFact,
-)
+from chaos_lightning.observe.spans import Spans
 
-__all__ = ["FREEZES", "KILLS", "THAWS", "Commit", "Fault", "Life", "Note", "Pull", "Slot", "Timeline", "ViewFact"]
-
+FREEZES = frozenset({"sigstop", "freeze"})
+THAWS = frozenset({"sigcont", "thaw"})
+KILLS = frozenset({"sigkill", "kill", "crash"})
+"""Words of `fault_injected.kind` that stop, resume and end a process (lab/faults.py)."""
 UNKNOWN_S = 1e9
 """A remaining time from here on means that nobody knows it (member/transfer.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressFact:
+    """How far a transfer was when its newcomer told last."""
+
+    nbytes: int = 0
+    """So far, those that were there before included."""
+    total: int = 0
+    """In all; 0: unknown."""
+    rate_bps: float = 0.0
+    """Bits per second of late; 0: nothing is known yet."""
+    remaining_s: float | None = None
+    """At this rate; None: nothing is known yet."""
+    sources: tuple[tuple[str, int], ...] = ()
+    """(donor, bytes), most bytes first."""
+
+
+@dataclass(slots=True)
+class PullFact:
+    """One newcomer's transfer of the training state."""
+
+    started: float
+    head: str = ""
+    done: float | None = None
+    sources: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Donor -> (bytes, seconds)."""
+    nbytes: int = 0
+    skipped: int = 0
+    """Bytes the newcomer held already."""
+    progress: ProgressFact = ProgressFact()
+    """What was told last while it ran."""
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Life:
+    """One member id from the process's first word (or its rejoin) to its end."""
+
+    member: str
+    node: str
+    source: str = ""
+    born: float = 0.0
+    role: str = ""
+    joined: float | None = None
+    leaving: float | None = None
+    ended: float | None = None
+    end: str = ""
+    """How it ended: "left", "finished", "fenced", "death" (seen by others), "killed" (injected), "" while it lives."""
+    why: str = ""
+    freezes: list[tuple[float, float | None]] = field(default_factory=list)
+    pulls: list[PullFact] = field(default_factory=list)
+    way: str = ""
+    """"replay" or "pause", as the scheduler chose."""
+    why_way: str = ""
+    replayed: int = 0
+    """Steps of the log that it applied before it came in."""
+    last: float = 0.0
+    """Its own latest event."""
+    last_step: int = 0
+    state: str = "starting"
+    """In a word, for the live view."""
+
+
+@dataclass(frozen=True, slots=True)
+class ViewFact:
+    """A view as the first event about it told it."""
+
+    id: str
+    members: tuple[str, ...]
+    joiners: tuple[str, ...]
+    reason: str
+    t: float
+
+    @property
+    def number(self) -> tuple[int, int]:
+        """(term, number)."""
+        return f.view_number(self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFact:
+    """One member's commit of one slot."""
+
+    t: float
+    mono: float
+    duration_s: float
+    wait_s: float
+    spent: dict[f.Stream, Spans]
+
+
+@dataclass(slots=True)
+class SlotFact:
+    """One committed slot: a header, and who committed it when."""
+
+    seq: int
+    step: int
+    kind: str
+    header: str
+    prev: str
+    contributors: tuple[tuple[str, float], ...]
+    """(member id, weight), in rank order."""
+    ledger: dict[f.Stream, Spans]
+    commits: dict[str, CommitFact] = field(default_factory=dict)
+
+    @property
+    def first(self) -> float:
+        """Wall time (s) of its first commit."""
+        return min(c.t for c in self.commits.values())
+
+    @property
+    def complete(self) -> float:
+        """Wall time (s) of its last commit."""
+        return max(c.t for c in self.commits.values())
+
+    @property
+    def who(self) -> tuple[str, ...]:
+        """Ids of the contributors, in rank order."""
+        return tuple(member for member, _ in self.contributors)
+
+
+@dataclass(frozen=True, slots=True)
+class FaultFact:
+    """An injected fault, written down before it struck."""
+
+    t: float
+    kind: str
+    member: str
+    phase: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FlowFact:
+    """What one member's link to another carried lately, and what it can."""
+
+    t: float
+    sent_bps: float
+    received_bps: float
+    rate_bps: float | None
+    """Measured, towards the other one; None: nobody measured it."""
+    latency_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class NoteFact:
+    """An event that is shown as a line of text."""
+
+    t: float
+    name: str
+    member: str
+    text: str
 
 
 @dataclass(slots=True)
@@ -44,30 +188,24 @@ class Timeline:
     stop: float = 0.0
     lives: dict[str, Life] = field(default_factory=dict)
     views: dict[str, ViewFact] = field(default_factory=dict)
-    slots: dict[str, Slot] = field(default_factory=dict)
+    slots: dict[str, SlotFact] = field(default_factory=dict)
     """By header hash, in the order of their first commit."""
-    faults: list[Fault] = field(default_factory=list)
-    notes: list[Note] = field(default_factory=list)
+    faults: list[FaultFact] = field(default_factory=list)
+    notes: list[NoteFact] = field(default_factory=list)
     hashes: dict[str, dict[str, str]] = field(default_factory=dict)
     """Header hash -> member -> state hash."""
     deaths: dict[str, float] = field(default_factory=dict)
     """Member -> when somebody first said that it is dead."""
     suspects: dict[str, float] = field(default_factory=dict)
-    decided: dict[str, float] = field(default_factory=dict)
-    """View id -> when the scheduler decided it."""
-    hand_ons: list[tuple[float, int, str]] = field(default_factory=list)
-    """(time, seq, member)."""
-    redos: list[tuple[float, int, str]] = field(default_factory=list)
+    hand_ons: list[tuple[float, int]] = field(default_factory=list)
+    """(time, seq)."""
+    redos: list[tuple[float, int]] = field(default_factory=list)
     waits: list[tuple[float, str, bool]] = field(default_factory=list)
     """(time, member, waiting begins) from `notice` events below min_nodes."""
-    flows: dict[tuple[str, str], Flow] = field(default_factory=dict)
+    flows: dict[tuple[str, str], FlowFact] = field(default_factory=dict)
     """(member, peer) -> what the member told last about its link to the peer."""
     epochs: dict[f.Stream, int] = field(default_factory=dict)
     """(stream, epoch) -> samples."""
-    schedulers: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Scheduler file -> (first, last event)."""
-    lost: int = 0
-    """Lines that a full disk swallowed."""
     _newest: str = ""
     _opened: dict[str, float] = field(default_factory=dict)
     _roles: dict[str, str] = field(default_factory=dict)
@@ -90,19 +228,19 @@ class Timeline:
         """Take one event in."""
         self.start = record.t if not self.start else min(self.start, record.t)
         self.stop = max(self.stop, record.t)
-        role = self._roles.get(record.source, "")
-        if record.name == Event.OPENED:
+        if record.name == "opened":
             self._opened[record.source] = record.t
-            self._roles[record.source] = role = str(record.get("role", "member"))
-        if role == "scheduler":
-            first = self.schedulers.get(record.source, (record.t, record.t))[0]
-            self.schedulers[record.source] = (first, record.t)
-        life: Life | None = None
-        if record.member and record.by == record.member and role not in ("scheduler", "harness", "agent"):
+            self._roles[record.source] = str(record.get("role", "member"))
+        writer = self._roles.get(record.source, "member")
+        if record.member and record.by == record.member and writer == "member":
             life = self._life(record)
-        handler = _HANDLERS.get(record.name)
-        if handler is not None:
-            handler(self, record, life)
+            if (own := _OWN.get(record.name)) is not None:
+                own(self, record, life)
+        if (told := _TOLD.get(record.name)) is not None:
+            told(self, record)
+        declared = known().get(record.name)
+        if declared is not None and declared.note:
+            self._note(record, declared.words(record.fields))
 
     def _life(self, record: Record) -> Life:
         life = self.lives.get(record.member)
@@ -112,231 +250,84 @@ class Timeline:
         life.last = record.t
         for i, (begin, end) in enumerate(life.freezes):
             # Who speaks does not sleep: only the injector knows when a freeze was meant to end.
-            if end is None and record.t > begin + 0.001 and record.name != Event.FAULT_INJECTED:
+            if end is None and record.t > begin + 0.001 and record.name != "fault_injected":
                 life.freezes[i] = (begin, record.t)
         return life
 
-    def living(self, node: str, t: float) -> Life | None:
-        """The life of this node at time t (s): the latest born by then, unless it ended before."""
-        mine = [x for x in self.lives.values() if x.node == node and x.born <= t and (x.ended is None or x.ended >= t)]
-        return max(mine, key=lambda x: x.born, default=None)
-
-    def _end(self, life: Life | None, record: Record, how: str, why: str = "") -> None:
-        if life is not None and (life.ended is None or life.end == "death"):
+    def _end(self, life: Life, record: Record, how: str, why: str = "") -> None:
+        if life.ended is None or life.end == "death":
             life.ended, life.end, life.why = record.t, how, why
             life.state = how
 
     def _note(self, record: Record, text: str) -> None:
-        self.notes.append(Note(record.t, record.name, record.member or record.node, text))
+        self.notes.append(NoteFact(record.t, record.name, record.member or record.node, text))
 
-    # ------------------------------------------------------------------------------------------------ handlers
+    # -------------------------------------------------------------------------------- what members say of themselves
 
-    def _welcomed(self, record: Record, life: Life | None) -> None:
-        if life is not None:
-            life.welcomed, life.role = record.t, str(record.get("role", ""))
-            life.state = "standby" if life.role == "standby" else "joining"
+    def _welcomed(self, record: Record, life: Life) -> None:
+        life.role = str(record.get("role", ""))
+        life.state = "standby" if life.role == "standby" else "joining"
 
-    def _joined(self, record: Record, life: Life | None) -> None:
-        if life is not None and life.joined is None:
+    def _joined(self, record: Record, life: Life) -> None:
+        if life.joined is None:
             life.joined = record.t
             # Founders but the first take over its state, too, and say "joiner"; the welcome knows that they founded.
             life.role = life.role if life.role == "founder" else str(record.get("role", life.role))
             life.state = "training"
-            life.last_seq, life.last_step = f.integer(record.get("seq")), f.integer(record.get("step"))
+            life.last_step = f.integer(record.get("step"))
 
-    def _leave(self, record: Record, life: Life | None) -> None:
-        life = life or self.lives.get(record.member)  # the scheduler tells it, too
-        if life is not None and life.leaving is None:
-            life.leaving, life.state = record.t, "leaving"
-            self._note(record, f"asks to leave: {record.get('reason', '')}")
-
-    def _left(self, record: Record, life: Life | None) -> None:
+    def _left(self, record: Record, life: Life) -> None:
         self._end(life, record, "left", str(record.get("reason", "")))
 
-    def _fenced(self, record: Record, life: Life | None) -> None:
+    def _fenced(self, record: Record, life: Life) -> None:
         self._end(life, record, "fenced", str(record.get("reason", "")))
-        if life is not None:
-            self._opened[record.source] = record.t  # the next life of this process begins here
-            self._note(record, f"fenced: {record.get('reason', '')}")
+        self._opened[record.source] = record.t  # the next life of this process begins here
+        self._note(record, f"fenced: {record.get('reason', '')}")
 
-    def _finished(self, record: Record, life: Life | None) -> None:
+    def _finished(self, record: Record, life: Life) -> None:
         self._end(life, record, "finished")
 
-    def _view(self, record: Record, life: Life | None) -> None:
-        name = f.view_name(record.get("id", record.get("view")))
-        if not name:
-            return
-        if name not in self.views and record.get("members") is not None:
-            self.views[name] = ViewFact(
-                name,
-                f.ids(record.get("members")),
-                f.ids(record.get("joiners")),
-                str(record.get("reason", "")),
-                record.t,
-            )
-        if record.name == Event.DECIDE:
-            self.decided.setdefault(name, record.t)
-
-    def _committed(self, record: Record, life: Life | None) -> None:
+    def _committed(self, record: Record, life: Life) -> None:
         header = str(record.get("header", ""))
         slot = self.slots.get(header)
         if slot is None:
-            slot = self.slots[header] = Slot(
+            slot = self.slots[header] = SlotFact(
                 seq=f.integer(record.get("seq")),
                 step=f.integer(record.get("step")),
                 kind=str(record.get("kind", "step")),
                 header=header,
                 prev=str(record.get("prev", "")),
-                view=f.view_name(record.get("view")),
-                next_view=f.view_name(record.get("next_view")),
                 contributors=f.shares(record.get("contributors")),
                 ledger=f.spent(record.get("ledger")),
             )
         self._newest = header
-        slot.commits.setdefault(
-            record.member,
-            Commit(
-                record.t,
-                record.mono,
-                f.number(record.get("duration_s")),
-                f.number(record.get("wait_s")),
-                f.spent(record.get("spent")),
-            ),
-        )
-        if record.get("state_hash"):
-            self.hashes.setdefault(header, {})[record.member] = str(record["state_hash"])
-        if life is not None:
-            life.last_seq, life.last_step = slot.seq, slot.step
-            if life.state in ("joining", "starting", "pulling", "waiting", "recovering"):
-                life.state = "training"
-            if life.joined is None:
-                life.joined = record.t
+        times = (record.t, record.mono, f.number(record.get("duration_s")), f.number(record.get("wait_s")))
+        slot.commits.setdefault(record.member, CommitFact(*times, f.spent(record.get("spent"))))
+        life.last_step = slot.step
+        if life.state in ("joining", "starting", "pulling", "waiting", "recovering"):
+            life.state = "training"
+        if life.joined is None:
+            life.joined = record.t
 
-    def _state_hash(self, record: Record, life: Life | None) -> None:
-        head = str(record.get("head", record.get("header", "")))
-        if head and record.get("hash"):
-            self.hashes.setdefault(head, {})[record.member] = str(record["hash"])
+    def _state_hash(self, record: Record, life: Life) -> None:
+        if record.get("hash"):
+            self.hashes.setdefault(str(record.get("head", "")), {})[life.member] = str(record["hash"])
 
-    def _way_in(self, record: Record, life: Life | None) -> None:
-        if life is not None:
-            life.way, life.why_way = str(record.get("way", "")), str(record.get("reason", ""))
+    def _replayed(self, record: Record, life: Life) -> None:
+        life.replayed += f.integer(record.get("steps"))
 
-    def _replayed(self, record: Record, life: Life | None) -> None:
-        if life is not None:
-            life.replayed += f.integer(record.get("steps"))
+    def _redo(self, record: Record, life: Life) -> None:
+        if life.joined is not None:  # the founding decision redoes nothing
+            self.redos.append((record.t, f.integer(record.get("base")) + 1))
 
-    def _pull_started(self, record: Record, life: Life | None) -> None:
-        if life is not None:
-            life.pulls.append(
-                Pull(life.member, record.t, str(record.get("head", "")), seq=f.integer(record.get("seq")))
-            )
-            life.state = "pulling"
+    def _hand_on(self, record: Record, life: Life) -> None:
+        self.hand_ons.append((record.t, f.integer(record.get("base"))))
 
-    def _pull_source(self, record: Record, life: Life | None) -> None:
-        if life is not None and life.pulls:
-            source, pull = str(record.get("source", "")), life.pulls[-1]
-            before = pull.sources.get(source, (0, 0.0))
-            pull.sources[source] = (
-                before[0] + f.nbytes(record.fields),
-                before[1] + f.number(record.get("seconds")),
-            )
-
-    def _pull_progress(self, record: Record, life: Life | None) -> None:
-        if life is not None and life.pulls:
-            rate_bps, remaining_s = f.number(record.get("rate_bps")), f.number(record.get("remaining_s"), -1.0)
-            life.pulls[-1].progress = Progress(
-                f.nbytes(record.fields),
-                f.integer(record.get("total")),
-                rate_bps,
-                # Writers put a huge number for "unknown", which JSON has no infinity for.
-                remaining_s if rate_bps > 0 and 0 <= remaining_s < UNKNOWN_S else None,
-                f.amounts(record.get("sources")),
-            )
-
-    def _pull_done(self, record: Record, life: Life | None) -> None:
-        if life is None:
-            return
-        if not life.pulls:
-            life.pulls.append(Pull(life.member, record.t - f.number(record.get("seconds"))))
-        pull = life.pulls[-1]
-        pull.done = record.t
-        pull.nbytes = f.nbytes(record.fields) or sum(n for n, _ in pull.sources.values())
-        pull.skipped = f.integer(record.get("skipped"))
-        pull.seconds = f.number(record.get("seconds"), record.t - pull.started)
-        pull.hash = str(record.get("hash", ""))
-        pull.head = pull.head or str(record.get("head", ""))
-        if pull.head and pull.hash:
-            self.hashes.setdefault(pull.head, {})[life.member] = pull.hash
-        life.state = "joining"
-
-    def _published(self, record: Record, life: Life | None) -> None:
-        self._state_hash(record, life)
-
-    def _death(self, record: Record, life: Life | None) -> None:
-        dead, evidence = self.lives.get(record.member), str(record.get("evidence", record.get("reason", "")))
-        if dead is not None and dead.end in ("left", "finished"):
-            return  # its process ended as it should; the scheduler saw the stream close
-        self.deaths.setdefault(record.member, record.t)
-        if dead is not None and dead.ended is None:
-            self._end(dead, record, "death", evidence)
-        self._note(record, f"dead: {evidence}")
-
-    def _suspect(self, record: Record, life: Life | None) -> None:
-        self.suspects.setdefault(record.member, record.t)
-
-    def _hand_on(self, record: Record, life: Life | None) -> None:
-        self.hand_ons.append((record.t, f.integer(record.get("seq", record.get("base"))), record.member))
-
-    def _redo(self, record: Record, life: Life | None) -> None:
-        if life is None or life.joined is not None:  # the founding decision redoes nothing
-            self.redos.append(
-                (record.t, f.integer(record.get("seq", f.integer(record.get("base")) + 1)), record.member)
-            )
-
-    def _notice(self, record: Record, life: Life | None) -> None:
-        if "waiting" in record.fields:
-            waiting = bool(record["waiting"])
-            self.waits.append((record.t, record.member, waiting))
-            if life is not None and waiting:
-                life.state = "waiting"
-        self._note(record, str(record.get("text", "")))
-
-    def _error(self, record: Record, life: Life | None) -> None:
-        self._note(record, str(record.get("text", f"{record.get('what', '')}: {record.get('reason', '')}")))
-
-    def _fault(self, record: Record, life: Life | None) -> None:
-        kind, node = str(record.get("kind", "")), record.node
-        victim = self.living(node, record.t)
-        step = record.get("step")
-        self.faults.append(
-            Fault(
-                t=record.t,
-                kind=kind,
-                node=node,
-                member=victim.member if victim is not None else record.member,
-                phase=str(record.get("phase", "")),
-                step=None if step is None else f.integer(step),
-                seconds=f.number(record.get("seconds")),
-            )
-        )
-        self._note(record, f"fault injected: {kind} {record.get('phase', '')}".rstrip())
-        if victim is None:
-            return
-        if kind in KILLS:
-            self._end(victim, record, "killed", str(record.get("phase", "")))
-        elif kind in FREEZES:
-            seconds = f.number(record.get("seconds"))
-            victim.freezes.append((record.t, record.t + seconds if seconds > 0 else None))
-            victim.state = "frozen"
-        elif kind in THAWS:
-            victim.freezes = [(a, record.t if b is None else b) for a, b in victim.freezes]
-
-    def _links(self, record: Record, life: Life | None) -> None:
-        rows = record.get("links")
-        self.flows = {ends: flow for ends, flow in self.flows.items() if ends[0] != record.member}
-        for row in rows if isinstance(rows, Sequence) and not isinstance(rows, str) else ():
+    def _links(self, record: Record, life: Life) -> None:
+        self.flows = {ends: flow for ends, flow in self.flows.items() if ends[0] != life.member}
+        for row in f.rows(record.get("links")):
             if isinstance(row, Mapping):
-                self.flows[record.member, str(row.get("peer", ""))] = Flow(
+                self.flows[life.member, str(row.get("peer", ""))] = FlowFact(
                     record.t,
                     f.number(row.get("sent_bps")),
                     f.number(row.get("received_bps")),
@@ -344,25 +335,119 @@ class Timeline:
                     f.number(row["latency_s"]) if "latency_s" in row else None,
                 )
 
-    def _epoch(self, record: Record, life: Life | None) -> None:
-        self.epochs[str(record.get("stream", "")), f.integer(record.get("epoch"))] = f.integer(record.get("length"))
+    # ----------------------------------------------------------------------------------------------- state on its way
 
-    def _lost(self, record: Record, life: Life | None) -> None:
-        self.lost += f.integer(record.get("count"))
+    def _pull_started(self, record: Record, life: Life) -> None:
+        life.pulls.append(PullFact(record.t, str(record.get("head", ""))))
+        life.state = "pulling"
+
+    def _pull_source(self, record: Record, life: Life) -> None:
+        if life.pulls:
+            source, sources = str(record.get("source", "")), life.pulls[-1].sources
+            nbytes, seconds = sources.get(source, (0, 0.0))
+            sources[source] = (nbytes + f.integer(record.get("nbytes")), seconds + f.number(record.get("seconds")))
+
+    def _pull_progress(self, record: Record, life: Life) -> None:
+        if life.pulls:
+            rate_bps, remaining_s = f.number(record.get("rate_bps")), f.number(record.get("remaining_s"), -1.0)
+            life.pulls[-1].progress = ProgressFact(
+                f.integer(record.get("nbytes")),
+                f.integer(record.get("total")),
+                rate_bps,
+                # Writers put a huge number for "unknown", which JSON has no infinity for.
+                remaining_s if rate_bps > 0 and 0 <= remaining_s < UNKNOWN_S else None,
+                f.amounts(record.get("sources")),
+            )
+
+    def _pull_done(self, record: Record, life: Life) -> None:
+        if not life.pulls:
+            life.pulls.append(PullFact(record.t - f.number(record.get("seconds"))))
+        pull = life.pulls[-1]
+        pull.done = record.t
+        pull.nbytes = f.integer(record.get("nbytes"))
+        pull.skipped = f.integer(record.get("skipped"))
+        pull.seconds = f.number(record.get("seconds"), record.t - pull.started)
+        if pull.head and record.get("hash"):
+            self.hashes.setdefault(pull.head, {})[life.member] = str(record["hash"])
+        life.state = "joining"
+
+    # ---------------------------------------------------------------------------------------- what anybody may tell
+
+    def _leave(self, record: Record) -> None:
+        life = self.lives.get(record.member)
+        if life is not None and life.leaving is None:
+            life.leaving, life.state = record.t, "leaving"
+            self._note(record, f"asks to leave: {record.get('reason', '')}")
+
+    def _way_in(self, record: Record) -> None:
+        if (life := self.lives.get(record.member)) is not None:
+            life.way, life.why_way = str(record.get("way", "")), str(record.get("reason", ""))
+
+    def _view(self, record: Record) -> None:
+        name = f.view_name(record.get("id"))
+        if name and name not in self.views and record.get("members") is not None:
+            members, joiners = f.ids(record.get("members")), f.ids(record.get("joiners"))
+            self.views[name] = ViewFact(name, members, joiners, str(record.get("reason", "")), record.t)
+
+    def _death(self, record: Record) -> None:
+        dead, evidence = self.lives.get(record.member), str(record.get("evidence", ""))
+        if dead is not None and dead.end in ("left", "finished"):
+            return  # its process ended as it should; the scheduler saw the stream close
+        self.deaths.setdefault(record.member, record.t)
+        if dead is not None and dead.ended is None:
+            self._end(dead, record, "death", evidence)
+        self._note(record, f"dead: {evidence}")
+
+    def _suspect(self, record: Record) -> None:
+        self.suspects.setdefault(record.member, record.t)
+
+    def _notice(self, record: Record) -> None:
+        if "waiting" in record.fields:
+            waiting = bool(record["waiting"])
+            self.waits.append((record.t, record.member, waiting))
+            if waiting and record.member in self.lives:
+                self.lives[record.member].state = "waiting"
+
+    def _error(self, record: Record) -> None:
+        self._note(record, str(record.get("text", f"{record.get('what', '')}: {record.get('reason', '')}")))
+
+    def _fault(self, record: Record) -> None:
+        kind, phase = str(record.get("kind", "")), str(record.get("phase", ""))
+        seconds = f.number(record.get("seconds"))
+        victim = self.living(record.node, record.t)
+        member = victim.member if victim is not None else record.member
+        self.faults.append(FaultFact(record.t, kind, member, phase, seconds))
+        if victim is None:
+            return
+        if kind in KILLS:
+            self._end(victim, record, "killed", phase)
+        elif kind in FREEZES:
+            victim.freezes.append((record.t, record.t + seconds if seconds > 0 else None))
+            victim.state = "frozen"
+        elif kind in THAWS:
+            victim.freezes = [(a, record.t if b is None else b) for a, b in victim.freezes]
+
+    def _epoch(self, record: Record) -> None:
+        self.epochs[str(record.get("stream", "")), f.integer(record.get("epoch"))] = f.integer(record.get("length"))
 
     # ------------------------------------------------------------------------------------------------ reading
 
-    def chain(self) -> list[Slot]:
+    def living(self, node: str, t: float) -> Life | None:
+        """The life of this node at time t (s): the latest born by then, unless it ended before."""
+        mine = [x for x in self.lives.values() if x.node == node and x.born <= t and (x.ended is None or x.ended >= t)]
+        return max(mine, key=lambda x: x.born, default=None)
+
+    def chain(self) -> list[SlotFact]:
         """The slots that stayed: from the last committed one back along the predecessors' hashes, oldest first.
 
         A slot that only its dead committer knew is in `slots` but not here. Where the chain begins anew (a job that
         went on from a checkpoint) the earlier part is put before it.
         """
         rest = sorted(self.slots.values(), key=lambda s: (s.complete, s.seq))
-        found: list[Slot] = []
+        found: list[SlotFact] = []
         seen: set[str] = set()
         while rest:
-            slot: Slot | None = rest[-1]
+            slot: SlotFact | None = rest[-1]
             while slot is not None and slot.header not in seen:
                 seen.add(slot.header)
                 found.append(slot)
@@ -376,10 +461,10 @@ class Timeline:
         """Where pictures begin: the first member's birth (a scheduler may have waited for hours before)."""
         return min((life.born for life in self.lives.values()), default=self.start)
 
-    def recent(self, count: int) -> list[Slot]:
+    def recent(self, count: int) -> list[SlotFact]:
         """The newest slots of the chain, oldest first."""
         slot = self.slots.get(self._newest)
-        found: list[Slot] = []
+        found: list[SlotFact] = []
         while slot is not None and len(found) < count:
             found.append(slot)
             slot = self.slots.get(slot.prev)
@@ -396,32 +481,34 @@ class Timeline:
         return list(dict.fromkeys(x.node for x in sorted(self.lives.values(), key=lambda x: x.born)))
 
 
-_HANDLERS = {
-    Event.WELCOMED.value: Timeline._welcomed,
-    Event.JOINED.value: Timeline._joined,
-    Event.LEAVE.value: Timeline._leave,
-    Event.LEFT.value: Timeline._left,
-    Event.FENCED.value: Timeline._fenced,
-    Event.FINISHED.value: Timeline._finished,
-    Event.VIEW.value: Timeline._view,
-    Event.DECIDE.value: Timeline._view,
-    Event.COMMITTED.value: Timeline._committed,
-    Event.STATE_HASH.value: Timeline._state_hash,
-    Event.PULL_STARTED.value: Timeline._pull_started,
-    Event.WAY_IN.value: Timeline._way_in,
-    Event.REPLAYED.value: Timeline._replayed,
-    Event.PULL_SOURCE.value: Timeline._pull_source,
-    Event.PULL_PROGRESS.value: Timeline._pull_progress,
-    Event.PULL_DONE.value: Timeline._pull_done,
-    Event.PUBLISHED.value: Timeline._published,
-    Event.DEATH.value: Timeline._death,
-    Event.SUSPECT.value: Timeline._suspect,
-    Event.HAND_ON.value: Timeline._hand_on,
-    Event.REDO.value: Timeline._redo,
-    Event.NOTICE.value: Timeline._notice,
-    Event.ERROR.value: Timeline._error,
-    Event.FAULT_INJECTED.value: Timeline._fault,
-    Event.LINKS.value: Timeline._links,
-    Event.EPOCH.value: Timeline._epoch,
-    Event.LOST.value: Timeline._lost,
+_OWN = {
+    "welcomed": Timeline._welcomed,
+    "joined": Timeline._joined,
+    "left": Timeline._left,
+    "fenced": Timeline._fenced,
+    "finished": Timeline._finished,
+    "committed": Timeline._committed,
+    "state_hash": Timeline._state_hash,
+    "replayed": Timeline._replayed,
+    "redo": Timeline._redo,
+    "hand_on": Timeline._hand_on,
+    "links": Timeline._links,
+    "pull_started": Timeline._pull_started,
+    "pull_source": Timeline._pull_source,
+    "pull_progress": Timeline._pull_progress,
+    "pull_done": Timeline._pull_done,
 }
+"""Of the member that wrote them: a scheduler's event of the same name says less, and a moment earlier."""
+_TOLD = {
+    "leave": Timeline._leave,
+    "way_in": Timeline._way_in,
+    "view": Timeline._view,
+    "decide": Timeline._view,
+    "death": Timeline._death,
+    "suspect": Timeline._suspect,
+    "notice": Timeline._notice,
+    "error": Timeline._error,
+    "fault_injected": Timeline._fault,
+    "epoch": Timeline._epoch,
+}
+"""Whoever wrote them."""

@@ -17,9 +17,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 
 from chaos_lightning.callbacks import Goodput, LiveView
+from chaos_lightning.callbacks.goodput import GoodputMeter
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog
-from chaos_lightning.observe.meter import GoodputMeter
 
 
 class Kept(Logger):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.events.events import Event, EventLog, Record
+from chaos_lightning.events.events import EventLog, Record
 from chaos_lightning.lab.demo import edge, edge_proof
 from chaos_lightning.lab.demo.proof import Check
 from chaos_lightning.lab.edge_file import load_topology
@@ -46,7 +46,7 @@ def view(
     trees = [(via, chain, parents), (1.0 - via, chain, around)]
     return record(
         t,
-        Event.VIEW,
+        "view",
         id=f"1.{number}",
         members=list(MEMBERS),
         joiners=[],
@@ -60,11 +60,11 @@ def view(
 def everywhere() -> Record:
     """A view whose links are all pairs."""
     fields: dict[str, Any] = {"members": list(MEMBERS), "joiners": [], "reason": "", "links": [], "trees": []}
-    return record(5.0, Event.VIEW, id="1.9", plan="chain", **fields)
+    return record(5.0, "view", id="1.9", plan="chain", **fields)
 
 
 def fault(t: float, kind: str, pair: tuple[str, str], rate: float = 400e6) -> Record:
-    return record(t, Event.FAULT_INJECTED, kind=kind, node=pair[0], peer=pair[1], rate_bps=rate, latency_s=0.0)
+    return record(t, "fault_injected", kind=kind, node=pair[0], peer=pair[1], rate_bps=rate, latency_s=0.0)
 
 
 def run(topology: Topology) -> list[Record]:
@@ -80,14 +80,14 @@ def run(topology: Topology) -> list[Record]:
         *probes,
         fault(10.0, "cut", BROKEN),
         view(topology, 10.2, 2, without=BROKEN),
-        record(15.0, Event.COMMITTED, header="a", seq=1),
+        record(15.0, "committed", header="a", seq=1),
         fault(20.0, "restore", BROKEN),
         view(topology, 20.6, 3),
         fault(30.0, "rate", SLOW, 20e6),
         view(topology, 31.0, 4, via=0.2),
         fault(50.0, "stall", SILENT),
         view(topology, 53.0, 5, without=SILENT, via=0.1),
-        record(55.0, Event.COMMITTED, header="b", seq=2),
+        record(55.0, "committed", header="b", seq=2),
         fault(58.0, "restore", SILENT),
         view(topology, 58.6, 6, via=0.2),
         fault(70.0, "rate", SLOW, 400e6),
@@ -140,10 +140,10 @@ def more(made: Callable[[Topology], Record]) -> Flaw:
         (less(lambda r: r.get("id") not in ("1.4", "1.5", "1.6")), "the trees avoid it"),
         (less(lambda r: r.name != "link_measured"), "members measure"),
         (less(lambda r: r.name != "link_measured" or r.node != "edge-3-0"), "members measure"),
-        (less(lambda r: r.name != Event.VIEW or r.get("id") == "1.1"), "trees change when links do"),
-        (less(lambda r: r.name != Event.VIEW), "6 nodes train over the 8 links"),
-        (more(lambda t: record(12.0, Event.FENCED, reason="x")), "no link's failure puts a member out"),
-        (more(lambda t: record(12.0, Event.DEATH, evidence="x")), "no link's failure puts a member out"),
+        (less(lambda r: r.name != "view" or r.get("id") == "1.1"), "trees change when links do"),
+        (less(lambda r: r.name != "view"), "6 nodes train over the 8 links"),
+        (more(lambda t: record(12.0, "fenced", reason="x")), "no link's failure puts a member out"),
+        (more(lambda t: record(12.0, "death", evidence="x")), "no link's failure puts a member out"),
         (more(lambda t: everywhere()), "and no other"),
     ],
 )  # fmt: skip

@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from chaos_lightning.errors import ConfigurationError, DeadlineError
-from chaos_lightning.events.events import Event, EventLog, read_events
+from chaos_lightning.events.events import EventLog, read_events
 from chaos_lightning.lab.demo import cast, proof
 from chaos_lightning.lab.demo.cast import MARK, Cast, NodeDied
 from chaos_lightning.lab.demo.command import demo, judge, perform, prepare, tidy
@@ -110,7 +110,7 @@ def test_kill_is_for_agent_and_worker_and_is_written_down_before(sleepers: Sleep
     worker = worker_of(sleepers, "edge-2", harness)
     sleepers.kill("edge-2", worker)
     harness.wait_until(lambda: not runs(worker) and sleepers.exit_codes()["edge-2"] == -9, "both deaths")
-    (fault,) = [r for r in read_events(sleepers.events) if r.name == Event.FAULT_INJECTED]
+    (fault,) = [r for r in read_events(sleepers.events) if r.name == "fault_injected"]
     assert (fault["kind"], fault.node) == ("sigkill", "edge-2-0")
     sleepers.check()  # it was meant
 

@@ -15,6 +15,7 @@ from engine_control import ControlPath
 
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.errors import SchedulerUnreachableError
+from chaos_lightning.events.registry import problems
 from chaos_lightning.lab.harness import Harness
 from chaos_lightning.lab.relay import LinkRelay
 from chaos_lightning.machine.listener import free_port
@@ -129,6 +130,7 @@ class Job:
             assert self.harness.wait_exit(name) == 0
         for finding in self.harness.audit():
             assert finding.verdict != "violated", self.harness.dump() + f"\n{finding}"
+        assert [text for r in self.harness.records for text in problems(r.name, r.fields)] == []
         return [self.report(name) for name in names]
 
     def report(self, name: str) -> dict[str, Any]:

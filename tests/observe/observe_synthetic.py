@@ -90,6 +90,7 @@ class Script:
                 members=list(members),
                 joiners=list(joiners),
                 reason=reason,
+                chain="c0",
             )
 
     @property
@@ -125,7 +126,7 @@ class Script:
         new = self.header(kind, only)
         ledger = [{"stream": "", "epoch": self.epoch, "spans": [[0, self.used]]}] if self.used else []
         for i, member in enumerate(self.members if only is None else only):
-            line = self.say(
+            self.say(
                 member,
                 "committed",
                 at=self.now + 0.001 * i,
@@ -143,9 +144,13 @@ class Script:
                 wait_s=0.03,
             )
             if hashes:
-                line["state_hash"] = self.state(new)
+                self.hashed(member, new, at=self.now + 0.001 * i)
         self.head = new
         return new
+
+    def hashed(self, member: str, head: str, *, at: float | None = None) -> None:
+        """The member tells the hash of its state at this header."""
+        self.say(member, "state_hash", at=at, seq=self.seq, step=self.step, head=head, hash=self.state(head))
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -179,7 +184,7 @@ class Script:
         self.slot("boundary", hashes=True)
         at_head, at_seq = self.head, self.seq
         for donor in old:
-            self.say(donor, "published", seq=at_seq, head=at_head, hash=self.state(at_head))
+            self.say(donor, "published", seq=at_seq, head=at_head)
         self.view([*old, member], f"{node} joins", (member,))
         self.say(member, "pull_started", seq=at_seq, head=at_head, sources=old)
         total = int(mib * (1 << 20))
@@ -231,7 +236,7 @@ class Script:
         self.now += 0.01
         self.view(rest, f"{member} died")
         for m in rest:
-            self.say(m, "redo", seq=self.seq + 1, view=self.view_id)
+            self.say(m, "redo", view=self.view_id, base=self.seq, reason=f"{member} died")
         self.slot(took=0.05)
 
     def freeze(self, member: str, seconds: float) -> float:
@@ -255,7 +260,7 @@ class Script:
     def wake(self, member: str, thaw: float) -> None:
         self.now = max(self.now, thaw)
         self.say(member, "fenced", reason="excluded by a decided view", rejoin=True)
-        self.say(member, "rejoin", reason="fenced")
+        self.say(member, "rejoin", old_id=member)
 
     def leave(self, member: str) -> None:
         self.say(member, "leave", reason="Ctrl+C")

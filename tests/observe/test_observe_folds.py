@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from observe_synthetic import T0, Script, story
+from observe_synthetic import Script, story
 
 from chaos_lightning.events.events import read_events
-from chaos_lightning.events.spans import intersect, merge, overlaps, size, subtract, words
 from chaos_lightning.observe import folds
+from chaos_lightning.observe.spans import intersect, merge, overlaps, size, subtract, words
 from chaos_lightning.observe.timeline import Timeline
 
 
@@ -43,7 +43,6 @@ def test_chain_is_contiguous_and_complete(told: Timeline) -> None:
     chain = told.chain()
     assert [slot.seq for slot in chain] == list(range(1, len(chain) + 1))
     assert chain[-1].kind == "closing"
-    assert folds.abandoned(told) == []
 
 
 def test_joins_name_their_donors(told: Timeline) -> None:
@@ -57,6 +56,17 @@ def test_joins_name_their_donors(told: Timeline) -> None:
     assert first.skipped == 2 << 20
     assert first.rate == pytest.approx(first.nbytes / (0.35 * 0.95))
     assert first.pause == pytest.approx(0.35, abs=0.02)
+
+
+def test_the_way_in_that_the_scheduler_chose_is_the_joins_own(tmp_path: Path) -> None:
+    run = Script()
+    run.found(["a", "b"])
+    run.steps(3)
+    joiner = run.join("c")
+    line = run.say("", "way_in", file="scheduler-s-1.jsonl", way="replay", reason="steps can be replayed")
+    line["member"] = joiner
+    (join,) = folds.joins(timeline(run, tmp_path))
+    assert (join.way, join.why) == ("replay", "steps can be replayed")
 
 
 def test_recoveries_measure_from_the_blow_to_the_next_slot_on_all_survivors(told: Timeline) -> None:
@@ -78,7 +88,7 @@ def test_goodput_books_every_second_once(told: Timeline) -> None:
     assert good.lost["waiting"] == 0
     assert good.usual == pytest.approx(0.106, abs=0.003)
     assert 0.85 < good.share < 0.95
-    assert (good.steps, good.redone) == (122, 1)
+    assert good.steps == 122
 
 
 def test_samples_are_counted_per_epoch(told: Timeline) -> None:
@@ -89,11 +99,10 @@ def test_samples_are_counted_per_epoch(told: Timeline) -> None:
     assert all(use.twice == () for use in uses.values())
 
 
-def test_hash_agreement(told: Timeline) -> None:
-    rows = folds.agreement(told)
-    assert len(rows) >= 12
-    assert all(row.equal for row in rows)
-    assert max(len(row.hashes) for row in rows) == 4
+def test_hashes_of_all_members_are_gathered(told: Timeline) -> None:
+    assert len(told.hashes) >= 12
+    assert all(len(set(hashes.values())) == 1 for hashes in told.hashes.values())
+    assert max(len(hashes) for hashes in told.hashes.values()) == 4
 
 
 def test_an_empty_log_folds_to_nothing() -> None:
@@ -114,7 +123,7 @@ def test_handed_on_slot_counts_as_recovered_when_the_last_survivor_has_it(tmp_pa
     run.now += 0.2
     contributed = run.lines["member-b-1.jsonl"][-1]
     run.view(["b~1", "c~1"], "a~1 died")
-    run.say("c~1", "hand_on", seq=run.seq, head=head)
+    run.say("c~1", "hand_on", view=run.view_id, base=run.seq, reason="a~1 died")
     run.say(
         "c~1",
         "committed",
@@ -194,10 +203,6 @@ def test_span_arithmetic() -> None:
     assert subtract(((0, 10),), ((2, 3), (5, 6))) == ((0, 2), (3, 5), (6, 10))
     assert size([(0, 2), (1, 3)]) == 4
     assert words(tuple((i, i + 1) for i in range(0, 20, 2))) == "[0, 1), [2, 3), [4, 5), [6, 7) and 6 more"
-
-
-def test_times_start_at_the_first_event(told: Timeline) -> None:
-    assert told.start == T0
 
 
 def test_the_end_of_a_finished_member_is_no_death(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from observe_synthetic import Script
 from test_observe_shown import lines_of
 
 from chaos_lightning.events.events import read_events
-from chaos_lightning.observe.render import LINKS_SHOWN, Board, LinkRow, from_status, from_timeline
+from chaos_lightning.observe.render import LINKS_SHOWN, Dashboard, LinkRow, from_status, from_timeline
 from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.observe.units import rate
 
@@ -56,13 +56,13 @@ def test_board_from_a_status_tells_what_links_can_carry_and_which_are_missing() 
 
 def test_board_shows_the_links_that_matter_most() -> None:
     links = [LinkRow("a", f"b{i}", 1e6 * i, 0.0) for i in range(LINKS_SHOWN + 5)]
-    text = lines_of(Board("t", links=links))
+    text = lines_of(Dashboard("t", links=links))
     assert "and 5 more" in text
     assert f"a b{LINKS_SHOWN + 4} " in text
     assert "a b4 " not in text
     links = [LinkRow("a", f"b{i}", can_there_bps=1e6 * (i + 1), can_back_bps=1e9) for i in range(LINKS_SHOWN + 1)]
     links.append(LinkRow("a", "c", state="not there yet"))
-    text = lines_of(Board("t", links=links))
+    text = lines_of(Dashboard("t", links=links))
     assert "not there yet" in text
     assert "a b0 " in text
     assert f"a b{LINKS_SHOWN} " not in text

@@ -16,7 +16,7 @@ from until_support import until
 
 from chaos_lightning import cli
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.events.events import Event, EventLog, read_events
+from chaos_lightning.events.events import EventLog, read_events
 from chaos_lightning.lab.edge_lab import Lab, LabConfig, fill
 from chaos_lightning.lab.edge_marks import MARK, Mark
 from chaos_lightning.lab.topology import Change, Link, Node, Topology
@@ -152,7 +152,7 @@ def test_the_schedule_is_told_and_logged(tmp_path: Path, network: Path) -> None:
         said += drain(running)
     assert running.exit_code() == 0
     assert any("the schedule begins" in text for node, text in said if not node)
-    faults = [r for r in read_events(tmp_path / "events") if r.name == Event.FAULT_INJECTED]
+    faults = [r for r in read_events(tmp_path / "events") if r.name == "fault_injected"]
     assert [(r.node, r.get("peer"), r.get("rate_bps")) for r in faults] == [("edge-1", "edge-2", 50e6)]
 
 
@@ -164,7 +164,7 @@ def test_a_schedule_can_wait_until_all_have_joined(tmp_path: Path) -> None:
             assert not any("begins" in t for _, t in running.poll())
             assert running.edge.elapsed_s == 0.0
             with EventLog.in_directory(running.events, f"{name}-0", role="member") as log:
-                log.emit(Event.JOINED, role="founder", view="1.1", seq=0, step=0, head="")
+                log.emit("joined", role="founder", view="1.1", seq=0, step=0, head="")
         running.poll()
         assert running.edge.elapsed_s > 0.0
         assert list(running.children) == ["edge-1", "edge-2"]

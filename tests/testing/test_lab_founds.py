@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos_lightning.events.events import Event, read_events
+from chaos_lightning.events.events import read_events
 from chaos_lightning.lab.edge_file import load_topology
 from chaos_lightning.observe.audit import audit, violations
 
@@ -33,11 +33,11 @@ def test_all_nodes_found_the_job_together_over_the_links_that_there_are(path: Pa
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     records = list(read_events(tmp_path / "run" / "events"))
-    founding = next(r for r in records if r.name == Event.VIEW and r.get("members"))
+    founding = next(r for r in records if r.name == "view" and r.get("members"))
     assert {network.node_of(m) for m in founding["members"]} == set(network.names)
     neighbours = {frozenset((link.a, link.b)) for link in network.links}
-    made = [(r.node, str(r["peer"])) for r in records if r.name == Event.LINK_UP]
+    made = [(r.node, str(r["peer"])) for r in records if r.name == "link_up"]
     assert {frozenset((network.node_of(one), network.node_of(other))) for one, other in made} == neighbours
-    hashed = [r for r in records if r.name == Event.STATE_HASH]
+    hashed = [r for r in records if r.name == "state_hash"]
     assert len({r.node for r in hashed}) == len(network.names)
     assert not violations(audit(tmp_path / "run" / "events"))

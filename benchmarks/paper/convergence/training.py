@@ -28,7 +28,7 @@ from benchmarks import workers
 from benchmarks.paper.convergence.curves import Change, Curve
 from benchmarks.paper.convergence.data import Samples, Stream
 from benchmarks.paper.convergence.models import Judge, Problem, Recipe, learned_arrays, loss_of, one_thread
-from chaos_lightning.events.events import Event, Record, Tail
+from chaos_lightning.events.events import Record, Tail
 
 DEADLINE_S = 240.0
 """After so long without a word from any node a run has failed."""
@@ -156,7 +156,7 @@ def contributors_by_step(records: Iterable[Record], node_name: str) -> dict[int,
     """Nodes that brought samples to each optimizer step, as node `node_name` saw it committed."""
     found = {}
     for r in records:
-        if r.name == Event.COMMITTED and r.node == node_name and r["kind"] == "step":
+        if r.name == "committed" and r.node == node_name and r["kind"] == "step":
             found[int(r["step"])] = sum(weight > 0 for _, weight in r["contributors"])
     return found
 
@@ -187,11 +187,11 @@ def transfer_facts(records: Iterable[Record], node_name: str) -> dict[str, Any]:
     for r in records:
         if r.node != node_name:
             continue
-        if r.name == Event.OBSERVING:
+        if r.name == "observing":
             facts["way"] = "replay"
-        elif r.name == Event.PULL_DONE:
+        elif r.name == "pull_done":
             pulls.append({"nbytes": int(r["nbytes"]), "skipped": int(r["skipped"]), "hash": str(r["hash"])})
-        elif r.name == Event.REPLAYED:
+        elif r.name == "replayed":
             facts["log_nbytes"] += int(r.get("nbytes", 0))
             facts["replayed"] += int(r["steps"])
     return facts
@@ -207,14 +207,10 @@ def rewirings(records: Iterable[Record], node_name: str, changed: int) -> list[s
     """
     ordered = sorted(records, key=lambda r: r.t)
     until = next(
-        (
-            r.t
-            for r in ordered
-            if changed and r.name == Event.COMMITTED and r.node == node_name and r["step"] == changed
-        ),
+        (r.t for r in ordered if changed and r.name == "committed" and r.node == node_name and r["step"] == changed),
         math.inf,
     )
-    views = [r for r in ordered if r.name == Event.VIEW and r.node == "default" and r.t < until]
+    views = [r for r in ordered if r.name == "view" and r.node == "default" and r.t < until]
     return [str(b.get("reason")) for a, b in pairwise(views) if a["members"] == b["members"]]
 
 
@@ -345,7 +341,7 @@ class _Fleet:
         """Lets a node ask the scheduler, and returns when it was welcomed."""
         self.workers[name].pipe.send("go")
         deadline = time.monotonic() + DEADLINE_S
-        while not any(r.name == Event.WELCOMED and r.node == name for r in self._tail.poll()):
+        while not any(r.name == "welcomed" and r.node == name for r in self._tail.poll()):
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"{name} was not welcomed by the scheduler within {DEADLINE_S:g} s: see {self.folder}"
@@ -386,7 +382,7 @@ class _Fleet:
 
     def troubles(self, records: Iterable[Record]) -> str:
         """Deaths, fences and errors in words."""
-        kinds = (Event.DEATH, Event.FENCED, Event.ERROR, Event.SUSPECT, Event.REFUSED)
+        kinds = ("death", "fenced", "error", "suspect", "refused")
         lines = [str(r) for r in records if r.name in kinds]
         return "; ".join(lines[:5]) or "the event log tells of no trouble"
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chaos_lightning.errors import ChaosError
-from chaos_lightning.events.events import Event, EventLog
+from chaos_lightning.events.events import EventLog
 from chaos_lightning.lab.edge_marks import Mark
 from chaos_lightning.lab.processes import Child, start_command
 from chaos_lightning.machine.listener import free_port
@@ -157,7 +157,7 @@ class Cast:
 
     def kill_worker(self, member: str, worker: int) -> None:
         """SIGKILL for one worker of a node; its agent and its siblings live."""
-        self._log.emit(Event.FAULT_INJECTED, kind="sigkill", node=member, pid=worker)
+        self._log.emit("fault_injected", kind="sigkill", node=member, pid=worker)
         self._signal(worker, signal.SIGKILL)
 
     def freeze(self, name: str, worker: int, seconds: float) -> None:
@@ -185,12 +185,12 @@ class Cast:
 
     def kill_scheduler(self, pid: int) -> None:
         """SIGKILL for a scheduler that one of the nodes has started."""
-        self._log.emit(Event.FAULT_INJECTED, kind="scheduler_sigkill", node="scheduler", pid=pid)
+        self._log.emit("fault_injected", kind="scheduler_sigkill", node="scheduler", pid=pid)
         self._signal(pid, signal.SIGKILL)
 
     def end_scheduler(self, pid: int) -> None:
         """SIGTERM for a scheduler that one of the nodes has started."""
-        self._log.emit(Event.FAULT_INJECTED, kind="scheduler_sigterm", node="scheduler", pid=pid)
+        self._log.emit("fault_injected", kind="scheduler_sigterm", node="scheduler", pid=pid)
         self._signal(pid, signal.SIGTERM)
 
     def runs(self, pid: int) -> bool:
@@ -199,10 +199,10 @@ class Cast:
 
     def note(self, kind: str, name: str) -> None:
         """Something that was done to others than the nodes."""
-        self._log.emit(Event.FAULT_INJECTED, kind=kind, node=name)
+        self._log.emit("fault_injected", kind=kind, node=name)
 
     def _note(self, kind: str, name: str, **fields: object) -> None:
-        self._log.emit(Event.FAULT_INJECTED, kind=kind, node=f"{name}-0", **fields)
+        self._log.emit("fault_injected", kind=kind, node=f"{name}-0", **fields)
 
     def _signal(self, pid: int, number: int) -> None:
         if not self._mark.send(pid, number):

@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from chaos_lightning.errors import ConfigurationError, DeadlineError
-from chaos_lightning.events.events import Event, Tail
+from chaos_lightning.events.events import Tail
 from chaos_lightning.lab.demo import edge_proof
 from chaos_lightning.lab.demo.command import NETWORK, ExitCodes, perform, prepare
 from chaos_lightning.lab.demo.proof import Check
@@ -122,10 +122,10 @@ class _Story:
                 self.screen.say("do", line.partition(" s  ")[2])
         for record in self._tail.poll():
             self.timeline.add(record)
-            if record.name == Event.JOINED and record.node not in self._joined:
+            if record.name == "joined" and record.node not in self._joined:
                 self._joined.add(record.node)
                 self.screen.say("seen", f"{record.node} is in as {record.get('role')}")
-            elif record.name == Event.VIEW and record.get("links") is None and str(record.get("id")) not in self._views:
+            elif record.name == "view" and record.get("links") is None and str(record.get("id")) not in self._views:
                 self._views.add(str(record.get("id")))
                 self.screen.say("seen", f"view {record.get('id')}: {str(record.get('reason'))[:230]}")
         self.screen.refresh(self.timeline)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from pathlib import Path
 
-from chaos_lightning.events.events import Event, Record, read_events
+from chaos_lightning.events.events import Record, read_events
 from chaos_lightning.lab.demo.proof import Check, Expected, _Proof, audited
 from chaos_lightning.lab.topology import Topology, rate_text
 from chaos_lightning.observe.fields import number
@@ -57,7 +57,7 @@ def views(records: Sequence[Record]) -> list[Ruled]:
     found: dict[str, Ruled] = {}
     for r in sorted(records, key=lambda r: r.t):
         links = r.get("links")
-        if r.name != Event.VIEW or links is None:
+        if r.name != "view" or links is None:
             continue
         members = tuple(r.get("members") or ())
         pairs = links or list(combinations(members, 2))
@@ -84,7 +84,7 @@ def prove(folder: Path, topology: Topology, exit_codes: Mapping[str, int | None]
     expected = Expected(
         founders=tuple(founders), joins=last, killed="", frozen="", leaves="", exit_codes=dict(exit_codes)
     )
-    deaths = any(r.name in (Event.DEATH, Event.FENCED) for r in records)
+    deaths = any(r.name in ("death", "fenced") for r in records)
     general = _Proof(folder, Timeline.of(records), records, expected)
     return [
         one.founded(),
@@ -201,7 +201,7 @@ class _EdgeProof:
         return Check("trees change when links do", text, changes >= 3)
 
     def stayed(self) -> Check:
-        names = (Event.DEATH, Event.FENCED, Event.REJOIN)
+        names = ("death", "fenced", "rejoin")
         bad = [r for r in self.records if r.name in names]
         members = {m for v in self.views for m in v.members}
         text = f"{len(members)} member ids from the first view to the last" if not bad else f"{bad[0]}"
@@ -217,7 +217,7 @@ class _EdgeProof:
     # ------------------------------------------------------------------------------------------------ helpers
 
     def _faults(self, *kinds: str) -> list[Record]:
-        return [r for r in self.records if r.name == Event.FAULT_INJECTED and r.get("kind") in kinds]
+        return [r for r in self.records if r.name == "fault_injected" and r.get("kind") in kinds]
 
     def _rate(self, edge: Edge, t: float) -> float:
         """What this link carried then, bits per second; 0 if it did not, or does not exist."""
@@ -233,7 +233,7 @@ class _EdgeProof:
         return next((v for v in self.views if v.t > t and good(v, edge)), None)
 
     def _steps(self, start: float, stop: float) -> int:
-        steps = {r.get("header") for r in self.records if r.name == Event.COMMITTED and start < r.t < stop}
+        steps = {r.get("header") for r in self.records if r.name == "committed" and start < r.t < stop}
         return len(steps)
 
 

@@ -21,7 +21,7 @@ import typer
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.etcd_servers import EtcdServer, EtcdServers
 from chaos_lightning.errors import ChaosError
-from chaos_lightning.events.events import Event, Record, read_events
+from chaos_lightning.events.events import Record, read_events
 from chaos_lightning.lab.demo.cast import Cast
 from chaos_lightning.lab.demo.command import ExitCodes, perform, prepare
 from chaos_lightning.lab.demo.proof import Check, audited
@@ -109,10 +109,10 @@ class FailoverStory(Story):
     def _knocks(self, name: str) -> None:
         """Starts this node, and waits until its member runs, which knocks then."""
         self.cast.start(name)
-        self._event(Event.OPENED, name, self.plot.start_deadline_s)
+        self._event("opened", name, self.plot.start_deadline_s)
 
     def _is_in(self, name: str, at: float) -> None:
-        joined = self._event(Event.JOINED, name, self.plot.start_deadline_s)
+        joined = self._event("joined", name, self.plot.start_deadline_s)
         self._say("good", f"{name} joined at step {joined.get('step')}, {duration(joined.t - at)} after the kill")
 
     def _kill_etcds_leader(self) -> EtcdServer:
@@ -191,7 +191,7 @@ class _Proof:
         self.codes = codes
         self.records = list(read_events(folder / "events"))
         self.chain = Timeline.of(self.records).chain()
-        self.faults = [r for r in self.records if r.name == Event.FAULT_INJECTED]
+        self.faults = [r for r in self.records if r.name == "fault_injected"]
         self.kills = [r for r in self.faults if r["kind"] == "scheduler_sigkill"]
         self.etcd_kills = [r for r in self.faults if r["kind"] == "etcd_sigkill"]
         self.started = [r for r in self.records if r.name == "scheduler_started"]
@@ -258,7 +258,7 @@ class _Proof:
         """After the first of these kills the node is let in, by a view that was written to the chain after it."""
         what = f"{whose} dies as {node} knocks, and joins work again"
         own = [r for r in self.records if r.node == f"{node}-0" and r.source.startswith("member")]
-        joined = next((r for r in own if r.name == Event.JOINED), None)
+        joined = next((r for r in own if r.name == "joined"), None)
         if joined is None or not kills:
             return Check(what, "it did not join", False)
         written = [r for r in self.records if r.name == "stored" and r["ok"] and kills[0].t < r.t < joined.t]

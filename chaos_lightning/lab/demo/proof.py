@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from chaos_lightning.events.events import Event, Record, read_events
+from chaos_lightning.events.events import Record, read_events
 from chaos_lightning.lab.demo import LOSS
 from chaos_lightning.lab.demo.cast import before
 from chaos_lightning.observe import audit as auditing
@@ -227,7 +227,7 @@ class _Proof:
             return Check(what, "it did not come back", False)
         join = next((j for j in folds.joins(self.timeline) if j.member == after[0].member), None)
         same = after[0].source == before[0].source
-        wakes = [r.t for r in self.records if r.name == Event.FAULT_INJECTED and r.get("kind") == "sigcont"]
+        wakes = [r.t for r in self.records if r.name == "fault_injected" and r.get("kind") == "sigcont"]
         back = f"back {duration((after[0].joined or 0.0) - wakes[-1])} after waking" if wakes else "back"
         text = (
             f"others waited {duration(recovery.resumed - recovery.at)} until it was out; {back}, "
@@ -249,7 +249,7 @@ class _Proof:
     def kept(self) -> Check:
         name = self.expected.last
         what = f"{name}, the last member, leaves, and keeps the training state in a file; the scheduler ends, too"
-        kept = self._one(Event.KEPT)
+        kept = self._one("kept")
         life = self.timeline.lives.get(kept.member) if kept is not None else None
         if kept is None or life is None:
             return Check(what, "nobody kept it", False)
@@ -264,13 +264,13 @@ class _Proof:
     def resumed(self) -> Check:
         names = self.expected.again
         what = f"{' and '.join(names)} start again: the job goes on at that step, from that state"
-        kept, resumed = self._one(Event.KEPT), self._one(Event.RESUMED_KEPT)
+        kept, resumed = self._one("kept"), self._one("resumed_kept")
         if kept is None or resumed is None:
             return Check(what, "nobody went on from it", False)
         hashes = {
             r.member: str(r["hash"])
             for r in self.records
-            if r.name == Event.STATE_HASH and r["head"] == kept["head"] and r.member in (kept.member, resumed.member)
+            if r.name == "state_hash" and r["head"] == kept["head"] and r.member in (kept.member, resumed.member)
         }
         steps = [s for s in self.timeline.chain() if s.first > kept.t and s.kind == "step"]
         who = {node_of(m) for s in steps for m in s.who}
@@ -330,7 +330,7 @@ class _Proof:
         dead = {x.member for x in self.timeline.lives.values() if x.end in ("killed", "fenced", "death")}
         compared, differ, members = 0, 0, set()
         for r in self.records:
-            if r.name == Event.COMMITTED and r.by == r.member:
+            if r.name == "committed" and r.by == r.member:
                 members.add(r.member)
                 compared += 1
                 # What only a victim had committed is in `steps`.
@@ -341,9 +341,9 @@ class _Proof:
         return Check("all members committed the same headers", text, bool(compared) and not differ)
 
     def hashes(self) -> Check:
-        shared = [a for a in folds.agreement(self.timeline) if len(a.hashes) > 1]
-        unequal = [a for a in shared if not a.equal]
-        members = {m for a in shared for m in a.hashes}
+        shared = [hashes for hashes in self.timeline.hashes.values() if len(hashes) > 1]
+        unequal = [hashes for hashes in shared if len(set(hashes.values())) > 1]
+        members = {member for hashes in shared for member in hashes}
         text = f"equal at {len(shared) - len(unequal)} of {len(shared)} steps where {len(members)} member ids took one"
         return Check("state hashes (weights and optimizer) are equal", text, bool(shared) and not unequal)
 
@@ -367,7 +367,7 @@ class _Proof:
         mine = (x for x in self.timeline.lives.values() if x.node == f"{name}-{worker}")
         return sorted(mine, key=lambda x: x.born)
 
-    def _recovery(self, name: str, kind: str, worker: int = 0) -> folds.Recovery | None:
+    def _recovery(self, name: str, kind: str, worker: int = 0) -> folds.RecoveryTimes | None:
         found = folds.recoveries(self.timeline)
         return next((r for r in found if r.node == f"{name}-{worker}" and r.kind == kind), None)
 
@@ -376,16 +376,16 @@ class _Proof:
         return next((j for j in folds.joins(self.timeline) if j.node == f"{self.expected.several}-1" and j.again), None)
 
     def _pid(self, life: Life) -> object:
-        return next((r.get("pid") for r in self.records if r.name == Event.OPENED and r.source == life.source), None)
+        return next((r.get("pid") for r in self.records if r.name == "opened" and r.source == life.source), None)
 
-    def _one(self, name: Event) -> Record | None:
+    def _one(self, name: str) -> Record | None:
         """The only event of this name from members."""
         found = [r for r in self.records if r.name == name and r.own]
         return found[0] if len(found) == 1 else None
 
     def _foundings(self) -> list[Record]:
         """Views that no earlier view led to."""
-        views = [r for r in self.records if r.name == Event.VIEW and r.source.startswith("scheduler")]
+        views = [r for r in self.records if r.name == "view" and r.source.startswith("scheduler")]
         return [r for r in views if str(r.get("reason")).startswith("founded")]
 
     def _next_lead(self, after: Record) -> float:

@@ -16,12 +16,12 @@ from typing import TypeVar
 
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.errors import DeadlineError
-from chaos_lightning.events.events import Event, Record, Tail
+from chaos_lightning.events.events import Record, Tail
 from chaos_lightning.lab.demo.cast import Cast
 from chaos_lightning.lab.demo.screen import Screen
 from chaos_lightning.lab.faults import Action, Fault, FaultPlan, Schedule
 from chaos_lightning.observe.fields import integer, number
-from chaos_lightning.observe.timeline import Slot, Timeline
+from chaos_lightning.observe.timeline import SlotFact, Timeline
 from chaos_lightning.observe.units import amount, duration
 
 T = TypeVar("T")
@@ -60,13 +60,13 @@ class Plot:
         """Who joins, dies, freezes and leaves, each once the one before is over."""
         return FaultPlan(
             (
-                Fault(action=Action.SIGKILL, node=WORKER, event=Event.JOINED, event_node=WORKER),
-                Fault(action=Action.JOIN, node=JOINS, event=Event.DEATH, event_node=WORKER),
+                Fault(action=Action.SIGKILL, node=WORKER, event="joined", event_node=WORKER),
+                Fault(action=Action.JOIN, node=JOINS, event="death", event_node=WORKER),
                 # Its agent starts it again, and nobody else does.
-                Fault(action=Action.JOIN, node=WORKER, event=Event.DEATH, event_node=WORKER),
-                Fault(action=Action.SIGKILL, node=KILLED, event=Event.JOINED, event_node=JOINS),
-                Fault(action=Action.SIGSTOP, node=FROZEN, event=Event.DEATH, event_node=KILLED, seconds=self.freeze_s),
-                Fault(action=Action.LEAVE, node=LEAVES, event=Event.FENCED, event_node=FROZEN),
+                Fault(action=Action.JOIN, node=WORKER, event="death", event_node=WORKER),
+                Fault(action=Action.SIGKILL, node=KILLED, event="joined", event_node=JOINS),
+                Fault(action=Action.SIGSTOP, node=FROZEN, event="death", event_node=KILLED, seconds=self.freeze_s),
+                Fault(action=Action.LEAVE, node=LEAVES, event="fenced", event_node=FROZEN),
             )
         )
 
@@ -132,7 +132,7 @@ class Story:
         self._say("seen", "each imports torch and Lightning first; the first one also starts the job's scheduler")
         for name in FOUNDERS:
             for worker in range(self.cast.workers_of(name)):
-                joined = self._event(Event.JOINED, name, self.plot.start_deadline_s, worker=worker)
+                joined = self._event("joined", name, self.plot.start_deadline_s, worker=worker)
                 which = f"{name}, worker {worker}," if self.cast.workers_of(name) > 1 else name
                 self._say("seen", f"{which} is in as {joined.get('role')} at step {joined.get('step')}")
         self._rest()
@@ -151,7 +151,7 @@ class Story:
 
     def _worker_comes_back(self, fault: Fault) -> None:
         dead = max(i for i, r in enumerate(self._records) if r.get("kind") == "sigkill" and r.node == WORKER)
-        joined = self._event(Event.JOINED, SEVERAL, self.plot.start_deadline_s, worker=1, after=dead)
+        joined = self._event("joined", SEVERAL, self.plot.start_deadline_s, worker=1, after=dead)
         pid, _ = self._worker(SEVERAL, 1)
         self._say(
             "good",
@@ -165,8 +165,8 @@ class Story:
         before = self._step
         self._say("do", f"{name} starts: {self.cast.words(name).split()[0]}, as above, while the others train")
         self.cast.start(name)
-        joined = self._event(Event.JOINED, name, self.plot.start_deadline_s)
-        pulled = self._event(Event.PULL_DONE, name)
+        joined = self._event("joined", name, self.plot.start_deadline_s)
+        pulled = self._event("pull_done", name)
         self._say(
             "good",
             f"{name} joined: {amount(integer(pulled.get('nbytes')))} of training state in "
@@ -200,8 +200,8 @@ class Story:
             self.cast.thaw(name, worker)
         self._say("do", f"worker 0 of {name} wakes")
         woken = len(self._records)
-        self._event(Event.FENCED, name, after=woken)
-        joined = self._event(Event.JOINED, name, after=woken)
+        self._event("fenced", name, after=woken)
+        joined = self._event("joined", name, after=woken)
         again = self._worker(name)[0]
         self._say(
             "good" if again == worker else "bad",
@@ -216,7 +216,7 @@ class Story:
         self._say("do", f"Ctrl+C at the torchrun of {name} (it was the first, and writes the checkpoints)")
         at = time.time()
         self.cast.interrupt(name)
-        left = self._event(Event.LEFT, name)
+        left = self._event("left", name)
         self._without(member)
         self._say("seen", f"{name} finished its step and left {duration(left.t - at)} later")
         self._rest()
@@ -228,12 +228,12 @@ class Story:
         self._say("do", f"SIGTERM for {SEVERAL}, with both its workers, and then for {LAST}, the last one")
         self.cast.terminate(SEVERAL)
         for worker in range(self.cast.workers_of(SEVERAL)):
-            self._event(Event.LEFT, SEVERAL, worker=worker)
+            self._event("left", SEVERAL, worker=worker)
         self._say("seen", f"{SEVERAL} has left; {LAST} trains alone")
         self._rest()
         self.cast.terminate(LAST)
-        kept = self._event(Event.KEPT, LAST)
-        self._event(Event.LEFT, LAST)
+        kept = self._event("kept", LAST)
+        self._event("left", LAST)
         self._say("good", f"{LAST} left, and kept the training state at step {kept.get('step')} in a file")
         scheduler = integer(fetch_status(self.cast.endpoint, timeout_s=self.plot.act_deadline_s)["pid"])
         self._say("do", "SIGTERM for the scheduler, too: nothing of the job is to be left")
@@ -253,7 +253,7 @@ class Story:
             self.cast.start(name)
         resumed = self._wait(
             "a member that goes on from the kept state",
-            lambda: next((r for r in self._records[nothing:] if r.name == Event.RESUMED_KEPT), None),
+            lambda: next((r for r in self._records[nothing:] if r.name == "resumed_kept"), None),
             self.plot.start_deadline_s,
         )
         self._say(
@@ -262,7 +262,7 @@ class Story:
             f"{resumed.get('keeper')} kept",
         )
         for name in AGAIN:
-            joined = self._event(Event.JOINED, name, self.plot.start_deadline_s, after=nothing)
+            joined = self._event("joined", name, self.plot.start_deadline_s, after=nothing)
             self._say("seen", f"{name} is in at step {joined.get('step')}")
         self._rest()
 
@@ -271,7 +271,7 @@ class Story:
         (self.cast.folder / "enough").touch()
         staying = [name for name in self.cast.nodes if name not in self.cast.fallen | self.cast.left]
         for name in staying:
-            self._event(Event.FINISHED, name)
+            self._event("finished", name)
         codes = {name: self._exit(name) for name in staying}
         good = not any(codes.values())
         self._say(
@@ -307,7 +307,7 @@ class Story:
             time.sleep(_TURN_S)
 
     def _event(
-        self, event: Event, node: str, deadline_s: float | None = None, *, worker: int = 0, after: int = 0
+        self, event: str, node: str, deadline_s: float | None = None, *, worker: int = 0, after: int = 0
     ) -> Record:
         """The first event of this name from this worker of this node, among those read after the first `after`."""
         place = after
@@ -340,7 +340,7 @@ class Story:
             ),
         )
 
-    def _step_without(self, member: str, at: float) -> Slot:
+    def _step_without(self, member: str, at: float) -> SlotFact:
         """The first step after this time that a view without this member committed."""
         self._without(member)
         return self._wait(
@@ -367,7 +367,7 @@ class Story:
     def _worker(self, name: str, worker: int = 0) -> tuple[int, str]:
         """Process id and member id of this node's living worker."""
         life = self.timeline.living(f"{name}-{worker}", time.time())
-        opened = [r for r in self._records if r.name == Event.OPENED and life is not None and r.source == life.source]
+        opened = [r for r in self._records if r.name == "opened" and life is not None and r.source == life.source]
         if life is None or not opened:
             raise DeadlineError(f"worker {worker} of {name} is no living member; its log is in {self.cast.events}")
         return integer(opened[-1].get("pid")), life.member

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.events.events import Event
 from chaos_lightning.lab.faults import LINK_ACTIONS, Action, Fault, FaultPlan, Phase, Schedule
 from chaos_lightning.lab.simulate import world as sim
 from chaos_lightning.lab.simulate.host import SchedulerHost
@@ -33,9 +32,9 @@ _DONE_BY = {
 }
 PHASES = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.ALLREDUCE, Phase.OPTIMIZER})
 EVENTS = frozenset(
-    {Event.WELCOMED, Event.JOINED, Event.COMMITTED, Event.ATTEMPT, Event.PULL_STARTED, Event.FENCED, Event.LEAVE}
-    | {Event.WAY_IN, Event.OBSERVING, Event.CAUGHT_UP}
-    | {Event.LEFT, Event.REFUSED, Event.VIEW, Event.PREPARE, Event.DECIDE, Event.SUSPECT, Event.DEATH}
+    {"welcomed", "joined", "committed", "attempt", "pull_started", "fenced", "leave"}
+    | {"way_in", "observing", "caught_up"}
+    | {"left", "refused", "view", "prepare", "decide", "suspect", "death"}
 )
 """Events of simulated jobs that a fault may wait for."""
 _PLACES = {Phase.FORWARD: 0.05, Phase.BACKWARD: 0.35}
@@ -119,11 +118,11 @@ class PlannedNode(Node):
 
     def welcomed(self, member_id: str) -> None:
         super().welcomed(member_id)
-        self.world.saw(Event.WELCOMED, self.name)
+        self.world.saw("welcomed", self.name)
 
     def _start(self, header: Header) -> None:
         super()._start(header)
-        self.world.saw(Event.JOINED, self.name)
+        self.world.saw("joined", self.name)
 
     def _begin(self) -> None:
         super()._begin()
@@ -151,11 +150,11 @@ class PlannedNode(Node):
         match effect:
             case fx.Committed(header, _):
                 self.world.stepped(header.step)
-                self.world.saw(Event.COMMITTED, self.name)
+                self.world.saw("committed", self.name)
             case fx.Observe():
-                self.world.saw(Event.OBSERVING, self.name)
+                self.world.saw("observing", self.name)
             case fx.PullState():
-                self.world.saw(Event.PULL_STARTED, self.name)
+                self.world.saw("pull_started", self.name)
             case fx.Note(name, _):
                 self.world.saw(name, self.name)
             case _:

@@ -1,0 +1,19 @@
+"""Events of schedulers: their processes, stores and elections, and what operators ask."""
+
+from chaos_lightning.events.registry import Event
+
+EVENTS = (
+    Event(
+        "scheduler_started",
+        "a scheduler leads",
+        {"endpoint": "HOST:PORT", "job": "name", "term": "its term", "chain": "id", "views": "count", "store": "place"},
+    ),
+    Event("scheduler_ended", "a scheduler has no reason to go on", {"reason": "why", "failed": "bool"}),
+    Event("stream_closed", "a control stream is closed", {"peer": "address", "of": "name", "reason": "why"}),
+    Event("stored", "the store has answered", {"kind": "of entry", "ok": "bool", "detail": "words", "seconds": "s"}),
+    Event("drain", "an operator wants a node out", {"of": "its name", "by": "who asks"}),
+    Event("reset_asked", "an operator wants the job ended", {"by": "who asks", "force": "bool"}),
+    Event("elected", "this candidate leads", {"candidate": "id", "endpoint": "HOST:PORT", "reason": "why"}),
+    Event("leader", "another candidate leads", {"candidate": "id", "endpoint": "HOST:PORT", "reason": "why"}),
+    Event("deposed", "a leader leads no more", {"candidate": "id", "reason": "why"}),
+)

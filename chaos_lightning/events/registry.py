@@ -1,0 +1,78 @@
+"""What events there are: each room declares those that it writes, in its own `events.py`; here they are found.
+
+Theory of operation. A declaration is data: a name, one line that says what happened, the fields with their units, and
+a line of text for readers if the event is to be shown in words. `known` runs the `events.py` of every folder of the
+package by its path, without importing the room it lies in: to read a log needs no torch, and a new room is found
+because it is there. An event that several rooms write is declared in the lowest of them.
+
+Names are plain strings, for writers and readers alike; tests hold that every name and field that is written somewhere
+is declared (`tests/observe/test_observe_events.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import runpy
+import string
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+"""Version of names and fields in event logs, written into each file; files from before it was written count as 1.
+Whoever renames an event or a field, or gives one another meaning, counts it up; new ones need no new version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One kind of event."""
+
+    name: str
+    meaning: str
+    """What happened, in a line; `member` is the one it happened to."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Fields that every such event has -> what they are, with units."""
+    also: Mapping[str, str] = field(default_factory=dict)
+    """Fields that some of them have."""
+    note: str = ""
+    """A text with {fields} for "Events in words" of the report and the last lines of `top`; "" for neither."""
+
+    def words(self, fields: Mapping[str, Any]) -> str:
+        """`note` with these fields; one that is missing leaves its place empty."""
+        try:
+            return string.Formatter().vformat(self.note, (), _Given(fields)).strip()
+        except (ValueError, TypeError, LookupError, AttributeError):  # evidence may be of any form
+            return f"{self.note} ({', '.join(f'{k}={v}' for k, v in fields.items())})"
+
+
+class _Given(dict[str, Any]):
+    def __missing__(self, key: str) -> str:
+        return ""
+
+
+@functools.cache
+def known() -> Mapping[str, Event]:
+    """The events of all rooms, by name.
+
+    Raises:
+        ValueError: Two rooms declare the same name.
+    """
+    found: dict[str, Event] = {}
+    places: dict[str, Path] = {}
+    for package in sys.modules["chaos_lightning"].__path__:
+        for file in sorted(Path(package).glob("*/events.py")):
+            for event in runpy.run_path(str(file))["EVENTS"]:
+                if event.name in found:
+                    raise ValueError(f"event {event.name!r} is declared in {places[event.name]} and in {file}")
+                found[event.name], places[event.name] = event, file
+    return found
+
+
+def problems(name: str, fields: Mapping[str, Any]) -> list[str]:
+    """What is wrong with an event of this name and with these fields; empty if nothing is."""
+    event = known().get(name)
+    if event is None:
+        return [f"no room declares an event {name!r}; it belongs into EVENTS of the events.py beside what writes it"]
+    return [f"event {name!r} has no field {key!r} ({what})" for key, what in event.fields.items() if key not in fields]

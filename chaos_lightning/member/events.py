@@ -1,0 +1,131 @@
+"""Events of one member: its slots and views, its state on the way in and out, its links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from chaos_lightning.events.registry import Event
+from chaos_lightning.protocol.types import Header, Spent
+
+EVENTS = (
+    Event(
+        "joined",
+        "it holds the state and contributes from the next slot on",
+        {"role": '"founder" or "joiner"', "seq": "slot it stands on", "step": "of its state"},
+        {"rank": "in the view", "world_size": "members", "seconds": "since it came", "by_source": "bytes by donor"},
+    ),
+    Event("rejoin", "it joins again, as a newcomer", {"old_id": "who it was"}, {"reason": "why"}),
+    Event("scheduler", "its control stream has changed", {"state": "words"}),
+    # --- views and slots
+    Event("next_view", "a view is announced that a header is to carry", {"id": '"term.number"'}),
+    Event(
+        "committed",
+        "it has committed a slot",
+        {
+            "seq": "slot",
+            "kind": "of slot",
+            "step": "optimizer steps, this slot's included",
+            "view": "the slot's",
+            "header": "hash",
+            "prev": "hash of the header before",
+            "contributors": "[id, weight] in rank order",
+            "spent": "what this member used: {stream, epoch, spans}",
+            "ledger": "what all have used of the epoch, as the header says",
+            "next_view": "the next slot's",
+        },
+        {
+            "duration_s": "since its commit before",
+            "wait_s": "part of that in which it waited in the engine",
+            "state_hash": "of the state after the slot",
+            "call": "name of the collective",
+            "error": "the header's",
+        },
+    ),
+    Event("hand_on", "the open slot is handed on", {"view": "decided", "base": "slot", "reason": "why"}),
+    Event("redo", "the open slot is reduced again", {"view": "decided", "base": "last slot", "reason": "why"}),
+    Event("boundary", "a rest is committed", {"seq": "slot"}),
+    Event(
+        "state_hash",
+        "it took a hash of its replicated state",
+        {"seq": "slot", "step": "step", "head": "header hash", "hash": "of the state"},
+    ),
+    # --- state on its way
+    Event("snapshot", "the state at a header is copied for observers", {"seq": "slot", "head": "header hash"}),
+    Event("released", "the snapshot is let go", {"seq": "slot", "left_out": "slots not copied in time"}),
+    Event("observing", "a newcomer observes", {"seq": "slot", "head": "header hash", "sources": "ids of donors"}),
+    Event("replayed", "an observer has applied the log", {"seq": "up to", "step": "up to", "steps": "count"}),
+    Event("published", "its state at a header can be pulled", {"seq": "slot", "head": "header hash"}),
+    Event("pull_started", "it pulls the state", {"seq": "slot", "head": "header hash", "sources": "ids of donors"}),
+    Event("pull_source", "one donor's part", {"source": "id", "nbytes": "received, bytes", "seconds": "s"}),
+    Event(
+        "pull_progress",
+        "how far a pull is",
+        {"nbytes": "so far, bytes", "total": "bytes"},
+        {"rate_bps": "bits per second of late", "remaining_s": "1e9: unknown", "sources": "bytes by donor"},
+    ),
+    Event(
+        "pull_done",
+        "a pull is over",
+        {"nbytes": "received, bytes", "skipped": "held already, bytes", "seconds": "s", "hash": "of the state"},
+        {"observed": "bool: to be replayed upon", "seq": "slot", "step": "step"},
+    ),
+    Event(
+        "resumed_kept",
+        "the job goes on from a state that its last member kept",
+        {"step": "step", "seq": "slot", "keeper": "id", "path": "file"},
+    ),
+    # --- links
+    Event("link_up", "a link to a peer stands", {"peer": "id"}, {"evidence": "words"}),
+    Event("link_down", "a link to a peer is gone", {"peer": "id", "evidence": "words"}),
+    Event(
+        "link_measured",
+        "a probe has measured a link",
+        {"peer": "id", "latency_s": "half a round trip", "rate_bps": "bits per second to the peer", "evidence": "why"},
+    ),
+    Event(
+        "links",
+        "what its links carry, every few seconds",
+        {
+            "links": "{peer, sent_bps, received_bps, ...} each: bits per second since the last such event",
+            "relayed": "letters of others that passed here",
+            "waiting": "letters of others that wait",
+        },
+    ),
+)
+
+
+def committed_fields(
+    header: Header,
+    *,
+    duration_s: float,
+    wait_s: float = 0.0,
+    spent: Iterable[Spent] = (),
+) -> dict[str, Any]:
+    """Fields of a `committed` event, from the header that committed the slot.
+
+    Args:
+        header: The slot's header.
+        duration_s: Seconds since this member's previous commit.
+        wait_s: Seconds of those that the training thread was blocked in the engine.
+        spent: What this member itself used in the slot (its contribution's).
+    """
+    fields: dict[str, Any] = {
+        "seq": header.seq,
+        "kind": header.kind.value,
+        "step": header.step,
+        "view": str(header.view),
+        "header": header.hash,
+        "prev": header.prev_hash,
+        "contributors": [[s.member, s.weight] for s in header.contributors],
+        "spent": list(spent),
+        "ledger": list(header.ledger.streams),
+        "next_view": str(header.next_view),
+        "duration_s": round(duration_s, 6),
+        "wait_s": round(wait_s, 6),
+    }
+    if header.name:
+        fields["call"] = header.name
+    if header.error:
+        fields["error"] = header.error
+    return fields

@@ -1,0 +1,52 @@
+"""Events that the scheduler's machine or a member's may note; some of them the processes around them write, too."""
+
+from chaos_lightning.events.registry import Event
+
+EVENTS = (
+    # --- a member's life
+    Event(
+        "welcomed",
+        "the scheduler knows this member",
+        {"role": '"founder", "joiner" or "standby"', "reason": "why this role"},
+        {"id": "its id", "chain": "id of the chain"},
+    ),
+    Event("refused", "the scheduler does not let it in", {"reason": "why"}, {"peer": "address", "unlogged": "count"}),
+    Event("leave", "it asks to leave", {"reason": "why"}),
+    Event("left", "it has left", {"reason": "why"}),
+    Event("fenced", "it was put out", {"reason": "why"}, {"rejoin": "whether it may join again"}),
+    Event("finished", "the job is done", {"seq": "last slot", "step": "last step"}),
+    Event("kept", "the last member's state lies in a file", {"step": "of the state"}, {"seq": "slot", "head": "hash"}),
+    # --- views and slots
+    Event(
+        "view",
+        "a view is known: by the scheduler it is stored, at a member it rules from the next slot on",
+        {"id": '"term.number"', "members": "ids in rank order", "joiners": "ids", "reason": "why", "chain": "id"},
+        {"links": "pairs of ids; none if every pair has one", "plan": "kind", "trees": "[weight, members, parents]"},
+    ),
+    Event("prepare", "a view is being prepared after a failure", {"number": '"term.number"', "reason": "why"}),
+    Event(
+        "decide",
+        "the view after a failure is decided",
+        {"id": '"term.number"', "members": "ids", "base": "header hash", "hand_on": "bool", "reason": "why"},
+    ),
+    Event("attempt", "a slot is open under a decided view", {"view": "id", "seq": "slot", "reason": "why"}),
+    Event("dropped", "a message counts for nothing", {"what": "kind of message"}, {"seq": "slot", "reason": "why"}),
+    # --- newcomers
+    Event("way_in", "how a newcomer is to come in", {"way": '"replay" or "pause"', "reason": "why"}),
+    Event("caught_up", "an observer has applied the log", {"seq": "last slot"}),
+    # --- trouble
+    Event("suspect", "it may be dead", {"evidence": "words"}),
+    Event("death", "it is dead", {"evidence": "words"}),
+    Event("notice", "words for people", {"text": "words"}, {"waiting": "whether the job waits"}, note="{text}"),
+    Event(
+        "error",
+        "something failed",
+        also={"text": "words", "where": "part", "what": "what was tried", "reason": "words"},
+    ),
+    # --- chains
+    Event("chain_lost", "a member is of a chain that the store has lost", {"view": "its view", "text": "words"}),
+    Event("chain_foreign", "a member is of another chain", {"view": "its view", "text": "words"}),
+    Event("chain_stale", "the store lacks views that a member knows", {"lacks": "view ids", "text": "words"}),
+    Event("rebuild", "a lost chain is rebuilt from its members", {"view": "id", "reporters": "ids", "term": "term"}),
+    Event("reset", "an operator has ended the job", {"members": "ids", "view": "the last one"}),
+)
