@@ -10,7 +10,6 @@ consecutive, none of them may have been reduced twice, and the audit of the even
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections import Counter
@@ -36,14 +35,18 @@ def member(pipe: Connection, endpoint: str, name: str, rates: dict[str, float], 
     """One member; reports each step, and obeys ("rates", {peer: bps}) and ("end", step)."""
     import torch
 
-    os.environ["CHAOS_EMULATE"] = json.dumps(rates)
-    os.environ["CHAOS_HOST"] = name
     from chaos_lightning.collectives.layout import Section
+    from chaos_lightning.lab.emulation import Emulated
+    from chaos_lightning.machine.process_table import count_as
     from chaos_lightning.member.engine import Engine
     from chaos_lightning.replication.access import ModuleState
     from chaos_lightning.settings import EngineConfig
+    from chaos_lightning.transport.medium import install
 
     compute_alone()
+    count_as(name)
+    emulated = Emulated("", rates)
+    install(emulated)
     torch.manual_seed(0)
     try:
         model = state_model(state_mib)
@@ -73,9 +76,7 @@ def member(pipe: Connection, endpoint: str, name: str, rates: dict[str, float], 
                 if order == "end":
                     last = value
                 else:
-                    links = engine._shell.links
-                    assert links is not None
-                    engine._loop.call(lambda links=links, value=value: links.emulate(value))
+                    engine._loop.call(lambda value=value: emulated.change(value))
             optimizer.zero_grad(set_to_none=True)
             engine.arm(coefficient=1.0)
             model(torch.randn(BATCH, width, generator=draw)).square().mean().backward()

@@ -130,12 +130,13 @@ def member(
 
     from chaos_lightning.collectives.layout import Section
     from chaos_lightning.errors import FencedError
+    from chaos_lightning.lab.emulation import enter
     from chaos_lightning.member.engine import Engine
     from chaos_lightning.replication.access import ModuleState
     from chaos_lightning.replication.table import state_hash
     from chaos_lightning.settings import EngineConfig
 
-    os.environ.update(environment or {})
+    enter(environment or {})
     compute_alone()
     torch.manual_seed(0)
     model = state_model(state_mib)

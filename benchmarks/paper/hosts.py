@@ -33,6 +33,7 @@ from benchmarks.paper.emulated import Factors
 from benchmarks.survival import Seen, Step, World
 from benchmarks.workers import Worker, context, scheduler
 from chaos_lightning.lab.edge import Edge
+from chaos_lightning.lab.emulation import enter
 from chaos_lightning.lab.topology import Link, Topology
 
 CALM = 20
@@ -49,7 +50,7 @@ PATIENCE_S = 120.0
 
 def trainee(pipe: Connection, settings: dict[str, Any], environment: dict[str, str], frozen_nbytes: int) -> None:
     """A member: trains until told to leave; a newcomer (`join_by` in its settings) first waits for "go"."""
-    os.environ.update(environment)
+    enter(environment)
     import torch
 
     from chaos_lightning.collectives.layout import Section

@@ -8,7 +8,7 @@ Theory of operation. `links_of` says what the links are at each time; a thread s
 backend what differs. Two backends carry it out. *relay* needs no privileges: members dial a relay in this process
 (relay.py), which shapes each link and each node's shared access exactly, delays, cuts and stalls. *namespaces* needs
 root: each node is a network namespace, each link a veth pair, rates are the kernel's (namespaces.py). The relay shapes
-what goes through CHAOS_LINK_RELAY, so only links and state transfers of this package; namespaces shape everything. In
+what goes through it (emulation.py), so only links and state transfers of this package; namespaces shape everything. In
 both, pairs without a link cannot reach each other for data, all nodes reach the scheduler, and members of different
 nodes count as of different machines (CHAOS_HOST) that cannot read each other's memory (CHAOS_BY_REFERENCE=0).
 """

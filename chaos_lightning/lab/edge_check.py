@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.lab.edge import BACKENDS, Edge
+from chaos_lightning.lab.emulation import carried
 from chaos_lightning.lab.topology import Link, LinkState, Node, Topology, rate_text
 from chaos_lightning.security.access import load_token
 from chaos_lightning.transport.handshake import Greeting, accept, dial
@@ -81,7 +82,8 @@ def measure(
 
 def _start(edge: Edge, node: str, *words: str) -> subprocess.Popen[str]:
     command = edge.command(node, [sys.executable, "-m", "chaos_lightning.lab.edge_check", "--role", *words])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **edge.environment(node)}
+    found = os.pathsep.join(p for p in sys.path if p)
+    environment = carried({**os.environ, "PYTHONPATH": found, **edge.environment(node)})
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 

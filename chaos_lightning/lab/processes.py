@@ -27,6 +27,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from chaos_lightning.lab.emulation import carried, enter
+
 PRELOAD = ("torch", "lightning.pytorch")
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -136,7 +138,7 @@ def start_command(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=dict(env),
+            env=carried(env),
             cwd=cwd,
             start_new_session=True,
         )
@@ -188,7 +190,7 @@ def _in_child(name: str, log: str, env: Mapping[str, str], target: Callable[...,
     os.close(file)
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-    os.environ.update(env)
+    enter(env)
     # A SIGINT default handler is missing in children of a shell's background job: polite exits need it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     target(*args)

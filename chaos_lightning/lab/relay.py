@@ -7,7 +7,7 @@
         relay.restore("a", "b")
 
 Theory of operation. A process whose environment has CHAOS_LINK_RELAY=HOST:PORT dials its peers there instead of at
-their own addresses, and begins with one line that says who calls whom and where that is (transport/handshake.py). So
+their own addresses, and begins with one line that says who calls whom and where that is (emulation.py). So
 one variable routes all links of a job, nobody has to know a port ahead, and the relay tells links apart by the names of
 their ends. Behind that line it copies bytes; the members' handshake and its proofs pass from end to end. State that a
 newcomer pulls takes the same way: what is cut is the path between two machines. Control streams to the scheduler are no
@@ -41,7 +41,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from chaos_lightning.lab.edge_lanes import AHEAD_S, Lane, Meter, Wire
-from chaos_lightning.transport.handshake import RELAY
+from chaos_lightning.lab.emulation import RELAY
 
 HELD_NBYTES = 1 << 20
 BUFFER_NBYTES = 256 << 10

@@ -23,14 +23,14 @@ from pathlib import Path
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.events.events import Event, EventLog
 from chaos_lightning.lab.edge_marks import Mark
+from chaos_lightning.lab.emulation import RATES
 from chaos_lightning.lab.processes import Child, start_command
 from chaos_lightning.machine.listener import free_port
-from chaos_lightning.transport.pacing import EMULATE
 
 MARK = "CHAOS_DEMO"
 NEWCOMER = "edge-4"
 LINK_RATES_BPS = {"edge-1": 600e6, "edge-2": 100e6, "edge-3": 300e6}
-"""The newcomer's links are uneven, as edge networks are: their sockets are paced (transport/pacing.py)."""
+"""The newcomer's links are uneven, as edge networks are: their sockets are paced (lab/emulation.py)."""
 POLITE_S = 4.0
 """Between SIGTERM and SIGKILL at the end, s."""
 
@@ -138,7 +138,7 @@ class Cast:
             "CHAOS_NODE": name,
             "CHAOS_LOG_DIR": str(self.events),
             "CHAOS_STATE_HASH_EVERY": "5",
-            EMULATE: json.dumps(rates_of(name)),
+            RATES: json.dumps(rates_of(name)),
             **self._mark.environment(),
         }
         self.nodes[name] = start_command(
