@@ -53,7 +53,7 @@ COMMANDS: dict[str, Command] = {
     "demo-failover": Command(
         "chaos_lightning.lab.demo.failover:demo_failover", "Train while schedulers and etcd servers are killed."
     ),
-    "lab": Command("chaos_lightning.lab.cli_lab:lab", "Run a command on every node of an emulated network."),
+    "lab": Command("chaos_lightning.lab.edge.runner:lab", "Run a command on every node of an emulated network."),
     "version": Command("chaos_lightning.control.commands:version", "Print the versions that a bug report needs."),
 }
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.paper.clusters import LATENCY_S, Join
 from benchmarks.transfer_net import HEAD, Network, Newcomer
-from chaos_lightning.lab.topology import Pair
+from chaos_lightning.lab.edge.topology import Pair
 
 _FILL_NBYTES = 16 << 20
 _DEADLINE_S = 300.0

@@ -14,8 +14,8 @@ import pytest
 from chaos_lightning.events.events import Event, EventLog, Record
 from chaos_lightning.lab.demo import edge, edge_proof
 from chaos_lightning.lab.demo.proof import Check
-from chaos_lightning.lab.edge_file import load_topology
-from chaos_lightning.lab.topology import Condition, Topology
+from chaos_lightning.lab.edge.topology import Condition, Topology
+from chaos_lightning.lab.edge.topology_file import load_topology
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMBERS = tuple(f"edge-{i}-0~{i}" for i in range(1, 7))

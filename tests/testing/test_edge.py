@@ -12,10 +12,10 @@ from test_relay import DEADLINE_S, Member, broken, there_and_back
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog, read_events
-from chaos_lightning.lab import namespaces
-from chaos_lightning.lab.edge import Edge, choose_backend
+from chaos_lightning.lab.edge import namespaces
+from chaos_lightning.lab.edge.network import Edge, choose_backend
+from chaos_lightning.lab.edge.topology import Change, Condition, Link, LinkState, Node, Topology
 from chaos_lightning.lab.emulation import HOST, RELAY, emulating
-from chaos_lightning.lab.topology import Change, Condition, Link, LinkState, Node, Topology
 from chaos_lightning.machine.process_table import host_identity
 from chaos_lightning.settings import EngineConfig
 

@@ -3,7 +3,7 @@
 Theory of operation. A node is what a user starts on one machine: a torchrun agent in a session of its own, whose worker
 trains; a node with several workers is started by `chaos-lightning run`. All of them, and the scheduler that the first
 one starts, inherit a mark in their environment that only this demo knows. Whatever happens, `close` ends exactly the
-processes that bear it (lab/edge_marks.py). Should the demo itself be killed, the kernel ends the agents
+processes that bear it (lab/processes.py). Should the demo itself be killed, the kernel ends the agents
 (PR_SET_PDEATHSIG), workers notice that their agent is gone, and the scheduler ends when it has been without members for
 a while.
 """
@@ -22,9 +22,8 @@ from pathlib import Path
 
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.events.events import Event, EventLog
-from chaos_lightning.lab.edge_marks import Mark
 from chaos_lightning.lab.emulation import RATES
-from chaos_lightning.lab.processes import Child, start_command
+from chaos_lightning.lab.processes import Child, Mark, start_command
 from chaos_lightning.machine.listener import free_port
 
 MARK = "CHAOS_DEMO"

@@ -1,7 +1,7 @@
 """`chaos-lightning demo-edge`: six nodes train over links that change, fail and return; then the logs prove it.
 
 Theory of operation. The network is a topology file beside this module; the nodes are processes of a lab
-(lab/edge_lab.py), their links go through its relay. The schedule begins when all nodes have joined. Nothing in here
+(lab/edge/runner.py), their links go through its relay. The schedule begins when all nodes have joined. Nothing in here
 reacts to it: the story is only told from the members' event logs. When the schedule is over and some steps have passed
 in peace, the job is told that it is enough. Exit codes are those of `demo`: 0 if every line of the proof holds, 1 if
 one does not, 130 if interrupted.
@@ -25,9 +25,9 @@ from chaos_lightning.lab.demo import edge_proof
 from chaos_lightning.lab.demo.command import NETWORK, ExitCodes, perform, prepare
 from chaos_lightning.lab.demo.proof import Check
 from chaos_lightning.lab.demo.screen import Screen
-from chaos_lightning.lab.edge_file import load_topology
-from chaos_lightning.lab.edge_lab import Lab, LabConfig
-from chaos_lightning.lab.topology import next_change_s
+from chaos_lightning.lab.edge.runner import Lab, LabConfig
+from chaos_lightning.lab.edge.topology import next_change_s
+from chaos_lightning.lab.edge.topology_file import load_topology
 from chaos_lightning.observe.timeline import Timeline
 
 TOPOLOGY = Path(__file__).with_name("edge_topology.json")
@@ -68,7 +68,7 @@ def demo_edge(
     lab = Lab(config)
 
     def prove(codes: ExitCodes) -> list[Check]:
-        from chaos_lightning.lab.edge_plot import plot
+        from chaos_lightning.lab.edge.plot import plot
 
         with contextlib.suppress(ConfigurationError):  # matplotlib is not there, and the report will say so
             plot(network, folder / NETWORK)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from chaos_lightning.events.events import Event, Record, read_events
 from chaos_lightning.lab.demo.proof import Check, Expected, _Proof, audited
-from chaos_lightning.lab.topology import Topology, rate_text
+from chaos_lightning.lab.edge.topology import Topology, rate_text
 from chaos_lightning.observe.fields import number
 from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.observe.units import duration

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.topology import Pair, Topology, links_of, next_change_s, rate_text
+from chaos_lightning.lab.edge.topology import Pair, Topology, links_of, next_change_s, rate_text
 from chaos_lightning.observe.units import duration, time_unit
 
 _DPI = 120

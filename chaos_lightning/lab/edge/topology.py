@@ -13,7 +13,7 @@ links are when it begins; later ones overlay earlier ones, field by field; one w
 as if it had never been, and one that repeats (`every_s`) replaces its own last time. Random rates are drawn by a
 generator that is keyed by seed, repetition and the link's ends, so no draw depends on which others were made.
 
-Rates are those at which payload moves, each way, both ways at once. Files are read by `edge_file.py`.
+Rates are those at which payload moves, each way, both ways at once. Files are read by `topology_file.py`.
 """
 
 from __future__ import annotations

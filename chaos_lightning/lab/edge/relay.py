@@ -7,7 +7,7 @@
         relay.restore("a", "b")
 
 Theory of operation. A process whose environment has CHAOS_LINK_RELAY=HOST:PORT dials its peers there instead of at
-their own addresses, and begins with one line that says who calls whom and where that is (emulation.py). So
+their own addresses, and begins with one line that says who calls whom and where that is (lab/emulation.py). So
 one variable routes all links of a job, nobody has to know a port ahead, and the relay tells links apart by the names of
 their ends. Behind that line it copies bytes; the members' handshake and its proofs pass from end to end. State that a
 newcomer pulls takes the same way: what is cut is the path between two machines. Control streams to the scheduler are no
@@ -18,7 +18,7 @@ One thread serves all connections by epoll. Each direction holds up to `HELD_NBY
 wire. An end that closes, or dies, is passed on once all its bytes are; a stalled connection passes on not even that.
 
 Shaped links (`shape`, `access`) read in pieces, no sooner than the wire is free, and write each piece when it would
-have arrived (edge_lanes.py): a flow that waits for its wire is not watched but woken by a timer. All connections
+have arrived (lanes.py): a flow that waits for its wire is not watched but woken by a timer. All connections
 between two nodes share their link, all links of a node its access. TCP's own windows are not emulated: one flow fills
 a link.
 """
@@ -40,7 +40,7 @@ from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
-from chaos_lightning.lab.edge_lanes import AHEAD_S, Lane, Meter, Wire
+from chaos_lightning.lab.edge.lanes import AHEAD_S, Lane, Meter, Wire
 from chaos_lightning.lab.emulation import RELAY
 
 HELD_NBYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""How exact an emulated link is on this machine: `python -m chaos_lightning.lab.edge_check [--backend relay]`.
+"""How exact an emulated link is on this machine: `python -m chaos_lightning.lab.edge.check [--backend relay]`.
 
 Theory of operation. Two processes, one on each node of a pair, open a link as members do. For each rate one sends a
 stream of some seconds and the other one tells how long it took from its first bytes to its last; then single messages
@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from chaos_lightning.errors import ChaosError
-from chaos_lightning.lab.edge import BACKENDS, Edge
+from chaos_lightning.lab.edge.network import BACKENDS, Edge
+from chaos_lightning.lab.edge.topology import Link, LinkState, Node, Topology, rate_text
 from chaos_lightning.lab.emulation import carried
-from chaos_lightning.lab.topology import Link, LinkState, Node, Topology, rate_text
 from chaos_lightning.security.access import load_token
 from chaos_lightning.transport.handshake import Greeting, accept, dial
 
@@ -81,7 +81,7 @@ def measure(
 
 
 def _start(edge: Edge, node: str, *words: str) -> subprocess.Popen[str]:
-    command = edge.command(node, [sys.executable, "-m", "chaos_lightning.lab.edge_check", "--role", *words])
+    command = edge.command(node, [sys.executable, "-m", "chaos_lightning.lab.edge.check", "--role", *words])
     found = os.pathsep.join(p for p in sys.path if p)
     environment = carried({**os.environ, "PYTHONPATH": found, **edge.environment(node)})
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)

@@ -8,8 +8,8 @@ Theory of operation. `links_of` says what the links are at each time; a thread s
 backend what differs. Two backends carry it out. *relay* needs no privileges: members dial a relay in this process
 (relay.py), which shapes each link and each node's shared access exactly, delays, cuts and stalls. *namespaces* needs
 root: each node is a network namespace, each link a veth pair, rates are the kernel's (namespaces.py). The relay shapes
-what goes through it (emulation.py), so only links and state transfers of this package; namespaces shape everything. In
-both, pairs without a link cannot reach each other for data, all nodes reach the scheduler, and members of different
+what goes through it (lab/emulation.py), so only links and state transfers of this package; namespaces shape everything.
+In both, pairs without a link cannot reach each other for data, all nodes reach the scheduler, and members of different
 nodes count as of different machines (CHAOS_HOST) that cannot read each other's memory (CHAOS_BY_REFERENCE=0).
 """
 
@@ -25,9 +25,9 @@ from typing import Protocol
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import Event, EventLog
-from chaos_lightning.lab import namespaces
-from chaos_lightning.lab.relay import LinkRelay
-from chaos_lightning.lab.topology import (
+from chaos_lightning.lab.edge import namespaces
+from chaos_lightning.lab.edge.relay import LinkRelay
+from chaos_lightning.lab.edge.topology import (
     Condition,
     LinkState,
     Pair,

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos_lightning.errors import ChaosError
-from chaos_lightning.lab.topology import Condition, LinkState, Pair, Topology
+from chaos_lightning.lab.edge.topology import Condition, LinkState, Pair, Topology
 from chaos_lightning.machine.process_table import start_time, still_runs
 
 PREFIX = "chaoslab"

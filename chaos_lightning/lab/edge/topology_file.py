@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.topology import Change, Condition, Flaw, Link, Node, Pair, Topology
+from chaos_lightning.lab.edge.topology import Change, Condition, Flaw, Link, Node, Pair, Topology
 
 _MAX_DEPTH = 8
 _RATES = {"bps": 1.0, "kbps": 1e3, "mbps": 1e6, "gbps": 1e9, "bit/s": 1.0, "kbit/s": 1e3, "mbit/s": 1e6, "gbit/s": 1e9}
