@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 from simulate_support import notes, outcome_of, run
 
-from chaos_lightning.lab.simulate.joining_plans import (
+from chaos_lightning.lab.simulate.observing import Replaying
+from chaos_lightning.lab.simulate.oracle import Violation
+from chaos_lightning.lab.simulate.plans.learners import (
     all_leave_plan,
     calm_plan,
     crowd_plan,
@@ -18,8 +20,6 @@ from chaos_lightning.lab.simulate.joining_plans import (
     promise_plan,
     silent_plan,
 )
-from chaos_lightning.lab.simulate.observing import Replaying
-from chaos_lightning.lab.simulate.oracle import Violation
 from chaos_lightning.lab.simulate.script import parse
 from chaos_lightning.lab.simulate.world import Outcome, Plan, World, simulate
 

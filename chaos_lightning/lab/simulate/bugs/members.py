@@ -1,11 +1,4 @@
-"""Planted bugs: for every starred rule of PROTOCOL.md that these machines implement, that rule broken on purpose.
-
-Theory of operation. A simulator that never finds anything proves nothing; so each rule is taken away once, and a run
-must show it (tests/simulate/test_bugs.py). A bug is a `Hooks` whose classes override one method each; production code
-has no switches for it. Some guards mask each other (PROTOCOL.md 12 and 12a, 15 and 19): such a bug comes with the
-other guard off, and with a *control*, the same plans with only that other guard off, which must run clean. The plans of
-a bug draw from the faults that its rule is about.
-"""
+"""Planted bugs about members: what they commit, hold, promise, use and vote (1 to 4a, 8 to 11, 15, 19, 25, 28)."""
 
 from __future__ import annotations
 
@@ -13,39 +6,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from chaos_lightning.lab.simulate.bugs.frame import Bug, StubbornHooks, TrustingHooks, hooks_of, with_parts
 from chaos_lightning.lab.simulate.dataplane import DataPlane, Down, Result, Up
-from chaos_lightning.lab.simulate.failing_bugs import FAILING_BUGS
 from chaos_lightning.lab.simulate.host import Store
-from chaos_lightning.lab.simulate.joining_bugs import JOINING_BUGS
-from chaos_lightning.lab.simulate.link_bugs import LINK_BUGS
-from chaos_lightning.lab.simulate.misjudging import (
-    CredulousScheduler,
-    DeafScheduler,
-    FaithfulScheduler,
-    HastyJudge,
-    ImpatientScheduler,
-    RashScheduler,
-    StubbornScheduler,
-    UnforgivingScheduler,
-)
 from chaos_lightning.lab.simulate.node import Node
-from chaos_lightning.lab.simulate.plans import (
+from chaos_lightning.lab.simulate.plans.members import (
     DEATHS,
     KINDS,
-    blip_plan,
-    busy_plan,
-    edited_plan,
     forgetful_plan,
     half_sent_plan,
     last_holder_plan,
     late_plans,
     lost_range_plan,
     plans_of,
-    sleepy_scheduler_plan,
     stale_plan,
 )
-from chaos_lightning.lab.simulate.planting import Bug, StubbornHooks, TrustingHooks, hooks_of, with_parts
-from chaos_lightning.lab.simulate.progress_bugs import PROGRESS_BUGS
 from chaos_lightning.lab.simulate.training import State
 from chaos_lightning.lab.simulate.world import Hooks
 from chaos_lightning.membership import effects as fx
@@ -318,7 +293,7 @@ class DoubleVoteMachine(MemberMachine):
 # ------------------------------------------------------------------ the list
 
 
-BUGS: dict[str, Bug] = {
+MEMBER_BUGS: dict[str, Bug] = {
     "1-subset": Bug(
         rule="1",
         what="the root commits without one member",
@@ -379,46 +354,6 @@ BUGS: dict[str, Bug] = {
         plan=plans_of("freeze", "freeze-trap"),
         control=hooks_of(base=TrustingHooks),
     ),
-    "12-rash": Bug(
-        rule="12", what="a missed heartbeat is a death", hooks=hooks_of(scheduler=RashScheduler), plan=plans_of("lag")
-    ),
-    "12-hasty": Bug(
-        rule="12",
-        what="the silence of a process that is busy on another machine is a death",
-        hooks=hooks_of(scheduler=HastyJudge),
-        plan=busy_plan,
-    ),
-    "12-unforgiving": Bug(
-        rule="12",
-        what="the scheduler judges by its own sleep",
-        hooks=hooks_of(scheduler=UnforgivingScheduler),
-        plan=sleepy_scheduler_plan,
-        control=hooks_of(scheduler=DeafScheduler),
-    ),
-    "12a-impatient": Bug(
-        rule="12a",
-        what="the last one that holds the state is not waited for",
-        hooks=hooks_of(scheduler=ImpatientScheduler),
-        plan=last_holder_plan,
-    ),
-    "12a-stubborn": Bug(
-        rule="12a",
-        what="a death without proof counts although the last other holder died",
-        hooks=hooks_of(scheduler=StubbornScheduler),
-        plan=last_holder_plan,
-    ),
-    "12a-credulous": Bug(
-        rule="12a",
-        what="broken connections prove that the last holder is dead",
-        hooks=hooks_of(scheduler=CredulousScheduler),
-        plan=blip_plan,
-    ),
-    "12b-faithful": Bug(
-        rule="12b",
-        what="what the job is, its dead members say",
-        hooks=hooks_of(scheduler=FaithfulScheduler),
-        plan=edited_plan,
-    ),
     "14a-memory": Bug(
         rule="14a",
         what="the chain dies with the scheduler",
@@ -448,11 +383,5 @@ BUGS: dict[str, Bug] = {
         hooks=hooks_of(machine=DoubleVoteMachine),
         plan=plans_of(*DEATHS, "link"),
     ),
-    **FAILING_BUGS,
-    **JOINING_BUGS,
-    **LINK_BUGS,
-    **PROGRESS_BUGS,
 }
 """By name."""
-
-__all__ = ["BUGS", "Bug"]

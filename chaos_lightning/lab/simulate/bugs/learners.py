@@ -1,4 +1,4 @@
-"""Planted bugs of replay joins (PROTOCOL.md 8, 15, 17, 18, 19; see bugs.py).
+"""Planted bugs of replay joins (PROTOCOL.md 8, 15, 17, 18, 19).
 
 Theory of operation. A newcomer's state is compared with the members' when it is let in (19). That makes good whatever
 went wrong before, at the price of a pause; so what breaks 15 and 17 only shows with this proof off: `UnprovenHooks`
@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from chaos_lightning.lab.simulate.joining_plans import all_leave_plan, calm_plan, promise_plan, silent_plan
+from chaos_lightning.lab.simulate.bugs.frame import Bug, TrustingHooks, hooks_of, with_parts
 from chaos_lightning.lab.simulate.node import Node
 from chaos_lightning.lab.simulate.observing import Entry, Keeper, Observation
-from chaos_lightning.lab.simulate.planting import Bug, TrustingHooks, hooks_of, with_parts
+from chaos_lightning.lab.simulate.plans.learners import all_leave_plan, calm_plan, promise_plan, silent_plan
 from chaos_lightning.lab.simulate.world import Plan
 from chaos_lightning.membership.admission import Admission
 from chaos_lightning.membership.desk import Phase
@@ -147,7 +147,7 @@ def _unproven(what: str, rule: str, plan: Callable[[int], Plan] = calm_plan, **p
     )
 
 
-JOINING_BUGS: dict[str, Bug] = {
+LEARNER_BUGS: dict[str, Bug] = {
     "8-observers": Bug(
         rule="8",
         what="an observer's word is taken for a member's promise",

@@ -1,4 +1,4 @@
-"""Planted bugs about schedulers that die, wake up deposed or lose their store: rules 7, 9, 12 and 14a (see bugs.py).
+"""Planted bugs about schedulers: who misjudges the dead, wakes up deposed, or loses its store (7, 9, 12 to 12b, 14a).
 
 Two guards mask each other: a store that refuses whoever leads no more, and members that tell a scheduler that there is
 a later term. So stores that refuse nothing come with a control of their own.
@@ -6,12 +6,21 @@ a later term. So stores that refuse nothing come with a control of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from chaos_lightning.control.store import Appended, Tip
-from chaos_lightning.lab.simulate.failing import (
+from chaos_lightning.lab.simulate.bugs.frame import Bug, hooks_of, with_parts
+from chaos_lightning.lab.simulate.plans.members import (
+    blip_plan,
+    busy_plan,
+    edited_plan,
+    last_holder_plan,
+    plans_of,
+    sleepy_scheduler_plan,
+)
+from chaos_lightning.lab.simulate.plans.schedulers import (
     exchanged_plan,
     forked_plan,
     leftover_plan,
@@ -22,15 +31,101 @@ from chaos_lightning.lab.simulate.failing import (
     restored_plan,
     strange_plan,
 )
-from chaos_lightning.lab.simulate.planting import Bug, hooks_of, with_parts
 from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.membership.book import Book
-from chaos_lightning.membership.detector import Detector
+from chaos_lightning.membership.detector import Detector, Suspicion
 from chaos_lightning.membership.effects import Chain, Persist
 from chaos_lightning.membership.identity import Identity
+from chaos_lightning.membership.judging import Deaths
+from chaos_lightning.membership.peers import Peer
 from chaos_lightning.membership.rebuilding import Rebuild
+from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.protocol.types import NO_VIEW, Entered, Heartbeat, Hello, Settings, Verdict, View, ViewId
+from chaos_lightning.membership.terms import Terms
+from chaos_lightning.protocol.types import NO_VIEW, Entered, Heartbeat, Hello, Member, Settings, Verdict, View, ViewId
+
+
+class RashDetector(Detector):
+    """A missed heartbeat is a death."""
+
+    def _confirmed(self, now: float, peer: Peer, suspicion: Suspicion, watched: Mapping[str, Peer]) -> str:
+        return suspicion.why
+
+
+class HastyDetector(Detector):
+    """Silence is a death as soon as a neighbour confirms it."""
+
+    def patience_s(self, now: float, member: Member) -> float:
+        return 0.0
+
+
+class ImpatientDetector(Detector):
+    """The last one that holds the state is judged like everybody else."""
+
+    def _is_last_holder(self, member: str, watched: Mapping[str, Peer], holders: Collection[str]) -> bool:
+        return False
+
+
+class StubbornDeaths(Deaths):
+    """Never takes a death back, whoever died since."""
+
+    def take_back(self) -> bool:
+        return False
+
+
+class CredulousDetector(Detector):
+    """Closed connections prove a death at once."""
+
+    def _proof(self, now: float, peer: Peer, suspicion: Suspicion, everybody: Mapping[str, Peer]) -> str:
+        return super()._proof(now, peer, suspicion, everybody) or self._fact(peer, everybody)
+
+
+class DeafDetector(RashDetector, ImpatientDetector):
+    """A missed heartbeat of the last one that holds the state is a death, too."""
+
+
+class DeafDeaths(StubbornDeaths):
+    """Moreover nobody whom it takes for dead can talk it out of that."""
+
+    def revive(self, peer: Peer) -> None:
+        self._detector.heard(peer.id)
+
+
+HastyJudge = with_parts(detector=HastyDetector)
+RashScheduler = with_parts(detector=RashDetector)
+StubbornScheduler = with_parts(deaths=StubbornDeaths)
+ImpatientScheduler = with_parts(detector=ImpatientDetector, deaths=StubbornDeaths)
+CredulousScheduler = with_parts(detector=CredulousDetector)
+DeafScheduler = with_parts(detector=DeafDetector, deaths=DeafDeaths)
+
+
+class UnforgivingScheduler(DeafScheduler):  # type: ignore[valid-type, misc]
+    """Judges everybody by its own sleep."""
+
+    def _forgive(self, now: float) -> None:
+        before = self.desk.clock
+        super()._forgive(now)
+        gap = now - before if before is not None else 0.0
+        if gap > 3 * self.settings.heartbeat_interval_s:
+            for peer in self.roster.peers.values():
+                peer.heard -= gap
+
+
+class FaithfulTerms(Terms):
+    """Turns away who is of another program than the members were, whoever of them lives."""
+
+    def authorities(self) -> list[Peer]:
+        return [p for p in self._roster.peers.values() if not p.differs]
+
+
+class FaithfulRoster(Roster):
+    """Does not forget what the dead said."""
+
+    def forget_terms(self) -> None:
+        pass
+
+
+FaithfulScheduler = with_parts(terms=FaithfulTerms, roster=FaithfulRoster)
 
 
 class HastyBook(Book):
@@ -124,11 +219,51 @@ class GullibleDetector(Detector):
         super().verdict(by, verdict)
 
 
-DeafScheduler = with_parts(identity=DeafIdentity)
+HeedlessScheduler = with_parts(identity=DeafIdentity)
 HurriedScheduler = with_parts(identity=HurriedIdentity)
 
 
-FAILING_BUGS: dict[str, Bug] = {
+SCHEDULER_BUGS: dict[str, Bug] = {
+    "12-rash": Bug(
+        rule="12", what="a missed heartbeat is a death", hooks=hooks_of(scheduler=RashScheduler), plan=plans_of("lag")
+    ),
+    "12-hasty": Bug(
+        rule="12",
+        what="the silence of a process that is busy on another machine is a death",
+        hooks=hooks_of(scheduler=HastyJudge),
+        plan=busy_plan,
+    ),
+    "12-unforgiving": Bug(
+        rule="12",
+        what="the scheduler judges by its own sleep",
+        hooks=hooks_of(scheduler=UnforgivingScheduler),
+        plan=sleepy_scheduler_plan,
+        control=hooks_of(scheduler=DeafScheduler),
+    ),
+    "12a-impatient": Bug(
+        rule="12a",
+        what="the last one that holds the state is not waited for",
+        hooks=hooks_of(scheduler=ImpatientScheduler),
+        plan=last_holder_plan,
+    ),
+    "12a-stubborn": Bug(
+        rule="12a",
+        what="a death without proof counts although the last other holder died",
+        hooks=hooks_of(scheduler=StubbornScheduler),
+        plan=last_holder_plan,
+    ),
+    "12a-credulous": Bug(
+        rule="12a",
+        what="broken connections prove that the last holder is dead",
+        hooks=hooks_of(scheduler=CredulousScheduler),
+        plan=blip_plan,
+    ),
+    "12b-faithful": Bug(
+        rule="12b",
+        what="what the job is, its dead members say",
+        hooks=hooks_of(scheduler=FaithfulScheduler),
+        plan=edited_plan,
+    ),
     "7-announced": Bug(
         rule="7",
         what="views are announced before a failing store has them",
@@ -138,9 +273,9 @@ FAILING_BUGS: dict[str, Bug] = {
     "7-lax": Bug(
         rule="7",
         what="the store takes what a deposed scheduler writes",
-        hooks=hooks_of(store=LaxStore, scheduler=DeafScheduler),
+        hooks=hooks_of(store=LaxStore, scheduler=HeedlessScheduler),
         plan=overlapping_plan,
-        control=hooks_of(scheduler=DeafScheduler),
+        control=hooks_of(scheduler=HeedlessScheduler),
     ),
     "7-reissued": Bug(
         rule="7",
@@ -177,7 +312,7 @@ FAILING_BUGS: dict[str, Bug] = {
     "14a-stale": Bug(
         rule="14a",
         what="a scheduler on an older copy of its store rules by it",
-        hooks=hooks_of(scheduler=DeafScheduler),
+        hooks=hooks_of(scheduler=HeedlessScheduler),
         plan=restored_plan,
     ),
     "14a-open": Bug(

@@ -1,9 +1,8 @@
-"""Plans by chance: what goes wrong in the run with a given seed.
+"""Plans by chance for jobs whose members die, freeze, leave and join: what goes wrong in the run with a given seed.
 
 Theory of operation. `random_plan` mixes everything. Some orders of events are too rare to wait for: a header that is
 through to one member only, bytes that outlive their sender, a scheduler that dies inside a write. For each of these a
-family of plans aims there and leaves the rest to chance. `any_plan` draws from all of them, and is what a long run
-uses.
+plan aims there and leaves the rest to chance.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from chaos_lightning.lab.simulate.joining_plans import JOINING
 from chaos_lightning.lab.simulate.node import NodeSpec
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.lab.simulate.world import Fault, Plan
@@ -333,65 +331,17 @@ def busy_plan(seed: int) -> Plan:
     )
 
 
-def failing_family(number: int, seed: int | None = None) -> Plan:
-    """Of the plans about failing schedulers and stores the one whose turn it is; with that number as its seed, too."""
-    from chaos_lightning.lab.simulate.failing import FAILING  # these draw on this module
-
-    return FAILING[number % len(FAILING)](number if seed is None else seed)
-
-
-def lost_family(seed: int) -> Plan:
-    """The chain is lost, and rebuilt."""
-    from chaos_lightning.lab.simulate.failing import lost_plan  # it draws on this module
-
-    return lost_plan(seed)
-
-
-def any_plan(seed: int) -> Plan:
-    """What a long run uses: a part of it anything, the rest aimed; every third one is about failing schedulers."""
-    from chaos_lightning.lab.simulate.sparse import SPARSE  # these draw on this module
-    from chaos_lightning.lab.simulate.wiring import WIRED
-
-    if seed % 3 == 2:
-        return failing_family(seed // 3, seed)
-
-    families: tuple[Callable[[int], Plan], ...] = (
-        random_plan,
-        random_plan,
-        random_plan,
-        random_plan,
-        random_plan,
-        random_plan,
-        half_sent_plan,
-        half_sent_plan,
-        late_plans("committed"),
-        late_plans("contribution"),
-        lost_range_plan,
-        forgetful_plan,
-        last_holder_plan,
-        last_holder_plan,
-        blip_plan,
-        busy_plan,
-        *JOINING,
-        *WIRED,
-        *SPARSE,
-    )
-    return families[seed % len(families)](seed)
-
-
-def sparse_family(seed: int) -> Plan:
-    """Much goes wrong at once on few links."""
-    from chaos_lightning.lab.simulate.sparse import SPARSE  # these draw on this module
-
-    return SPARSE[seed % len(SPARSE)](seed)
-
-
-FAMILIES: dict[str, Callable[[int], Plan]] = {
-    "any": any_plan,
-    "random": random_plan,
-    "failing": failing_family,
-    "lost": lost_family,
-    "busy": busy_plan,
-    "sparse": sparse_family,
-}
-"""What a long run may be confined to, by name."""
+DYING: tuple[Callable[[int], Plan], ...] = (
+    *(random_plan,) * 6,
+    half_sent_plan,
+    half_sent_plan,
+    late_plans("committed"),
+    late_plans("contribution"),
+    lost_range_plan,
+    forgetful_plan,
+    last_holder_plan,
+    last_holder_plan,
+    blip_plan,
+    busy_plan,
+)
+"""What a long run draws from (families.any_plan)."""

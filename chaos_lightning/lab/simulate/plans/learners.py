@@ -1,4 +1,4 @@
-"""Plans around replay joins: newcomers observe while members, others and the scheduler come to harm (see plans.py)."""
+"""Plans around replay joins: newcomers observe while members, others and the scheduler come to harm ."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from random import Random
 
 from chaos_lightning.lab.simulate.node import NodeSpec
-from chaos_lightning.lab.simulate.plans import forgetful_plan, random_plan
+from chaos_lightning.lab.simulate.plans.members import forgetful_plan, random_plan
 from chaos_lightning.lab.simulate.world import Fault, Plan
 
 MEMBERS = ("kill", "kill-trap", "kill-too", "freeze", "leave", "join", "join", "stream", "lag", "slow-link", "drain")
@@ -308,4 +308,4 @@ FAILING: tuple[Callable[[int], Plan], ...] = (
     exchanged_plan,
     leftover_plan,
 )
-"""What a long run draws from (plans.any_plan)."""
+"""What a long run draws from (families.any_plan)."""

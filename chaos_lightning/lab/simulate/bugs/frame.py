@@ -1,4 +1,4 @@
-"""What a planted bug consists of, and the guards that are off where they would mask one (see bugs.py)."""
+"""What a planted bug consists of, and the guards that are off where they would mask one ."""
 
 from __future__ import annotations
 
