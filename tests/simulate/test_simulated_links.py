@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulate_support import notes, outcome_of, run
 
+from chaos_lightning.lab.simulate.plan import Fault
 from chaos_lightning.lab.simulate.plans.links import (
     forgetting_plan,
     lost_link_plan,
@@ -15,7 +16,7 @@ from chaos_lightning.lab.simulate.plans.links import (
     wired_plan,
 )
 from chaos_lightning.lab.simulate.script import parse
-from chaos_lightning.lab.simulate.world import Fault, World, simulate
+from chaos_lightning.lab.simulate.world import World, simulate
 from chaos_lightning.membership.topology import links_of, pair
 
 pytestmark = pytest.mark.slow  # test_simulated_seeds.py runs plans of all these families in the ordinary run

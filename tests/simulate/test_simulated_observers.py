@@ -10,6 +10,7 @@ from simulate_support import notes, outcome_of, run
 
 from chaos_lightning.lab.simulate.observing import Replaying
 from chaos_lightning.lab.simulate.oracle import Violation
+from chaos_lightning.lab.simulate.plan import Outcome, Plan
 from chaos_lightning.lab.simulate.plans.learners import (
     all_leave_plan,
     calm_plan,
@@ -21,7 +22,7 @@ from chaos_lightning.lab.simulate.plans.learners import (
     silent_plan,
 )
 from chaos_lightning.lab.simulate.script import parse
-from chaos_lightning.lab.simulate.world import Outcome, Plan, World, simulate
+from chaos_lightning.lab.simulate.world import World, simulate
 
 pytestmark = pytest.mark.slow  # test_simulated_seeds.py runs plans of all these families in the ordinary run
 

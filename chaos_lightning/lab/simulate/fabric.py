@@ -10,17 +10,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
-from chaos_lightning.lab.simulate.kernel import Kernel
-
-if TYPE_CHECKING:
-    from chaos_lightning.lab.simulate.node import Node
+from chaos_lightning.lab.simulate.kernel import Action, Kernel
+from chaos_lightning.membership.member import MemberMachine
 
 Payload = object
 SILENT_S = 3.0
 """A link on which nothing was heard for so long is given up (transport/links.py)."""
 Taker = Callable[[Payload], None]
+
+
+class Endpoint(Protocol):
+    """What the network knows of a member's process."""
+
+    name: str
+    alive: bool
+    frozen: bool
+    machine: MemberMachine
+    wanted: frozenset[str]
+    outcome: str
+
+    def deliver(self, action: Action) -> None: ...
+
+    def frame(self, peer: str, payload: Payload) -> None: ...
+
+    def stands(self, peer: str) -> None: ...
+
+    def link_changed(self, peer: str, up: bool, evidence: str) -> None: ...
+
+    def link_broken(self, peer: str, evidence: str = ...) -> None: ...
+
+    def link_left(self, peer: str) -> None: ...
+
+
+E = TypeVar("E", bound=Endpoint)
 
 
 @dataclass(slots=True)
@@ -76,11 +100,11 @@ class Link:
 
 
 @dataclass(slots=True)
-class Fabric:
+class Fabric(Generic[E]):
     """All links. Nodes are found by their current member id."""
 
     kernel: Kernel
-    nodes: dict[str, Node] = field(default_factory=dict)
+    nodes: dict[str, E] = field(default_factory=dict)
     links: dict[frozenset[str], Link] = field(default_factory=dict)
     dialling: set[frozenset[str]] = field(default_factory=set)
     slow_links: dict[frozenset[str], float] = field(default_factory=dict)
@@ -128,7 +152,7 @@ class Fabric:
                 # The other end wanted it first. As transport/links.py, which tells what stands whenever it is wanted.
                 self.kernel.after(0.0, lambda n=here, p=peer: n.deliver(lambda: self._stands(n, p)))  # type: ignore[misc]
 
-    def _stands(self, here: Node, peer: str) -> None:
+    def _stands(self, here: Endpoint, peer: str) -> None:
         if frozenset((here.machine.member_id, peer)) in self.links and not here.outcome:
             here.link_changed(peer, True, "connected")
 
@@ -155,12 +179,12 @@ class Fabric:
             self.dialling.discard(pair)
             self._stand(here, there, pair)
 
-    def _can_meet(self, here: Node, there: Node | None, peer: str) -> bool:
+    def _can_meet(self, here: Endpoint, there: Endpoint | None, peer: str) -> bool:
         if there is None or there.machine.member_id != peer or not there.alive or there.frozen or here.frozen:
             return False
         return self.open(here.name, there.name)
 
-    def _stand(self, here: Node, there: Node, pair: frozenset[str]) -> None:
+    def _stand(self, here: Endpoint, there: Endpoint, pair: frozenset[str]) -> None:
         extra = self.slow_links.get(frozenset((here.name, there.name)), 0.0)
         me, peer = here.machine.member_id, there.machine.member_id
         pipes = {end: Pipe(self.kernel, 0.0002, 0.002 + extra) for end in (me, peer)}
@@ -250,7 +274,7 @@ class Fabric:
                 self.kernel.at(told, self._teller(node, end))
 
     @staticmethod
-    def _teller(node: Node | None, end: str) -> Callable[[], None]:
+    def _teller(node: Endpoint | None, end: str) -> Callable[[], None]:
         def tell() -> None:
             if node is not None:
                 node.deliver(lambda: node.link_broken(end))

@@ -10,7 +10,8 @@ from chaos_lightning.lab.simulate.dataplane import DataPlane
 from chaos_lightning.lab.simulate.host import Store
 from chaos_lightning.lab.simulate.node import Node
 from chaos_lightning.lab.simulate.observing import Keeper, Observation
-from chaos_lightning.lab.simulate.world import Hooks, Plan
+from chaos_lightning.lab.simulate.plan import Plan
+from chaos_lightning.lab.simulate.world import Hooks
 from chaos_lightning.membership.effects import Chain
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.scheduler import SchedulerMachine

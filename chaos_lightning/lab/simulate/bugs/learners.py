@@ -15,8 +15,8 @@ from dataclasses import replace
 from chaos_lightning.lab.simulate.bugs.frame import Bug, TrustingHooks, hooks_of, with_parts
 from chaos_lightning.lab.simulate.node import Node
 from chaos_lightning.lab.simulate.observing import Entry, Keeper, Observation
+from chaos_lightning.lab.simulate.plan import Plan
 from chaos_lightning.lab.simulate.plans.learners import all_leave_plan, calm_plan, promise_plan, silent_plan
-from chaos_lightning.lab.simulate.world import Plan
 from chaos_lightning.membership.admission import Admission
 from chaos_lightning.membership.desk import Phase
 from chaos_lightning.membership.learners import Learners

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from chaos_lightning.lab.simulate.plan import Plan
 from chaos_lightning.lab.simulate.plans.learners import JOINING
 from chaos_lightning.lab.simulate.plans.links import SPARSE, WIRED
 from chaos_lightning.lab.simulate.plans.members import DYING, busy_plan, random_plan
 from chaos_lightning.lab.simulate.plans.schedulers import FAILING, lost_plan
-from chaos_lightning.lab.simulate.world import Plan
 
 _OTHERS: tuple[Callable[[int], Plan], ...] = (*DYING, *JOINING, *WIRED, *SPARSE)
 

@@ -8,8 +8,8 @@ from random import Random
 
 from chaos_lightning.lab.simulate.node import NodeSpec
 from chaos_lightning.lab.simulate.observing import Replaying
+from chaos_lightning.lab.simulate.plan import Fault, Plan
 from chaos_lightning.lab.simulate.training import Program
-from chaos_lightning.lab.simulate.world import Fault, Plan
 from chaos_lightning.protocol.types import Settings
 
 _MEMBER_TRAPS = ("greeting", "greeting", "header", "committed", "contribution", "report")

@@ -21,8 +21,8 @@ from random import Random
 
 from chaos_lightning.lab.simulate.node import NodeSpec
 from chaos_lightning.lab.simulate.observing import Replaying
+from chaos_lightning.lab.simulate.plan import Fault, Plan
 from chaos_lightning.lab.simulate.plans.members import random_plan
-from chaos_lightning.lab.simulate.world import Fault, Plan
 from chaos_lightning.protocol.types import PlanSpec
 
 Edge = tuple[str, str]

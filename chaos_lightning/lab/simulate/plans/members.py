@@ -12,8 +12,8 @@ from dataclasses import replace
 from random import Random
 
 from chaos_lightning.lab.simulate.node import NodeSpec
+from chaos_lightning.lab.simulate.plan import Fault, Plan
 from chaos_lightning.lab.simulate.training import Program
-from chaos_lightning.lab.simulate.world import Fault, Plan
 from chaos_lightning.protocol.types import Settings
 
 TRAPS = ("header", "header", "header", "contribution", "committed", "entered", "report")

@@ -16,8 +16,8 @@ from dataclasses import replace
 from random import Random
 
 from chaos_lightning.lab.simulate.node import NodeSpec
+from chaos_lightning.lab.simulate.plan import Fault, Plan
 from chaos_lightning.lab.simulate.plans.members import forgetful_plan, random_plan
-from chaos_lightning.lab.simulate.world import Fault, Plan
 
 MEMBERS = ("kill", "kill-trap", "kill-too", "freeze", "leave", "join", "join", "stream", "lag", "slow-link", "drain")
 EFFECTS = (
