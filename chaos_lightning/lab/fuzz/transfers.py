@@ -20,8 +20,8 @@ from typing import Any
 
 from chaos_lightning.errors import ChaosError, RefusedError, WireError
 from chaos_lightning.lab.fuzz import mutate
-from chaos_lightning.lab.fuzz.sealed import a_session
-from chaos_lightning.lab.fuzz.target import FindingError
+from chaos_lightning.lab.fuzz.links import a_session
+from chaos_lightning.lab.fuzz.target import LARGE_NBYTES, PATIENCE_S, FindingError, Target
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
 from chaos_lightning.transport.sealing import Level, ProtectedSocket
@@ -29,7 +29,6 @@ from chaos_lightning.transport.sealing import Level, ProtectedSocket
 HEAD = "00112233445566aa"
 SEQ = 7
 DONOR_HOSTILE, SEALED, REPLAYED = 1, 2, 4
-_PATIENCE_S = 5.0
 _REDUCED_NBYTES = 4096
 _ATTACHED_NBYTES = 1 << 20
 
@@ -68,13 +67,13 @@ class _Donor:
 
         state = _State(1.0)
         waits = ServerConfig(
-            publish_timeout_s=0.005, stall_timeout_s=_PATIENCE_S, idle_timeout_s=_PATIENCE_S, pending_interval_s=0.002
+            publish_timeout_s=0.005, stall_timeout_s=PATIENCE_S, idle_timeout_s=PATIENCE_S, pending_interval_s=0.002
         )
         self.server, self.neighbour = StateServer(waits), StateServer(waits)
         for server in (self.server, self.neighbour):
             server.publish(HEAD, SEQ, state.tensors(), state.manifest())
             server.publish_result(SEQ, HEAD, torch.zeros(_REDUCED_NBYTES, dtype=torch.uint8), [(0, 3000)])
-        self.server.forwarder = Forwarder("donor", self._dial, _PATIENCE_S, _PATIENCE_S)
+        self.server.forwarder = Forwarder("donor", self._dial, PATIENCE_S, PATIENCE_S)
 
     def _dial(self, member: str) -> socket.socket:
         if member != "b~2":
@@ -89,7 +88,7 @@ class _Donor:
         served = threading.Thread(target=self.server.serve, args=(far, "well"), daemon=True)
         served.start()
         with near:
-            channel = BulkSocket(near, stall_timeout_s=_PATIENCE_S)
+            channel = BulkSocket(near, stall_timeout_s=PATIENCE_S)
             channel.send(Frame(Type.GET_STATE, HEAD, SEQ, 0, 64))
             try:
                 answer = channel.receive_header()
@@ -98,7 +97,7 @@ class _Donor:
             if answer is None or answer.type is not Type.DATA:
                 raise FindingError(f"a donor does not answer an honest joiner any more, but says {answer}")
             channel.receive_into([memoryview(bytearray(answer.length))])
-        served.join(_PATIENCE_S)
+        served.join(PATIENCE_S)
         if served.is_alive():
             raise FindingError("a donor goes on serving a connection that its peer has closed")
 
@@ -116,7 +115,7 @@ def _hostile(said: bytes, *, sealed: bool) -> Iterator[Callable[[], socket.socke
 
     def speak(sock: socket.socket) -> None:
         with sock, contextlib.suppress(ConnectionError):
-            sock.settimeout(_PATIENCE_S)
+            sock.settimeout(PATIENCE_S)
             stream = a_session(Level.ENCRYPTED, dialled=True).stream
             try:
                 for parts in stream.records([memoryview(said)]) if sealed else [[memoryview(said)]]:
@@ -135,12 +134,12 @@ def _hostile(said: bytes, *, sealed: bool) -> Iterator[Callable[[], socket.socke
 
     yield connect
     for speaker in speakers:
-        speaker.join(2 * _PATIENCE_S)
+        speaker.join(2 * PATIENCE_S)
         if kept_open or speaker.is_alive():
             raise FindingError("a bulk connection whose other end says no more is still open")
 
 
-def feed_bulk(data: bytes) -> None:
+def _feed_bulk(data: bytes) -> None:
     """See the module."""
     exchanged(data)
 
@@ -164,8 +163,8 @@ def _pull(connect: Callable[[], socket.socket], *, replayed: bool) -> str:
     from chaos_lightning.replication.table import state_hash
 
     waits = PullConfig(
-        deadline_s=_PATIENCE_S,
-        stall_timeout_s=_PATIENCE_S,
+        deadline_s=PATIENCE_S,
+        stall_timeout_s=PATIENCE_S,
         survey_grace_s=0.05,
         redial_s=0.05,
         request_nbytes=1024,
@@ -252,13 +251,13 @@ def _answers() -> bytes:
     ends: list[socket.socket] = []
     _pull(connect, replayed=False)
     for thread in finished:
-        thread.join(_PATIENCE_S)
+        thread.join(PATIENCE_S)
     for end in ends:
         end.close()
     return bytes(heard)
 
 
-def mutate_bulk(data: bytes, rng: Random) -> bytes:
+def _mutate_bulk(data: bytes, rng: Random) -> bytes:
     """A nearly valid input."""
     mode, said = data[:1] or b"\0", data[1:]
     frames = _split(said)
@@ -294,3 +293,8 @@ def mutate_bulk(data: bytes, rng: Random) -> bytes:
     with contextlib.suppress(struct.error):
         return mode + _joined([*frames[:at], (frame, payload), *frames[at + 1 :]])
     return data
+
+
+TRANSFERS = (
+    Target("bulk", "bulk frames, by a donor and by a joiner", bulk_seeds, _feed_bulk, _mutate_bulk, LARGE_NBYTES),
+)

@@ -1,10 +1,13 @@
-"""The door with TLS before a scheduler: garbage, half a handshake, slow ones, many at once, and what is no gRPC.
+"""The control plane, with somebody hostile at the other end: a scheduler's server, the door before it, an agent.
 
-Theory of operation. A real door stands before a real scheduler, and a member is behind it all the time. Each part of an
-input is one connection; its number says what is done on it (`Deed`) and which certificate is shown, its bytes are what
-is said, or what is put into a handshake that is sound otherwise. All are open at the same time. Whoever has said its
-last word, or has not made itself known in time, must be shut out by the door; then nothing may be left of any of them,
-the member's connection must stand, and somebody new must be let in.
+Theory of operation. Each is started once per process, with a bystander that must not be hurt: another member's stream
+at the same server, a member behind the same door. A hostile input is said, the connection's end is awaited, and then
+the bystander is asked whether it is well.
+
+At the *door* with TLS each part of an input is one connection; its number says what is done on it (`Deed`) and which
+certificate is shown, its bytes are what is said, or what is put into a handshake that is sound otherwise. All are open
+at the same time. Whoever has said its last word, or has not made itself known in time, must be shut out by the door;
+then nothing may be left of any of them, the member's connection must stand, and somebody new must be let in.
 """
 
 from __future__ import annotations
@@ -14,28 +17,221 @@ import atexit
 import contextlib
 import enum
 import functools
+import json
+import queue
 import shutil
 import socket
 import ssl
 import tempfile
 import threading
 import time
+import typing
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import grpc
+
+from chaos_lightning.control.agent import Agent
 from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.control.server import SchedulerServer
 from chaos_lightning.control.server_config import ServerConfig
+from chaos_lightning.errors import ChaosError, WireError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.lab.fuzz import mutate
-from chaos_lightning.lab.fuzz.target import FindingError
+from chaos_lightning.lab.fuzz.readers import hello, mutated_message, wrapped
+from chaos_lightning.lab.fuzz.target import PATIENCE_S, FindingError, Target
 from chaos_lightning.protocol import chaos_pb2
-from chaos_lightning.protocol.types import Settings
+from chaos_lightning.protocol.types import NO_VIEW, FromMember, Heartbeat, Ready, Settings, ToMember, Welcome
 
-import grpc  # isort: skip  (after server, which sets gRPC's environment)
+# ------------------------------------------------------------------ a scheduler's server
 
-_PATIENCE_S = 5.0
+
+_SERVICE = f"{chaos_pb2.DESCRIPTOR.package}.Scheduler"
+"""As control/service.proto names it."""
+
+
+def _raw(data: bytes) -> bytes:
+    return data
+
+
+def _status_of(channel: grpc.Channel) -> Any:
+    return channel.unary_unary(
+        f"/{_SERVICE}/Status", request_serializer=_raw, response_deserializer=chaos_pb2.StatusReply.FromString
+    )
+
+
+ORDERLY = ("deposed: ", "the job is finished")
+
+
+class _Server:
+    """A scheduler in this process, and one member that is well."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="fuzzed", daemon=True)
+        self._thread.start()
+        config = ServerConfig(port=0, settings=Settings(min_nodes=1, max_nodes=64))
+        self.server = SchedulerServer(config, MemoryStore, EventLog.in_directory(None, "fuzz", role="scheduler"))
+        self.port = asyncio.run_coroutine_threadsafe(self.server.start(), self.loop).result(PATIENCE_S)
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{self.port}")
+        self.attend = self.channel.stream_stream(
+            f"/{_SERVICE}/Attend", request_serializer=_raw, response_deserializer=_raw
+        )
+        self._status = _status_of(self.channel)
+        self._said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._said.put(wrapped(FromMember, hello("well", 7)))
+        self._stream = self.attend(iter(self._said.get, None))
+        next(iter(self._stream))
+        self._over = asyncio.run_coroutine_threadsafe(self.server.ended(), self.loop)
+
+    def check(self) -> bool:
+        """Whether it goes on. A member may make it end in two ways, in good order: it was the last of a job and has
+        finished, or it says that there is a later term (PROTOCOL.md 7).
+        """
+        try:
+            facts = json.loads(self._status(b"", timeout=PATIENCE_S).json)
+        except grpc.RpcError as error:
+            raise FindingError(f"the scheduler does not answer: {error.code()} {error.details()}") from error
+        lost = "well" not in {s["name"] for s in facts["streams"]}
+        with contextlib.suppress(TimeoutError):
+            reason = self._over.result(1.0 if lost else 0.0)
+            if not reason.startswith(ORDERLY):
+                raise FindingError(f"the scheduler has ended: {reason}")
+            return False
+        self._said.put(wrapped(FromMember, Heartbeat(NO_VIEW, 0, 0)))
+        if lost or not self._stream.is_active():
+            raise FindingError("the stream of a member that did nothing has ended")
+        return True
+
+    def stop(self) -> None:
+        self._said.put(None)
+        self.channel.close()
+        asyncio.run_coroutine_threadsafe(self.server.stop(), self.loop).result(PATIENCE_S)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(PATIENCE_S)
+        self.loop.close()
+
+
+@functools.cache
+def _server() -> _Server:
+    return _Server()
+
+
+def _feed_server(data: bytes) -> None:
+    server = _server()
+    said = [part for _, part in mutate.split(data)]
+    call = server.attend(iter(said), timeout=PATIENCE_S)
+    try:
+        for _ in call:
+            pass
+    except grpc.RpcError as error:
+        if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise FindingError("a stream whose member has ended it is still open") from error
+    if not server.check():
+        server.stop()
+        _server.cache_clear()
+
+
+def _server_seeds() -> list[bytes]:
+    rng = Random(5)
+    first = [(0, wrapped(FromMember, hello("x", 9))), (0, wrapped(FromMember, Ready()))]
+    goodbye = (0, chaos_pb2.FromMemberEnvelope(goodbye=True).SerializeToString())
+    seeds = [mutate.joined(first), mutate.joined([*first, goodbye])]
+    for cls in typing.get_args(FromMember):
+        with contextlib.suppress(WireError, TypeError):
+            seeds.append(mutate.joined([*first, (0, wrapped(FromMember, mutate.value_of(cls, rng)))]))
+    return seeds
+
+
+def _mutate_said(which: int) -> Any:
+    def changed(data: bytes, rng: Random) -> bytes:
+        return mutate.parts_of(data, rng, lambda tag, part, r: mutated_message(which, part, r), (0,))
+
+    return changed
+
+
+# ------------------------------------------------------------------ a member's agent
+
+
+class _Hostile:
+    """A scheduler that says what it is told to say."""
+
+    def __init__(self) -> None:
+        from concurrent import futures
+
+        self.says: list[bytes] = []
+        self._server = grpc.server(futures.ThreadPoolExecutor(4))
+        handler = grpc.stream_stream_rpc_method_handler(
+            self._attend, request_deserializer=_raw, response_serializer=_raw
+        )
+        methods = {"Attend": handler}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, methods),))
+        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        self._server.start()
+
+    def _attend(self, requests: Any, context: Any) -> Any:
+        next(requests)
+        yield from self.says
+
+
+@functools.cache
+def _hostile() -> _Hostile:
+    return _Hostile()
+
+
+def _feed_agent(data: bytes) -> None:
+    """An agent and the machine behind it hear this; after it the agent still comes back, or has a reason not to."""
+    from chaos_lightning.membership import effects as fx
+    from chaos_lightning.membership.member import MemberMachine
+
+    hostile, machine = _hostile(), MemberMachine()
+    hostile.says = [part for _, part in mutate.split(data)]
+    over, failures = threading.Event(), list[str]()
+
+    def heard(said: ToMember) -> None:
+        machine.on(1.0, fx.ControlIn(said))
+
+    def state(words: str) -> None:
+        if "internal error" in words:
+            failures.append(words)
+        if words != "connected":
+            over.set()
+
+    agent = Agent(
+        endpoints=[f"127.0.0.1:{hostile.port}"],
+        token=b"",
+        hello_factory=lambda: hello("a", 1),
+        on_message=heard,
+        on_state=state,
+        heartbeat=lambda: Heartbeat(NO_VIEW, 0, 0),
+        connect_timeout_s=0.05,
+    )
+    agent.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while not over.wait(0.01) and agent.is_alive() and time.monotonic() < deadline:
+        pass  # a Fence ends it without a word about its state
+    agent.close()
+    if failures:
+        raise FindingError(failures[0])
+    if agent.is_alive():
+        raise FindingError("the agent does not end")
+
+
+def _agent_seeds() -> list[bytes]:
+    from chaos_lightning.protocol.types import Member
+
+    rng = Random(6)
+    welcome = wrapped(ToMember, Welcome(Member("a~1", "a", "host", "127.0.0.1", 1), 1, "founder", "", 0.1, 0.5))
+    seeds = [mutate.joined([(0, welcome)])]
+    for cls in typing.get_args(ToMember):
+        with contextlib.suppress(WireError, TypeError, ChaosError):
+            seeds.append(mutate.joined([(0, welcome), (0, wrapped(ToMember, mutate.value_of(cls, rng)))]))
+    return seeds
+
+
+# ------------------------------------------------------------------ the door before a scheduler
+
 _HANDSHAKE_S = 0.5
 _MOST_AT_ONCE = 12
 _FLOOD = 70
@@ -94,26 +290,21 @@ class _Door:
             door = Door(own, self._count, self._count, handshake_timeout_s=_HANDSHAKE_S)
             return door, await door.open("127.0.0.1", 0, inner)
 
-        self.door, self.port = asyncio.run_coroutine_threadsafe(start(), self._loop).result(_PATIENCE_S)
+        self.door, self.port = asyncio.run_coroutine_threadsafe(start(), self._loop).result(PATIENCE_S)
         texts = [(member / name).read_bytes() for name in (keyfiles.TRUSTED, keyfiles.KEY, keyfiles.CHAIN)]
         channel = grpc.secure_channel(f"127.0.0.1:{self.port}", grpc.ssl_channel_credentials(*texts))
-        service = chaos_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
-        self._status = channel.unary_unary(
-            f"/{service}/Status",
-            request_serializer=lambda data: data,
-            response_deserializer=chaos_pb2.StatusReply.FromString,
-        )
+        self._status = _status_of(channel)
         self.check()
 
     def _count(self, peer: str, why: str) -> None:
         self.refused += 1
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=_PATIENCE_S)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
 
     def check(self) -> None:
         """Nobody is left but the member, whose connection stands; and somebody new is let in."""
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + PATIENCE_S
         while self.door.visits > 1:
             if time.monotonic() > deadline:
                 raise FindingError(f"the door keeps {self.door.visits - 1} connections whose callers are gone")
@@ -125,7 +316,7 @@ class _Door:
     def _outside(self) -> str:
         """What keeps a member from coming in, or from being answered; "" if nothing does."""
         try:
-            self._status(b"", timeout=_PATIENCE_S)
+            self._status(b"", timeout=PATIENCE_S)
             with self.connect() as sock, self.shown[0].wrap_socket(sock) as tls:
                 tls.sendall(_PREFACE)
                 return "" if tls.recv(1) else "the door lets a member in, and the scheduler behind it says nothing"
@@ -221,7 +412,7 @@ class _Caller:
                 raise FindingError(f"after {self.deed.name} the door keeps a connection open") from error
 
 
-def feed_door(data: bytes) -> None:
+def _feed_door(data: bytes) -> None:
     """See the module."""
     door, callers = _door(), list[_Caller]()
     try:
@@ -238,10 +429,7 @@ def feed_door(data: bytes) -> None:
     door.check()
 
 
-# ------------------------------------------------------------------ inputs
-
-
-def door_seeds() -> list[bytes]:
+def _door_seeds() -> list[bytes]:
     """One or several of each deed, by everybody."""
     words = [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -259,7 +447,7 @@ def door_seeds() -> list[bytes]:
     return seeds
 
 
-def mutate_door(data: bytes, rng: Random) -> bytes:
+def _mutate_door(data: bytes, rng: Random) -> bytes:
     """A nearly valid input; those that take long are rare."""
     tags = [deed + len(Deed) * who for deed in Deed for who in range(5) if deed < Deed.FLOOD]
     changed = mutate.parts_of(data, rng, lambda tag, part, r: mutate.bytes_of(part, r), tags)
@@ -267,3 +455,10 @@ def mutate_door(data: bytes, rng: Random) -> bytes:
     if rng.randint(0, 7):  # waiting takes as long as the door does
         parts = [(Deed.SAY if Deed(tag % len(Deed)) is Deed.SAY_AND_WAIT else tag, part) for tag, part in parts]
     return mutate.joined(parts)
+
+
+CONTROL = (
+    Target("server", "members' streams, by a live scheduler", _server_seeds, _feed_server, _mutate_said(0)),
+    Target("door", "whatever comes to the door with TLS before a scheduler", _door_seeds, _feed_door, _mutate_door),
+    Target("agent", "a scheduler's stream, by a live member's agent", _agent_seeds, _feed_agent, _mutate_said(1)),
+)
