@@ -47,7 +47,7 @@ COMMANDS: dict[str, Command] = {
     "report": Command("chaos_lightning.observe.cli_report:report", "Write a page about a run from its event logs."),
     "audit": Command("chaos_lightning.observe.cli_report:audit", "Check from the event logs that the contract held."),
     "demo": Command(
-        "chaos_lightning.lab.demo.command:demo", "Train here while nodes join, die, freeze, leave and return."
+        "chaos_lightning.lab.demo.members:demo", "Train here while nodes join, die, freeze, leave and return."
     ),
     "demo-edge": Command("chaos_lightning.lab.demo.edge:demo_edge", "Train over links that change, fail and return."),
     "demo-failover": Command(

@@ -285,20 +285,20 @@ def lab(
     config = LabConfig(
         topology=network,
         command=tuple(command or ()),
-        folder=prepare(directory),
+        folder=prepare(directory, "lab"),
         backend=backend,
         schedule_at=schedule_at,
     )
     raise typer.Exit(_run(console, config, quiet=quiet))
 
 
-def prepare(directory: Path | None) -> Path:
-    """The lab's folder, empty.
+def prepare(directory: Path | None, kind: str) -> Path:
+    """The folder of a lab or a demo, empty; by default a new one that is called so.
 
     Raises:
         ConfigurationError: It holds something: logs of two runs must not mix.
     """
-    folder = directory or Path("runs") / time.strftime("lab-%Y%m%d-%H%M%S")
+    folder = directory or Path("runs") / time.strftime(f"{kind}-%Y%m%d-%H%M%S")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigurationError(f"--dir {folder}: expected an empty or a new folder; logs of two runs must not mix")
     folder.mkdir(parents=True, exist_ok=True)

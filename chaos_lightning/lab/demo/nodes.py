@@ -16,7 +16,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +36,11 @@ POLITE_S = 4.0
 
 class NodeDied(ChaosError):
     """A node ended that nobody had touched."""
+
+
+def places_for(*names: str) -> dict[str, str]:
+    """Each of these nodes may start a scheduler, at a port of this machine that nobody uses."""
+    return {name: f"127.0.0.1:{free_port()}" for name in names}
 
 
 def before(name: str) -> str:
@@ -70,7 +75,8 @@ class Cast:
         arguments: For the training script.
         min_nodes: torchrun's --nnodes=MIN:8.
         workers: How many workers these nodes have; all others have one.
-        endpoint: Of the scheduler that the first node starts.
+        places: By node: where it may start a scheduler. All others ask the first of these first, then the others.
+        store: Of the chain; "": a file in the folder.
         nodes: Agents by node name; of a node that was started again, the one that was started last.
         earlier: The agents before them.
         fallen: Nodes that were killed on purpose.
@@ -81,7 +87,8 @@ class Cast:
     arguments: tuple[str, ...] = ()
     min_nodes: int = 2
     workers: Mapping[str, int] = field(default_factory=dict)
-    endpoint: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
+    places: Mapping[str, str] = field(default_factory=lambda: places_for("edge-1"))
+    store: str = ""
     nodes: dict[str, Child] = field(default_factory=dict)
     earlier: dict[str, Child] = field(default_factory=dict)
     fallen: set[str] = field(default_factory=set)
@@ -98,6 +105,11 @@ class Cast:
         """Where all members write their event logs."""
         return self.folder / "events"
 
+    @property
+    def endpoint(self) -> str:
+        """Of all places in which a scheduler may be."""
+        return ",".join(self.places.values())
+
     # ------------------------------------------------------------------------------------------------ starting
 
     def workers_of(self, name: str) -> int:
@@ -107,9 +119,12 @@ class Cast:
     def options(self, name: str) -> list[str]:
         """What this node's agent is told."""
         several = [f"--nproc-per-node={self.workers_of(name)}"] if self.workers_of(name) > 1 else []
+        own = self.places.get(name, next(iter(self.places.values())))
+        endpoint = ",".join([own, *(place for place in self.places.values() if place != own)])
+        store = self.store.replace(",", "+") or self.folder / "chain.sqlite"
         return [
-            *("--rdzv-backend=chaos", f"--rdzv-endpoint={self.endpoint}", f"--nnodes={self.min_nodes}:8", *several),
-            *("--max-restarts=3", f"--rdzv-conf=idle_timeout_s=30,store={self.folder / 'chain.sqlite'}"),
+            *("--rdzv-backend=chaos", f"--rdzv-endpoint={endpoint}", f"--nnodes={self.min_nodes}:8", *several),
+            *("--max-restarts=3", f"--rdzv-conf=idle_timeout_s=30,store={store}"),
         ]
 
     def words(self, name: str) -> str:
@@ -208,6 +223,10 @@ class Cast:
             raise NodeDied(f"process {pid} is not there any more, so it cannot get {signal.Signals(number).name}")
 
     # ------------------------------------------------------------------------------------------------ watching
+
+    def poll(self) -> Iterable[str]:
+        """They go on by themselves, and say nothing in between."""
+        return ()
 
     def check(self) -> None:
         """Raises:
