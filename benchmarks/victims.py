@@ -108,8 +108,9 @@ def member(
             CHAOS_STORE: it hosts a scheduler on this chain.
     """
     from chaos_lightning.errors import FencedError
+    from chaos_lightning.lab.emulation import enter
 
-    os.environ.update(environment or {})
+    enter(environment or {})
     config = config_of(
         endpoint=endpoint,
         name=name,

@@ -49,13 +49,13 @@ COMMANDS: dict[str, Command] = {
     "report": Command("chaos_lightning.observe.commands:report", "Write a page about a run from its event logs."),
     "audit": Command("chaos_lightning.observe.commands:audit", "Check from the event logs that the contract held."),
     "demo": Command(
-        "chaos_lightning.lab.demo.command:demo", "Train here while nodes join, die, freeze, leave and return."
+        "chaos_lightning.lab.demo.members:demo", "Train here while nodes join, die, freeze, leave and return."
     ),
     "demo-edge": Command("chaos_lightning.lab.demo.edge:demo_edge", "Train over links that change, fail and return."),
     "demo-failover": Command(
         "chaos_lightning.lab.demo.failover:demo_failover", "Train while schedulers and etcd servers are killed."
     ),
-    "lab": Command("chaos_lightning.lab.cli_lab:lab", "Run a command on every node of an emulated network."),
+    "lab": Command("chaos_lightning.lab.edge.runner:lab", "Run a command on every node of an emulated network."),
     "version": Command("chaos_lightning.control.commands:version", "Print the versions that a bug report needs."),
 }
 

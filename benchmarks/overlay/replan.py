@@ -10,8 +10,6 @@ consecutive, none of them may have been reduced twice, and the audit of the even
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import time
 from collections import Counter
@@ -44,8 +42,13 @@ def member(pipe: Connection, endpoint: str, name: str, rates: dict[str, float], 
     """One member; reports each step with its view's trees, and obeys ("rates", {peer: bps}) besides."""
     import torch
 
-    os.environ["CHAOS_EMULATE"] = json.dumps(rates)
-    os.environ["CHAOS_HOST"] = name
+    from chaos_lightning.lab.emulation import Emulated
+    from chaos_lightning.machine.process_table import count_as
+    from chaos_lightning.transport.medium import install
+
+    count_as(name)
+    emulated = Emulated("", rates)
+    install(emulated)
     compute_alone()
     torch.manual_seed(0)
     model = state_model(state_mib)
@@ -64,8 +67,7 @@ def member(pipe: Connection, endpoint: str, name: str, rates: dict[str, float], 
     trainee.join()
     while not trainee.over:
         for _, rates in trainee.orders():
-            links = engine._shell.links
-            engine._loop.call(lambda links=links, rates=rates: links.emulate(rates))
+            engine._loop.call(lambda rates=rates: emulated.change(rates))
         header = trainee.step()
         trees = [(t.weight, t.members, t.parents) for t in engine.view.plan.trees]
         trainee.report(header, str(header.view), trees)

@@ -23,8 +23,9 @@ from benchmarks.primitives.crew import Pair, ring
 from benchmarks.primitives.member import Work
 from benchmarks.primitives.samples import Exposure, block_of, exposed, median_interval
 from chaos_lightning.lab.simulate.node import Node, NodeSpec
+from chaos_lightning.lab.simulate.plan import Fault, Plan
 from chaos_lightning.lab.simulate.training import Program
-from chaos_lightning.lab.simulate.world import Fault, Plan, World
+from chaos_lightning.lab.simulate.world import World
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import Kind, Settings
 

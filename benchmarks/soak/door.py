@@ -2,7 +2,7 @@
 
 Theory of operation. One thread accepts, two per connection copy bytes. Shutting resets what stands and whatever comes;
 whoever dialled hears of it at once, as when a machine between them says that there is no way. Links between members do
-not pass here, they have `chaos_lightning.lab.relay`.
+not pass here, they have `chaos_lightning.lab.edge.relay`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from chaos_lightning.lab.owners import owner_of
+from chaos_lightning.lab.processes import owner_of
 
 _RESET = struct.pack("ii", 1, 0)
 _READ_NBYTES = 1 << 16

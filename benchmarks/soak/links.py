@@ -1,6 +1,6 @@
 """Links that are cut, stalled, slowed down, taken away and given back during a soak.
 
-Theory of operation. All members dial through one relay (`chaos_lightning.lab.relay`), so that this process decides
+Theory of operation. All members dial through one relay (`chaos_lightning.lab.edge.relay`), so that this process decides
 what passes between them. Every few seconds a card is drawn from a shuffled deck, so that each kind has its turn:
 
 - *cut*: reset, and refused for a moment or for seconds. *stall*: a black hole, shorter or longer than the silence

@@ -148,13 +148,13 @@ def member(
     from torch.utils.data import DataLoader
 
     from chaos_lightning.errors import DepartedError, RefusedError
+    from chaos_lightning.lab.emulation import RELAY, install_from
     from chaos_lightning.lab.processes import die_with_parent
     from chaos_lightning.trainer import Trainer
-    from chaos_lightning.transport.handshake import RELAY
 
     die_with_parent()
     if relay:
-        os.environ[RELAY] = relay
+        install_from({RELAY: relay})
         # What a member waits for, which is much here, is in the event log as well.
         logging.getLogger("chaos_lightning").setLevel(logging.ERROR)
     torch.set_num_threads(1)

@@ -121,7 +121,7 @@ class Standstill:
 def disturbed(folder: Path, args: argparse.Namespace, epochs: int) -> tuple[Crew, Driver, float]:
     """The soak itself; returns the crew, the driver and how long it took, s."""
     from chaos_lightning.events.events import EventLog
-    from chaos_lightning.lab.relay import LinkRelay
+    from chaos_lightning.lab.edge.relay import LinkRelay
 
     logs = str(folder / "events")
     with (

@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 from chaos_lightning.errors import DeadlineError
 from chaos_lightning.events.events import EventLog, Record, Tail
+from chaos_lightning.lab.edge.relay import LinkRelay
 from chaos_lightning.lab.faults import LINK_ACTIONS, Action, Fault, FaultPlan, Schedule
 from chaos_lightning.lab.processes import PRELOAD, Child, start_command, start_function
-from chaos_lightning.lab.relay import LinkRelay
 from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe.fields import integer
 from chaos_lightning.observe.timeline import Timeline
@@ -173,7 +173,9 @@ class Harness:
 
     def _need_relay(self, what: str) -> LinkRelay:
         if self._relay is None:
-            raise ValueError(f"this harness cannot hurt links ({what}): give it a chaos_lightning.lab.relay.LinkRelay")
+            raise ValueError(
+                f"this harness cannot hurt links ({what}): give it a chaos_lightning.lab.edge.relay.LinkRelay"
+            )
         return self._relay
 
     def _later(self, seconds: float, work: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Named child processes for tests: started in groups of their own, logged to files, signalled by their own ids only.
+"""Processes of tests, labs and demos: started in groups of their own, logged to files, found again, and ended.
 
 Theory of operation. Two ways to start one, one handle for both. A *command* is a fresh program (`Popen`). A *function*
 runs in a child of multiprocessing's fork server, which has torch, Lightning and this package imported already:
@@ -7,6 +7,11 @@ way the child leads its own session, so a signal for its group (a torchrun agent
 test, its output goes to one file, and it dies with the test runner (PR_SET_PDEATHSIG), so that a test that is killed
 leaves no load behind. Exits are noticed through the child's sentinel (pidfd or pipe), which a wait can select on;
 nobody polls for them.
+
+What children start in turn (agents, workers, a scheduler that detaches itself) is found by a `Mark`, an environment
+variable that all of them inherit with a value of this lab's own. A process is signalled through a pidfd that was opened
+before its mark was read, so a number that was given out anew is never hit. Relays that stand in front of one server for
+several clients tell them apart by `owner_of`: whose connection this is (Linux; IPv4 and IPv6).
 """
 
 from __future__ import annotations
@@ -17,15 +22,19 @@ import functools
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from chaos_lightning.lab.emulation import carried, enter
 
 PRELOAD = (
     "torch",
@@ -144,7 +153,7 @@ def start_command(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=dict(env),
+            env=carried(env),
             cwd=cwd,
             start_new_session=True,
         )
@@ -196,7 +205,113 @@ def _in_child(name: str, log: str, env: Mapping[str, str], target: Callable[...,
     os.close(file)
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-    os.environ.update(env)
+    enter(env)
     # A SIGINT default handler is missing in children of a shell's background job: polite exits need it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     target(*args)
+
+
+MARK = "CHAOS_LAB"
+POLITE_S = 4.0
+"""Between SIGTERM and SIGKILL, s."""
+_TURN_S = 0.05
+
+
+class Mark:
+    """One lab's processes.
+
+    Args:
+        value: Unique; by default a new one.
+        name: Of the environment variable.
+    """
+
+    def __init__(self, value: str = "", name: str = MARK) -> None:
+        self.value = value or uuid.uuid4().hex
+        self.name = name
+        self._words = f"{name}={self.value}".encode()
+
+    def environment(self) -> dict[str, str]:
+        """What processes of this lab must be started with."""
+        return {self.name: self.value}
+
+    def alive(self) -> set[int]:
+        """Processes that bear the mark and run, but for this one."""
+        pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+        return {pid for pid in pids if pid != os.getpid() and self._bears(pid)}
+
+    def end(self, polite_s: float = POLITE_S) -> int:
+        """Ends them all: SIGTERM, then SIGKILL; frozen ones are woken for it. How many there were."""
+        ended: set[int] = set()
+        for number, patience_s in ((signal.SIGTERM, polite_s), (signal.SIGKILL, 10.0)):
+            signalled: set[int] = set()
+            deadline = time.monotonic() + patience_s
+            while (alive := self.alive()) and time.monotonic() < deadline:
+                for pid in alive - signalled:
+                    self.send(pid, signal.SIGCONT, number)  # a frozen one would sleep through SIGTERM
+                    signalled.add(pid)
+                ended |= alive
+                time.sleep(_TURN_S)
+        return len(ended)
+
+    def send(self, pid: int, *numbers: int) -> bool:
+        """Signals this process, in order; False if it bears the mark no more (or never did), or has ended."""
+        with self._open(pid) as handle:
+            if handle < 0:
+                return False
+            try:
+                for number in numbers:
+                    signal.pidfd_send_signal(handle, number)
+            except ProcessLookupError:
+                return False
+            return True
+
+    @contextlib.contextmanager
+    def _open(self, pid: int) -> Iterator[int]:
+        """A pidfd of this process if it bears the mark; else -1."""
+        try:
+            handle = os.pidfd_open(pid)
+        except OSError:
+            yield -1
+            return
+        try:
+            yield handle if self._bears(pid) else -1
+        finally:
+            os.close(handle)
+
+    def _bears(self, pid: int) -> bool:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return state not in "ZX" and self._words in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except (OSError, IndexError):
+            return False
+
+
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+"""gRPC dials IPv4 addresses by sockets of IPv6."""
+
+
+def owner_of(near: socket.socket, pids: Mapping[int, str]) -> str:
+    """The name of the process, of these, that dialled this connection; "" if none has.
+
+    Args:
+        near: The end that was accepted.
+        pids: Names by process id.
+    """
+    # Both ports tell: a dialler's alone is given out again for connections to other places.
+    dialled, wanted, inodes = near.getsockname()[1], near.getpeername()[1], set()
+    for table in _TABLES:
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[1].endswith(f":{wanted:04X}") and fields[2].endswith(f":{dialled:04X}"):
+                    inodes.add(f"socket:[{fields[9]}]")
+    for pid, name in pids.items():
+        with contextlib.suppress(OSError):
+            for entry in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/{pid}/fd/{entry}") in inodes:
+                        return name
+    return ""
+
+
+__all__ = ["owner_of"]

@@ -20,6 +20,7 @@ from chaos_lightning.protocol.types import Member
 _BOOT_ID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UNKNOWN = "unknown-"
 """Begins the name of a machine that has no process table to look into."""
+_counts_as = ""
 
 
 class Sight(NamedTuple):
@@ -61,16 +62,22 @@ def rebooted(member: Member) -> str:
 
 
 def host_identity() -> str:
-    """Names the process table that pids of this process belong to: boot id and pid namespace.
-
-    CHAOS_HOST in the environment makes one machine look like several, for emulated networks (lab/edge.py).
-    """
+    """Names the process table that pids of this process belong to: boot id and pid namespace, and `count_as`."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        emulated = os.environ.get("CHAOS_HOST", "")
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}" + (f"@{emulated}" if emulated else "")
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}" + (f"@{_counts_as}" if _counts_as else "")
     except OSError:
         return f"{_UNKNOWN}{os.uname().nodename}"
+
+
+def count_as(machine: str) -> str:
+    """This process counts as on a machine of this name from now on; "": on the one that it is on. Returns the former.
+
+    So one machine can be several for an emulated network (lab/emulation.py): none looks into another's process table.
+    """
+    global _counts_as
+    before, _counts_as = _counts_as, machine
+    return before
 
 
 def start_time(pid: int) -> int:

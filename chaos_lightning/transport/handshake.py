@@ -12,10 +12,6 @@ than it wants itself. The traffic keys are derived from the shared key and all t
 
 Messages are JSON of at most 4 KiB behind a 4-byte length, the whole handshake has one deadline, and nothing is
 allocated for a stranger beyond that.
-
-For tests and emulated networks, CHAOS_LINK_RELAY=HOST:PORT in the environment has this process dial a relay instead of
-its peers, and tell it in one line of JSON who calls whom and where (lab/relay.py). The handshake with its proofs
-passes through it from end to end.
 """
 
 from __future__ import annotations
@@ -34,10 +30,10 @@ from typing import Protocol
 
 from chaos_lightning.errors import RefusedError, WireError
 from chaos_lightning.transport.locality import on_this_machine
+from chaos_lightning.transport.medium import installed
 from chaos_lightning.transport.sealing import Level, ProtectedSocket, Session, mixed
 
 VERSION = 3
-RELAY = "CHAOS_LINK_RELAY"
 PURPOSES = ("link", "bulk", "watch")
 """Frames, one per pair; ranges of state; and beside a link between machines the word of each other's process table
 (machine/watcher.py)."""
@@ -152,21 +148,6 @@ def _proof(token: bytes, role: bytes, *parts: bytes) -> str:
     return mac.hexdigest()
 
 
-def _connect(address: str, port: int, greeting: Greeting, deadline_s: float) -> socket.socket:
-    relay = os.environ.get(RELAY, "")
-    if not relay:
-        return socket.create_connection((address, port), timeout=deadline_s)
-    host, _, number = relay.rpartition(":")
-    sock = socket.create_connection((host, int(number)), timeout=deadline_s)
-    said = {"me": greeting.me, "peer": greeting.peer, "address": address, "port": port}
-    try:
-        sock.sendall(json.dumps(said).encode() + b"\n")
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
 def dial(
     address: str,
     port: int,
@@ -185,7 +166,7 @@ def dial(
     """
     deadline = time.monotonic() + deadline_s
     shared = keys.known(greeting.peer) if keys is not None else (("", b""),)
-    sock = _connect(address, port, greeting, deadline_s)
+    sock = installed().connect(address, port, me=greeting.me, peer=greeting.peer, timeout_s=deadline_s)
     try:
         tune(sock)
         level = keys.level(local=on_this_machine(sock)) if keys is not None else Level.CHECKSUM

@@ -19,7 +19,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from chaos_lightning.errors import ChaosError, ConfigurationError
@@ -35,6 +35,7 @@ from chaos_lightning.transport.handshake import Greeting, Keys, accept, dial
 from chaos_lightning.transport.link import Link, Owner
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.measuring import Measuring
+from chaos_lightning.transport.medium import installed
 from chaos_lightning.transport.reference import Reference, Stamp
 from chaos_lightning.transport.sealing import ProtectedSocket, session_of
 from chaos_lightning.transport.watching import Watching
@@ -113,7 +114,7 @@ class Links:
         self._finishing: dict[Link, tuple[str, float, int]] = {}
         """Links that are not wanted any more: peer, since when (monotonic, s), first slot opened after (-1: none)."""
         self._router = Router("", self._links, self._wanted)
-        self._measuring = Measuring(loop.later, owner.measured)
+        self._measuring = Measuring(loop.later, owner.measured, installed().pacer())
         self._host = host_identity()
         self._watching = Watching(loop, refused, self._watch_broke)
         self.relayed = 0
@@ -493,14 +494,6 @@ class Links:
             link.divert(view)
 
     # ------------------------------------------------------------------ measuring
-
-    def emulate(self, rates: Mapping[str, float]) -> None:
-        """Sends at most so many bits per second to these peers (ids, names or nodes); others are not bounded.
-
-        Raises:
-            ConfigurationError: A rate is not positive.
-        """
-        self._measuring.emulate(rates)
 
     def reports(self) -> list[LinkReport]:
         """What is known of each link that stands, for a scheduler that does not know it yet."""

@@ -5,27 +5,25 @@ its rate for `RENEW_S`, or for much less if it fell behind or its first probe ca
 learns from the job's own bytes, those of state transfers included. Each result becomes a LinkReport, and the last one
 of each link is kept, so that a scheduler that was restarted can be told again.
 
-Links between processes of one machine are not measured: their bytes cross no medium. Unless the medium is emulated, by
-a table of rates (transport/pacing.py) or a relay (lab/relay.py); such links send nothing by reference either, since
-that would go round what is emulated.
+Links between processes of one machine are not measured: their bytes cross no medium. Unless the medium is emulated
+(transport/medium.py); such links send nothing by reference either, since that would go round what is emulated.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from chaos_lightning.protocol.types import LinkReport
 from chaos_lightning.transport.frames import Frame
-from chaos_lightning.transport.handshake import RELAY
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.link_meter import Lookout, Meter
 from chaos_lightning.transport.locality import on_this_machine
-from chaos_lightning.transport.pacing import EMULATE, IDLE_PART, Shares, checked, pace, rate_to, rates_from
+from chaos_lightning.transport.medium import Pacer
+from chaos_lightning.transport.pacing import pace
 from chaos_lightning.transport.probe import ProbeConfig, Probes
 
 RENEW_S = 60.0
@@ -58,6 +56,7 @@ class Measuring:
     Args:
         later: Calls a function after so many seconds, in the loop's thread.
         report: Takes each LinkReport.
+        pacer: Told of all connections on which this member sends.
         config: Sizes and waits of probes.
     """
 
@@ -65,56 +64,32 @@ class Measuring:
         self,
         later: Callable[[float, Callable[[], None]], None],
         report: Callable[[LinkReport], None],
+        pacer: Pacer,
         config: ProbeConfig | None = None,
     ) -> None:
         self._later = later
         self._report = report
         self._probes = Probes(later, self._on_probe, config)
         self._meter = Meter(self._on_transfer)
-        self._rates = rates_from(os.environ.get(EMULATE, ""))
-        self._relayed = bool(os.environ.get(RELAY))
+        self._pacer = pacer
         self._links: dict[str, Link] = {}
         self._asked_at: dict[str, float] = {}
         self._flows: dict[str, _Flow] = {}
-        self._shares: dict[str, Shares] = {}
         self._lookouts: dict[str, Lookout] = {}
         self._soon = False
         self.reports: dict[str, LinkReport] = {}
         """The last one of each link that stands."""
 
-    # ------------------------------------------------------------------ emulation
-
     def emulated(self, peer: str) -> bool:
         """Whether bytes to this peer go through an emulated medium. Any thread."""
-        return self._relayed or rate_to(self._rates, peer) is not None
-
-    def emulate(self, rates: Mapping[str, float]) -> None:
-        """From now on this member sends to these peers (ids, names or nodes) at most so many bits per second."""
-        self._rates = checked(rates)
-        now = time.monotonic()
-        for peer, shares in self._shares.items():
-            shares.rate_bps = rate_to(self._rates, peer)
-            shares.settle(now, self._meter.waiting(peer))
-
-    def _share(self, peer: str, sock: socket.socket, bound: Callable[[float | None], None]) -> None:
-        """A connection on which this member sends to this peer."""
-        if peer not in self._shares:
-            self._shares[peer] = Shares(rate_to(self._rates, peer))
-        self._shares[peer].join(sock, bound, time.monotonic())
-
-    def _share_no_more(self, peer: str, sock: socket.socket) -> None:
-        shares = self._shares.get(peer)
-        if shares is not None:
-            shares.leave(sock, time.monotonic())
-            if not shares:
-                del self._shares[peer]
+        return self._pacer.emulates(peer)
 
     # ------------------------------------------------------------------ links
 
     def added(self, peer: str, link: Link) -> None:
         """A link was made."""
         self._links[peer] = link
-        self._share(peer, link.sock, link.pace)
+        self._pacer.join(peer, link.sock, link.pace, time.monotonic())
         if self._measured(peer, link):
             self._lookouts.setdefault(peer, Lookout(RENEW_S)).made(time.monotonic())
             self._meter.watch(peer, link.sock)
@@ -130,7 +105,7 @@ class Measuring:
         flow.received_before += link.received_nbytes
         self._probes.lost(peer, link)
         self._meter.unwatch(peer, link.sock)
-        self._share_no_more(peer, link.sock)
+        self._pacer.leave(peer, link.sock, time.monotonic())
 
     def forget(self, peer: str) -> None:
         """This peer is not wanted any more."""
@@ -162,18 +137,16 @@ class Measuring:
 
     def begin_bulk(self, peer: str, sock: socket.socket) -> bool:
         """Paces a bulk connection on which this member sends; says whether to `watch_bulk` it. Any thread."""
-        rate = rate_to(self._rates, peer)
-        if rate is not None:
-            pace(sock, rate * IDLE_PART)  # until the loop's thread gives it its share
+        self._pacer.begin(peer, sock)
         return not on_this_machine(sock) or self.emulated(peer)
 
     def watch_bulk(self, peer: str, sock: socket.socket) -> None:
         self._meter.watch(peer, sock)
-        self._share(peer, sock, partial(pace, sock))
+        self._pacer.join(peer, sock, partial(pace, sock), time.monotonic())
 
     def end_bulk(self, peer: str, sock: socket.socket) -> None:
         self._meter.unwatch(peer, sock)
-        self._share_no_more(peer, sock)
+        self._pacer.leave(peer, sock, time.monotonic())
         if peer not in self._links:
             self._meter.forget(peer)
 
@@ -219,9 +192,7 @@ class Measuring:
 
     def _read(self, now: float) -> None:
         waiting = self._meter.tick(now, self._probes.measuring)
-        for peer, shares in self._shares.items():
-            if shares.rate_bps is not None and len(shares) > 1:
-                shares.settle(now, self._meter.waiting(peer))
+        self._pacer.settle(now, self._meter.waiting)
         if waiting and not self._soon:
             self._soon = True
             self._later(_SOON_S, self._again)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from chaos_lightning.events.events import EventLog, Record
-from chaos_lightning.lab.demo import edge, edge_proof
-from chaos_lightning.lab.demo.proof import Check
-from chaos_lightning.lab.edge_file import load_topology
-from chaos_lightning.lab.topology import Condition, Topology
+from chaos_lightning.lab.demo import edge
+from chaos_lightning.lab.demo.proof import Check, Evidence
+from chaos_lightning.lab.edge.topology import Condition, Topology
+from chaos_lightning.lab.edge.topology_file import load_topology
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMBERS = tuple(f"edge-{i}-0~{i}" for i in range(1, 7))
@@ -95,8 +95,7 @@ def run(topology: Topology) -> list[Record]:
 
 
 def own_checks(topology: Topology, records: list[Record]) -> list[Check]:
-    one = edge_proof._EdgeProof(topology, records, edge_proof.views(records))
-    return [one.founded(), one.measured(), *one.failures(), *one.slower(), one.trees(), one.stayed()]
+    return edge.followed(edge.Links(topology, records))
 
 
 def failed(checks: list[Check]) -> list[str]:
@@ -148,12 +147,13 @@ def more(made: Callable[[Topology], Record]) -> Flaw:
     ],
 )  # fmt: skip
 def test_what_the_logs_do_not_show_fails(topology: Topology, flaw: Flaw, words: str) -> None:
-    assert any(words in what for what in failed(own_checks(topology, flaw(topology, run(topology)))))
+    records = flaw(topology, run(topology))
+    assert any(words in what for what in failed(own_checks(topology, records)))
 
 
 def test_logs_of_nothing_prove_nothing(topology: Topology, tmp_path: Path) -> None:
     EventLog.in_directory(tmp_path / "events", "lab", role="harness").close()
-    checks = edge_proof.prove(tmp_path, topology, {})
+    checks = edge.prove(Evidence(tmp_path, {}), topology)
     assert not any(check.ok for check in checks if "puts a member out" not in check.what), [c for c in checks if c.ok]
 
 

@@ -18,6 +18,7 @@ from until_support import until
 from chaos_lightning.control.etcd_servers import find_etcd
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.demo.failover import prove
+from chaos_lightning.lab.demo.proof import Evidence
 
 ROOT = Path(__file__).resolve().parents[2]
 CODES: dict[str, int | None] = {"edge-1": 0, "edge-2": -9, "edge-3": 0, "edge-4": 0, "edge-5": 0}
@@ -65,7 +66,7 @@ def test_it_proves_its_story_and_leaves_a_report_and_no_process(
     assert "ALL 14 LINES HOLD" in done.stdout
     assert (folder / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert [c for c in prove(folder, CODES) if not c.ok] == []
+    assert [c for c in prove(Evidence(folder, CODES)) if not c.ok] == []
     assert left_over(folder) == []
 
 
@@ -121,7 +122,7 @@ def joined_late(lines: Lines) -> None:
     ("tamper", "noticed"),
     [
         (nobody_led, "two leading schedulers get SIGKILL, each time another one leads"),
-        (lost_step, "no step is lost"),
+        (lost_step, "no committed step is lost"),
         (waited, "training waits neither for a scheduler nor for etcd"),
         (one_kill, "joins work again soon after each kill of a scheduler"),
         (never_joined, "the leading scheduler dies as edge-4 knocks, and joins work again"),
@@ -145,7 +146,7 @@ def test_its_proof_notices_what_the_logs_do_not_show(
     remaining = {id(line) for line in kept}
     for path, lines in files.items():
         path.write_text("".join(json.dumps(line) + "\n" for line in lines if id(line) in remaining))
-    assert noticed in {c.what for c in prove(tmp_path / "demo", CODES) if not c.ok}
+    assert noticed in {c.what for c in prove(Evidence(tmp_path / "demo", CODES)) if not c.ok}
 
 
 @pytest.mark.slow

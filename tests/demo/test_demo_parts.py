@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 
 from chaos_lightning.errors import ConfigurationError, DeadlineError
 from chaos_lightning.events.events import EventLog, read_events
-from chaos_lightning.lab.demo import cast, proof
-from chaos_lightning.lab.demo.cast import MARK, Cast, NodeDied
-from chaos_lightning.lab.demo.command import demo, judge, perform, prepare, tidy
-from chaos_lightning.lab.demo.screen import Screen
-from chaos_lightning.lab.demo.story import QUICK, Plot, Story
+from chaos_lightning.lab.demo import members, nodes
+from chaos_lightning.lab.demo.members import QUICK, Size, demo
+from chaos_lightning.lab.demo.nodes import MARK, Cast, NodeDied
+from chaos_lightning.lab.demo.proof import Check, Evidence
+from chaos_lightning.lab.demo.stage import Pace, Scenario, Screen, Stage, judge, play, tidy
+from chaos_lightning.lab.edge.runner import prepare
 from chaos_lightning.lab.faults import FaultPlan
 from chaos_lightning.lab.harness import Harness
 from chaos_lightning.lab.simulate.fault_plans import PlannedWorld, job
@@ -34,14 +35,6 @@ worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"],
 print(worker.pid, flush=True)
 time.sleep(60)
 """
-NOBODY = proof.Expected(
-    founders=("edge-1", "edge-2", "edge-3"),
-    joins="edge-4",
-    killed="edge-2",
-    frozen="edge-3",
-    leaves="edge-1",
-    exit_codes={},
-)
 
 
 class Sleepers(Cast):
@@ -71,6 +64,14 @@ def worker_of(nodes: Cast, name: str, harness: Harness) -> int:
     return int(harness.wait_until(lambda: nodes.nodes[name].log.read_text().strip() or None, "the worker's pid"))
 
 
+def tell(nodes: Cast, *, start_deadline_s: float) -> None:
+    """All acts, to nobody."""
+    scenario = members.scenario(nodes, Size(pace=Pace(start_deadline_s=start_deadline_s)))
+    stage = Stage(scenario, Screen(Console(file=io.StringIO())))
+    for act in scenario.acts:
+        act(stage)
+
+
 def runs(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -97,7 +98,7 @@ def test_close_ends_nodes_and_workers_and_nobody_else(sleepers: Sleepers, harnes
 
 
 def test_close_does_not_wait_for_ever(sleepers: Sleepers, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cast, "POLITE_S", 0.1)
+    monkeypatch.setattr(nodes, "POLITE_S", 0.1)
     monkeypatch.setattr(Sleepers, "script", "import signal; signal.signal(15, signal.SIG_IGN); print(1)\n" + NODE)
     sleepers.start("edge-1")
     harness.wait_until(lambda: len(sleepers.nodes["edge-1"].log.read_text().split()) == 2, "both")
@@ -124,15 +125,13 @@ def test_a_node_that_ends_by_itself_with_an_error_breaks_the_story_off(
     sleepers: Sleepers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Sleepers, "script", "raise SystemExit('no disk')")
-    screen = Screen(Console(file=io.StringIO()))
     with pytest.raises(NodeDied, match="no disk"):
-        Story(sleepers, screen, Plot(start_deadline_s=30.0)).tell()
+        tell(sleepers, start_deadline_s=30.0)
 
 
 def test_a_wait_ends_with_what_it_waited_for(sleepers: Sleepers) -> None:
-    screen = Screen(Console(file=io.StringIO()))
     with pytest.raises(DeadlineError, match="'joined' of edge-1"):
-        Story(sleepers, screen, Plot(start_deadline_s=0.1)).tell()
+        tell(sleepers, start_deadline_s=0.1)
 
 
 def test_what_happens_is_a_plan_that_can_be_read_back_and_simulated() -> None:
@@ -152,25 +151,34 @@ def test_what_happens_is_a_plan_that_can_be_read_back_and_simulated() -> None:
 
 
 def test_folder_must_be_empty(tmp_path: Path) -> None:
-    assert prepare(tmp_path / "new") == tmp_path / "new"
+    assert prepare(tmp_path / "new", "demo") == tmp_path / "new"
     (tmp_path / "new" / "old.jsonl").touch()
     with pytest.raises(ConfigurationError, match="logs of two runs must not mix"):
-        prepare(tmp_path / "new")
+        prepare(tmp_path / "new", "demo")
     with pytest.raises(ConfigurationError):
-        prepare(tmp_path / "new" / "old.jsonl")
+        prepare(tmp_path / "new" / "old.jsonl", "demo")
 
 
 def test_nothing_is_proved_by_empty_logs(tmp_path: Path) -> None:
     EventLog.in_directory(tmp_path / "events", "demo", role="harness").close()
-    checks = proof.prove(tmp_path, NOBODY)
+    checks = members.prove(Evidence(tmp_path, {}))
     assert [check.what for check in checks if check.ok] == []
     said = io.StringIO()
-    assert not judge(Console(file=said, width=120), tmp_path, proof.prove(tmp_path, NOBODY), "", 1.0, "demo")
+    assert not judge(Console(file=said, width=120), tmp_path, checks, "", 1.0, "demo")
     assert f"all logs are in {tmp_path}" in said.getvalue()
 
 
 class Codes:
     """Nodes of which only the exit codes are known."""
+
+    def __init__(self, folder: Path) -> None:
+        self.events = folder / "events"
+
+    def poll(self) -> tuple[str, ...]:
+        return ()
+
+    def check(self) -> None:
+        """Nobody runs."""
 
     def exit_codes(self) -> dict[str, int | None]:
         return {"edge-1": 0}
@@ -182,25 +190,29 @@ def test_a_demo_proves_what_it_told_and_ends_everything(
 ) -> None:
     done: list[str] = []
 
-    def tell(screen: Screen) -> None:
+    def act(stage: Stage[Codes]) -> None:
         assert done == ["begun"]
-        screen.say("do", "once upon a time")
+        stage.say("do", "once upon a time")
         if breaks_off:
             raise DeadlineError("nobody came")
 
-    def prove(codes: dict[str, int | None]) -> list[proof.Check]:
+    def prove(e: Evidence) -> list[Check]:
         assert done == ["begun", "ended"], "the logs are whole"
-        return [proof.Check("it ends well", str(codes), codes == {"edge-1": 0})]
+        return [Check("it ends well", str(e.codes), e.codes == {"edge-1": 0})]
 
     folder = tmp_path / "demo"
     (folder / "etcd").mkdir(parents=True)
     EventLog.in_directory(folder / "events", "demo", role="harness").close()
+    scenario = Scenario(
+        name="demo",
+        nodes=Codes(folder),
+        acts=(act,),
+        prove=prove,
+        begin=lambda: done.append("begun"),
+        endings=(lambda: done.append("ended"),),
+    )
     with pytest.raises(typer.Exit) as caught:
-        perform(
-            *("demo", folder, Codes(), tell, prove),
-            begin=lambda: done.append("begun"),
-            endings=(lambda: done.append("ended"),),
-        )
+        play(scenario, folder)
     said = capsys.readouterr().out
     assert caught.value.exit_code == int(breaks_off)
     assert "> once upon a time" in said
@@ -215,12 +227,10 @@ def test_what_cannot_begin_is_ended_too(tmp_path: Path) -> None:
     def begin() -> None:
         raise DeadlineError("etcd did not answer")
 
+    endings = (lambda: ended.append("ended"),)
+    scenario = Scenario(name="demo", nodes=Codes(tmp_path), acts=(), prove=lambda e: [], begin=begin, endings=endings)
     with pytest.raises(DeadlineError, match="etcd did not answer"):
-        perform(
-            *("demo", tmp_path, Codes(), lambda screen: None, lambda codes: []),
-            begin=begin,
-            endings=(lambda: ended.append("ended"),),
-        )
+        play(scenario, tmp_path)
     assert ended == ["ended"]
 
 

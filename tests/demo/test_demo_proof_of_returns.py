@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,19 +10,20 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.lab.demo import proof
+from chaos_lightning.lab.demo.members import Roles, prove
+from chaos_lightning.lab.demo.proof import Check, Evidence
 
-EXPECTED = proof.Expected(
+ROLES = Roles(
     founders=("edge-1", "edge-3"),
     joins="edge-4",
     killed="edge-2",
     frozen="edge-3",
     leaves="edge-1",
-    exit_codes={"edge-1 before": 0, "edge-1": 0, "edge-3": 0, "edge-4 before": 0, "edge-4": 0},
     several="edge-3",
     last="edge-4",
     again=("edge-4", "edge-1"),
 )
+CODES: dict[str, int | None] = {"edge-1 before": 0, "edge-1": 0, "edge-3": 0, "edge-4 before": 0, "edge-4": 0}
 SIBLING, VICTIM, BACK = "edge-3-0~2", "edge-3-1~3", "edge-3-1~4"
 Lines = list[dict[str, Any]]
 
@@ -62,7 +62,7 @@ class Written:
     def founds(self, reason: str, **fields: Any) -> None:
         self.say("scheduler-default-1.jsonl", "view", node="default", reason=reason, **fields)
 
-    def prove(self, folder: Path) -> dict[str, proof.Check]:
+    def prove(self, folder: Path) -> dict[str, Check]:
         """The lines of the proof that are about what comes back, by the name of what is asked."""
         events = folder / "events"
         events.mkdir()
@@ -70,7 +70,7 @@ class Written:
             words = {key: value for key, value in line.items() if key != "file"}
             with (events / line["file"]).open("a") as file:
                 file.write(json.dumps(words) + "\n")
-        found = proof.prove(folder, EXPECTED)
+        found = prove(Evidence(folder, CODES), ROLES)
         words_of = {"sibling": "its sibling trains on", "worker": "agent starts that worker", "kept": "the last member"}
         words_of["resumed"] = "the job goes on at that step"
         return {key: next(c for c in found if words in c.what) for key, words in words_of.items()}
@@ -257,6 +257,5 @@ def test_an_agent_that_ended_with_an_error_is_no_proof(tmp_path: Path, node: str
     run = one_worker_dies_and_all_leave()
     checks = run.prove(tmp_path)
     assert checks[line].ok
-    codes = {**EXPECTED.exit_codes, node: 1}
-    found = proof.prove(tmp_path, dataclasses.replace(EXPECTED, exit_codes=codes))
+    found = prove(Evidence(tmp_path, {**CODES, node: 1}), ROLES)
     assert not next(c for c in found if c.what == checks[line].what).ok

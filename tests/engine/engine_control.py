@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from chaos_lightning.lab.relay import LinkRelay, _Connection, pair_of
+from chaos_lightning.lab.edge.relay import LinkRelay, _Connection, pair_of
 from chaos_lightning.machine.addresses import split_endpoint
 
 SCHEDULER = "the scheduler"

@@ -16,8 +16,8 @@ from engine_control import ControlPath
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.events.registry import problems
+from chaos_lightning.lab.edge.relay import LinkRelay
 from chaos_lightning.lab.harness import Harness
-from chaos_lightning.lab.relay import LinkRelay
 from chaos_lightning.machine.listener import free_port
 
 PRELOAD = ("torch", "chaos_lightning.trainer", "chaos_lightning.control.agent", "lightning.pytorch")

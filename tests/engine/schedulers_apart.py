@@ -18,8 +18,8 @@ from engine_job import Job, says, who_leads
 
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.lab.owners import owner_of
-from chaos_lightning.lab.relay import LinkRelay, _Connection, pair_of
+from chaos_lightning.lab.edge.relay import LinkRelay, _Connection, pair_of
+from chaos_lightning.lab.processes import owner_of
 from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.machine.listener import free_ports
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engine_job import Job
 
-from chaos_lightning.transport.pacing import EMULATE
+from chaos_lightning.lab.emulation import RATES
 
 
 def beside(job: Job, name: str) -> set[str]:
@@ -37,7 +37,7 @@ def test_contributions_and_headers_pass_through_the_member_between(job: Job) -> 
 
 
 def test_links_that_are_emulated_are_measured_by_both_ends_while_the_job_trains(job: Job) -> None:
-    emulated = {EMULATE: json.dumps(dict.fromkeys("abc", 4e8))}
+    emulated = {RATES: json.dumps(dict.fromkeys("abc", 4e8))}
     for name in "abc":
         # Steps of a few milliseconds leave no room for a probe, and their traffic is too little to show a rate.
         job.start(name, settings={"min_nodes": 3}, epochs=1000, env=emulated, step_s=0.05)

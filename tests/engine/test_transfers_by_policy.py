@@ -10,7 +10,7 @@ import pytest
 from engine_job import Job
 
 from chaos_lightning.events.events import Record
-from chaos_lightning.transport.pacing import EMULATE
+from chaos_lightning.lab.emulation import RATES
 
 WIDTH = 4000
 NEWCOMER = "d"
@@ -26,7 +26,7 @@ IN_WORDS = {
 
 USUAL = (("greedy", "replay"), ("single", "pause"))
 """The others take their time."""
-EMULATED = {EMULATE: json.dumps(dict.fromkeys("abcd", 4e8))}
+EMULATED = {RATES: json.dumps(dict.fromkeys("abcd", 4e8))}
 """Links with a rate are measured when they are made, so that a newcomer's plan can go by it."""
 
 

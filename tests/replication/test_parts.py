@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from chaos_lightning.lab.emulation import emulating
 from chaos_lightning.replication import parts
 from chaos_lightning.replication.checkpoint import CheckpointWriter, file_name
 from chaos_lightning.replication.parts import part_of, sweep
@@ -61,9 +62,8 @@ def test_the_part_of_a_dead_writer_goes_and_that_of_a_living_one_stays(tmp_path:
             writer.communicate()
 
 
-def test_the_part_of_a_writer_elsewhere_goes_when_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setenv("CHAOS_HOST", "elsewhere")
+def test_the_part_of_a_writer_elsewhere_goes_when_it_is_old(tmp_path: Path) -> None:
+    with emulating(host="elsewhere"):
         old, young = part_of(tmp_path / "a"), part_of(tmp_path / "a")
     for path in (old, young):
         path.write_bytes(b"")

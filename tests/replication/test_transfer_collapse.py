@@ -8,7 +8,7 @@ import socket
 import pytest
 from replication_support import HEAD, LIMIT_S, SEQ, numbered, publishing
 
-from chaos_lightning.lab.relay import LinkRelay
+from chaos_lightning.lab.edge.relay import LinkRelay
 from chaos_lightning.replication import Endpoint, PullConfig, PullProgress, make_policy, pull_state, state_hash
 
 RATE_BPS = 200e6

@@ -13,12 +13,12 @@ import pytest
 from links_support import DEADLINE_S, Node, connect, pacing_of
 from until_support import until
 
+from chaos_lightning.lab.emulation import IDLE_PART, emulating
 from chaos_lightning.protocol.types import ViewId
 from chaos_lightning.transport.frames import FrameType
-from chaos_lightning.transport.handshake import RELAY, Greeting, dial
+from chaos_lightning.transport.handshake import Greeting, dial
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.measuring import RENEW_S
-from chaos_lightning.transport.pacing import EMULATE, IDLE_PART
 from chaos_lightning.transport.probe import Probes
 from chaos_lightning.transport.reference import Stamp
 
@@ -35,7 +35,8 @@ def build() -> Iterator[Build]:
             made[name] = Node(f"{name}~{number}")
         return made
 
-    yield build
+    with emulating():
+        yield build
     for node in made.values():
         node.close()
 
@@ -167,7 +168,7 @@ def test_a_member_can_be_linked_again_while_its_old_link_ends(build: Build) -> N
 def emulate(nodes: dict[str, Node], rate_bps: float) -> None:
     for node in nodes.values():
         others = {name: rate_bps for name in nodes if name != node.id[0]}
-        node.do(lambda node=node, others=others: node.links.emulate(others))
+        node.do(lambda node=node, others=others: node.links._measuring._pacer.change(others))
 
 
 def beat(nodes: dict[str, Node]) -> None:
@@ -293,9 +294,9 @@ def test_a_link_and_the_transfers_beside_it_share_one_rate(build: Build) -> None
     until(lambda: b.do(lambda: pacing_of(b.links._links[a.id].sock)) == 20e6, "all of it for the link again")
 
 
-def test_the_environment_can_hold_the_rates(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(EMULATE, '{"a": 3e7, "b": 3e7}')
-    nodes = build("ab")
+def test_a_network_can_have_rates_from_the_beginning(build: Build) -> None:
+    with emulating(rates={"a": 3e7, "b": 3e7}):
+        nodes = build("ab")
     connect(nodes, "ab")
     a = nodes["a"]
     a.wait(lambda: a.reports)
@@ -358,12 +359,10 @@ def test_a_bulk_transfer_beside_the_link_counts_as_well(build: Build) -> None:
 
 
 @pytest.mark.parametrize("how", ["rates", "relay"])
-def test_emulated_links_send_nothing_by_reference(build: Build, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_emulated_links_send_nothing_by_reference(build: Build, how: str) -> None:
     """It would go round what is emulated."""
-    if how == "relay":
-        monkeypatch.setenv(RELAY, "127.0.0.1:1")
-    nodes = build("ab")
-    monkeypatch.delenv(RELAY, raising=False)
+    with emulating(relay="127.0.0.1:1" if how == "relay" else ""):
+        nodes = build("ab")
     if how == "rates":
         emulate(nodes, 200e6)
     for node in nodes.values():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from chaos_lightning.lab.simulate.oracle import Violation
+from chaos_lightning.lab.simulate.plan import Outcome
 from chaos_lightning.lab.simulate.script import parse
-from chaos_lightning.lab.simulate.world import Outcome, World
+from chaos_lightning.lab.simulate.world import World
 
 
 def run(text: str) -> tuple[World, Outcome]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
-from chaos_lightning.lab.simulate.bugs import BUGS
+from chaos_lightning.lab.simulate.bugs import BUGS, learners, links, members, schedulers
 from chaos_lightning.lab.simulate.world import Hooks, simulate
 
 BOUND = 120
@@ -33,6 +35,16 @@ def test_without_the_bug_the_same_jobs_are_well(name: str) -> None:
     for seed in range(max(found + 1, 10)):
         outcome = simulate(bug.plan(seed), bug.control or Hooks)
         assert outcome.violation == "", f"seed {seed}"
+
+
+@pytest.mark.parametrize("module", [members, learners, links, schedulers])
+def test_each_planted_behaviour_replaces_one_that_is_there(module: object) -> None:
+    """A method that was renamed in the machines is replaced no more, and nothing is planted."""
+    own = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == getattr(module, "__name__", "")]
+    assert own
+    for kind in own:
+        names = [name for name in vars(kind) if not name.startswith("__")] or ["__init__"]
+        assert any(hasattr(base, name) for base in kind.__mro__[1:] for name in names), kind
 
 
 def test_every_starred_rule_of_these_machines_has_a_bug() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.simulate.__main__ import main
-from chaos_lightning.lab.simulate.failing import FAILING, lost_plan
-from chaos_lightning.lab.simulate.plans import FAMILIES
+from chaos_lightning.lab.simulate.plans.families import FAMILIES
+from chaos_lightning.lab.simulate.plans.schedulers import FAILING, lost_plan
 from chaos_lightning.lab.simulate.script import parse
 
 

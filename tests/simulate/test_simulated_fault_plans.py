@@ -12,7 +12,7 @@ from chaos_lightning.lab.faults import Action, FaultPlan, parse_line
 from chaos_lightning.lab.simulate.__main__ import main
 from chaos_lightning.lab.simulate.fault_plans import PlannedWorld, founders, job, translate
 from chaos_lightning.lab.simulate.narrate import narrate
-from chaos_lightning.lab.simulate.world import Fault
+from chaos_lightning.lab.simulate.plan import Fault
 
 
 def told(text: str, seed: int = 0) -> tuple[PlannedWorld, str]:

@@ -8,7 +8,10 @@ from dataclasses import replace
 import pytest
 from simulate_support import notes, outcome_of, run
 
-from chaos_lightning.lab.simulate.joining_plans import (
+from chaos_lightning.lab.simulate.observing import Replaying
+from chaos_lightning.lab.simulate.oracle import Violation
+from chaos_lightning.lab.simulate.plan import Outcome, Plan
+from chaos_lightning.lab.simulate.plans.learners import (
     all_leave_plan,
     calm_plan,
     crowd_plan,
@@ -18,10 +21,8 @@ from chaos_lightning.lab.simulate.joining_plans import (
     promise_plan,
     silent_plan,
 )
-from chaos_lightning.lab.simulate.observing import Replaying
-from chaos_lightning.lab.simulate.oracle import Violation
 from chaos_lightning.lab.simulate.script import parse
-from chaos_lightning.lab.simulate.world import Outcome, Plan, World, simulate
+from chaos_lightning.lab.simulate.world import World, simulate
 
 pytestmark = pytest.mark.slow  # test_simulated_seeds.py runs plans of all these families in the ordinary run
 

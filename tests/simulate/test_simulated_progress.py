@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulate_support import notes, outcome_of, run
 
-from chaos_lightning.lab.simulate.plans import sparse_family
-from chaos_lightning.lab.simulate.sparse import bridge_plan, flapping_link_plan, stranded_plan
+from chaos_lightning.lab.simulate.plans.families import sparse_family
+from chaos_lightning.lab.simulate.plans.links import bridge_plan, flapping_link_plan, stranded_plan
 from chaos_lightning.lab.simulate.world import World, simulate
 from chaos_lightning.membership.backoff import FREE, LONGEST_S, Backoff
 

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chaos_lightning.lab.simulate import failing
 from chaos_lightning.lab.simulate.bugs import BUGS
 from chaos_lightning.lab.simulate.node import Node
+from chaos_lightning.lab.simulate.plan import Fault
+from chaos_lightning.lab.simulate.plans import schedulers as failing
 from chaos_lightning.lab.simulate.script import parse
-from chaos_lightning.lab.simulate.world import Fault, World, simulate
+from chaos_lightning.lab.simulate.world import World, simulate
 from chaos_lightning.membership.effects import Note
 from chaos_lightning.protocol.types import Welcome
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chaos_lightning.lab.simulate.batch import outcomes
-from chaos_lightning.lab.simulate.plans import any_plan
+from chaos_lightning.lab.simulate.plans.families import any_plan
 from chaos_lightning.lab.simulate.world import World, simulate
 
 

@@ -12,12 +12,12 @@ from test_relay import DEADLINE_S, Member, broken, there_and_back
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog, read_events
-from chaos_lightning.lab import namespaces
-from chaos_lightning.lab.edge import Edge, choose_backend
-from chaos_lightning.lab.topology import Change, Condition, Link, LinkState, Node, Topology
+from chaos_lightning.lab.edge import namespaces
+from chaos_lightning.lab.edge.network import Edge, choose_backend
+from chaos_lightning.lab.edge.topology import Change, Condition, Link, LinkState, Node, Topology
+from chaos_lightning.lab.emulation import HOST, RELAY, emulating
 from chaos_lightning.machine.process_table import host_identity
 from chaos_lightning.settings import EngineConfig
-from chaos_lightning.transport.handshake import RELAY
 
 A_B = ("a", "b")
 NODES = (Node("a"), Node("b"), Node("c", access_bps=500e6))
@@ -36,9 +36,7 @@ def members() -> Iterator[dict[str, Member]]:
         member.close()
 
 
-def test_the_schedule_is_carried_out_told_and_logged(
-    members: dict[str, Member], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_schedule_is_carried_out_told_and_logged(members: dict[str, Member], tmp_path: Path) -> None:
     told: queue.Queue[tuple[float, str]] = queue.Queue()
     topology = network(
         Change(at_s=0.02, links=(A_B,), share=0.5),
@@ -47,8 +45,7 @@ def test_the_schedule_is_carried_out_told_and_logged(
     )
     with EventLog.in_directory(tmp_path, "lab", role="harness") as log:
         edge = Edge(topology, "relay", told=lambda t_s, text: told.put((t_s, text)), events=log)
-        with edge:
-            monkeypatch.setenv(RELAY, edge.environment("a")[RELAY])
+        with edge, emulating(relay=edge.environment("a")[RELAY]):
             mine, theirs = members["b"].call(members["a"])
             there_and_back(mine, theirs)
             assert edge.elapsed_s == 0.0
@@ -68,17 +65,15 @@ def test_the_schedule_is_carried_out_told_and_logged(
     assert faults == [("rate", "b", 150e6), ("cut", "b", 150e6), ("restore", "b", 150e6)]
 
 
-def test_what_is_cut_at_the_start_is_cut_before_anybody_comes(
-    members: dict[str, Member], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Edge(network(Change(links=(A_B,), condition=Condition.CUT)), "relay") as edge:
-        monkeypatch.setenv(RELAY, edge.environment("a")[RELAY])
+def test_what_is_cut_at_the_start_is_cut_before_anybody_comes(members: dict[str, Member]) -> None:
+    network_cut = network(Change(links=(A_B,), condition=Condition.CUT))
+    with Edge(network_cut, "relay") as edge, emulating(relay=edge.environment("a")[RELAY]):
         assert members["b"].refused_by(members["a"])
         assert members["c"].refused_by(members["a"])  # no link at all
         there_and_back(*members["c"].call(members["b"]))
 
 
-def test_nodes_learn_the_products_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_learn_the_products_own_settings() -> None:
     with Edge(network(), "relay") as edge:
         environment = edge.environment("b")
         assert edge.command("b", ["train", "x"]) == ["train", "x"]
@@ -94,8 +89,9 @@ def test_nodes_learn_the_products_own_settings(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(ConfigurationError, match=f"neighbours '{wrong}'"):
             EngineConfig(neighbours=wrong, name="me")
     here = host_identity()
-    monkeypatch.setenv("CHAOS_HOST", "b")
-    assert host_identity() == f"{here}@b"
+    with emulating(host=environment[HOST]):
+        assert host_identity() == f"{here}@b"
+    assert host_identity() == here
 
 
 def test_a_schedule_that_never_began_ends_at_once_and_twice() -> None:

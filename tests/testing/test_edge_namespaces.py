@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import pytest
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab import namespaces
-from chaos_lightning.lab.edge import Edge
-from chaos_lightning.lab.namespaces import NamespaceBackend, NetworkError, own_name, remove_leftovers, run
-from chaos_lightning.lab.topology import Condition, Link, LinkState, Node, Topology
+from chaos_lightning.lab.edge import namespaces
+from chaos_lightning.lab.edge.namespaces import NamespaceBackend, NetworkError, own_name, remove_leftovers, run
+from chaos_lightning.lab.edge.network import Edge
+from chaos_lightning.lab.edge.topology import Condition, Link, LinkState, Node, Topology
 from chaos_lightning.security.access import load_token
 
 pytestmark = pytest.mark.skipif(not namespaces.ability().works, reason=namespaces.ability().reason)

@@ -9,17 +9,16 @@ from collections.abc import Iterator
 import pytest
 from test_relay import DEADLINE_S, Member, broken, exactly, quiet, there_and_back
 
-from chaos_lightning.lab.relay import LinkRelay
-from chaos_lightning.lab.topology import Link, Node, Topology
-from chaos_lightning.transport.handshake import RELAY
+from chaos_lightning.lab.edge.relay import LinkRelay
+from chaos_lightning.lab.edge.topology import Link, Node, Topology
+from chaos_lightning.lab.emulation import emulating
 
 NETWORK = Topology((Node("a"), Node("b"), Node("c")), (Link("a", "b", 1e9), Link("b", "c", 1e9)))
 
 
 @pytest.fixture
-def relay(monkeypatch: pytest.MonkeyPatch) -> Iterator[LinkRelay]:
-    with LinkRelay(node_of=NETWORK.node_of, closed=True) as made:
-        monkeypatch.setenv(RELAY, made.address)
+def relay() -> Iterator[LinkRelay]:
+    with LinkRelay(node_of=NETWORK.node_of, closed=True) as made, emulating(relay=made.address):
         for link in NETWORK.links:
             made.shape(link.a, link.b, rate_bps=link.rate_bps)
         yield made

@@ -24,7 +24,7 @@ from chaos_lightning.control.options import settings_from_json
 from chaos_lightning.errors import ConfigurationError, RefusedError, StoreError, WireError
 from chaos_lightning.lab.fuzz import mutate
 from chaos_lightning.lab.fuzz.drivers import TARGETS, atheris_missing, replay, with_hypothesis
-from chaos_lightning.lab.fuzz.handshakes import shaken, welcome_handshakes
+from chaos_lightning.lab.fuzz.links import shaken, welcome_handshakes
 from chaos_lightning.lab.fuzz.readers import hello, wrapped
 from chaos_lightning.lab.fuzz.target import FindingError, Target, guarded
 from chaos_lightning.membership import effects as fx
@@ -141,7 +141,7 @@ def test_a_second_hello_on_one_stream_does_not_make_it_two_members() -> None:
     effects = machine.on(1.1, fx.MessageIn(1, replace(hello("b", 2))))
     machine.validate_state()
     assert [e.conn for e in effects if isinstance(e, fx.Close)] == [1]
-    assert [p.member.name for p in machine.peers.values()] == ["a"]
+    assert [p.member.name for p in machine.roster.peers.values()] == ["a"]
 
 
 @pytest.mark.parametrize("count", [3, "3", "x", None, [1], 10**30])

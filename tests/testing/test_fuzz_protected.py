@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.lab.fuzz import bulks, doors, mutate
-from chaos_lightning.lab.fuzz.bulks import DONOR_HOSTILE, bulk_seeds, exchanged
-from chaos_lightning.lab.fuzz.doors import Deed
+from chaos_lightning.lab.fuzz import control, mutate, transfers
+from chaos_lightning.lab.fuzz.control import Deed
 from chaos_lightning.lab.fuzz.drivers import TARGETS
-from chaos_lightning.lab.fuzz.sealed import Fate, read_stream, travelled
+from chaos_lightning.lab.fuzz.links import Fate, read_stream, travelled
 from chaos_lightning.lab.fuzz.target import FindingError
+from chaos_lightning.lab.fuzz.transfers import DONOR_HOSTILE, bulk_seeds, exchanged
 from chaos_lightning.replication.pull import StateSink
 from chaos_lightning.transport import sealing
 from chaos_lightning.transport.sealing import Level, Opener
@@ -72,14 +72,14 @@ def test_a_joiner_that_takes_wrong_bytes_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_donor_that_does_not_end_with_its_peer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulks, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(transfers, "PATIENCE_S", 0.1)
     kept: list[socket.socket] = []
 
     def serve(sock: socket.socket, peer: str) -> str:
         kept.append(sock)
         return "it let go of the connection, and did not close it"
 
-    monkeypatch.setattr(bulks._donor().server, "serve", serve)
+    monkeypatch.setattr(transfers._donor().server, "serve", serve)
     with pytest.raises(FindingError, match="a bulk connection whose other end says no more is still open"):
         exchanged(bulk_seeds()[0])
     for sock in kept:
@@ -89,7 +89,7 @@ def test_a_donor_that_does_not_end_with_its_peer_is_found(monkeypatch: pytest.Mo
 def test_a_door_that_keeps_who_says_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = mutate.joined([(Deed.SAY_AND_WAIT, b"\x16")])
     TARGETS["door"].run(slow)
-    monkeypatch.setattr(doors, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(control, "PATIENCE_S", 0.2)
     with pytest.raises(FindingError, match="after SAY_AND_WAIT the door keeps a connection open"):
         TARGETS["door"].run(slow)
 
@@ -98,9 +98,9 @@ def test_who_is_let_in_and_who_is_not_at_the_fuzzed_door() -> None:
     """A member is, and so its bytes reach the scheduler; none of the others is."""
     speaks = mutate.joined([(Deed.SPEAK, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")])
     TARGETS["door"].run(speaks)  # whoever an earlier test sent is refused by then
-    before = doors._door().refused
+    before = control._door().refused
     TARGETS["door"].run(speaks)
-    assert doors._door().refused == before
+    assert control._door().refused == before
     for who in range(1, 5):
         TARGETS["door"].run(mutate.joined([(Deed.SPEAK + len(Deed) * who, b"")]))
-    assert doors._door().refused == before + 4
+    assert control._door().refused == before + 4

@@ -17,9 +17,9 @@ from until_support import until
 from chaos_lightning import cli
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog, read_events
-from chaos_lightning.lab.edge_lab import Lab, LabConfig, fill
-from chaos_lightning.lab.edge_marks import MARK, Mark
-from chaos_lightning.lab.topology import Change, Link, Node, Topology
+from chaos_lightning.lab.edge.runner import Lab, LabConfig, fill
+from chaos_lightning.lab.edge.topology import Change, Link, Node, Topology
+from chaos_lightning.lab.processes import MARK, Mark
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30.0
@@ -132,7 +132,7 @@ def test_mistakes_are_told_before_anything_starts(network: Path, tmp_path: Path)
 
 
 def test_the_command_needs_neither_torch_nor_matplotlib() -> None:
-    code = "import sys, chaos_lightning.lab.cli_lab, chaos_lightning.lab.edge_plot; print(*[m for m in"
+    code = "import sys, chaos_lightning.lab.edge.runner, chaos_lightning.lab.edge.plot; print(*[m for m in"
     code += " ('torch', 'lightning', 'numpy', 'grpc', 'matplotlib', 'yaml') if m in sys.modules])"
     done = subprocess.run([*PYTHON, code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True)
     assert done.stdout.split() == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from chaos_lightning.events.events import read_events
-from chaos_lightning.lab.edge_file import load_topology
+from chaos_lightning.lab.edge.topology_file import load_topology
 from chaos_lightning.observe.audit import audit, violations
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from chaos_lightning.errors import ChaosError
-from chaos_lightning.lab.relay import LinkRelay
-from chaos_lightning.transport.handshake import RELAY, Greeting, accept, dial
+from chaos_lightning.lab.edge.relay import LinkRelay
+from chaos_lightning.lab.emulation import RELAY, emulating
+from chaos_lightning.transport.handshake import Greeting, accept, dial
 
 DEADLINE_S = 20.0
 
@@ -63,10 +64,8 @@ class Member:
 
 
 @pytest.fixture
-def relay(monkeypatch: pytest.MonkeyPatch) -> Iterator[LinkRelay]:
-    with LinkRelay() as made:
-        for name, value in made.environment().items():
-            monkeypatch.setenv(name, value)
+def relay() -> Iterator[LinkRelay]:
+    with LinkRelay() as made, emulating(relay=made.address):
         yield made
 
 

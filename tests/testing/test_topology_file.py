@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.edge_file import load_topology, rate_bps, seconds, topology_from
-from chaos_lightning.lab.topology import Change, Condition, Link, Node, Topology
+from chaos_lightning.lab.edge.topology import Change, Condition, Link, Node, Topology
+from chaos_lightning.lab.edge.topology_file import load_topology, rate_bps, seconds, topology_from
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "topologies"
 

@@ -19,6 +19,10 @@ from typing import Any
 
 HANG_S = 10.0
 """An input that takes longer is a finding."""
+PATIENCE_S = 5.0
+"""Whoever does not answer, or close a connection that has ended, within so long does not do it at all."""
+LARGE_NBYTES = 140 << 20
+"""A frame of 64 MiB may be announced and is then waited for; twice that while it is checked."""
 
 
 class FindingError(AssertionError):

@@ -14,9 +14,10 @@ from chaos_lightning.lab.simulate.batch import behaviour, outcomes
 from chaos_lightning.lab.simulate.bugs import BUGS
 from chaos_lightning.lab.simulate.fault_plans import PlannedWorld, job
 from chaos_lightning.lab.simulate.narrate import narrate
-from chaos_lightning.lab.simulate.plans import FAMILIES
+from chaos_lightning.lab.simulate.plan import Outcome, Plan
+from chaos_lightning.lab.simulate.plans.families import FAMILIES
 from chaos_lightning.lab.simulate.script import parse
-from chaos_lightning.lab.simulate.world import Hooks, Outcome, Plan
+from chaos_lightning.lab.simulate.world import Hooks
 
 _COUNTED = {
     "commits": "commits",

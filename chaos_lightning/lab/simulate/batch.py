@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 from chaos_lightning.lab.simulate.bugs import BUGS
-from chaos_lightning.lab.simulate.plans import FAMILIES
-from chaos_lightning.lab.simulate.world import Hooks, Outcome, Plan, simulate
+from chaos_lightning.lab.simulate.plan import Outcome, Plan
+from chaos_lightning.lab.simulate.plans.families import FAMILIES
+from chaos_lightning.lab.simulate.world import Hooks, simulate
 
 _CHUNK = 25
 

@@ -8,15 +8,13 @@ comes the end of the stream. The younger member dials, as in transport/links.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Generic, Protocol, TypeVar
 
-from chaos_lightning.lab.simulate.kernel import Kernel
-from chaos_lightning.membership.dialling import BYE, Dial
-
-if TYPE_CHECKING:
-    from chaos_lightning.lab.simulate.node import Node
+from chaos_lightning.lab.simulate.kernel import Action, Kernel
+from chaos_lightning.membership.dialling import BYE, Dial, Dialling, LinkStep
+from chaos_lightning.membership.member import MemberMachine
 
 Payload = object
 EXPECT_S = 1.0
@@ -24,6 +22,32 @@ _POLL_S = 0.02
 SILENT_S = 3.0
 """A link on which nothing was heard for so long is given up (transport/links.py)."""
 Taker = Callable[[Payload], None]
+
+
+class Endpoint(Protocol):
+    """What the network knows of a member's process."""
+
+    name: str
+    alive: bool
+    frozen: bool
+    machine: MemberMachine
+    dialling: Dialling
+    outcome: str
+
+    def deliver(self, action: Action) -> None: ...
+
+    def frame(self, peer: str, payload: Payload) -> None: ...
+
+    def expects(self, peer: str) -> bool: ...
+
+    def follow(self, steps: Sequence[LinkStep]) -> None: ...
+
+    def stands(self, peer: str) -> None: ...
+
+    def link_ended(self, peer: str, evidence: str) -> None: ...
+
+
+E = TypeVar("E", bound=Endpoint)
 
 
 @dataclass(slots=True)
@@ -74,12 +98,12 @@ class Link:
 
 
 @dataclass(slots=True)
-class Fabric:
+class Fabric(Generic[E]):
     """All links. Nodes are found by their current member id."""
 
     kernel: Kernel
-    nodes: dict[str, Node] = field(default_factory=dict)
-    processes: dict[str, Node] = field(default_factory=dict)
+    nodes: dict[str, E] = field(default_factory=dict)
+    processes: dict[str, E] = field(default_factory=dict)
     """By name, also before they have an id."""
     _unexpected: dict[str, list[Callable[[], None]]] = field(default_factory=dict)
     """Handshakes with nodes that do not expect the other end yet."""
@@ -118,19 +142,19 @@ class Fabric:
             border += sorted(near)
         return other in seen
 
-    def dial(self, here: Node, peer: str) -> None:
+    def dial(self, here: Endpoint, peer: str) -> None:
         """An attempt of this node; its `dialling` hears how it ends."""
         me = here.machine.member_id
         at = self.kernel.now + self.kernel.between(0.0005, 0.004)
         self.kernel.at(at, lambda: self._shake(here, me, peer, at + EXPECT_S))
 
-    def told(self, node: Node) -> None:
+    def told(self, node: Endpoint) -> None:
         """This node may expect others than before."""
         waiting = self._unexpected.pop(node.name, [])
         for again in waiting:
             again()
 
-    def _shake(self, here: Node, me: str, peer: str, give_up_at: float) -> None:
+    def _shake(self, here: Endpoint, me: str, peer: str, give_up_at: float) -> None:
         """The handshake; it waits for ends that are frozen, and a moment for one that has not been told."""
         if not here.alive:
             return
@@ -149,14 +173,14 @@ class Fabric:
         else:
             self._refuse(here, me, peer, f"no view has a link of it with {peer}, and the scheduler has not told of one")
 
-    def _refuse(self, here: Node, me: str, peer: str, reason: str) -> None:
+    def _refuse(self, here: Endpoint, me: str, peer: str, reason: str) -> None:
         def told() -> None:
             if not here.outcome:
                 here.follow(here.dialling.failed(peer, reason, 0.5))
 
         here.deliver(told)
 
-    def _meet(self, here: Node, there: Node, me: str, peer: str) -> None:
+    def _meet(self, here: Endpoint, there: Endpoint, me: str, peer: str) -> None:
         if here.outcome:
             return
         if not here.dialling.ended(peer, me):
@@ -164,7 +188,7 @@ class Fabric:
         elif frozenset((me, peer)) not in self.links:
             self._stand(here, there, frozenset((me, peer)))
 
-    def _stand(self, here: Node, there: Node, pair: frozenset[str]) -> None:
+    def _stand(self, here: Endpoint, there: Endpoint, pair: frozenset[str]) -> None:
         extra = self.slow_links.get(frozenset((here.name, there.name)), 0.0)
         me, peer = here.machine.member_id, there.machine.member_id
         pipes = {end: Pipe(self.kernel, 0.0002, 0.002 + extra) for end in (me, peer)}
@@ -254,14 +278,14 @@ class Fabric:
                 self.kernel.at(told, self._teller(node, end))
 
     @staticmethod
-    def _teller(node: Node | None, end: str) -> Callable[[], None]:
+    def _teller(node: Endpoint | None, end: str) -> Callable[[], None]:
         def tell() -> None:
             if node is not None:
                 node.deliver(lambda: node.link_ended(end, "closed (end of stream)"))
 
         return tell
 
-    def standing(self, node: Node) -> Container[str]:
+    def standing(self, node: Endpoint) -> Container[str]:
         """Members to which this node has a link, whatever changes."""
         return _Standing(self, node)
 
@@ -271,8 +295,8 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    fabric: Fabric
-    node: Node
+    fabric: Fabric[Any]
+    node: Endpoint
 
     def __contains__(self, peer: object) -> bool:
         return frozenset((self.node.machine.member_id, peer)) in self.fabric.links

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.faults import LINK_ACTIONS, Action, Fault, FaultPlan, Phase, Schedule
-from chaos_lightning.lab.simulate import world as sim
+from chaos_lightning.lab.simulate import plan as sim
 from chaos_lightning.lab.simulate.host import SchedulerHost
 from chaos_lightning.lab.simulate.node import Node, NodeSpec, Trap
 from chaos_lightning.lab.simulate.script import Script
 from chaos_lightning.lab.simulate.training import Program
+from chaos_lightning.lab.simulate.world import Hooks, World
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import Phase as MemberPhase
 from chaos_lightning.protocol.types import Header, Kind
@@ -170,12 +171,12 @@ class _Course:
     missed: list[str] = field(default_factory=list)
 
 
-class PlannedWorld(sim.World):
+class PlannedWorld(World):
     """A world in which a FaultPlan happens."""
 
     def __init__(self, plan: sim.Plan, faults: FaultPlan) -> None:
         self.course = _Course(Schedule(faults))
-        hooks = sim.Hooks()
+        hooks = Hooks()
         hooks.node_class = PlannedNode
         super().__init__(plan, hooks)
         for time in sorted({0.0, *(f.after_s for f in faults if f.after_s is not None)}):

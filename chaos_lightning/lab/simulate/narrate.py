@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from chaos_lightning.lab.simulate.node import Node
-from chaos_lightning.lab.simulate.world import Hooks, Outcome, Plan, World
+from chaos_lightning.lab.simulate.plan import Outcome, Plan
+from chaos_lightning.lab.simulate.world import Hooks, World
 from chaos_lightning.membership import effects as fx
 
 _TOLD = (

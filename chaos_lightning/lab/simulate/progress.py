@@ -14,16 +14,17 @@ Theory of operation. Three things must hold in every run, whatever goes wrong:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Protocol
 
+from chaos_lightning.lab.simulate.edges import Edges, Trainee
+from chaos_lightning.lab.simulate.host import SchedulerHost
+from chaos_lightning.lab.simulate.kernel import Kernel
 from chaos_lightning.lab.simulate.oracle import Violation
+from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.membership.topology import Pair, pair, parts
-from chaos_lightning.protocol.types import NO_VIEW
-
-if TYPE_CHECKING:
-    from chaos_lightning.lab.simulate.node import Node
-    from chaos_lightning.lab.simulate.world import World
+from chaos_lightning.protocol.types import NO_VIEW, Settings
 
 AT_ONCE = 16
 """So many numbers may be taken without a slot between them; the scheduler hears of a slot late, and counts anew."""
@@ -37,6 +38,21 @@ VIEWS_PER_CAUSE = 2
 """and so many for each cause."""
 
 
+class Job(Protocol):
+    """What is asked of the job; `world.World` is one."""
+
+    kernel: Kernel
+    store: Store
+    settings: Settings
+    edges: Edges
+
+    @property
+    def nodes(self) -> Mapping[str, Trainee]: ...
+
+    @property
+    def scheduler(self) -> SchedulerHost: ...
+
+
 class Progress:
     """See the module.
 
@@ -44,7 +60,7 @@ class Progress:
         world: The job.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Job) -> None:
         self._world = world
         self._numbers = self._troubles = 0
         self._since = 0.0
@@ -98,7 +114,7 @@ class Progress:
         enough = [g for g in groups if len(g) >= world.settings.min_nodes]
         return not enough and all(n.machine.notice for n in here)
 
-    def _links(self, here: list[Node]) -> frozenset[Pair]:
+    def _links(self, here: list[Trainee]) -> frozenset[Pair]:
         return frozenset(
             pair(a.name, b.name) for a in here for b in here if a is not b and self._world.edges.may_link(a, b)
         )

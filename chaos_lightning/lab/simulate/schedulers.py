@@ -14,19 +14,18 @@ written is durable by then; what was not sent is not sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from chaos_lightning.control.chain import Tip
 from chaos_lightning.control.election import WATCHED_S
 from chaos_lightning.errors import StoreError
 from chaos_lightning.lab.simulate.host import AGAIN_S, HostTrap, SchedulerHost, Seat
-from chaos_lightning.lab.simulate.store import Backup
-from chaos_lightning.membership.scheduler import Phase, SchedulerMachine
-
-if TYPE_CHECKING:
-    from chaos_lightning.lab.simulate.node import Node
-    from chaos_lightning.lab.simulate.world import Fault, World
+from chaos_lightning.lab.simulate.kernel import Kernel
+from chaos_lightning.lab.simulate.plan import Fault, Plan
+from chaos_lightning.lab.simulate.store import Backup, Store
+from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.scheduler import Phase
 
 SCHEDULER_FAULTS = (
     "sched-freeze",
@@ -56,6 +55,34 @@ WAKE_S = 0.4
 """One that wakes up notices within so long that its lease has ended."""
 
 
+class Client(Protocol):
+    """What is asked of a member's process."""
+
+    alive: bool
+    machine: MemberMachine
+
+    def break_stream(self) -> None: ...
+
+
+class Job(Protocol):
+    """What is asked of the job; `world.World` is one."""
+
+    plan: Plan
+    kernel: Kernel
+    store: Store
+
+    @property
+    def nodes(self) -> Mapping[str, Client]: ...
+
+    def open_host(self, place: str, seat: Seat) -> SchedulerHost: ...
+
+    def expect(self, more: int) -> None: ...
+
+    def say(self, words: str) -> None: ...
+
+    def copies(self, message: object) -> int: ...
+
+
 class Schedulers:
     """See the module.
 
@@ -63,7 +90,7 @@ class Schedulers:
         world: The job.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Job) -> None:
         self._world = world
         self.crashes = 0
         self.cut_streams = 0
@@ -92,20 +119,13 @@ class Schedulers:
         world, plan = self._world, self._world.plan
         number = len(self._hosts) + 1
         place = f"h{(number - 1) % plan.candidates}"
-        check = SchedulerMachine.validate_state if world.validate else None
         leader, world.store.leader = world.store.leader, number
         try:
-            host = world.hooks.host_class(
-                world.kernel, world.store, plan.settings, world.hooks.scheduler_class, plan.store_s, check,
-                lambda member: world.gone(place, member),
-                Seat(number, place, plan.orderly, self._hears_s(), rebuild, world.copies),
-            )  # fmt: skip
+            host = world.open_host(place, Seat(number, place, plan.orderly, self._hears_s(), rebuild, world.copies))
         except StoreError:
             world.store.leader = leader
             raise
         self._led_since = world.kernel.now
-        host.on_note = lambda note: world.heed(host, note)
-        host.on_answer = lambda token, granted: world.edges.answered(token, granted)
         host.on_end = lambda: self._ended(host)
         self._hosts.append(host)
         self.leader = host
@@ -271,7 +291,7 @@ class Schedulers:
             self.leader.crash()
             self._start(rebuild=True)
 
-    def can_spare(self, node: Node) -> bool:
+    def can_spare(self, node: Client) -> bool:
         """Whether a lost chain can be rebuilt without this node (PROTOCOL.md 14a).
 
         So it is if of the last view that somebody stands in, and of a later one that a header may carry, more than half

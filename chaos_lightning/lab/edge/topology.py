@@ -1,0 +1,418 @@
+"""Emulated networks: which nodes there are, which links join them, and how the links change with time.
+
+    topology = Topology(
+        nodes=(Node("a"), Node("b"), Node("c", access_bps=200e6)),
+        links=(Link("a", "b", rate_bps=300e6, latency_s=0.02), Link("b", "c", rate_bps=100e6)),
+        schedule=(Change(at_s=30, links=(("a", "b"),), share=0.1), Change(at_s=60, condition=Condition.CUT, for_s=5)),
+    )
+    links_of(topology, 31.0)[("a", "b")].rate_bps      # 30e6
+
+Theory of operation. A topology is a value, and `links_of(topology, t_s)` is all there is to know about time t: a pure
+function, so an emulator, a simulator and a benchmark that ask it see the same network. Each `Change` overlays what the
+links are when it begins; later ones overlay earlier ones, field by field; one with a duration (`for_s`) is afterwards
+as if it had never been, and one that repeats (`every_s`) replaces its own last time. Random rates are drawn by a
+generator that is keyed by seed, repetition and the link's ends, so no draw depends on which others were made.
+
+Rates are those at which payload moves, each way, both ways at once. Files are read by `topology_file.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.observe.units import duration
+
+NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,56}")
+"""What a node may be called (fullmatch); a member adds its rank on the node to it."""
+MAX_NODES = 250
+MIN_PERIOD_S = 0.01
+
+Pair = tuple[str, str]
+"""A link by its ends, in the order in which the topology has them."""
+
+
+class Condition(enum.StrEnum):
+    """What a link does."""
+
+    WHOLE = "whole"
+    CUT = "cut"
+    """Reset now, refused from now on."""
+    STALLED = "stalled"
+    """A black hole: nothing passes, and neither end is told."""
+
+
+class Flaw(ConfigurationError):
+    """A topology that cannot be.
+
+    Attributes:
+        path: Where, such as "links[2].rate".
+        problem: What is wrong, without the place.
+    """
+
+    def __init__(self, path: str, problem: str, source: str = "topology") -> None:
+        super().__init__(f"{source}: {path}: {problem}" if path else f"{source}: {problem}")
+        self.path = path
+        self.problem = problem
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine.
+
+    Attributes:
+        name: Unique; members on it are called NAME-RANK.
+        access_bps: What all its links share, each way, bits per second; None: each link has its own.
+        starts_s: When the lab starts its command, s after the first ones.
+    """
+
+    name: str
+    access_bps: float | None = None
+    starts_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A link between two nodes, as the schedule finds it.
+
+    Attributes:
+        a, b: Its ends.
+        rate_bps: Each way, bits per second.
+        latency_s: One way, s.
+    """
+
+    a: str
+    b: str
+    rate_bps: float
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkState:
+    """A link at one time."""
+
+    rate_bps: float
+    latency_s: float = 0.0
+    condition: Condition = Condition.WHOLE
+
+    @property
+    def usable(self) -> bool:
+        """Bytes pass."""
+        return self.condition is Condition.WHOLE
+
+    def __str__(self) -> str:
+        text = rate_text(self.rate_bps) + (f", {duration(self.latency_s)}" if self.latency_s else "")
+        return text if self.usable else f"{self.condition} ({text})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One entry of the schedule; at least one of rate, latency and condition.
+
+    Attributes:
+        at_s: When it begins, s.
+        links: Which links; none named: all.
+        rate_bps: New rate between these two bounds, drawn at random if they differ.
+        share: New rate as a part of the rate that the link has in the topology.
+        latency_s: New latency.
+        condition: What the link does.
+        every_s: It happens again after so long; 0: once.
+        for_s: It lasts so long; 0: until another change says otherwise.
+        seed: Of random rates.
+    """
+
+    at_s: float = 0.0
+    links: tuple[Pair, ...] = ()
+    rate_bps: tuple[float, float] | None = None
+    share: float | None = None
+    latency_s: float | None = None
+    condition: Condition | None = None
+    every_s: float = 0.0
+    for_s: float = 0.0
+    seed: int = 0
+
+    def times(self, t_s: float) -> int:
+        """How often it has begun by then."""
+        if t_s < self.at_s:
+            return 0
+        if not self.every_s:
+            return 1
+        count = math.floor((t_s - self.at_s) / self.every_s) + 1
+        # Division rounds; a repetition has begun exactly when its own time, as computed everywhere, has come.
+        while self.begin_s(count + 1) <= t_s:
+            count += 1
+        while self.begin_s(count) > t_s:
+            count -= 1
+        return count
+
+    def begin_s(self, time: int) -> float:
+        """When it begins for the `time`-th time, counted from 1."""
+        return self.at_s + (time - 1) * self.every_s
+
+    def rate_of(self, link: Link, time: int) -> float:
+        """The rate that it gives this link at its `time`-th time, bits per second."""
+        if self.share is not None:
+            return link.rate_bps * self.share
+        assert self.rate_bps is not None
+        low, high = self.rate_bps
+        one, other = sorted((link.a, link.b))
+        return low if low == high else random.Random(f"{self.seed}/{time}/{one}/{other}").uniform(low, high)
+
+    def __str__(self) -> str:
+        when = f"at {duration(self.at_s)}" if self.at_s or not self.every_s else ""
+        when += f"{', then ' if when else ''}every {duration(self.every_s)}" if self.every_s else ""
+        which = ", ".join(f"{a} - {b}" for a, b in self.links) or "all links"
+        what = [str(self.condition)] if self.condition is not None else []
+        if self.share is not None:
+            what.append(f"rate {self.share:.4g} of its own")
+        elif self.rate_bps is not None:
+            low, high = map(rate_text, self.rate_bps)
+            what.append(f"rate {low}" if low == high else f"random rate {low} to {high} (seed {self.seed})")
+        if self.latency_s is not None:
+            what.append(f"latency {duration(self.latency_s)}")
+        return f"{when}: {which}: {', '.join(what)}" + (f" for {duration(self.for_s)}" if self.for_s else "")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Nodes, links and what happens to the links.
+
+    Raises:
+        Flaw: It cannot be: an unknown node, a link to itself, a doubled one, a graph in parts, a rate of 0, ...
+    """
+
+    nodes: tuple[Node, ...]
+    links: tuple[Link, ...]
+    schedule: tuple[Change, ...] = ()
+    name: str = "topology"
+
+    def __post_init__(self) -> None:
+        for path, problem in flaws(self):
+            raise Flaw(path, problem)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All nodes."""
+        return tuple(node.name for node in self.nodes)
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.names)
+
+    @cached_property
+    def access_bps(self) -> dict[str, float]:
+        """Nodes with a shared access, and its rate."""
+        return {n.name: n.access_bps for n in self.nodes if n.access_bps is not None}
+
+    def neighbours(self, name: str) -> tuple[str, ...]:
+        """Nodes that have a link with this one."""
+        ends = [link.b if link.a == name else link.a for link in self.links if name in (link.a, link.b)]
+        return tuple(n for n in self.names if n in ends)
+
+    def node_of(self, member: str) -> str | None:
+        """The node of a member, by its name or id ("edge-1-0~3" runs on "edge-1"); None for a stranger."""
+        name = member.partition("~")[0]
+        if name in self._names:
+            return name
+        node, _, rank = name.rpartition("-")
+        return node if rank.isdigit() and node in self._names else None
+
+    @property
+    def delays(self) -> bool:
+        """Some link has, or will have, a latency."""
+        return any(link.latency_s for link in self.links) or any(c.latency_s for c in self.schedule)
+
+
+def links_of(topology: Topology, t_s: float) -> dict[Pair, LinkState]:
+    """All links as they are `t_s` seconds after the start; keys are (a, b) as the topology has them."""
+    states = {(x.a, x.b): LinkState(x.rate_bps, x.latency_s) for x in topology.links}
+    known = {(x.a, x.b): x for x in topology.links}
+    begun = [(c, times) for c in topology.schedule if (times := c.times(t_s))]
+    for change, times in sorted(begun, key=lambda entry: entry[0].begin_s(entry[1])):
+        if change.for_s and t_s >= change.begin_s(times) + change.for_s:
+            continue
+        for pair in _named(topology, change):
+            new: LinkState = states[pair]
+            if change.rate_bps is not None or change.share is not None:
+                new = replace(new, rate_bps=change.rate_of(known[pair], times))
+            if change.latency_s is not None:
+                new = replace(new, latency_s=change.latency_s)
+            if change.condition is not None:
+                new = replace(new, condition=change.condition)
+            states[pair] = new
+    return states
+
+
+def next_change_s(topology: Topology, t_s: float) -> float | None:
+    """When the schedule next does something after `t_s`; None: never again."""
+    coming: list[float] = []
+    for change in topology.schedule:
+        times = change.times(t_s)
+        if not times or change.every_s:
+            coming.append(change.begin_s(times + 1))
+        if times and change.for_s:
+            coming.append(change.begin_s(times) + change.for_s)
+    return min((t for t in coming if t > t_s), default=None)
+
+
+def story(topology: Topology, until_s: float) -> Iterator[tuple[float, str]]:
+    """What the schedule does up to then: time and words."""
+    t_s: float | None = 0.0
+    before = {(x.a, x.b): LinkState(x.rate_bps, x.latency_s) for x in topology.links}
+    while t_s is not None and t_s <= until_s:
+        now = links_of(topology, t_s)
+        for pair, _, text in differences(before, now):
+            yield t_s, f"{pair[0]} - {pair[1]}: {text}"
+        before, t_s = now, next_change_s(topology, t_s)
+
+
+def differences(before: dict[Pair, LinkState], after: dict[Pair, LinkState]) -> list[tuple[Pair, LinkState, str]]:
+    """Links that differ, as they are after, and how in words."""
+    found = []
+    for pair, new in after.items():
+        old = before[pair]
+        words = []
+        if new.condition is not old.condition:
+            words.append("restored" if new.usable else str(new.condition))
+        if new.rate_bps != old.rate_bps:
+            words.append(f"{rate_text(old.rate_bps)} -> {rate_text(new.rate_bps)}")
+        if new.latency_s != old.latency_s:
+            words.append(f"latency {duration(old.latency_s)} -> {duration(new.latency_s)}")
+        if words:
+            found.append((pair, new, ", ".join(words)))
+    return found
+
+
+def parts(nodes: Sequence[str], links: Sequence[Pair]) -> list[list[str]]:
+    """The connected parts of a graph, each in the nodes' order."""
+    left, found = list(nodes), []
+    while left:
+        reached, fresh = {left[0]}, [left[0]]
+        while fresh:
+            here = fresh.pop()
+            for a, b in links:
+                for one, other in ((a, b), (b, a)):
+                    if one == here and other not in reached:
+                        reached.add(other)
+                        fresh.append(other)
+        found.append([n for n in left if n in reached])
+        left = [n for n in left if n not in reached]
+    return found
+
+
+def rate_text(rate_bps: float) -> str:
+    """Bits per second in words: 300 Mbps."""
+    for unit, size in (("Gbps", 1e9), ("Mbps", 1e6), ("kbps", 1e3)):
+        if rate_bps >= size:
+            return f"{rate_bps / size:.4g} {unit}"
+    return f"{rate_bps:.4g} bps"
+
+
+# --- what cannot be -----------------------------------------------------------------------------------------------
+
+
+def flaws(topology: Topology) -> Iterator[tuple[str, str]]:
+    """Everything that is wrong: where, and what was given and expected."""
+    yield from _bad_nodes(topology.nodes)
+    yield from _bad_links(topology)
+    names = topology.names
+    found = parts(names, [(link.a, link.b) for link in topology.links if {link.a, link.b} <= set(names)])
+    if len(found) > 1:
+        told = " | ".join(", ".join(part) for part in found)
+        yield "links", f"the graph is not connected, it has {len(found)} parts: {told}; add links between them"
+    for index, change in enumerate(topology.schedule):
+        yield from _bad_change(f"schedule[{index}]", change, topology)
+
+
+def _bad_nodes(nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:
+    if not nodes:
+        yield "nodes", "there are none; expected at least one name"
+    if len(nodes) > MAX_NODES:
+        yield "nodes", f"there are {len(nodes)}; expected at most {MAX_NODES}"
+    seen: set[str] = set()
+    for index, node in enumerate(nodes):
+        path = f"nodes[{index}]"
+        if not NODE_NAME.fullmatch(node.name):
+            yield path, f"name {node.name!r}: expected up to 56 letters, digits, dots, dashes and underscores"
+        if node.name in seen:
+            yield path, f"node {node.name!r} is named twice"
+        seen.add(node.name)
+        if node.access_bps is not None and not _positive(node.access_bps):
+            yield f"{path}.access", f"{node.access_bps:g} bps: expected a positive rate; for no limit leave it out"
+        if not 0 <= node.starts_s < math.inf:
+            yield f"{path}.starts", f"{node.starts_s:g} s: expected a time of 0 or later"
+    for index, node in enumerate(nodes):
+        stem, _, rank = node.name.rpartition("-")
+        if rank.isdigit() and stem in seen:
+            yield (
+                f"nodes[{index}]",
+                f"node {node.name!r} is also what rank {rank} of node {stem!r} is called; rename one",
+            )
+
+
+def _bad_links(topology: Topology) -> Iterator[tuple[str, str]]:
+    names, seen = topology.names, dict[frozenset[str], int]()
+    for index, link in enumerate(topology.links):
+        path = f"links[{index}]"
+        for end in (link.a, link.b):
+            if end not in names:
+                yield f"{path}.between", f"unknown node {end!r}; expected some of {', '.join(names)}"
+        if link.a == link.b:
+            yield f"{path}.between", f"a link from {link.a!r} to itself; expected two different nodes"
+        first = seen.setdefault(frozenset((link.a, link.b)), index)
+        if first != index:
+            yield f"{path}.between", f"{link.a} and {link.b} have a link already (links[{first}]); expected one a pair"
+        if not _positive(link.rate_bps):
+            yield f"{path}.rate", f"{link.rate_bps:g} bps: expected a positive rate; to have no link, leave it out"
+        if not 0 <= link.latency_s < math.inf:
+            yield f"{path}.latency", f"{link.latency_s:g} s: expected 0 or more"
+
+
+def _bad_change(path: str, change: Change, topology: Topology) -> Iterator[tuple[str, str]]:
+    known = {frozenset((link.a, link.b)) for link in topology.links}
+    for pair in change.links:
+        strangers = [n for n in pair if n not in topology.names]
+        if strangers:
+            yield f"{path}.link", f"unknown node {strangers[0]!r}; expected some of {', '.join(topology.names)}"
+        elif frozenset(pair) not in known:
+            there = ", ".join(f"{link.a} - {link.b}" for link in topology.links)
+            yield f"{path}.link", f"{pair[0]} and {pair[1]} have no link; there are {there}"
+    if change.rate_bps is None and change.share is None and change.latency_s is None and change.condition is None:
+        yield path, "it changes nothing; expected rate, latency or state"
+    if change.rate_bps is not None and change.share is not None:
+        yield f"{path}.rate", "both bits per second and a part of the link's own; expected one of them"
+    if change.rate_bps is not None and not (_positive(change.rate_bps[0]) and _positive(change.rate_bps[1])):
+        yield f"{path}.rate", f"{change.rate_bps[0]:g} to {change.rate_bps[1]:g} bps: {_NOT_ZERO}"
+    elif change.rate_bps is not None and change.rate_bps[0] > change.rate_bps[1]:
+        yield f"{path}.rate", f"from {change.rate_bps[0]:g} to {change.rate_bps[1]:g} bps: expected the lower one first"
+    if change.share is not None and not _positive(change.share):
+        yield f"{path}.rate", f"{change.share * 100:g} %: {_NOT_ZERO}"
+    if change.latency_s is not None and not 0 <= change.latency_s < math.inf:
+        yield f"{path}.latency", f"{change.latency_s:g} s: expected 0 or more"
+    if not 0 <= change.at_s < math.inf:
+        yield f"{path}.at", f"{change.at_s:g} s: expected a time of 0 or later"
+    if change.every_s and not MIN_PERIOD_S <= change.every_s < math.inf:
+        yield f"{path}.every", f"{change.every_s:g} s: expected {MIN_PERIOD_S:g} s or more"
+    if not 0 <= change.for_s < math.inf:
+        yield f"{path}.for", f"{change.for_s:g} s: expected a positive duration"
+    if change.every_s and change.for_s >= change.every_s:
+        yield f"{path}.for", f"{change.for_s:g} s, every {change.every_s:g} s: expected an end before the next time"
+
+
+_NOT_ZERO = "expected a positive rate; for a link that carries nothing write state: cut or state: stalled"
+
+
+def _positive(value: float) -> bool:
+    return 0 < value < math.inf
+
+
+def _named(topology: Topology, change: Change) -> list[Pair]:
+    """The links that a change is about, as the topology writes them."""
+    wanted = [frozenset(pair) for pair in change.links]
+    return [(x.a, x.b) for x in topology.links if not wanted or frozenset((x.a, x.b)) in wanted]

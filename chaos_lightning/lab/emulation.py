@@ -1,0 +1,303 @@
+"""Members on an emulated network: whom they dial, how much they send to whom, and on which machine they count as.
+
+Theory of operation. The product knows three things that may be put in place of the network and the machine as they
+are: `transport.medium.install` (how connections are made, and a pacer that bounds what is sent on them) and
+`machine.process_table.count_as`. It reads nothing from the environment for that. The lab does, because what it starts
+are ordinary commands of a user (`python train.py`, torchrun and its workers, a scheduler that a member starts), and
+what all of them inherit is the environment:
+
+- CHAOS_LINK_RELAY=HOST:PORT: members dial a relay instead of their peers, and tell it in one line of JSON who calls
+  whom and where (relay.py). The handshake with its proofs passes through it from end to end.
+- CHAOS_EMULATE={"node-1": 3e8}: what this process may send to whom, bits per second, by id, name or node.
+- CHAOS_HOST=NAME: this process counts as on a machine of its own.
+
+`carried` adds to such an environment a folder on PYTHONPATH that holds nothing but a `sitecustomize.py`. Python's own
+start-up imports that in every interpreter, workers of workers included, and it calls `install_from`. So a process that
+no lab has started has no hook at all. Functions that run in a child of multiprocessing call `enter` themselves
+(processes.py): their interpreter has started before.
+
+What goes to one peer over several connections, such as a link and the state transfers beside it, shares one rate
+(`Shares`): whoever has bytes waiting gets an equal part, the others keep a small one to begin with, and the bounds are
+set anew several times a second. In sum they never exceed the rate; a connection that begins to send has to make do with
+its small part until the next look. A network with delay, or an access that several links share, needs the relay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.machine import process_table
+from chaos_lightning.transport import medium
+from chaos_lightning.transport.pacing import pace
+
+RELAY = "CHAOS_LINK_RELAY"
+RATES = "CHAOS_EMULATE"
+HOST = "CHAOS_HOST"
+_HOOK = str(Path(__file__).with_name("injected"))
+"""Holds the sitecustomize.py, and nothing else."""
+
+IDLE_PART = 1 / 16
+"""Of the rate, for a connection with nothing to send; many such connections have a quarter in all."""
+_LINGER_S = 0.15
+"""A connection that had nothing to send at the last looks was busy so short a time ago that it still counts as busy."""
+
+
+# ------------------------------------------------------------------ the environment
+
+
+def carried(environment: Mapping[str, str]) -> dict[str, str]:
+    """The same for a program, which acts by it if it says anything about an emulated network."""
+    found = dict(environment)
+    if any(found.get(name) for name in (RELAY, RATES, HOST)):
+        paths = [p for p in found.get("PYTHONPATH", "").split(os.pathsep) if p and p != _HOOK]
+        found["PYTHONPATH"] = os.pathsep.join([_HOOK, *paths])
+    return found
+
+
+def install_from(environment: Mapping[str, str]) -> None:
+    """From now on this process acts by what this environment says, until something else is installed.
+
+    Raises:
+        ConfigurationError: The relay or the rates cannot be read.
+    """
+    relay, rates = environment.get(RELAY, ""), rates_from(environment.get(RATES, ""))
+    if relay or rates:
+        medium.install(Emulated(relay, rates))
+    if environment.get(HOST):
+        process_table.count_as(environment[HOST])
+
+
+def enter(environment: Mapping[str, str]) -> None:
+    """Puts this into the environment of this process and of whatever it starts, and acts by it."""
+    os.environ.update(environment)
+    os.environ.update(carried(os.environ))
+    install_from(os.environ)
+
+
+@contextlib.contextmanager
+def emulating(*, relay: str = "", rates: Mapping[str, float] | None = None, host: str = "") -> Iterator[Emulated]:
+    """This process has such a network and is such a machine; afterwards what it had and was before."""
+    emulated = Emulated(relay, rates or {})
+    before, was = medium.install(emulated), process_table.count_as(host)
+    try:
+        yield emulated
+    finally:
+        medium.install(before)
+        process_table.count_as(was)
+
+
+# ------------------------------------------------------------------ the medium
+
+
+class Emulated:
+    """A network as the environment says.
+
+    Args:
+        relay: HOST:PORT through which members are dialled; "": they are dialled directly.
+        rates_bps: What is sent to whom at most.
+    """
+
+    def __init__(self, relay: str, rates_bps: Mapping[str, float]) -> None:
+        host, _, port = relay.rpartition(":")
+        if relay and not (host and port.isdigit()):
+            raise ConfigurationError(f"{RELAY}={relay!r}: expected HOST:PORT")
+        self._relay = (host, int(port)) if relay else None
+        self._rates_bps = dict(rates_bps)
+        self._pacers: list[RatePacer] = []
+
+    def connect(self, address: str, port: int, *, me: str, peer: str, timeout_s: float) -> socket.socket:
+        if self._relay is None:
+            return socket.create_connection((address, port), timeout=timeout_s)
+        sock = socket.create_connection(self._relay, timeout=timeout_s)
+        said = {"me": me, "peer": peer, "address": address, "port": port}
+        try:
+            sock.sendall(json.dumps(said).encode() + b"\n")
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def pacer(self) -> RatePacer:
+        self._pacers.append(RatePacer(self._rates_bps, relayed=self._relay is not None))
+        return self._pacers[-1]
+
+    def change(self, rates_bps: Mapping[str, float]) -> None:
+        """Other rates, for all members of this process; called in the thread of their connections."""
+        self._rates_bps = dict(rates_bps)
+        for pacer in self._pacers:
+            pacer.change(rates_bps)
+
+
+class RatePacer:
+    """Bounds what one member sends, peer by peer; a `transport.medium.Pacer`.
+
+    Args:
+        rates_bps: By id, name or node of the peer.
+        relayed: All links go through a relay.
+    """
+
+    def __init__(self, rates_bps: Mapping[str, float], *, relayed: bool = False) -> None:
+        self._rates_bps = checked(rates_bps)
+        self._relayed = relayed
+        self._shares: dict[str, Shares] = {}
+
+    def emulates(self, peer: str) -> bool:
+        return self._relayed or rate_to(self._rates_bps, peer) is not None
+
+    def change(self, rates_bps: Mapping[str, float]) -> None:
+        """Sends at most so many bits per second to these peers from now on; others are not bounded.
+
+        Raises:
+            ConfigurationError: A rate is not positive.
+        """
+        self._rates_bps = checked(rates_bps)
+        now = time.monotonic()
+        for peer, shares in self._shares.items():
+            shares.rate_bps = rate_to(self._rates_bps, peer)
+            shares.settle(now)
+
+    def begin(self, peer: str, sock: socket.socket) -> None:
+        rate = rate_to(self._rates_bps, peer)
+        if rate is not None:
+            pace(sock, rate * IDLE_PART)  # until the loop's thread gives it its share
+
+    def join(self, peer: str, sock: socket.socket, bound: Callable[[float | None], None], now: float) -> None:
+        if peer not in self._shares:
+            self._shares[peer] = Shares(rate_to(self._rates_bps, peer))
+        self._shares[peer].join(sock, bound, now)
+
+    def leave(self, peer: str, sock: socket.socket, now: float) -> None:
+        shares = self._shares.get(peer)
+        if shares is not None:
+            shares.leave(sock, now)
+            if not shares:
+                del self._shares[peer]
+
+    def settle(self, now: float, waiting: Callable[[str], Collection[socket.socket]]) -> None:
+        for peer, shares in self._shares.items():
+            if shares.rate_bps is not None and len(shares) > 1:
+                shares.settle(now, waiting(peer))
+
+
+@dataclass(slots=True)
+class _Connection:
+    bound: Callable[[float | None], None]
+    busy_at: float
+    rate_bps: float | None = None
+
+
+def _level(rate_bps: float | None) -> float:
+    return math.inf if rate_bps is None else rate_bps
+
+
+class Shares:
+    """One rate for all connections on which this member sends to one peer. All methods belong to one thread.
+
+    Args:
+        rate_bps: Bits per second; None: no bound.
+    """
+
+    def __init__(self, rate_bps: float | None) -> None:
+        self.rate_bps = rate_bps
+        self._connections: dict[socket.socket, _Connection] = {}
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def join(self, sock: socket.socket, bound: Callable[[float | None], None], now: float) -> None:
+        """A connection, which as a rule has something to send at once.
+
+        Args:
+            sock: Names it.
+            bound: Sets its own bound in bits per second; None takes it away.
+            now: Monotonic seconds.
+        """
+        # What a new connection was bounded to before counts as nothing: the others make room for it first.
+        self._connections[sock] = _Connection(bound, now, 0.0 if self.rate_bps is not None else None)
+        self.settle(now)
+
+    def leave(self, sock: socket.socket, now: float) -> None:
+        """This connection is over; unknown ones are ignored."""
+        if self._connections.pop(sock, None) is not None:
+            self.settle(now)
+
+    def settle(self, now: float, waiting: Collection[socket.socket] = ()) -> None:
+        """Sets all bounds.
+
+        Args:
+            now: Monotonic seconds.
+            waiting: Connections that have bytes to send now.
+        """
+        for sock in waiting:
+            if sock in self._connections:
+                self._connections[sock].busy_at = now
+        changes = [(self._connections[s], part) for s, part in self._parts(now).items()]
+        changes = [(connection, part) for connection, part in changes if part != connection.rate_bps]
+        # Those that get less come first, so that the sum is never too large.
+        for connection, part in sorted(changes, key=lambda change: _level(change[1]) - _level(change[0].rate_bps)):
+            connection.rate_bps = part
+            connection.bound(part)
+
+    def _parts(self, now: float) -> dict[socket.socket, float | None]:
+        rate = self.rate_bps
+        if rate is None:
+            return dict.fromkeys(self._connections)
+        # Of several with nothing to send, the first is the link: whatever comes next, as a rule comes there.
+        busy = [s for s, c in self._connections.items() if now - c.busy_at <= _LINGER_S]
+        busy = busy or list(self._connections)[:1]
+        others = len(self._connections) - len(busy)
+        small = rate * min(IDLE_PART, 0.25 / others) if others else 0.0
+        large = (rate - others * small) / max(1, len(busy))
+        return {s: large if s in busy else small for s in self._connections}
+
+
+# ------------------------------------------------------------------ tables of rates
+
+
+def rates_from(text: str, what: str = RATES) -> dict[str, float]:
+    """The table in a JSON text; "" is an empty one.
+
+    Raises:
+        ConfigurationError: Names the entry that cannot be a rate.
+    """
+    if not text.strip():
+        return {}
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{what} is no JSON ({error}): {text[:200]}") from error
+    if not isinstance(given, dict):
+        raise ConfigurationError(f'{what} must be an object such as {{"node-1": 3e8}}, got {text[:200]}')
+    return checked({str(name): rate for name, rate in given.items()}, what)
+
+
+def checked(rates: Mapping[str, object], what: str = "emulate") -> dict[str, float]:
+    """The same table, if each rate is a positive number of bits per second.
+
+    Raises:
+        ConfigurationError: Names the entry.
+    """
+    table: dict[str, float] = {}
+    for name, rate in rates.items():
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
+            raise ConfigurationError(f"{what}: {name!r} has the rate {rate!r}; expected positive bits per second")
+        table[name] = float(rate)
+    return table
+
+
+def rate_to(table: Mapping[str, float], member_id: str) -> float | None:
+    """The rate towards this member: by its id, its name or its node (names are NODE-RANK); None if it has none."""
+    name = member_id.rpartition("~")[0] or member_id
+    for key in (member_id, name, name.rpartition("-")[0]):
+        if key in table:
+            return table[key]
+    return None

@@ -1,0 +1,94 @@
+"""What a planted bug consists of, and the guards that are off where they would mask one ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from chaos_lightning.lab.simulate.dataplane import DataPlane
+from chaos_lightning.lab.simulate.host import Store
+from chaos_lightning.lab.simulate.node import Node
+from chaos_lightning.lab.simulate.observing import Keeper, Observation
+from chaos_lightning.lab.simulate.plan import Plan
+from chaos_lightning.lab.simulate.world import Hooks
+from chaos_lightning.membership.effects import Chain
+from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.protocol.types import Header, Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bug:
+    """One rule, broken.
+
+    Attributes:
+        rule: Number in PROTOCOL.md.
+        what: In words.
+        hooks: Makes the broken behaviour.
+        plan: The runs in which it must show.
+        control: The same with only the masking guard off: must run clean; None if nothing masks the rule.
+    """
+
+    rule: str
+    what: str
+    hooks: Callable[[], Hooks]
+    plan: Callable[[int], Plan]
+    control: Callable[[], Hooks] | None = None
+
+
+def hooks_of(
+    *,
+    machine: type[MemberMachine] = MemberMachine,
+    plane: type[DataPlane] = DataPlane,
+    node: type[Node] = Node,
+    scheduler: type[SchedulerMachine] = SchedulerMachine,
+    store: type[Store] = Store,
+    keeper: type[Keeper] = Keeper,
+    observation: type[Observation] = Observation,
+    base: type[Hooks] = Hooks,
+) -> Callable[[], Hooks]:
+    """Hooks with some classes replaced."""
+    parts = {
+        "machine_class": machine, "plane_class": plane, "keeper_class": keeper, "observation_class": observation
+    }  # fmt: skip
+    node_with = type(node.__name__, (node,), parts)
+    return type("BugHooks", (base,), {"node_class": node_with, "scheduler_class": scheduler, "store_class": store})
+
+
+def with_parts(base: type[SchedulerMachine] = SchedulerMachine, **parts: type[Any]) -> type[SchedulerMachine]:
+    """A scheduler some of whose parts behave otherwise.
+
+    Args:
+        base: The others are this one's.
+        parts: By the scheduler's attribute: a class derived from the part's own, without state of its own.
+    """
+
+    class Planted(base):  # type: ignore[valid-type, misc]
+        def __init__(self, settings: Settings, chain: Chain) -> None:
+            super().__init__(settings, chain)
+            for name, kind in parts.items():
+                part = getattr(self, name)
+                new = {m for m in vars(kind) if not m.startswith("__")} - set(dir(type(part)))
+                if new:
+                    raise TypeError(f"{kind.__name__} breaks no rule with {sorted(new)}: {name} has no such method")
+                part.__class__ = kind
+
+    return Planted
+
+
+class StubbornHooks(Hooks):
+    """Takes what a thrown-out member kept for the job's state."""
+
+    def kept_ranges(self, node: Node, header: Header) -> dict[int, int]:
+        return dict(enumerate(node.state)) if node.training or node.life else {}
+
+    def accept_state(self, equal: bool) -> bool:
+        return True
+
+
+class TrustingHooks(Hooks):
+    """Promotes a joiner without comparing hashes."""
+
+    def accept_state(self, equal: bool) -> bool:
+        return True

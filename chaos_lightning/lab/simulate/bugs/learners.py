@@ -1,0 +1,188 @@
+"""Planted bugs of replay joins (PROTOCOL.md 8, 15, 17, 18, 19).
+
+Theory of operation. A newcomer's state is compared with the members' when it is let in (19). That makes good whatever
+went wrong before, at the price of a pause; so what breaks 15 and 17 only shows with this proof off: `UnprovenHooks`
+takes the replayed state as it is. Nothing else is to go wrong in those runs (`calm_plan`), for an observer may apply
+a slot that is never committed by the survivors of its sender, which the proof makes good, too. A log that is let go
+too early harms nobody's state: it shows as ranges that all members wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from chaos_lightning.lab.simulate.bugs.frame import Bug, TrustingHooks, hooks_of, with_parts
+from chaos_lightning.lab.simulate.node import Node
+from chaos_lightning.lab.simulate.observing import Entry, Keeper, Observation
+from chaos_lightning.lab.simulate.plan import Plan
+from chaos_lightning.lab.simulate.plans.learners import all_leave_plan, calm_plan, promise_plan, silent_plan
+from chaos_lightning.membership.admission import Admission
+from chaos_lightning.membership.desk import Phase
+from chaos_lightning.membership.learners import Learners
+from chaos_lightning.membership.peers import Peer, Standing
+from chaos_lightning.protocol.types import FromMember, Header
+
+# ------------------------------------------------------------------ 15: one header's state
+
+
+class LateKeeper(Keeper):
+    """Copies the state one step late, and serves it under the header before."""
+
+    _waits: Header | None = None
+
+    def committed(self, before: Header, header: Header) -> None:
+        late, self._waits = self._waits, None
+        super().committed(before, header)
+        if late is not None and header.observers:
+            super().begin_copy(late)
+
+    def begin_copy(self, header: Header) -> None:
+        self._waits = header
+
+
+class MixingKeeper(Keeper):
+    """The optimizer does not wait for the copy, which holds ranges of two steps then."""
+
+    def settle(self) -> None:
+        return
+
+
+class ForwardKeeper(Keeper):
+    """What a forward pass changes is copied as late as the rest."""
+
+    def state_at(self, header: Header) -> tuple[int, ...] | None:
+        state = super().state_at(header)
+        return None if state is None else (*state[:-1], self.node.live[-1])
+
+
+# ------------------------------------------------------------------ 17: every entry once, in order
+
+
+class SkippingObservation(Observation):
+    """Takes the newest entry instead of the one that stands on its own header."""
+
+    def entry_of(self, keeper: Keeper, at: Header) -> Entry | None:
+        keeper.after(at)
+        newest = keeper.entries.get(keeper.newest)
+        return newest if newest is not None and newest.header.seq > at.seq else None
+
+
+class RepeatingObservation(Observation):
+    """Applies an entry again whose answer came twice."""
+
+    def apply(self, entry: Entry) -> None:
+        super().apply(entry)
+        if entry.header.seq % 3 == 0:
+            super().apply(entry)
+
+
+# ------------------------------------------------------------------ 18: the log is kept until the newcomer stands
+
+
+class HastyLearners(Learners):
+    """Has nobody served who has caught up."""
+
+    def _observers(self) -> tuple[str, ...]:
+        return tuple(m for m in super()._observers() if not self._roster.peers[m].caught_up)
+
+
+class PatientLearners(Learners):
+    """Waits for observers for ever."""
+
+    def _overdue(self, peer: Peer) -> str:
+        return ""
+
+
+class LeisurelyLearners(Learners):
+    """Lets observers take their time although nobody will be left who trains, or holds the state."""
+
+    def _too_few(self) -> str:
+        return ""
+
+
+# ------------------------------------------------------------------ 19: proof
+
+
+class UnprovenHooks(TrustingHooks):
+    """Takes what a newcomer replayed for the job's state, without comparing anything."""
+
+    def kept_ranges(self, node: Node, header: Header) -> dict[int, int]:
+        observation = node.observation
+        if observation is None or not observation.catching_up.done or observation.state is None:
+            return {}
+        return dict(enumerate(observation.state)) if observation.log.at.seq == header.seq else {}
+
+
+# ------------------------------------------------------------------ 8: an observer's word is no promise
+
+
+class CountingAdmission(Admission):
+    """Takes any word of an observer for a member's report."""
+
+    def on_message(self, conn: int, message: FromMember) -> None:
+        super().on_message(conn, message)
+        peer = self._roster.peers.get(self._roster.conns.get(conn, ""))
+        if self._desk.phase is not Phase.PREPARING or peer is None or peer.standing is not Standing.OBSERVING:
+            return
+        given = next((p.report for p in self._roster.living() if p.report is not None), None)
+        missing = next((p for p in self._roster.living() if p.report is None), None)
+        if given is not None and missing is not None:
+            missing.report = given
+
+
+def _impure_plan(seed: int) -> Plan:
+    """Somebody vouched for steps that are no pure function: nothing is calm about the end, but no state may differ."""
+    plan = calm_plan(seed)
+    return replace(plan, replaying=replace(plan.replaying, calm=False, impure=0.3))
+
+
+def _unproven(what: str, rule: str, plan: Callable[[int], Plan] = calm_plan, **parts: type) -> Bug:
+    return Bug(
+        rule=rule,
+        what=what,
+        hooks=hooks_of(base=UnprovenHooks, **parts),  # type: ignore[arg-type]
+        plan=plan,
+        control=hooks_of(base=UnprovenHooks),
+    )
+
+
+LEARNER_BUGS: dict[str, Bug] = {
+    "8-observers": Bug(
+        rule="8",
+        what="an observer's word is taken for a member's promise",
+        hooks=hooks_of(scheduler=with_parts(admission=CountingAdmission)),
+        plan=promise_plan,
+    ),
+    "15-late": _unproven("the state is copied one step late", "15", keeper=LateKeeper),
+    "15-mixed": _unproven("the optimizer writes into what is being copied", "15", keeper=MixingKeeper),
+    "15-forward": _unproven("a forward pass writes into what is being copied", "15", keeper=ForwardKeeper),
+    "17-skips": _unproven("entries of the log are left out", "17", observation=SkippingObservation),
+    "17-twice": _unproven("entries of the log are applied twice", "17", observation=RepeatingObservation),
+    "18-hasty": Bug(
+        rule="18",
+        what="the log is let go as soon as an observer has caught up",
+        hooks=hooks_of(scheduler=with_parts(learners=HastyLearners)),
+        plan=calm_plan,
+    ),
+    "18-patient": Bug(
+        rule="18",
+        what="observers that say nothing are waited for, and others behind them",
+        hooks=hooks_of(scheduler=with_parts(learners=PatientLearners)),
+        plan=silent_plan,
+    ),
+    "17-leisurely": Bug(
+        rule="17",
+        what="observers take their time though the last member leaves",
+        hooks=hooks_of(scheduler=with_parts(learners=LeisurelyLearners)),
+        plan=all_leave_plan,
+    ),
+    "19-unproven": Bug(
+        rule="19",
+        what="a replayed state is taken without comparing hashes",
+        hooks=hooks_of(base=UnprovenHooks),
+        plan=_impure_plan,
+        control=hooks_of(base=TrustingHooks),
+    ),
+}
+"""By name."""

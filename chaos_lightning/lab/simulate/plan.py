@@ -1,0 +1,103 @@
+"""One run of a simulated job, as values: who takes part, what goes wrong when, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from chaos_lightning.lab.simulate.connected import NodeSpec
+from chaos_lightning.lab.simulate.observing import Replaying
+from chaos_lightning.lab.simulate.training import Program
+from chaos_lightning.protocol.types import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something that goes wrong, at a time or at an effect.
+
+    Attributes:
+        action: "kill", "kill-too" (and `other` with it), "kill-spared" (see schedulers.py),
+            "freeze", "leave", "drain", "link", "stream", "lag", "stale", "sched-crash-write" (see
+            `world.World._crash_in_write`); to schedulers and their store (schedulers.py):
+            "chain-lost", "backup", "restored" (to that one), "exchanged" (for that one, while the scheduler lives),
+            "leftover" (of the day before), "brought-back" (the job's own store), "rebuild", "sched-freeze",
+            "sched-crash", "sched-cut", "store-down", "store-lost", "store-slow", "streams"; to links (edges.py):
+            "cut", "split", "add-link", "remove-link", "ask-add", "ask-remove", "rate".
+        node: Name of the node, "root" for the commit root at that moment, "" for the scheduler; "a,b" for "split".
+        at: Virtual time in seconds; ignored with `trap`.
+        other: The other end of a link.
+        lasts: Duration in seconds of what ends by itself.
+        trap: "kind seq skip": before the skip+1-th effect of that kind from slot seq on (see node.Trap); of a scheduler
+            (host.HostTrap) from the time `at` on.
+    """
+
+    action: str
+    node: str = ""
+    at: float = 0.0
+    other: str = ""
+    lasts: float = 0.0
+    trap: tuple[str, int, int] | None = None
+    rate_bps: float = 0.0
+    """What the link carries from now on, for "rate"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One run."""
+
+    seed: int
+    settings: Settings
+    program: Program
+    nodes: tuple[NodeSpec, ...] = ()
+    starts: tuple[float, ...] = ()
+    """When each node says hello, in seconds."""
+    faults: tuple[Fault, ...] = ()
+    slow_links: tuple[tuple[str, str, float], ...] = ()
+    """(node, node, extra seconds): messages between these two take up to so much longer."""
+    measured: bool = False
+    """Members measure their links."""
+    rates: tuple[tuple[str, str, float], ...] = ()
+    """(node, node, bits per second) where links are not usual."""
+    unlinked: tuple[tuple[str, str], ...] = ()
+    """Pairs of nodes that can never make a link."""
+    replaying: Replaying = field(default_factory=Replaying)
+    patience_s: float = 0.0
+    """Given: whoever has been ready for so long, since the last fault was over, must be in."""
+    unfailing: bool = False
+    """Nobody dies and no link fails: a recovery is a violation."""
+    damage: float = 0.0
+    """Part of all pulled state ranges that are damaged on the way."""
+    store_s: float = 0.004
+    watched: bool = False
+    """Machines tell others what their process tables say."""
+    candidates: int = 1
+    """Schedulers on as many machines, with the chain in a store beyond them; 1: one, restarted on its file."""
+    orderly: bool = False
+    """The scheduler does nothing while it writes (host.Seat)."""
+    doubled: float = 0.0
+    """Part of all control messages that arrive twice."""
+    limit_s: float = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run gave."""
+
+    seed: int
+    violation: str
+    seconds: float
+    """Virtual."""
+    events: int
+    commits: int
+    hand_ons: int
+    joins: int
+    ejections: int
+    views: int
+    errors: int = 0
+    replays: int = 0
+    moved: int = 0
+    crashes: int = 0
+    """Of schedulers."""
+    terms: int = 0
+    store_errors: int = 0
+    cut_streams: int = 0
+    """Control streams that broke."""

@@ -1,0 +1,1 @@
+"""Plans by chance, by what goes wrong: members, learners, links, schedulers; families.py draws from all of them."""
