@@ -45,7 +45,7 @@ class Trap:
     def __init__(self, engine: Any, pipe: Connection, way: str, chosen: int, seq: int) -> None:
         from chaos_lightning.protocol.codec import decode_peer
 
-        shell = engine._shell
+        shell = engine._made.shell
         self._decode, self._links, self._pipe, self._way, self._seq = decode_peer, shell.links, pipe, way, seq
         self._events = engine.events
         others = [m for m in engine.view.ids() if m != engine.member_id]

@@ -222,5 +222,5 @@ def make_certificate(folder: Path) -> str:
 
 def sums_everywhere(contenders: dict[str, Any]) -> None:
     """A member's links carry checksums as between machines; within one, the level checksum sends chunks without."""
-    for link in contenders["checksum"].engine._shell.links._links.values():
+    for link in contenders["checksum"].engine._links._links.values():
         link.sums = True

@@ -73,7 +73,8 @@ class Node:
         self.memory = Memory(self.layout, pinned=False)
         self.grid = cells_of(self.layout, 0)
         self.loop = IoLoop(me, self.crash.append)
-        self.reducer = Reducer(self.memory, self.grid, me, self.send, self.on_done)
+        self.reducer = Reducer(self.memory, self.grid, self.send, self.on_done)
+        self.reducer.restart(me)
         self.listener = socket.create_server((address, 0))
         self.loop.start()
 

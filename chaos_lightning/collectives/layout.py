@@ -111,6 +111,19 @@ class Layout:
             digest.update(f"{slot.name}|{slot.dtype}|{tuple(slot.tensor.shape)}|{slot.start};".encode())
         return digest.hexdigest()
 
+    @property
+    def device(self) -> torch.device:
+        """Where all parameters lie.
+
+        Raises:
+            ConfigurationError: On several devices, or there are none.
+        """
+        devices = {slot.tensor.device for slot in self.slots}
+        if len(devices) != 1:
+            names = ", ".join(sorted(map(str, devices))) or "nowhere"
+            raise ConfigurationError(f"parameters lie on {names}; a member trains at least one, on one device")
+        return devices.pop()
+
     def spans(self) -> tuple[Span, ...]:
         """Borders that chunks keep."""
         return tuple((run.start, run.stop) for run in self.runs if run.stop > run.start)

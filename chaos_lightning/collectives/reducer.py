@@ -108,7 +108,6 @@ class Reducer:
     Args:
         memory: The flat buffers.
         grid: Borders at which the training thread reports readiness (cells), ascending, covering the layout.
-        me: This member's id.
         send: Queues a chunk for a peer.
         on_done: Told once when every chunk of an attempt is complete here.
     """
@@ -117,24 +116,27 @@ class Reducer:
         self,
         memory: Memory,
         grid: Sequence[Span],
-        me: str,
         send: SendChunk,
         on_done: Callable[[ViewId, int], None],
     ) -> None:
         self.memory = memory
         self._grid = grid
         self._grid_starts = [start for start, _ in grid]
-        self.me = me
         self._send = send
         self._on_done = on_done
+        self.restart("")
+        self._pool: dict[int, list[memoryview]] = {}
+        self._block = memoryview(bytearray(BLOCK_NBYTES))
+
+    def restart(self, me: str) -> None:
+        """Forgets all attempts: this member is `me` from now on; "": nobody yet."""
+        self.me = me
         self._attempt: _Attempt | None = None
         self._own = _Own()
         self._routes: dict[ViewId, _Route] = {}
         self._early: dict[tuple[ViewId, int], list[tuple[str, int, Partial | None]]] = {}
         self._early_nbytes = 0
         self._dropped = NO_VIEW
-        self._pool: dict[int, list[memoryview]] = {}
-        self._block = memoryview(bytearray(BLOCK_NBYTES))
 
     # ------------------------------------------------------------------ attempts
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from chaos_lightning.collectives.gradients import Gradients, cells_of
-from chaos_lightning.collectives.layout import Layout, section_of
+from chaos_lightning.collectives.gradients import Gradients
+from chaos_lightning.collectives.layout import section_of
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.collectives.reducer import Reducer
-from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.membership.recovery import needs_bytes
 from chaos_lightning.protocol.types import Header, Span
 from chaos_lightning.transport.loop import IoLoop
@@ -25,29 +24,20 @@ class Window:
     """See the module. One for the life of an engine.
 
     Args:
-        layout: Where gradients lie.
-        chunk_nbytes: Size of a chunk; 0 picks one by the layout's size.
+        memory: Where gradients and results lie.
+        grid: Cells of gradients, as the reducer has them.
         overlap: Launch gradients during backward.
         loop: The I/O thread.
-        reducer: The present reducer, asked in the I/O thread.
+        reducer: Used in the I/O thread.
     """
 
-    def __init__(
-        self, layout: Layout, chunk_nbytes: int, overlap: bool, loop: IoLoop, reducer: Callable[[], Reducer | None]
-    ) -> None:
-        devices = {slot.tensor.device for slot in layout.slots}
-        if len(devices) != 1:
-            names = ", ".join(sorted(map(str, devices))) or "nowhere"
-            raise ConfigurationError(f"parameters lie on {names}; a member trains at least one, on one device")
-        device = devices.pop()
-        self.layout = layout
-        self.memory = Memory(layout, pinned=device.type != "cpu")
-        self.grid = cells_of(layout, chunk_nbytes)
+    def __init__(self, memory: Memory, grid: Sequence[Span], overlap: bool, loop: IoLoop, reducer: Reducer) -> None:
+        self.memory, self.layout = memory, memory.layout
         self.section = 0
         self.seq = -1
         """The slot that the armed window is meant for; -1 if none is armed."""
         self.empty = False
-        self._gradients = Gradients(layout, self.memory, self.grid, device, overlap, self._launch)
+        self._gradients = Gradients(self.layout, memory, grid, self.layout.device, overlap, self._launch)
         self._loop = loop
         self._reducer = reducer
         self._launched: list[int] = []
@@ -118,9 +108,8 @@ class Window:
         seq, scope, empty, launched = self.seq, self.layout.scope(self.section), self.empty, list(self._launched)
 
         def begin() -> None:
-            if (reducer := self._reducer()) is not None:
-                reducer.begin(seq, scope, empty=empty)
-                reducer.ready(seq, launched)
+            self._reducer.begin(seq, scope, empty=empty)
+            self._reducer.ready(seq, launched)
 
         self._loop.call(begin)
 
@@ -128,9 +117,4 @@ class Window:
         with self._lock:
             self._launched.extend(cells)
             seq = self.seq
-
-        def ready() -> None:
-            if (reducer := self._reducer()) is not None:
-                reducer.ready(seq, cells)
-
-        self._loop.call(ready)
+        self._loop.call(lambda: self._reducer.ready(seq, cells))

@@ -13,11 +13,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from chaos_lightning.collectives.gradients import cells_of
 from chaos_lightning.collectives.layout import Layout, Section
+from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.collectives.window import Window
 from chaos_lightning.control.agent import Agent
 from chaos_lightning.control.hosting import host_for_engine
@@ -73,6 +75,15 @@ LOG_PATIENCE_S = 0.25
 """How long a slot that reduces nothing waits for the copy of the step before it, while somebody observes."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What `prepare` makes."""
+
+    shell: Shell
+    window: Window
+    entrance: Entrance
+
+
 class Engine:
     """One member of a job. See the module for the order of calls.
 
@@ -98,20 +109,35 @@ class Engine:
         self.out = False
         self.events = EventLog.in_directory(config.log_dir or None, config.name)
         self._token = Credentials.load(config.keys_dir, config.token_file)
+        self._keeping = Keeping(config, self.events)
         self._mail = Mailbox(config.name, endpoint=config.endpoint)
-        self._waiting = Waiting(self._mail, self.events, lambda: self._shell.severed())
-        self._transfer = Transfer(config.job, self._token, self._mail, self.events, TransferChoice.of(config))
+        self._keys = Keyring(config.links, self.events, self._mail)
         self._loop = IoLoop("chaos-io", self._on_crash)
-        self._shell = Shell(self._loop, self._mail, self.events, self._transfer, self._send_control)
-        self._transfer.hear_of_links(self._shell.estimates, self._shell.unmeasured, self._shell.near)
-        self._transfer.tell, self._transfer.keys = self._send_control, Keyring(config.links, self.events, self._mail)
+        self._links = Links(
+            self._loop,
+            config.job,
+            self._token,
+            lambda line: self.events.emit("refused", reason=line),
+            keys=self._keys,
+            stamp=Stamp() if config.by_reference else None,
+        )
+        self._waiting = Waiting(self._mail, self.events, self._links.severed)
+        self._transfer = Transfer(
+            config.job,
+            self._token,
+            self._mail,
+            self.events,
+            TransferChoice.of(config),
+            self._links,
+            self._keys,
+            self._send_control,
+        )
+        self._made: _Made | None = None
         self._agent: Agent | None = None
-        self._window: Window | None = None
+        """The control stream; whoever begins anew has another one."""
         self._hello: Hello | None = None
         self._replay: Replay | None = None
         self._loaded = False
-        self._keeping = Keeping(config, self.events)
-        self._entrance = Entrance(self._shell, self._mail, self._transfer, self._keeping.load)
         self._unserved: Header | None = None
         self._closed = False
 
@@ -137,14 +163,25 @@ class Engine:
         """Lays out gradients and reduced buffers, allocates the flat memory and installs the hooks."""
         layout = Layout(sections, buffers)
         check_bytes(self.config.plan, self.config.plan_spec, layout.nbytes, layout.spans())
-        self._window = Window(
-            layout, self.config.chunk_nbytes, self.config.overlap, self._loop, lambda: self._shell.reducer
+        memory, grid = Memory(layout, pinned=layout.device.type != "cpu"), cells_of(layout, self.config.chunk_nbytes)
+        shell = Shell(
+            self._loop,
+            self._mail,
+            self.events,
+            self._links,
+            self._transfer,
+            self._keys,
+            self._send_control,
+            memory,
+            grid,
         )
-        self._shell.equip(self._window.memory, self._window.grid)
+        window = Window(memory, grid, self.config.overlap, self._loop, shell.reducer)
+        entrance = Entrance(shell, self._mail, self._transfer, window, self._keeping.load)
+        self._made = _Made(shell, window, entrance)
 
     @property
     def layout_hash(self) -> str:
-        return self._window.layout.hash if self._window is not None else ""
+        return self._made.window.layout.hash if self._made is not None else ""
 
     def join(
         self,
@@ -174,27 +211,26 @@ class Engine:
             DeadlineError: No admission within `join_timeout_s`.
             DepartedError: `leave` was called meanwhile (by another thread).
         """
-        window = self._need_window()
+        made = self._prepared()
         started = time.monotonic()
         deadline = started + self.config.join_timeout_s
-        if self._shell.links is None:  # they outlive a rejoin, the agent does not
-            self._start_network()
-        assert self._shell.links is not None
+        if not self._links.port:  # they outlive a rejoin, the agent does not
+            self._start_network(made.shell)
         self._hello = hello(
             self.config,
-            port=self._shell.links.port,
+            port=self._links.port,
             quota=quota,
             accumulate=accumulate,
             fingerprint=fingerprint,
-            layout=window.layout,
+            layout=made.window.layout,
             no_replay=no_replay(self.config, replay),
         )
         self._replay, self._loaded = replay, loaded
         pauses = iter(NO_DONOR_PAUSES_S)
         while True:
-            self._call_on()
+            self._call_on(made.shell)
             try:
-                header = self._admission(state, deadline)
+                header = self._admission(made, state, deadline)
                 break
             except (FencedError, NoDonorError) as error:
                 if self.leaving:
@@ -206,9 +242,9 @@ class Engine:
                 self.events.emit("rejoin", old_id=self.member_id, reason=str(error))
                 self._forget()
                 self._mail.rest(pause_s)
-        window.settle()
-        warn_of_rules(self.config, self._shell.welcome)
-        self._tell_of_loss()
+        made.window.settle()
+        warn_of_rules(self.config, made.shell.welcome)
+        self._tell_of_loss(made.shell.machine.dealing)
         self._waiting.over(f"this member is rank {self.rank} of {self.world_size}")
         report = self._transfer.report
         self.events.emit(
@@ -225,56 +261,42 @@ class Engine:
         )
         return header
 
-    def _tell_of_loss(self) -> None:
+    def _tell_of_loss(self, founded: View | None) -> None:
         """A job that begins anew although it was further once says so on each member's terminal."""
-        founded = self._shell.machine.dealing
         if self.header == GENESIS and founded is not None and founded.predecessor != NO_VIEW:
             self.events.emit("notice", text=founded.reason, waiting=False)
             _log.warning("%s: the job begins anew, from what it was started with: %s", self.member_id, founded.reason)
 
-    def _call_on(self) -> None:
+    def _call_on(self, shell: Shell) -> None:
         """Opens the control stream, if it is not open."""
         if self._agent is None:
             self._agent = Agent(
                 endpoints=self.config.endpoints,
                 token=self._token,
                 hello_factory=self._make_hello,
-                on_message=self._on_control,
+                on_message=lambda message: self._on_control(shell, message),
                 on_state=self._on_agent_state,
-                heartbeat=self._shell.heartbeat,
+                heartbeat=shell.heartbeat,
                 connect_timeout_s=self.config.join_timeout_s,
-                revive=lambda: host_for_engine(self.config, continue_only=True, chain=self._shell.machine.chain),
+                revive=lambda: host_for_engine(self.config, continue_only=True, chain=shell.machine.chain),
             )
             self._agent.start()
 
-    def _start_network(self) -> None:
+    def _start_network(self, shell: Shell) -> None:
         check_bind(self.config.bind, self._token)
         watch_parent()
         host_for_engine(self.config, given_up=lambda: self.leaving)
-        self._shell.links = Links(
-            self._loop,
-            self.config.bind,
-            self.config.job,
-            self._token,
-            self._shell,
-            self._shell.link_changed,
-            self._transfer.server.serve,
-            lambda line: self.events.emit("refused", reason=line),
-        )
-        self._shell.links.keys = self._transfer.keys
-        if self.config.by_reference:
-            self._shell.links.stamp = Stamp()
+        shell.listen(self.config.bind)
         self._loop.start()
-        self._loop.call(self._shell.beat)
 
     def _make_hello(self) -> Hello:
         assert self._hello is not None
-        said = replace(self._hello, **self._shell.machine.knowledge())
+        said = replace(self._hello, **self._prepared().shell.machine.knowledge())
         return said if said.view != NO_VIEW else replace(said, kept=self._keeping.offer(said, loaded=self._loaded))
 
-    def _admission(self, state: StateAccess, deadline: float) -> Header:
+    def _admission(self, made: _Made, state: StateAccess, deadline: float) -> Header:
         """Waits until this member stands in a view; a joiner gets the state on the way."""
-        place = self._entrance.enter(state, self._need_window(), self._replay, deadline)
+        place = made.entrance.enter(state, self._replay, deadline)
         if place is None:
             self.leaving = True  # if it was not by `leave`, then the operator has drained it
             raise self._waiting.give_up(self._agent)
@@ -283,19 +305,19 @@ class Engine:
         # A recovery may have put a newer view in force; the deal follows the one that the header named (10), and before
         # the first slot, which cannot commit without this thread, the founding one, which the machine remembers.
         founded = self.header.next_view == NO_VIEW
-        known = (self.header.view_change, self._shell.machine.dealing if founded else self.view)
+        known = (self.header.view_change, made.shell.machine.dealing if founded else self.view)
         self.ruling_view = ruling_view(self.header, [v for v in known if v is not None])
         return self.header
 
     def publish(self, header: Header, state: StateAccess) -> None:
         """Makes the state at `header` servable to newcomers until the next slot commits."""
-        self._transfer.publish(header, state, self._need_window().layout)
+        self._transfer.publish(header, state, self._prepared().window.layout)
 
     # ------------------------------------------------------------------ a step
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes inside are accumulated, not sent."""
-        return self._need_window().hold()
+        return self._prepared().window.hold()
 
     def arm(self, *, coefficient: float, section: int = 0, empty: bool = False) -> None:
         """Announces the window's last backward pass; call before it (or `step` does, after it).
@@ -306,7 +328,7 @@ class Engine:
             empty: This member has no gradient for this step (weight 0).
         """
         self._raise_pending()
-        self._need_window().arm(self.header.seq + 1, coefficient=coefficient, section=section, empty=empty)
+        self._prepared().window.arm(self.header.seq + 1, coefficient=coefficient, section=section, empty=empty)
 
     def step(
         self,
@@ -337,7 +359,7 @@ class Engine:
         Raises:
             FencedError, DisagreementError, DeadlineError: See errors.py; nothing was applied.
         """
-        window = self._need_window()
+        window = self._prepared().window
         if window.seq != self.header.seq + 1 or window.section != section:
             self.arm(coefficient=coefficient, section=section, empty=weight == 0 and coefficient == 0)
         presence = window.flush()
@@ -375,8 +397,7 @@ class Engine:
             DisagreementError: At all members: they make different calls, or their payloads are too large together.
         """
         header = self._slot(Kind.GATHER, name=name, payload=fitting(payload), yields=yields)
-        if self._window is not None:
-            self._window.move(self.header.seq + 1)
+        self._prepared().window.move(self.header.seq + 1)
         return [(s.member, a) for s, a in zip(header.contributors, header.answers, strict=True)]
 
     def boundary(self, state: StateAccess) -> Header:
@@ -395,7 +416,7 @@ class Engine:
         headers name any. Costs nothing otherwise."""
         header, self._unserved = self._unserved, None
         if header is not None and not self.out:
-            self._transfer.snapshot(header, self.view, state, self._need_window().layout)
+            self._transfer.snapshot(header, self.view, state, self._prepared().window.layout)
 
     def _slot(self, kind: Kind, **fields: object) -> Header:
         """Contributes to the next slot and waits until it is committed."""
@@ -412,7 +433,8 @@ class Engine:
             layout_hash=self.layout_hash,
             **fields,  # type: ignore[arg-type]
         )
-        self._loop.call(lambda: self._shell.contribute(contribution))
+        shell = self._prepared().shell
+        self._loop.call(lambda: shell.contribute(contribution))
         mail = self._mail
         deadline = time.monotonic() + self.config.step_timeout_s
         with mail.changed:
@@ -437,7 +459,9 @@ class Engine:
         header lets this member go; who is in no view yet gives up waiting for one."""
         if not self.leaving:
             self.leaving = True
-            self._loop.call(lambda: self._shell.feed(fx.LeaveRequested(reason)))
+            if self._made is not None:
+                shell = self._made.shell
+                self._loop.call(lambda: shell.feed(fx.LeaveRequested(reason)))
             self._mail.post(giving_up=not self.role)
 
     def may_go(self) -> bool:
@@ -467,7 +491,7 @@ class Engine:
         if not self.role or self.out or self.view is None or void or not asked or self.header.kind is Kind.CLOSING:
             return
         assert self._hello is not None
-        self._need_window().restore()
+        self._prepared().window.restore()
         kept = self._keeping.keep(self.header, self.view, self.member_id, self._hello, state)
         if kept is not None:
             self._send_control(kept)
@@ -507,12 +531,12 @@ class Engine:
         if self._agent is not None:  # first: what the scheduler said to who this member was does not concern the next
             self._agent.close()
             self._agent = None
-        if not self._loop.call_and_wait(self._shell.reset, 10.0):
+        made = self._prepared()
+        if not self._loop.call_and_wait(made.shell.reset, 10.0):
             raise DeadlineError("the I/O thread did not answer within 10 s while joining again")
         self._transfer.forget()
         self._mail.reset()
-        if self._window is not None:
-            self._window.abandon()
+        made.window.abandon()
         self.view = self.ruling_view = None
         self.header, self.role, self.out, self.leaving, self.resumed = GENESIS, "", False, False, False
 
@@ -523,30 +547,29 @@ class Engine:
         self._closed = True
         if self._agent is not None:
             self._agent.close()
-        links = self._shell.links
-        if links is not None:
-            self._loop.call_and_wait(links.close, 2.0)
+        if self._links.port:
+            self._loop.call_and_wait(self._links.close, 2.0)
             self._loop.stop()
-            links.wait_closed()
+            self._links.wait_closed()
         self._transfer.close()
-        if self._window is not None:
-            self._window.close()
+        if self._made is not None:
+            self._made.window.close()
         self.events.close()
 
     # ------------------------------------------------------------------ inside
 
-    def _need_window(self) -> Window:
-        if self._window is None:
+    def _prepared(self) -> _Made:
+        if self._made is None:
             raise ConfigurationError("call prepare() first: members compare their layouts when they join")
-        return self._window
+        return self._made
 
     def _send_control(self, message: FromMember) -> None:
         if self._agent is not None:
             self._agent.send(message)
 
-    def _on_control(self, message: ToMember) -> None:
+    def _on_control(self, shell: Shell, message: ToMember) -> None:
         self._waiting.hear(message)
-        self._loop.call(lambda: self._shell.control(message))
+        self._loop.call(lambda: shell.control(message))
 
     def _on_agent_state(self, state: str) -> None:
         self._waiting.stream(state)

@@ -55,18 +55,31 @@ class Place:
 
 
 class Entrance:
-    """See the module."""
+    """See the module.
+
+    Args:
+        shell: Hears that the state is here.
+        mail: What was decided about this newcomer.
+        transfer: Pulls the state.
+        window: Turns logged sums into gradients.
+        load: Brings a state that was kept at this header (PROTOCOL.md 14c).
+    """
 
     def __init__(
-        self, shell: Shell, mail: Mailbox, transfer: Transfer, load: Callable[[Header, StateAccess], None]
+        self,
+        shell: Shell,
+        mail: Mailbox,
+        transfer: Transfer,
+        window: Window,
+        load: Callable[[Header, StateAccess], None],
     ) -> None:
-        """`load` brings a state that was kept at this header (PROTOCOL.md 14c)."""
         self._load = load
         self._shell = shell
         self._mail = mail
         self._transfer = transfer
+        self._window = window
 
-    def enter(self, state: StateAccess, window: Window, replay: Replay | None, deadline: float) -> Place | None:
+    def enter(self, state: StateAccess, replay: Replay | None, deadline: float) -> Place | None:
         """Waits until this member stands in a view; None if it is to give up (it was told to leave).
 
         Raises:
@@ -93,7 +106,7 @@ class Entrance:
                     self._transfer.mixed = ""
                     self._transfer.arrived()
                     # Its donors may die before the next slot: then it is the one that others get this state from.
-                    self._transfer.publish(pull[0], state, window.layout)
+                    self._transfer.publish(pull[0], state, self._window.layout)
                     loaded = fx.StateLoaded(pull[0].hash)
                     self._shell.loop.call(partial(self._shell.feed, loaded))
                     return Place("joiner", *pull)
@@ -101,7 +114,7 @@ class Entrance:
                 assert observe is not None
                 if replay is not None:
                     observation = Observation(
-                        self._transfer, mail, self._shell.events, window, replay, self._shell.to_scheduler, me
+                        self._transfer, mail, self._shell.events, self._window, replay, self._shell.to_scheduler, me
                     )
                     observation.run(*observe, state, deadline)
             elif self._transfer.mixed and mail.who() not in view.joiners:
@@ -119,5 +132,5 @@ class Entrance:
                 base = self._shell.machine.header
                 if base != GENESIS:
                     self._load(base, state)
-                self._transfer.publish(base, state, window.layout)
+                self._transfer.publish(base, state, self._window.layout)
                 return Place("founder", base, view)

@@ -19,7 +19,6 @@ from chaos_lightning.collectives.window import Window
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.member.mailbox import Mailbox
-from chaos_lightning.member.sources import endpoints
 from chaos_lightning.member.transfer import Transfer
 from chaos_lightning.membership.catching_up import CatchingUp
 from chaos_lightning.protocol.codec import decode
@@ -66,7 +65,7 @@ class Observation:
         sources = [m for m in view.members if m.id not in view.joiners]
         self._events.emit("observing", seq=header.seq, head=header.hash, sources=[m.id for m in sources])
         reader = LogReader(
-            [e for e in endpoints(sources, view, self._transfer.near()) if not e.route],
+            [e for e in self._transfer.ways(sources, view) if not e.route],
             self._transfer.dial,
             header,
             decode=lambda data: decode(Header, data),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.collectives.reducer import Reducer
@@ -18,12 +18,12 @@ from chaos_lightning.errors import RefusedError, WireError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.process_table import same_machine_verdict
 from chaos_lightning.member.events import committed_fields
+from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.transfer import Transfer
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.recovery import needs_bytes, with_scope
-from chaos_lightning.membership.topology import neighbours
 from chaos_lightning.planning.ledger import subtract
 from chaos_lightning.protocol.codec import decode_peer, encode, encode_peer
 from chaos_lightning.protocol.types import (
@@ -50,11 +50,8 @@ from chaos_lightning.protocol.types import (
 from chaos_lightning.replication.by_reference import Lender
 from chaos_lightning.replication.forward import Forwarder
 from chaos_lightning.replication.source import Endpoint
-from chaos_lightning.transport.frames import Frame, FrameType
-from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.links import PING_INTERVAL_S, Links
 from chaos_lightning.transport.loop import IoLoop
-from chaos_lightning.transport.reference import Reference
 
 LINKS_EVERY_S = 2.0
 """What each link carries goes into the event log so often."""
@@ -63,14 +60,18 @@ VIEW_PATIENCE_S = 2.0
 
 
 class Shell:
-    """See the module.
+    """See the module. Methods belong to the loop's thread unless said otherwise.
 
     Args:
         loop: Serves everything here.
         mailbox: Where the training thread looks.
         events: This member's event log.
+        links: To other members; they do not listen yet.
         transfer: Hands out and fetches state and raw results.
+        keys: Hears the scheduler's.
         to_scheduler: Sends a control message (any thread).
+        memory: Where gradients and results lie.
+        grid: Cells of gradients.
     """
 
     def __init__(
@@ -78,8 +79,12 @@ class Shell:
         loop: IoLoop,
         mailbox: Mailbox,
         events: EventLog,
+        links: Links,
         transfer: Transfer,
+        keys: Keyring,
         to_scheduler: Callable[[FromMember], None],
+        memory: Memory,
+        grid: Sequence[Span],
     ) -> None:
         self.loop = loop
         self.mailbox = mailbox
@@ -87,11 +92,12 @@ class Shell:
         self.transfer = transfer
         self.server = transfer.server
         self.machine = MemberMachine()
-        self.links: Links | None = None
-        self.reducer: Reducer | None = None
-        self.memory: Memory | None = None
+        self.links = links
+        self.memory = memory
+        self.reducer = Reducer(memory, grid, links.chunk, self._ranges_done)
         self.welcome: Welcome | None = None
         self.to_scheduler = to_scheduler
+        self._keys = keys
         self._observed = False
         self._abandoned: tuple[str, ...] = ()
         """Observers whose lease ran out while headers went on naming them."""
@@ -101,58 +107,48 @@ class Shell:
         self._said: tuple[Contribution | Header | None, bytes] = (None, b"")
         self._beat_at = self._links_at = 0.0
         self._contributed_at = self._committed_at = time.monotonic()
+        if links.stamp is not None:
+            self.server.lender = Lender(links.reads, links.stamp, memory.result_bytes)
 
     # ------------------------------------------------------------------ set-up
 
-    def equip(self, memory: Memory, grid: tuple[Span, ...]) -> None:
-        """Gives the data plane its memory and grid; the reducer is made when the member's id is known."""
-        self.memory = memory
-        self._grid = grid
+    def listen(self, bind: str) -> None:
+        """Any thread, before the loop runs: from now on others can make links with this member.
+
+        Raises:
+            ConfigurationError: `bind` is no address of this machine.
+        """
+        self.links.listen(bind, self, self.reducer, self.server.serve)
+        self.loop.call(self.beat)
 
     def reset(self) -> None:
         """A fresh machine: the member joins again with nothing (PROTOCOL.md 11)."""
         self.machine = self.machine.anew()
-        self.reducer = None
+        self.reducer.restart("")
         self.transfer.arrived()
-        if self.links is not None:
-            self.links.abandon()
-            if self.links.stamp is not None:
-                self.links.stamp.set(NO_VIEW, 0)  # what lay in the result buffers is overwritten from now on
+        self.links.abandon()
+        if self.links.stamp is not None:
+            self.links.stamp.set(NO_VIEW, 0)  # what lay in the result buffers is overwritten from now on
 
     def beat(self) -> None:
         """Pings idle links and ticks the machine; re-arms itself."""
         self._beat_at = time.monotonic()
-        if self.links is not None:
-            self.links.ping()
-            self._log_links(self.links)
+        self.links.ping()
+        self._log_links()
         self.feed(fx.Tick())
         self.loop.later(PING_INTERVAL_S, self.beat)
 
-    def _log_links(self, links: Links) -> None:
+    def _log_links(self) -> None:
         if self.events.path is None or self._beat_at - self._links_at < LINKS_EVERY_S:
             return
         self._links_at = self._beat_at
-        facts = links.facts()
+        facts = self.links.facts()
         if facts["links"]:
             self.events.emit("links", **facts)
 
     def heartbeat(self) -> Heartbeat:
         """For the agent's thread: values may be one slot old."""
         return self.machine.heartbeat()
-
-    def estimates(self) -> dict[str, tuple[float, float]]:
-        """What was measured of the links to others: {member: (latency in s, rate in bits per second)}."""
-        reports = self.links.reports() if self.links is not None else ()
-        return {r.peer: (r.latency_s, r.rate_bps) for r in reports if r.rate_bps > 0}
-
-    def unmeasured(self) -> set[str]:
-        """Members whose link to this one is being measured for the first time."""
-        return self.links.unmeasured() if self.links is not None else set()
-
-    def severed(self) -> tuple[str, ...]:
-        """Members to which the ruling view has a link of this one that does not stand; may be one event old."""
-        view, links = self.machine.view, self.links
-        return tuple(m for m in neighbours(view, links.me) if not links.up(m)) if view and links else ()
 
     # ------------------------------------------------------------------ events
 
@@ -170,38 +166,32 @@ class Shell:
             self._probe(message)
             return
         elif isinstance(message, LinkKeys):
-            if self.transfer.keys is not None:
-                self.transfer.keys.hear(message)
+            self._keys.hear(message)
             return
-        elif isinstance(message, Prepare) and self.reducer is not None:
+        elif isinstance(message, Prepare):
             ranges = self.reducer.held()
             held = with_scope(ranges, self.reducer.scope_spans()) if ranges is not None else ()
-        elif isinstance(message, NextView) and self.links is not None:
+        elif isinstance(message, NextView):
             self.events.emit("next_view", id=str(message.view.id))
             self.links.foresee(message.view)
-            if self.reducer is not None:
-                self.reducer.foresee(message.view)
+            self.reducer.foresee(message.view)
         elif isinstance(message, Decide):
             name = "hand_on" if message.hand_on else "redo"
             self.events.emit(name, view=str(message.view.id), base=message.base.seq, reason=message.reason)
             if message.hand_on:
                 self._offer_partial(message.base)
         self.feed(fx.ControlIn(message, held))
-        if isinstance(message, Welcome) and self.links is not None:
+        if isinstance(message, Welcome):
             for report in self.links.reports():  # a scheduler that was restarted does not know them
                 self.to_scheduler(report)
 
     def _welcome(self, message: Welcome) -> None:
         self.welcome = message
-        if self.links is None or self.memory is None:
-            return
         me = message.member.id
         self.links.me = me
         self.server.forwarder = Forwarder(me, self.dial)
-        if self.links.stamp is not None:
-            self.server.lender = Lender(self.links.reads, self.links.stamp, self.memory.result_bytes)
-        if self.reducer is None or self.reducer.me != me:  # a scheduler that was restarted gives newcomers new ids
-            self.reducer = Reducer(self.memory, self._grid, me, self.links.chunk, self._ranges_done)
+        if self.reducer.me != me:  # a scheduler that was restarted gives newcomers new ids
+            self.reducer.restart(me)
             self.transfer.arrived()
         if self.mailbox.who() != me:  # what the one was to observe that it was before
             self.mailbox.post(observe=None)
@@ -211,14 +201,12 @@ class Shell:
 
     def _offer_partial(self, base: Header) -> None:
         """Others may need the ranges of the handed-on slot that this member holds in part (PROTOCOL.md 9)."""
-        held = self.reducer.held((base.view, base.seq)) if self.reducer is not None else None
-        if held and needs_bytes(base) and self.memory is not None:
+        held = self.reducer.held((base.view, base.seq))
+        if held and needs_bytes(base):
             self.server.publish_result(base.seq, base.hash, self.memory.result_bytes[base.seq % 2], held)
 
     def _probe(self, probe: Probe) -> None:
         """Answers as a newcomer in no view, too."""
-        if self.links is None:
-            return
         suspect = probe.suspect
         alive, evidence, certain = same_machine_verdict(probe.member)
         seen = bool(evidence)
@@ -236,10 +224,15 @@ class Shell:
     def _ranges_done(self, view: ViewId, seq: int) -> None:
         self.feed(fx.RangesDone(view, seq))
 
+    # Host of links -----------------------------------------------------------
+
+    def message(self, peer: str, payload: memoryview) -> None:
+        self.feed(fx.PeerIn(peer, decode_peer(bytes(payload))))
+
     def link_changed(self, peer: str, up: bool, evidence: str) -> None:
         if not up or not self.machine.neighbours.links.get(peer):  # what stands is told again whenever it is wanted
             self.events.emit("link_up" if up else "link_down", peer=peer, evidence=evidence)
-        if up and self.machine.view is None and self.links is not None and (member := self.links.wanted(peer)):
+        if up and self.machine.view is None and (member := self.links.wanted(peer)):
             self.transfer.expect(member)
         self.feed(fx.LinkChanged(peer, up, evidence))
 
@@ -256,24 +249,6 @@ class Shell:
     def undelivered(self, to: str, source: str, reason: str) -> None:
         self.events.emit("dropped", what="message", to=to, source=source, reason=reason)
 
-    # Owner of links ----------------------------------------------------------
-
-    def target(self, peer: str, frame: Frame) -> memoryview | None:
-        if frame.type in (FrameType.UP, FrameType.DOWN):
-            return None if self.reducer is None else self.reducer.target(peer, frame)
-        return memoryview(bytearray(frame.length))
-
-    def arrived(self, peer: str, frame: Frame, payload: memoryview | Reference) -> None:
-        if frame.type in (FrameType.UP, FrameType.DOWN):
-            if self.reducer is not None:
-                self.reducer.arrived(peer, frame, payload)
-        elif frame.type == FrameType.MESSAGE and isinstance(payload, memoryview):
-            self.feed(fx.PeerIn(peer, decode_peer(bytes(payload))))
-
-    def broken(self, peer: str, link: Link, evidence: str) -> None:
-        if self.links is not None:
-            self.links.broken(peer, link, evidence)
-
     # ------------------------------------------------------------------ effects
 
     def feed(self, event: fx.MemberEvent) -> None:
@@ -286,28 +261,23 @@ class Shell:
             case fx.ToScheduler(message):
                 self.to_scheduler(message)
             case fx.ToPeer(peer, message):
-                if self.links is not None:
-                    if isinstance(message, Header) and message.view_change is not None:
-                        self.links.foresee(message.view_change)
-                    if message is not self._said[0]:  # a root says the same header to all
-                        self._said = (message, encode_peer(message))
-                    self.links.message(peer, self._said[1], message.view)
+                if isinstance(message, Header) and message.view_change is not None:
+                    self.links.foresee(message.view_change)
+                if message is not self._said[0]:  # a root says the same header to all
+                    self._said = (message, encode_peer(message))
+                self.links.message(peer, self._said[1], message.view)
             case fx.Connect(peers):
-                if self.links is not None:
-                    self.links.rule(self.machine.view)
-                    self.links.want(peers)
+                self.links.rule(self.machine.view)
+                self.links.want(peers)
             case fx.OpenAttempt(view, seq):
-                if self.links is not None:
-                    self.links.opened(seq)
-                if self.links is not None and self.links.stamp is not None:
+                self.links.opened(seq)
+                if self.links.stamp is not None:
                     self.links.stamp.set(view.id, seq)
-                if self.reducer is not None:
-                    self.reducer.open(view, seq)
+                self.reducer.open(view, seq)
             case fx.DropAttempt(view):
-                if self.reducer is not None:
-                    self.reducer.drop(view)
+                self.reducer.drop(view)
                 # Only a recovery forgets what is queued: after a normal commit others still need this member's results.
-                if self.links is not None and self.machine.prepared:
+                if self.machine.prepared:
                     self.links.drop(view)
             case fx.Committed(header, view):
                 self._committed(header, view)
@@ -344,8 +314,8 @@ class Shell:
 
     def _committed(self, header: Header, view: View) -> None:
         self.server.withdraw(header.seq)
-        if header.kind == Kind.STEP and self.memory is not None and not header.error:
-            scope = self.reducer.scope_spans() if self.reducer is not None else ()
+        if header.kind == Kind.STEP and not header.error:
+            scope = self.reducer.scope_spans()
             self.server.publish_result(header.seq, header.hash, self.memory.result_bytes[header.seq % 2], scope)
         now = time.monotonic()
         self._log(header)
@@ -368,7 +338,7 @@ class Shell:
 
     def _log(self, header: Header) -> None:
         """Slots after the first header that names an observer are kept for it (PROTOCOL.md 18)."""
-        if self._observed and self.memory is not None and self.reducer is not None:
+        if self._observed:
             machine, reduced = self.machine, needs_bytes(header)
             self.server.keep(
                 header,
@@ -388,10 +358,6 @@ class Shell:
             self._abandoned = ()
         # Without a scheduler headers go on naming observers that nobody keeps anything for any more.
         self._observed = bool(header.observers) and not self._abandoned
-
-    def near(self) -> frozenset[str]:
-        """Members that this one has a link to."""
-        return frozenset(p for p, up in dict(self.machine.neighbours.links).items() if up)
 
     def dial(self, member_id: str) -> socket.socket:
         """A bulk connection to a member that this one may know, for others (replication/forward.py).
@@ -417,14 +383,13 @@ class Shell:
             if member is None:
                 raise WireError(f"the decision names {source.member} as a source, which is not in the view")
             resolved.append((member, source.spans))
-        if self.memory is not None and self.reducer is not None:
-            own = self.reducer.held((header.view, header.seq)) or ()
-            assert view is not None
-            self.transfer.hand_on(
-                header,
-                view,
-                tuple(resolved),
-                subtract(self.reducer.scope_spans(), own),
-                self.memory,
-                lambda: self.loop.call(lambda: self.feed(fx.ResultPulled(header.seq))),
-            )
+        own = self.reducer.held((header.view, header.seq)) or ()
+        assert view is not None
+        self.transfer.hand_on(
+            header,
+            view,
+            tuple(resolved),
+            subtract(self.reducer.scope_spans(), own),
+            self.memory,
+            lambda: self.loop.call(lambda: self.feed(fx.ResultPulled(header.seq))),
+        )

@@ -36,6 +36,7 @@ from chaos_lightning.replication.state_reader import StateReader
 from chaos_lightning.replication.table import StateTable
 from chaos_lightning.security.credentials import Credentials, Secret
 from chaos_lightning.transport.handshake import Greeting, dial
+from chaos_lightning.transport.links import Links
 
 _log = logging.getLogger("chaos_lightning")
 Sources = tuple[tuple[Member, tuple[Span, ...]], ...]
@@ -70,24 +71,39 @@ class _Watched:
 
 
 class Transfer:
-    """One member's transfers, in both directions."""
+    """One member's transfers, in both directions.
 
-    def __init__(self, job: str, token: Secret, mail: Mailbox, events: EventLog, choice: TransferChoice) -> None:
+    Args:
+        job: Job name, checked in every handshake.
+        token: Cluster token (empty for none), or credentials.
+        mail: What the scheduler has decided about this member.
+        events: This member's event log.
+        choice: Which policy pulls a state.
+        links: What is known of the ways to others.
+        keys: What connections are protected by.
+        tell: Sends a control message (any thread).
+    """
+
+    def __init__(
+        self,
+        job: str,
+        token: Secret,
+        mail: Mailbox,
+        events: EventLog,
+        choice: TransferChoice,
+        links: Links,
+        keys: Keyring,
+        tell: Callable[[ProgressMessage], None],
+    ) -> None:
         self.server = StateServer()
         self.server.checkpoints = choice.writer()
         self.report: PullReport | None = None
         self.mixed = ""
         """What a pull has begun to write over this member's own state, in words; whoever knows that it stands in a view
         with the whole of it clears this."""
-        self.estimates: Callable[[], Mapping[str, tuple[float, float]]] = dict
-        """What is known of the links: {member: (latency in s, rate in bits per second)}."""
-        self.near: Callable[[], Collection[str]] = frozenset
-        """Members that this one has a link to."""
-        self.unmeasured: Callable[[], Collection[str]] = frozenset
-        """Members whose link is being measured for the first time."""
-        self.tell: Callable[[ProgressMessage], None] = lambda _: None
-        self.keys: Keyring | None = None
-        """What connections are protected by."""
+        self._links = links
+        self._keys = keys
+        self._tell = tell
         self._spares = Spares(self._connect)
         self._observed = False
         """The last state that was pulled was an observer's."""
@@ -100,14 +116,9 @@ class Transfer:
         self._mail = mail
         self._events = events
 
-    def hear_of_links(
-        self,
-        estimates: Callable[[], Mapping[str, tuple[float, float]]],
-        unmeasured: Callable[[], Collection[str]],
-        near: Callable[[], Collection[str]],
-    ) -> None:
-        """Where facts about links come from; see the attributes."""
-        self.estimates, self.unmeasured, self.near = estimates, unmeasured, near
+    def ways(self, sources: Sequence[Member], view: View) -> list[Endpoint]:
+        """To those of these members that are to be asked for something (see sources.py)."""
+        return endpoints(sources, view, self._links.near())
 
     def dial(self, donor: Endpoint) -> socket.socket:
         """An authenticated bulk connection; one that was made before, if there is any."""
@@ -124,8 +135,7 @@ class Transfer:
 
     def forget(self) -> None:
         """This member begins anew, as another one."""
-        if self.keys is not None:
-            self.keys.reset()
+        self._keys.reset()
         self.server.withdraw()
 
     def close(self) -> None:
@@ -135,7 +145,7 @@ class Transfer:
 
     def _connect(self, donor: Endpoint) -> socket.socket:
         greeting = Greeting(self._job, self._mail.who(), donor.member, "bulk")
-        return dial(donor.address, donor.port, greeting, token=self._secret.tokens(), keys=self.keys)
+        return dial(donor.address, donor.port, greeting, token=self._secret.tokens(), keys=self._keys)
 
     def publish(self, header: Header, state: StateAccess, layout: Layout) -> None:
         """Makes the state at `header` servable until the next slot commits (PROTOCOL.md 15).
@@ -207,7 +217,7 @@ class Transfer:
         given_up, proves = superseded or self._superseded, superseded is None and self._observed
         if self._choice.fixes_shares and not proves:  # there is nothing to share out, as a rule, and all wait
             self._await_estimates({source.id for source in sources}, deadline, given_up)
-        near, in_place = self.near(), self._choice.in_place
+        near, in_place = self._links.near(), self._choice.in_place
         donors, watched = endpoints(sources, view, near), self._watched(header, state)
         config = PullConfig(deadline_s=max(0.1, deadline - time.monotonic()), by_reference=in_place)
         policy = self._policy(sources, view, near, state)
@@ -241,7 +251,7 @@ class Transfer:
         self, sources: Sequence[Member], view: View, near: Collection[str], state: StateAccess
     ) -> TransferPolicy:
         sizes = tuple(tensor.nbytes for _, tensor in state.tensors())
-        now = Situation(self._mail.who(), sources, view, near, self.estimates(), sizes)
+        now = Situation(self._mail.who(), sources, view, near, self._links.estimates(), sizes)
         policy, instead = self._choice.make(now)
         if instead and instead != self._said:
             self._said = instead
@@ -252,7 +262,7 @@ class Transfer:
     def _await_estimates(self, sources: set[str], deadline: float, given_up: Callable[[], bool]) -> None:
         """A plan that is not corrected is as good as what is known of the links; those of a newcomer are just made."""
         timeout_s = min(deadline - time.monotonic(), ESTIMATES_TIMEOUT_S)
-        self._await(lambda: given_up() or not sources & set(self.unmeasured()), timeout_s)
+        self._await(lambda: given_up() or not sources & self._links.unmeasured(), timeout_s)
 
     def _await(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Waits for what the I/O thread learns; whether it came."""
@@ -335,7 +345,7 @@ class Transfer:
                 remaining_s=round(min(now.remaining_s, 1e9), 1),
                 sources={s.member: s.nbytes for s in now.sources},
             )
-            self.tell(ProgressMessage(phase, now.done_nbytes, now.total_nbytes, now.rate_bps, 0, now.sources))
+            self._tell(ProgressMessage(phase, now.done_nbytes, now.total_nbytes, now.rate_bps, 0, now.sources))
 
         return tell
 
@@ -373,7 +383,7 @@ class Transfer:
         def work() -> None:
             try:
                 pull_result(
-                    [endpoint(m, view, self.near()) for m, _ in sources],
+                    [endpoint(m, view, self._links.near()) for m, _ in sources],
                     self.dial,
                     head=header.hash,
                     seq=header.seq,

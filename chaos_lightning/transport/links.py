@@ -28,11 +28,12 @@ from chaos_lightning.machine.forks import close_in_children
 from chaos_lightning.machine.process_table import Sight, host_identity
 from chaos_lightning.membership.dialling import Dial, Dialling, LinkStep, Tell, youth
 from chaos_lightning.membership.routing import Drop, Hand, Router, RouteStep, Take, unpacked
+from chaos_lightning.membership.topology import neighbours
 from chaos_lightning.protocol.types import NO_VIEW, LinkReport, Member, View, ViewId
 from chaos_lightning.security.credentials import Credentials, Secret
 from chaos_lightning.transport.frames import MAX_PAYLOAD_NBYTES, Frame, FrameType
 from chaos_lightning.transport.handshake import Greeting, Keys, accept, dial
-from chaos_lightning.transport.link import Link, Owner
+from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.measuring import Measuring
 from chaos_lightning.transport.medium import installed
@@ -58,8 +59,14 @@ _FULL_PAUSE_S = 0.2
 """Before the next attempt where this process has too many files open."""
 
 
-class Host(Owner, Protocol):
-    """Who has the links: takes frames, and what became of links and messages."""
+class Host(Protocol):
+    """Who has the links: takes messages, and hears what became of links."""
+
+    def message(self, peer: str, payload: memoryview) -> None:
+        """An encoded PeerMessage of this peer, over whatever links it came."""
+
+    def link_changed(self, peer: str, up: bool, evidence: str) -> None:
+        """A link stands, or no more, or could not be made."""
 
     def measured(self, report: LinkReport) -> None:
         """A link's latency and rate, or that it carries nothing."""
@@ -68,42 +75,49 @@ class Host(Owner, Protocol):
         """A message was dropped on its way; a recovery has it sent again."""
 
 
+class Chunks(Protocol):
+    """Who takes chunks of gradients; as `link.Owner` has it."""
+
+    def target(self, peer: str, frame: Frame) -> memoryview | None: ...
+
+    def arrived(self, peer: str, frame: Frame, payload: memoryview | Reference) -> None: ...
+
+
 class Links:
     """All links of this member. Methods belong to the loop's thread unless said otherwise.
 
     Args:
         loop: The loop that serves the links.
-        bind: Address to listen on.
         job: Job name, checked in every handshake.
         token: Cluster token (empty for none), or credentials.
-        owner: Receives frames, results and broken links.
-        changed: Told (peer, up, evidence).
-        bulk: Serves an accepted bulk socket in the calling thread.
         refused: Told about strangers (a line for the event log).
+        keys: Connections are made, taken and protected by these, if there are any.
+        stamp: Neighbours on this machine may read chunks out of this process's memory, as long as it says so.
     """
 
     def __init__(
         self,
         loop: IoLoop,
-        bind: str,
         job: str,
         token: Secret,
-        owner: Host,
-        changed: Callable[[str, bool, str], None],
-        bulk: Callable[[socket.socket, str], object],
         refused: Callable[[str], None],
+        *,
+        keys: Keys | None = None,
+        stamp: Stamp | None = None,
     ) -> None:
-        self.stamp: Stamp | None = None
-        """Set: neighbours on this machine may read chunks out of this process's memory."""
-        self.keys: Keys | None = None
-        """Set: connections are made, taken and protected by these."""
+        self.port = 0
+        """Where this member listens; 0 before it does."""
+        self.stamp = stamp
+        self._keys = keys
         self._loop = loop
         self._job = job
         self._secret = Credentials.of(token)
-        self._owner = owner
-        self._changed = changed
-        self._bulk = bulk
         self._tell_refused = refused
+        self._owner: Host
+        self._chunks: Chunks
+        self._bulk: Callable[[socket.socket, str], object]
+        self._listener: socket.socket
+        self._acceptor = threading.Thread(target=self._accept_all, name="chaos-accept", daemon=True)
         self._few = FewLines()
         self._links: dict[str, Link] = {}
         self._dialling = Dialling(self._links)
@@ -113,8 +127,9 @@ class Links:
         """Who may dial this member; read by the threads that greet."""
         self._finishing: dict[Link, tuple[str, float, int]] = {}
         """Links that are not wanted any more: peer, since when (monotonic, s), first slot opened after (-1: none)."""
+        self._ruling: View | None = None
         self._router = Router("", self._links, self._wanted)
-        self._measuring = Measuring(loop.later, owner.measured, installed().pacer())
+        self._measuring = Measuring(loop.later, lambda report: self._owner.measured(report), installed().pacer())
         self._host = host_identity()
         self._watching = Watching(loop, refused, self._watch_broke)
         self.relayed = 0
@@ -122,13 +137,26 @@ class Links:
         self._slots = threading.Semaphore(_MAX_HANDSHAKES)
         self._closed = False
         self._pinged_at = time.monotonic()
+
+    def listen(self, bind: str, owner: Host, chunks: Chunks, bulk: Callable[[socket.socket, str], object]) -> None:
+        """From now on others can make links with this member. Before the loop runs.
+
+        Args:
+            bind: Address to listen on, at any free port.
+            owner: Receives messages, and what becomes of links.
+            chunks: Receives gradients.
+            bulk: Serves an accepted bulk socket in the calling thread.
+
+        Raises:
+            ConfigurationError: It is no address of this machine.
+        """
+        self._owner, self._chunks, self._bulk = owner, chunks, bulk
         try:
             self._listener = socket.create_server((bind, 0), backlog=128)
         except OSError as error:
             raise ConfigurationError(f"cannot listen on {bind!r}: {error}; set bind to an own address") from error
-        self.port = int(self._listener.getsockname()[1])
         close_in_children(self._listener.fileno())
-        self._acceptor = threading.Thread(target=self._accept_all, name="chaos-accept", daemon=True)
+        self.port = int(self._listener.getsockname()[1])
         self._acceptor.start()
 
     # ------------------------------------------------------------------ wanting
@@ -158,6 +186,7 @@ class Links:
 
     def rule(self, view: View | None) -> None:
         """This view rules from now on, so messages go by its links; None: this member is in none."""
+        self._ruling = view
         steps = self._router.rule(view)
         self._expect()
         self._carry_out(steps)
@@ -210,7 +239,7 @@ class Links:
         for step in steps:
             match step:
                 case Tell(peer, up, evidence):
-                    self._changed(peer, up, evidence)
+                    self._owner.link_changed(peer, up, evidence)
                 case Dial(peer, 0.0):
                     self._dial(peer)
                 case Dial(peer, after_s):
@@ -224,7 +253,7 @@ class Links:
         def work() -> None:
             try:
                 greeting = Greeting(self._job, me, peer, "link")
-                sock = dial(member.address, member.port, greeting, token=self._secret.tokens(), keys=self.keys)
+                sock = dial(member.address, member.port, greeting, token=self._secret.tokens(), keys=self._keys)
             except (OSError, ChaosError) as error:
                 reason = str(error)
                 self._loop.call(lambda: self._follow(self._dialling.failed(peer, reason, random.random())))
@@ -248,7 +277,7 @@ class Links:
         def work() -> None:
             greeting = Greeting(self._job, me, member.id, "watch")
             try:
-                sock = dial(member.address, member.port, greeting, token=self._secret.tokens(), keys=self.keys)
+                sock = dial(member.address, member.port, greeting, token=self._secret.tokens(), keys=self._keys)
             except (OSError, ChaosError) as error:
                 self._refused(f"{member.id} cannot be watched: {error}")
                 self._loop.call(lambda: self._watch_broke(member.id))
@@ -301,7 +330,7 @@ class Links:
                 job=self._job,
                 me=self.me,
                 token=self._secret.tokens(),
-                keys=self.keys,
+                keys=self._keys,
                 objection=self._objection,
             )
             sock = ProtectedSocket.around(sock, greeting.session)
@@ -364,7 +393,7 @@ class Links:
         if not link.open:
             self.broken(peer, link, "closed (as soon as it was made)")
         elif self._links.get(peer) is link:
-            self._changed(peer, True, "connected")
+            self._owner.link_changed(peer, True, "connected")
             self._measuring.added(peer, link)
 
     def broken(self, peer: str, link: Link, evidence: str) -> None:
@@ -381,6 +410,15 @@ class Links:
 
     def up(self, peer: str) -> bool:
         return peer in self._links
+
+    def near(self) -> frozenset[str]:
+        """Any thread: members that this one has a link to."""
+        return frozenset(self._links.copy())
+
+    def severed(self) -> tuple[str, ...]:
+        """Any thread: members to which the ruling view has a link of this one that does not stand."""
+        view = self._ruling
+        return tuple(m for m in neighbours(view, self.me) if m not in self._links) if view is not None else ()
 
     def wanted(self, peer: str) -> Member | None:
         """Who that is, if a link to it is wanted."""
@@ -412,8 +450,7 @@ class Links:
                 continue
             match step:
                 case Take():
-                    inner = Frame(FrameType.MESSAGE, letter.view, 0, 0, len(letter.payload), 0)
-                    self._owner.arrived(letter.source, inner, memoryview(letter.payload))
+                    self._owner.message(letter.source, memoryview(letter.payload))
                 case Drop(_, reason):
                     self._owner.undelivered(letter.to, letter.source, reason)
                 case Hand(peer, _, True):
@@ -431,28 +468,28 @@ class Links:
 
     def target(self, peer: str, frame: Frame) -> memoryview | None:
         """Memory for a frame's payload."""
+        if frame.type in (FrameType.UP, FrameType.DOWN):
+            return self._chunks.target(peer, frame)
         if frame.type == FrameType.PROBE:
             link = self._links.get(peer)
             return None if link is None else self._measuring.target(link, frame)
-        if frame.type == FrameType.ROUTED:
-            return memoryview(bytearray(frame.length))
-        return self._owner.target(peer, frame)
+        return memoryview(bytearray(frame.length))
 
     def arrived(self, peer: str, frame: Frame, payload: memoryview | Reference) -> None:
         """Passes a frame to whom it concerns."""
-        if frame.type in (FrameType.ROUTED, FrameType.PROBE):
-            if isinstance(payload, memoryview):
-                self._mine(peer, frame, payload)
-        else:
-            self._owner.arrived(peer, frame, payload)
+        if frame.type in (FrameType.UP, FrameType.DOWN):
+            self._chunks.arrived(peer, frame, payload)
+        elif isinstance(payload, memoryview):
+            self._mine(peer, frame, payload)
 
     def _mine(self, peer: str, frame: Frame, payload: memoryview) -> None:
-        if frame.type == FrameType.PROBE:
-            link = self._links.get(peer)
-            if link is not None:
-                self._measuring.arrived(peer, link, frame, payload)
-            return
-        self._carry_out(self._router.arrived(unpacked(payload), peer))
+        link = self._links.get(peer)
+        if frame.type == FrameType.MESSAGE:
+            self._owner.message(peer, payload)
+        elif frame.type == FrameType.ROUTED:
+            self._carry_out(self._router.arrived(unpacked(payload), peer))
+        elif frame.type == FrameType.PROBE and link is not None:
+            self._measuring.arrived(peer, link, frame, payload)
 
     # ------------------------------------------------------------------ chunks and pings
 
@@ -496,8 +533,12 @@ class Links:
     # ------------------------------------------------------------------ measuring
 
     def reports(self) -> list[LinkReport]:
-        """What is known of each link that stands, for a scheduler that does not know it yet."""
+        """Any thread: what is known of each link that stands, for a scheduler that does not know it yet."""
         return list(self._measuring.reports.values())
+
+    def estimates(self) -> dict[str, tuple[float, float]]:
+        """Any thread: what was measured of links that stand: {member: (latency in s, rate in bits per second)}."""
+        return {r.peer: (r.latency_s, r.rate_bps) for r in self.reports() if r.rate_bps > 0}
 
     def unmeasured(self) -> set[str]:
         """Whose link is being measured for the first time. Any thread."""
@@ -510,6 +551,8 @@ class Links:
 
     def close(self, *, bye: bool = True) -> None:
         self._closed = True
+        if not self.port:
+            return
         self._dialling.want(())
         self._expect()
         for link in list(self._links.values()):
@@ -525,4 +568,5 @@ class Links:
 
     def wait_closed(self, timeout_s: float = 2.0) -> None:
         """After `close`, in another thread: until nobody accepts any more."""
-        self._acceptor.join(timeout_s)
+        if self.port:
+            self._acceptor.join(timeout_s)

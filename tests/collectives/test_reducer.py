@@ -37,7 +37,8 @@ class Node:
         self.memory = Memory(self.layout, pinned=False)
         self.grid = cells_of(self.layout, chunk)
         self.links: dict[str, Link] = {}
-        self.reducer = Reducer(self.memory, self.grid, me, self.send, self.on_done)
+        self.reducer = Reducer(self.memory, self.grid, self.send, self.on_done)
+        self.reducer.restart(me)
         self.loop.start()
 
     def send(self, peer, kind, view, seq, start, payload) -> None:

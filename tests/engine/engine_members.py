@@ -154,8 +154,7 @@ def copy_too_late(log: SlotLog) -> None:
 
 def die_after_first_header(trainer: Trainer) -> None:
     """The commit root dies when its header is on the way to one member only: that one holds the result alone."""
-    links = trainer.engine._shell.links
-    assert links is not None
+    links = trainer.engine._links
     send = links.message
 
     def once(peer: str, *letter: Any) -> None:

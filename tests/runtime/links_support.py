@@ -10,8 +10,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from chaos_lightning.protocol.types import LinkReport, LinkSpec, Member, View, ViewId
-from chaos_lightning.transport.frames import Frame, FrameType
-from chaos_lightning.transport.link import Link
+from chaos_lightning.transport.frames import Frame
 from chaos_lightning.transport.links import Links
 from chaos_lightning.transport.loop import IoLoop
 
@@ -49,16 +48,8 @@ class Node:
         self._crash: list[BaseException] = []
         self._happened = threading.Condition()
         self.loop = IoLoop(member_id, self._on_crash)
-        self.links = Links(
-            self.loop,
-            "127.0.0.1",
-            "job",
-            b"token",
-            self,
-            lambda *change: self._keep(self.changes, change),
-            lambda sock, peer: self.serve_bulk(sock, peer),
-            lambda line: self._keep(self.refused, line),
-        )
+        self.links = Links(self.loop, "job", b"token", lambda line: self._keep(self.refused, line))
+        self.links.listen("127.0.0.1", self, self, lambda sock, peer: self.serve_bulk(sock, peer))
         self.links.me = member_id
         self.loop.start()
 
@@ -74,19 +65,19 @@ class Node:
     def _on_crash(self, error: BaseException) -> None:
         self._keep(self._crash, error)
 
-    # Owner of links ----------------------------------------------------------
+    # Host of links, and its chunks ----------------------------------------------
 
     def target(self, peer: str, frame: Frame) -> memoryview | None:
         return memoryview(bytearray(frame.length))
 
     def arrived(self, peer: str, frame: Frame, payload: Any) -> None:
-        if frame.type == FrameType.MESSAGE:
-            self._keep(self.messages, (peer, bytes(payload)))
-        elif frame.type in (FrameType.UP, FrameType.DOWN):
-            self._keep(self.chunks, (peer, bytes(payload)))
+        self._keep(self.chunks, (peer, bytes(payload)))
 
-    def broken(self, peer: str, link: Link, evidence: str) -> None:
-        raise AssertionError("links take care of that themselves")
+    def message(self, peer: str, payload: memoryview) -> None:
+        self._keep(self.messages, (peer, bytes(payload)))
+
+    def link_changed(self, peer: str, up: bool, evidence: str) -> None:
+        self._keep(self.changes, (peer, up, evidence))
 
     def measured(self, report: LinkReport) -> None:
         self._keep(self.reports, report)

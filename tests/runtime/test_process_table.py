@@ -89,11 +89,14 @@ def test_process_that_proc_hides_is_not_called_gone(monkeypatch: pytest.MonkeyPa
 def test_newcomer_that_knows_no_view_can_be_asked() -> None:
     said: list[FromMember] = []
     nobody = cast(Any, SimpleNamespace(server=None))
-    shell = Shell(nobody, Mailbox("b"), EventLog(None), nobody, said.append)
     links = SimpleNamespace(
-        silence_s=lambda peer, now: float("inf"), up=lambda peer: False, sight=lambda peer: Sight(False, "")
+        silence_s=lambda peer, now: float("inf"),
+        up=lambda peer: False,
+        sight=lambda peer: Sight(False, ""),
+        chunk=None,
+        stamp=None,
     )
-    shell.links = cast(Any, links)
+    shell = Shell(nobody, Mailbox("b"), EventLog(None), cast(Any, links), nobody, nobody, said.append, nobody, ())
     shell.control(Probe("a~1", member(os.getpid())))
     shell.control(Probe("a~1", member(os.getpid(), pid_start=start_time(os.getpid()) + 1)))
     shell.control(Probe("a~1", member(os.getpid(), host="another machine")))
