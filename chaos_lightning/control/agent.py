@@ -30,6 +30,7 @@ from chaos_lightning.control.service_pb2_grpc import SchedulerStub
 from chaos_lightning.errors import ChaosError, RefusedError, SchedulerUnreachableError, WireError
 from chaos_lightning.machine.addresses import addresses, split_endpoint
 from chaos_lightning.machine.forks import close_peer_in_children, forget_peer
+from chaos_lightning.membership.leader_search import PULSE_TIMEOUT_S, Attempt, LeaderSearch
 from chaos_lightning.protocol import chaos_pb2
 from chaos_lightning.protocol.codec import unwrap_to_member, wrap_from_member
 from chaos_lightning.protocol.types import (
@@ -47,17 +48,7 @@ from chaos_lightning.security.credentials import Credentials, Secret, open_chann
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
-_FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 0.5
-"""A scheduler that has just started listens so long, and somewhat longer, for members that know more than its store."""
-_ANSWER_TIMEOUT_S = 10.0
-"""How long the scheduler may take to answer a Hello; one of several a fifth of it or less, since another may lead."""
 _GOODBYE_TIMEOUT_S = 1.0
-PULSE_TIMEOUT_S = 0.7
-"""A scheduler that says every `channel.PULSE_S` that it lives, and then does not for so long, is frozen or cut off."""
-_FIRST_SHUN_S, _SHUN_S = 0.3, 2.0
-"""One of several that was silent is not asked again for so long; until its lease ends, the others name it. It may have
-been busy for a moment, so the first time is short; and who waits for a frozen one does not hear of the next one."""
 _REVIVE_AFTER = 3
 """Failed attempts in a row after which `revive` is called."""
 _FIRST_REVIVE_PAUSE_S = 1.0
@@ -158,14 +149,7 @@ class Agent(threading.Thread):
         revive: Callable[[], object] | None = None,
     ) -> None:
         super().__init__(name="chaos-agent", daemon=True)
-        self._endpoints = tuple(endpoints)
-        self._at = 0
-        self._leader = ""
-        """Where a standby said that the leader listens."""
-        self._shunned: dict[str, float] = {}
-        """Schedulers that were silent, and until when they are not asked."""
-        self._silences: dict[str, int] = {}
-        """How often in a row each of them was silent; the second time it gets less time to answer."""
+        self._search = LeaderSearch(endpoints)
         self._secret = Credentials.of(token)
         self._hello_factory = hello_factory
         self._on_message = on_message
@@ -215,7 +199,6 @@ class Agent(threading.Thread):
 
     def _keep_talking(self) -> None:
         deadline = time.monotonic() + self._connect_timeout_s
-        failures = 0
         told, turned_away = "", False
         while not self._stopping:
             if self._answered:
@@ -238,10 +221,10 @@ class Agent(threading.Thread):
                 return
             elif not self._answered:
                 told = self._tell(f"waits: {reason}", told)
-            failures = 0 if self._answered else failures + 1
-            if self._turn(reason):
+            pause_s = self._search.ended(self._attempt(reason), time.monotonic(), random.random())
+            if not pause_s:
                 continue
-            if failures >= _REVIVE_AFTER:
+            if self._search.failures >= _REVIVE_AFTER:
                 self._try_to_revive()
             if self._refused and not self._admitted:
                 self._on_state(f"failed: {self._refused}")
@@ -249,42 +232,12 @@ class Agent(threading.Thread):
             if time.monotonic() > deadline:
                 self._on_state(f"failed: no admission within {self._connect_timeout_s:g} s: {reason}")
                 return
-            # Of several one is bound to lead soon: each is asked again before a newcomer would lose patience.
-            longest = LONGEST_PAUSE_S if len(self._endpoints) == 1 else LONGEST_PAUSE_S / 2
-            self._pause(min(longest, _FIRST_PAUSE_S * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0))
+            self._pause(pause_s)
 
-    @property
-    def _endpoint(self) -> str:
-        return self._leader or self._endpoints[self._at % len(self._endpoints)]
-
-    def _answer_timeout_s(self) -> float:
-        """How long the scheduler that is asked now may take to answer."""
-        if len(self._endpoints) == 1:
-            return _ANSWER_TIMEOUT_S
-        return PULSE_TIMEOUT_S if self._silences.get(self._endpoint) == 1 else _ANSWER_TIMEOUT_S / 5
-
-    def _turn(self, reason: ChaosError) -> bool:
-        """Chooses whom to ask next; True if a standby has named the leader, who can be asked at once."""
-        now = time.monotonic()
-        if self._answered or isinstance(reason, StandbyError):
-            self._silences.pop(self._endpoint, None)
-        if isinstance(reason, SilentError):
-            before = self._silences.get(self._endpoint, 0)
-            self._silences[self._endpoint] = before + 1
-            self._shunned[self._endpoint] = now + (_SHUN_S if before else _FIRST_SHUN_S)
-        self._shunned = {place: until for place, until in self._shunned.items() if until > now}
-        named = reason.leader if isinstance(reason, StandbyError) else ""
-        if named and named != self._endpoint and named not in self._shunned:
-            self._leader = named
-            return True
-        if self._leader:
-            self._leader = ""
-        else:
-            self._at += 1
-        for _ in self._endpoints:
-            if self._endpoint in self._shunned:
-                self._at += 1
-        return False
+    def _attempt(self, reason: ChaosError) -> Attempt:
+        standby = isinstance(reason, StandbyError)
+        leader = reason.leader if isinstance(reason, StandbyError) else ""
+        return Attempt(self._answered, isinstance(reason, SilentError), standby, leader)
 
     def _tell(self, state: str, told: str) -> str:
         """Tells a state unless it was the last one told; returns it."""
@@ -329,15 +282,15 @@ class Agent(threading.Thread):
     def _converse(self) -> ChaosError:
         """One stream from Hello to its end; returns why it ended."""
         try:
-            host, port = split_endpoint(self._endpoint)
+            host, port = split_endpoint(self._search.endpoint)
             reachable = addresses(host)
         except ChaosError as error:
             return SchedulerUnreachableError(str(error))
         for address in reachable:
             close_peer_in_children(address, port)
         try:
-            with open_channel(self._endpoint, self._secret, CLIENT_OPTIONS) as channel:
-                talk = _Talk(channel, self._endpoint, self._secret, self._inbox)
+            with open_channel(self._search.endpoint, self._secret, CLIENT_OPTIONS) as channel:
+                talk = _Talk(channel, self._search.endpoint, self._secret, self._inbox)
                 try:
                     return self._attend(talk)
                 finally:
@@ -351,7 +304,7 @@ class Agent(threading.Thread):
 
     def _attend(self, talk: _Talk) -> ChaosError:
         talk.say(wrap_from_member(self._hello_factory()))
-        interval = patience_s = self._answer_timeout_s()
+        interval = patience_s = self._search.answer_timeout_s()
         due = heard = time.monotonic() + interval
         while True:
             patience = heard + PULSE_TIMEOUT_S if talk.pulses else due
@@ -371,7 +324,7 @@ class Agent(threading.Thread):
                 if isinstance(message, Welcome) and not talk.welcomed:
                     if not _INTERVALS_S[0] <= message.heartbeat_interval_s <= _INTERVALS_S[1]:
                         every = f"a heartbeat every {message.heartbeat_interval_s:g} s"
-                        return WireError(f"{self._endpoint} asks for {every}; expected {_INTERVALS_S} s")
+                        return WireError(f"{self._search.endpoint} asks for {every}; expected {_INTERVALS_S} s")
                     interval, due = message.heartbeat_interval_s, time.monotonic()
                     talk.welcomed = True
                     self._admitted, self._talk = True, talk
@@ -391,7 +344,7 @@ class Agent(threading.Thread):
                     return ChaosError(f"the scheduler said: {message.reason}")
             # Nothing lies in the inbox: it was not this process that was frozen.
             if item is None and talk.pulses and time.monotonic() >= heard + PULSE_TIMEOUT_S:
-                return SilentError(f"{self._endpoint} was silent for {PULSE_TIMEOUT_S:g} s")
+                return SilentError(f"{self._search.endpoint} was silent for {PULSE_TIMEOUT_S:g} s")
             if time.monotonic() >= due:
                 if talk.welcomed:
                     if not talk.clogged:
@@ -399,7 +352,7 @@ class Agent(threading.Thread):
                     # Late beats are not made up for; the next one counts from now if this thread was held up.
                     due = max(due + interval, time.monotonic())
                 elif not self._answered:
-                    return SilentError(f"{self._endpoint} did not answer within {patience_s:g} s")
+                    return SilentError(f"{self._search.endpoint} did not answer within {patience_s:g} s")
                 else:
                     due = time.monotonic() + interval
 

@@ -30,8 +30,6 @@ from chaos_lightning.security.credentials import Credentials, Secret, open_chann
 from chaos_lightning.security.tls_trouble import tls_trouble
 
 KEEPALIVE_S = 5.0
-PULSE_S = 0.2
-"""Where several schedulers stand by for each other, the leader says so often that it lives."""
 
 Options = list[tuple[str, Any]]
 

@@ -23,7 +23,6 @@ from chaos_lightning.control import service
 from chaos_lightning.control.auth_interceptor import AuthInterceptor, Service
 from chaos_lightning.control.candidacy import Candidacy
 from chaos_lightning.control.chain_writer import ChainWriter
-from chaos_lightning.control.channel import PULSE_S
 from chaos_lightning.control.claims import Claims
 from chaos_lightning.control.driver import Driver, MachineFactory, real_machine
 from chaos_lightning.control.link_keys import KeyIssuer
@@ -35,6 +34,7 @@ from chaos_lightning.errors import ChaosError, StoreError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.addresses import join_endpoint
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.leader_search import HEARS_S, HEARS_SEVERAL_S, PULSE_S
 from chaos_lightning.security.credentials import Credentials, check_bind
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
@@ -42,11 +42,6 @@ import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 CANNOT_LEAD = "it was elected and cannot lead"
 _NOT_THE_JOBS = ("chain_lost", "chain_foreign", "chain_stale")
 """What the machine notes when a member knows of what the store lacks (membership/identity.py)."""
-HEARS_S = 1.2
-"""A member that looks for its only scheduler comes within `agent.LONGEST_PAUSE_S`, and the time that a call takes."""
-HEARS_SEVERAL_S = 1.5
-"""One of several is asked more often, but another one that is silent may be asked first; and members that are held back
-leave a scheduler that says nothing for two seconds (`agent._ANSWER_TIMEOUT_S` / 5)."""
 HEARS_EMPTY_S = 0.7
 """Where there is no chain: newcomers wait for it, and members of another one lose nothing if a job is founded here."""
 

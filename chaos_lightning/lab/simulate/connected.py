@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from chaos_lightning.lab.simulate.fabric import Pipe, Stream
 from chaos_lightning.lab.simulate.kernel import Process
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.leader_search import PULSE_S, PULSE_TIMEOUT_S, Attempt, LeaderSearch
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.protocol.types import (
     Contribution,
@@ -29,9 +30,8 @@ if TYPE_CHECKING:
 
 LATE_S = 3.0
 """A word is under way at most so long: longer than any lag of a control stream, and the time to connect again."""
-PULSE_S = 0.2
-PULSE_TIMEOUT_S = 0.7
-"""As in control/channel.py and control/agent.py."""
+CALL_S = 0.002
+"""What an attempt to reach a scheduler takes."""
 SILENT_S = 0.3
 """A neighbour that is asked calls a link silent after so long."""
 
@@ -116,7 +116,9 @@ class Connected(Process):
         self.busy = False
         """Its process computes and does nothing else: as silent as a frozen one, though its machine sees it run."""
         self._spoke_at = self._last_word = 0.0
-        self._retry_s = 0.02
+        self._search = LeaderSearch(world.plan.places)
+        self._answered = self._silent = False
+        """How the conversation with the scheduler goes."""
 
     def silent_s(self) -> float:
         """How long ago its last word was, if it is stopped, or was until a moment ago; else 0."""
@@ -160,18 +162,18 @@ class Connected(Process):
         """Says hello, or says it again after the stream broke."""
         if not self.alive or self.outcome or self.stream is not None:
             return
-        host = self.world.schedulers.found_by_chance()
-        if host is None:
-            self._retry_s = min(0.3, self._retry_s * 1.6)
-            self.timer(self._retry_s * self.kernel.between(0.5, 1.0), self.connect)
+        host = self.world.schedulers.ask(self._search.endpoint)
+        if isinstance(host, Attempt):
+            self._ask_again(host)
             return
-        self._retry_s = 0.02
+        self._answered = self._silent = False
         kernel = self.kernel
         stream = Stream(self.world.next_number(), Pipe(kernel, 0.0002, 0.003), Pipe(kernel, 0.0002, 0.003))
         stream.up.lag = self.control_lag
         self.stream, self.host = stream, host
         if self.world.schedulers.several:
-            self.timer(PULSE_S, lambda: self._listen(stream))
+            since = kernel.now
+            self.timer(PULSE_S, lambda: self._listen(stream, since))
         host.dialled.append((stream, self))
         stream.up.send(None, lambda _: host.deliver(lambda: host.opened(stream, self)))
         self._tell(self._hello())
@@ -206,14 +208,20 @@ class Connected(Process):
             for _ in range(self.world.copies(message)):
                 stream.up.send(message, lambda m: host.deliver(lambda: host.message(stream, m)))  # type: ignore[arg-type]
 
-    def _listen(self, stream: Stream) -> None:
+    def _ask_again(self, attempt: Attempt) -> None:
+        rest_s = self._search.ended(attempt, self.kernel.now, self.kernel.random.random())
+        self.timer(rest_s + CALL_S, self.connect)
+
+    def _listen(self, stream: Stream, since: float) -> None:
         """A leader that says nothing for long is left, for another may have been elected (control/agent.py)."""
         if self.stream is not stream or self.outcome:
             return
-        if self.host.frozen and self.kernel.now - self.host.frozen_since > PULSE_TIMEOUT_S:
+        timeout_s = PULSE_TIMEOUT_S if self._answered else self._search.answer_timeout_s()
+        if self.host.frozen and self.kernel.now - max(since, self.host.frozen_since) > timeout_s:
+            self._silent = True
             self.break_stream()
         else:
-            self.timer(PULSE_S, lambda: self._listen(stream))
+            self.timer(PULSE_S, lambda: self._listen(stream, since))
 
     def stream_lost(self, stream: Stream) -> None:
         """Both ends of a broken stream see it; the agent connects again."""
@@ -221,7 +229,7 @@ class Connected(Process):
         def lost() -> None:
             if self.stream is stream:
                 self.stream = None
-                self.timer(self.kernel.between(0.005, 0.12), self.connect)
+                self._ask_again(Attempt(self._answered, self._silent))
 
         self.deliver(lost)
 
@@ -248,6 +256,7 @@ class Connected(Process):
         """A message of the scheduler."""
         if stream is not self.stream or self.outcome:
             return
+        admitted, self._answered = bool(self.machine.member_id), True
         if isinstance(message, Probe):
             self._probe(message.suspect)
             return
@@ -259,7 +268,7 @@ class Connected(Process):
         self.feed(fx.ControlIn(message, self.held()))  # type: ignore[arg-type]
         if type(message).__name__ == "Refused" and getattr(message, "retry", False):
             self._close_stream()
-            self.timer(0.2, self.connect)
+            self._ask_again(Attempt(answered=not admitted))  # who is in a job knocks ever more seldom
 
     def _beat(self, life: int) -> None:
         if life != self.life or self.outcome:

@@ -77,6 +77,11 @@ class Plan:
     """Part of all control messages that arrive twice."""
     limit_s: float = 90.0
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where candidates listen."""
+        return tuple(f"h{index}" for index in range(self.candidates))
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

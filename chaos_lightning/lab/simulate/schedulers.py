@@ -5,8 +5,8 @@ while. With several, each life of a scheduler is a candidate of its own on a rem
 stopped for longer than its lease, or loses its lease, another candidate is elected after a gap, takes a term and
 continues the chain (control/election.py: at once on the same machine, after some two seconds elsewhere). One that was
 merely stopped, or cut off from the store, goes on meanwhile in the belief that it leads: members that still have their
-stream to it, or find it first, talk to it, until a write of it is refused or it notices that its lease has ended.
-Members leave a leader that says nothing for 0.7 s (control/agent.py).
+stream to it, or find it first, talk to it, until a write of it is refused or it notices that its lease has ended. The
+others stand by, and name the leader to members that ask them (membership/leader_search.py).
 
 A scheduler dies or stops at a time, or between two effects that its machine returned (`host.HostTrap`). What was
 written is durable by then; what was not sent is not sent.
@@ -24,6 +24,7 @@ from chaos_lightning.lab.simulate.host import AGAIN_S, HostTrap, SchedulerHost, 
 from chaos_lightning.lab.simulate.kernel import Kernel
 from chaos_lightning.lab.simulate.plan import Fault, Plan
 from chaos_lightning.lab.simulate.store import Backup, Store
+from chaos_lightning.membership.leader_search import HEARS_S, HEARS_SEVERAL_S, Attempt
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.scheduler import Phase
 
@@ -43,8 +44,6 @@ SCHEDULER_FAULTS = (
     "brought-back",
     "rebuild",
 )
-HEARS_S = 0.5
-"""A member that looks for a scheduler finds it within this time (connected.py)."""
 STOPPED_S = 0.3
 """A stopped leader is replaced after so long by a candidate of its own machine."""
 LEASE_S = (1.3, 2.2)
@@ -101,6 +100,8 @@ class Schedulers:
         """Who stands by has seen a leader live that found the chain where it is (control/election.py)."""
         self._led_since = 0.0
         self._hosts: list[SchedulerHost] = []
+        self._dead: set[str] = set()
+        """Places whose candidate was killed, and has not come back yet."""
         world.store.remote = world.plan.candidates > 1
         self.leader = self._start()
 
@@ -118,7 +119,7 @@ class Schedulers:
         """
         world, plan = self._world, self._world.plan
         number = len(self._hosts) + 1
-        place = f"h{(number - 1) % plan.candidates}"
+        place = plan.places[(number - 1) % plan.candidates]
         leader, world.store.leader = world.store.leader, number
         try:
             host = world.open_host(place, Seat(number, place, plan.orderly, self._hears_s(), rebuild, world.copies))
@@ -128,19 +129,23 @@ class Schedulers:
         self._led_since = world.kernel.now
         host.on_end = lambda: self._ended(host)
         self._hosts.append(host)
+        self._dead.discard(place)
         self.leader = host
         return host
 
     def _hears_s(self) -> float:
         """Nobody looks for the first one, and one that stood by has seen the chain live."""
-        return 0.0 if self._watched or not self._hosts else HEARS_S
+        if self._watched or not self._hosts:
+            return 0.0
+        return HEARS_SEVERAL_S if self.several else HEARS_S
 
-    def found_by_chance(self) -> SchedulerHost | None:
-        """Whom a member that looks for the leader finds: whoever takes itself for it."""
-        alive = [h for h in self._hosts if h.alive]
-        if not alive:
-            return None
-        return alive[0] if len(alive) == 1 else self._world.kernel.random.choice(alive)
+    def ask(self, place: str) -> SchedulerHost | Attempt:
+        """Who takes itself for the leader there; or what a member hears instead, that looks for it."""
+        host = next((h for h in reversed(self._hosts) if h.alive and h.seat.place == place), None)
+        if host is not None or not self.several or place in self._dead:
+            return host or Attempt()
+        leads = self._stands(self.leader) and self.leader.seat.place not in self._dead
+        return Attempt(standby=True, leader=self.leader.seat.place if leads else "")
 
     def _stands(self, host: SchedulerHost) -> bool:
         """Whether it leads: it lives and holds the lease, if there is one."""
@@ -191,6 +196,7 @@ class Schedulers:
         world = self._world
         world.say("the scheduler dies")
         self.crashes += 1
+        self._dead.add(host.seat.place)
         host.crash()
         self.cut_streams += host.lost
         if not self.several:

@@ -287,7 +287,7 @@ def strange_plan(seed: int) -> Plan:
         s if n.name in founders else at - random.uniform(0.005, 0.1)
         for n, s in zip(plan.nodes, plan.starts, strict=True)
     )
-    rules = replace(plan.settings, min_nodes=1, max_nodes=len(founders), silence_timeout_s=0.1)
+    rules = replace(plan.settings, min_nodes=1, max_nodes=len(founders), silence_timeout_s=0.03)
     return replace(plan, starts=starts, settings=rules)
 
 

@@ -1,0 +1,117 @@
+"""Whom a member asks that looks for the leading scheduler, how long it waits for an answer, and when it asks again.
+
+Theory of operation. A member knows the endpoints of all schedulers that stand by for each other, and asks one at a
+time. A standby names the leader, who is asked at once; whoever does not answer is left for the next one. A scheduler
+that was silent may be frozen or cut off while its lease still stands: it is not asked again for a while, though the
+others name it. Between attempts in vain the member rests, longer each time up to a bound, and by chance not as long as
+others.
+
+The clock is the caller's, and so is chance; it tells how each attempt ended. Process and simulator do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PULSE_S = 0.2
+"""A scheduler that others stand by for says so often on each stream that it lives."""
+PULSE_TIMEOUT_S = 0.7
+"""One that says so, and then does not for so long, is frozen or cut off."""
+LONGEST_PAUSE_S = 0.5
+HEARS_S = 1.2
+"""A member that looks for its only scheduler comes within LONGEST_PAUSE_S, and the time that a call takes. A scheduler
+that has just started listens so long for members that know more than its store."""
+HEARS_SEVERAL_S = 1.5
+"""One of several is asked more often, but another one that is silent may be asked first; and members that are held back
+leave a scheduler that says nothing for two seconds (`LeaderSearch.answer_timeout_s`)."""
+_FIRST_PAUSE_S = 0.05
+_ANSWER_TIMEOUT_S = 10.0
+"""How long the scheduler may take to answer a Hello; one of several a fifth of it or less, since another may lead."""
+_FIRST_SHUN_S, _SHUN_S = 0.3, 2.0
+"""One of several that was silent is not asked again for so long; until its lease ends, the others name it. It may have
+been busy for a moment, so the first time is short; and who waits for a frozen one does not hear of the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """How one conversation with a scheduler ended, or why none came about.
+
+    Attributes:
+        answered: The scheduler said something for this member.
+        silent: It said nothing for so long that another one may lead.
+        standby: It stands by.
+        leader: Where a standby says that the leader listens; "" if it knows none.
+    """
+
+    answered: bool = False
+    silent: bool = False
+    standby: bool = False
+    leader: str = ""
+
+
+class LeaderSearch:
+    """See the module.
+
+    Args:
+        endpoints: HOST:PORT of the scheduler, or of all that stand by for each other.
+    """
+
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        self.failures = 0
+        """Attempts in a row that nobody answered."""
+        self._endpoints = tuple(endpoints)
+        self._at = 0
+        self._leader = ""
+        """Where a standby said that the leader listens."""
+        self._shunned: dict[str, float] = {}
+        """Schedulers that were silent, and until when they are not asked."""
+        self._silences: dict[str, int] = {}
+        """How often in a row each of them was silent; the second time it gets less time to answer."""
+
+    @property
+    def endpoint(self) -> str:
+        """Whom to ask now."""
+        return self._leader or self._endpoints[self._at % len(self._endpoints)]
+
+    def answer_timeout_s(self) -> float:
+        """How long the scheduler that is asked now may take to answer."""
+        if len(self._endpoints) == 1:
+            return _ANSWER_TIMEOUT_S
+        return PULSE_TIMEOUT_S if self._silences.get(self.endpoint) == 1 else _ANSWER_TIMEOUT_S / 5
+
+    def ended(self, attempt: Attempt, now_s: float, chance: float) -> float:
+        """Chooses whom to ask next.
+
+        Args:
+            attempt: How the conversation with `endpoint` ended.
+            now_s: By any clock that only goes forward.
+            chance: From 0 to 1, drawn anew each time.
+
+        Returns:
+            How long to rest before (s); 0 if a standby has named the leader, who is asked at once.
+        """
+        self.failures = 0 if attempt.answered else self.failures + 1
+        if attempt.answered or attempt.standby:
+            self._silences.pop(self.endpoint, None)
+        if attempt.silent:
+            before = self._silences.get(self.endpoint, 0)
+            self._silences[self.endpoint] = before + 1
+            self._shunned[self.endpoint] = now_s + (_SHUN_S if before else _FIRST_SHUN_S)
+        self._shunned = {place: until for place, until in self._shunned.items() if until > now_s}
+        if attempt.leader not in ("", self.endpoint) and attempt.leader not in self._shunned:
+            self._leader = attempt.leader
+            return 0.0
+        self._next()
+        # Of several one is bound to lead soon: each is asked again before a newcomer would lose patience.
+        longest = LONGEST_PAUSE_S if len(self._endpoints) == 1 else LONGEST_PAUSE_S / 2
+        return min(longest, _FIRST_PAUSE_S * 2.0 ** min(self.failures, 10)) * (0.5 + chance / 2)
+
+    def _next(self) -> None:
+        if self._leader:
+            self._leader = ""
+        else:
+            self._at += 1
+        for _ in self._endpoints:
+            if self.endpoint in self._shunned:
+                self._at += 1
