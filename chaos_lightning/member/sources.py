@@ -9,9 +9,9 @@ anything) a route is taken: the fewest hops over the view's links, each relayed 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Sequence
 
+from chaos_lightning.planning.graph import breadth_first, neighbours
 from chaos_lightning.protocol.types import Member, View
 from chaos_lightning.replication.source import Endpoint
 
@@ -42,21 +42,10 @@ def endpoints(sources: Sequence[Member], view: View, near: Collection[str]) -> l
 
 def _route(to: str, view: View, near: Collection[str]) -> tuple[str, ...]:
     """Hops from a neighbour to `to`, both included; empty if the links do not lead there."""
-    beside: dict[str, list[str]] = {}
-    for link in view.links:
-        beside.setdefault(link.a, []).append(link.b)
-        beside.setdefault(link.b, []).append(link.a)
-    before: dict[str, str] = {m: "" for m in view.ids() if m in near}
-    queue = deque(before)
-    while queue:
-        here = queue.popleft()
-        if here == to:
-            route = [here]
-            while before[route[0]]:
-                route.insert(0, before[route[0]])
-            return tuple(route)
-        for other in beside.get(here, ()):
-            if other not in before:
-                before[other] = here
-                queue.append(other)
-    return ()
+    graph = neighbours(view.ids(), [(link.a, link.b) for link in view.links])
+    ways = breadth_first("", {**graph, "": [m for m in view.ids() if m in near]})
+    route: list[str] = []
+    while to and to in ways:
+        route.insert(0, to)
+        to = ways[to][0]
+    return tuple(route)

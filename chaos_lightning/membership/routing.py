@@ -21,6 +21,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from chaos_lightning.errors import WireError
+from chaos_lightning.planning.graph import breadth_first, neighbours
 from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, View, ViewId
 
 MAX_HOPS = 255
@@ -45,24 +46,14 @@ def next_hops(me: str, members: Sequence[str], links: Iterable[LinkSpec]) -> dic
     Returns:
         Addressee to neighbour; members that cannot be reached are missing.
     """
-    links = tuple(links)
-    known = set(members) | {me}
-    if not links:
+    pairs = [(link.a, link.b) for link in links]
+    if not pairs:
         return {member: member for member in members if member != me}
-    beside: dict[str, set[str]] = {member: set() for member in known}
-    for link in links:
-        if link.a in known and link.b in known:
-            beside[link.a].add(link.b)
-            beside[link.b].add(link.a)
+    everybody = members if me in members else [*members, me]
     hops: dict[str, str] = {}
-    # Breadth first, in rank order: a member is reached first through the neighbour of lowest rank that is as near.
-    queue = deque([me])
-    while queue:
-        here = queue.popleft()
-        for member in members:
-            if member in beside[here] and member != me and member not in hops:
-                hops[member] = member if here == me else hops[here]
-                queue.append(member)
+    for member, (before, _) in breadth_first(me, neighbours(everybody, pairs)).items():
+        if member != me:
+            hops[member] = member if before == me else hops[before]
     return hops
 
 
