@@ -59,7 +59,7 @@ class Result:
         self.details[f"ratios, {name}"] = ratios
         return self.add(name, median(ratios), "ratio", bound)
 
-    def note(self, text: str) -> None:
+    def remark(self, text: str) -> None:
         """Words that belong to the figures."""
         self.notes.append(text)
         print(f"  {text}", flush=True)

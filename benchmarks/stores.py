@@ -196,7 +196,7 @@ def main() -> int:
     try:
         load_etcd3()
     except ConfigurationError as error:
-        result.note(str(error))
+        result.remark(str(error))
         kinds.remove("etcd3")
     with tempfile.TemporaryDirectory(prefix="chaos-stores-") as folder:
         try:

@@ -88,7 +88,7 @@ def theirs(result: Result, title: str, state_mib: float, runs: int, rng: random.
                         say("torchft", visits.kept[-1])
                 except (TimeoutError, RuntimeError) as error:
                     failed += 1
-                    result.note(f"{title}, join {tried}: {error}")
+                    result.remark(f"{title}, join {tried}: {error}")
     result.add(f"{title}: joins that came to nothing within {TORCHFT_PATIENCE_S:g} s, of {tried}", failed, "count")
     return visits
 

@@ -191,4 +191,4 @@ def costs(result: Result, plain_us: float, ratio: float) -> None:
     )
     if best < 1 / BOUND_SLOWER:
         reason += f", which is below {1 / BOUND_SLOWER:.2f}: no code around the tag reaches the bound on this machine"
-    result.note(reason)
+    result.remark(reason)

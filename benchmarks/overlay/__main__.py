@@ -45,7 +45,7 @@ def main() -> int:
                 measure_ours(result, found[:2], nbytes, args.rounds, spaces=True, scale=args.scale)
                 measure_gloo(result, nbytes, max(2, args.rounds // 3), folder, args.scale)
         except NetworkError as error:
-            result.note(f"no namespaces here, so no gloo: {error}")
+            result.remark(f"no namespaces here, so no gloo: {error}")
     if "replan" in args.only:
         replan.measure(result, REPLAN_STATE_MIB, args.scale)
     result.details["links, Mbps"] = {f"{a}-{b}": mbps * args.scale for (a, b), mbps in MBPS.items()}

@@ -90,7 +90,7 @@ def torchft_once(result: Result, title: str, args: argparse.Namespace) -> None:
         try:
             world.settle()
         except (TimeoutError, RuntimeError) as error:
-            result.note(f"{title}: never trained: {error}")
+            result.remark(f"{title}: never trained: {error}")
             return
         usual = world.usual()
         world.doomed = set(world.members)
@@ -111,5 +111,5 @@ def torchft_once(result: Result, title: str, args: argparse.Namespace) -> None:
     if again:
         result.add(f"{title}: from its return to the first step", min(again), "s")
     else:
-        result.note(f"{title}: no step within {BACK_WATCHED_S:g} s of its return")
+        result.remark(f"{title}: no step within {BACK_WATCHED_S:g} s of its return")
     result.details.setdefault(title, []).append({"exit codes": codes, "steps meanwhile": len(away)})

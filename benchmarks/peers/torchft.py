@@ -224,7 +224,7 @@ def world(state_mib: float, options: tuple[str, ...], rng: random.Random, patien
 def missing(result: Result) -> bool:
     """Whether torchft cannot run here, which is noted; else its version is."""
     if why := available():
-        result.note(f"no comparison with torchft: {why}")
+        result.remark(f"no comparison with torchft: {why}")
         return True
     found = [f"{d} {v}" for d in ("torchft", "torchft-nightly") if (v := version(d))]
     result.details["torchft"] = " ".join(found)
@@ -277,7 +277,7 @@ def _runs(
                         hung += 1
                     else:
                         shut_out += 1
-                    result.note(f"{title}, run {index}: {error}")
+                    result.remark(f"{title}, run {index}: {error}")
                     break
     return case, hung, shut_out
 

@@ -160,7 +160,7 @@ def one_run(state_mib: float, rng: random.Random) -> tuple[float, int]:
 def measure(result: Result, state_mib: float, ours_s: float, args: argparse.Namespace) -> None:
     """Adds stock torchrun's figures and the ratio of ours to its; left out with --quick (a run takes a minute)."""
     if args.quick:
-        result.note("no comparison with stock torchrun under --quick: each of its recoveries takes half a minute")
+        result.remark("no comparison with stock torchrun under --quick: each of its recoveries takes half a minute")
         return
     title = f"stock torchrun, SIGKILL, {state_mib:g} MiB"
     seconds, redone = [], []
@@ -169,7 +169,7 @@ def measure(result: Result, state_mib: float, ours_s: float, args: argparse.Name
         try:
             taken, again = one_run(state_mib, rng)
         except TimeoutError as error:
-            result.note(f"{title}: {error}")
+            result.remark(f"{title}: {error}")
             continue
         seconds.append(taken)
         redone.append(again)

@@ -211,7 +211,7 @@ def report(result: Result, title: str, outcome: Outcome, *, bounded: bool) -> No
         note += ", too wide to tell 1 ms"
     if outcome.foreign > FOREIGN:
         note += f"; other work took {outcome.foreign:.0%} of the processors, so nothing here counts"
-    result.note(note)
+    result.remark(note)
     result.add(f"{title}: exposed delay beyond its control, p99", percentile(beyond, 99), "s")
     for what, words in (
         ("event", "exposed delay"),

@@ -62,7 +62,7 @@ def report_exposed(result: Result, case: str, seconds: dict[str, float], base: s
     for kind, value in seconds.items():
         result.add(f"{kind} exposed communication, {case}", value * 1000, "ms")
     if seconds[base] <= 0:
-        result.note(f"{case}: {base} exposes no communication, so nothing is told as a ratio to it")
+        result.remark(f"{case}: {base} exposes no communication, so nothing is told as a ratio to it")
         return
     words = []
     for kind in [k for k in seconds if k != base]:

@@ -37,7 +37,7 @@ def torchft_s(result: Result, shape: Shape, steps: int) -> list[float]:
         try:
             times = _stamps(members[0], shape.world, steps + WARM_UP)
         except (TimeoutError, RuntimeError, EOFError) as error:
-            result.note(f"torchft gave no time, {shape.words}: {error!r}")
+            result.remark(f"torchft gave no time, {shape.words}: {error!r}")
             return []
         finally:
             for member in members:
