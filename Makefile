@@ -69,11 +69,13 @@ compat: $(STAMP) ## Lightning's own tests with chaos: make compat LIGHTNING=FOLD
 fuzz: $(STAMP) ## an hour of hostile bytes
 	@$(PY) -m chaos_lightning.lab.fuzz --minutes 60 --jobs $(JOBS) $(ARGS)
 
-check: $(STAMP) ## format, lint, types, import contracts, generated files
+check: $(STAMP) ## format, lint, types, import contracts, dead code, dependencies, generated files
 	@$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/vulture
+	$(BIN)/deptry . --no-ansi
 	fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT
 	$(PY) -m chaos_lightning.protocol.generate "$$fresh"
 	for stub in protocol/chaos_pb2.py control/service_pb2_grpc.py control/etcd_pb2.py; do

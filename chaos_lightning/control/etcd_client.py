@@ -22,7 +22,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.channel import CLIENT_OPTIONS, RECONNECT_SOON
@@ -32,7 +32,6 @@ from chaos_lightning.errors import ConfigurationError, StoreError
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
-R = TypeVar("R")
 
 DEADLINE_S = 5.0
 _ATTEMPT_S = 1.0

@@ -112,7 +112,6 @@ class _Witness:
     ends: list[tuple[float, str]] = field(default_factory=list)
     fenced: float | None = None
     head: str = ""
-    last_name: str = ""
     joined: float | None = None
 
     def came_in_after(self, t: float) -> bool:
@@ -168,7 +167,6 @@ class _Gathering:
             return
         witness = self.who.setdefault(r.member, _Witness(r.node, r.source))
         witness.times.append(r.t)
-        witness.last_name = r.name
         self._own(r, witness)
 
     def _link(self, r: Record, ends: Ends) -> None:

@@ -157,23 +157,6 @@ def chunk_of(spec: PlanSpec, nbytes: int) -> int:
     return min(max(_SMALL_CHUNK, 1 << max((nbytes >> 8).bit_length() - 1, 0)), _LARGE_CHUNK)
 
 
-def commit_tree(spec: PlanSpec, members: Sequence[str], root: str) -> Tree:
-    """The tree on which contributions climb to the commit root and headers come down (start = stop = 0).
-
-    It uses the edges of the plan's (first) tree, seen from `root`, so it needs no link that the plan does not have.
-
-    Raises:
-        PlanError: as `expand`.
-        ValueError: `root` is no member.
-    """
-    names = _members(members)
-    if root not in names:
-        raise ValueError(f"commit root {root!r} is no member; members are {list(names)}")
-    if spec.kind == "rotating":
-        return Tree(0, 0, _star(names, root))
-    return Tree(0, 0, _seen_from(names, shares(spec, names)[0][0], root))
-
-
 def shares(spec: PlanSpec, members: Sequence[str]) -> tuple[tuple[Shape, float], ...]:
     """A plan's trees, each with the fraction of a large buffer that it carries.
 
@@ -344,17 +327,6 @@ def _chain(names: tuple[str, ...]) -> Shape:
 @lru_cache(maxsize=64)
 def _balanced(names: tuple[str, ...], arity: int) -> Shape:
     return _shape(names, names[0], {names[i]: names[(i - 1) // arity] for i in range(1, len(names))})
-
-
-def _seen_from(names: tuple[str, ...], shape: Shape, root: str) -> Shape:
-    """The same edges with another root: only the parents on the way from it to the old root turn around."""
-    parent = dict(shape.parent)
-    child, above = root, parent.pop(root, None)
-    while above is not None:
-        following = parent.pop(above, None)
-        parent[above] = child
-        child, above = above, following
-    return _shape(names, root, parent)
 
 
 # --- explicit trees ----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.planning.trees import ALIGNMENT, commit_tree, edges, expand, plan_for
+from chaos_lightning.planning.trees import ALIGNMENT, edges, expand, plan_for
 from chaos_lightning.protocol.types import PlanSpec, TreeSpec
 
 kinds = st.sampled_from(["rotating", "chain", "tree", "tree:3"])
@@ -42,18 +42,6 @@ def test_chunks_tile_the_buffer_and_respect_sections(kind, members, lengths, chu
         check_tree(tree, members)
 
 
-@given(kinds, worlds, st.data())
-def test_commit_tree_uses_only_the_plans_links(kind, members, data):
-    spec = PlanSpec(kind=kind)
-    root = data.draw(st.sampled_from(members))
-    tree = commit_tree(spec, members, root)
-    assert (tree.start, tree.stop, tree.root) == (0, 0, root)
-    check_tree(tree, members)
-    links = edges(spec, members)
-    for child, above in tree.parent.items():
-        assert (child, above) in links or (above, child) in links
-
-
 def test_rotating_gives_every_member_an_equal_part():
     members = ("a", "b", "c", "d")
     trees = expand(PlanSpec(chunk_nbytes=1 << 16), members, 1 << 24, ())
@@ -73,12 +61,14 @@ def test_thousands_of_chunks_share_their_shapes():
 
 def test_shapes():
     members = tuple("abcdefg")
-    chain = commit_tree(PlanSpec(kind="chain"), members, "d")
-    assert chain.parent == {"a": "b", "b": "c", "c": "d", "e": "d", "f": "e", "g": "f"}
-    tree = commit_tree(PlanSpec(kind="tree"), members, "a")
-    assert tree.children("a") == ("b", "c")
-    assert tree.children("c") == ("f", "g")
-    assert commit_tree(PlanSpec(kind="tree:3"), members, "a").children("a") == ("b", "c", "d")
+
+    def tree(kind):
+        return expand(PlanSpec(kind=kind), members, ALIGNMENT, ())[0]
+
+    assert tree("chain").parent == {"a": "b", "b": "c", "c": "d", "e": "d", "f": "e", "g": "f"}
+    assert tree("tree").children("a") == ("b", "c")
+    assert tree("tree").children("c") == ("f", "g")
+    assert tree("tree:3").children("a") == ("b", "c", "d")
     assert edges(PlanSpec(kind="rotating"), "abc") == {("a", "b"), ("a", "c"), ("b", "c")}
     assert edges(PlanSpec(kind="chain"), "abc") == {("a", "b"), ("b", "c")}
 
@@ -101,7 +91,6 @@ def test_user_trees_by_id_or_name():
     assert trees[-1].stop == 1000
     for tree in trees:
         check_tree(tree, members)
-    assert commit_tree(spec, members, "c~2").parent == {"b~1": "c~2", "a~7": "b~1"}
     whole = user(TreeSpec(0, 0, ("a", "b", "c"), ("", "a", "b")))
     assert expand(whole, members, 777, ())[-1].stop == 777
 
@@ -148,8 +137,6 @@ def test_members_must_be_distinct_and_present():
         expand(PlanSpec(), (), 64, ())
     with pytest.raises(PlanError, match="not distinct"):
         expand(PlanSpec(), ("a", "a"), 64, ())
-    with pytest.raises(ValueError, match="'z' is no member"):
-        commit_tree(PlanSpec(), ("a",), "z")
     with pytest.raises(ValueError, match="does not begin where"):
         expand(PlanSpec(), ("a",), 64, ((0, 10), (12, 64)))
     with pytest.raises(ValueError, match="the sections end at byte 10"):

@@ -65,7 +65,6 @@ class Oracle:
     moved: int = 0
     """Ranges that these were sent all the same when they were let in."""
     ejections: int = 0
-    refoundings: int = 0
 
     # ------------------------------------------------------------------ while the job runs
 

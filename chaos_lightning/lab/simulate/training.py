@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from chaos_lightning.lab.simulate.dataplane import Result
 from chaos_lightning.planning.deal import deal_step
 from chaos_lightning.planning.ledger import is_spent, remaining
-from chaos_lightning.protocol.types import GENESIS, Header, Kind, Ledger, Span, Spent, View
+from chaos_lightning.protocol.types import Header, Kind, Ledger, Span, Spent, View
 
 State = tuple[int, ...]
 
@@ -83,6 +83,3 @@ def after_forward(state: State, uid: int) -> State:
 
 def spent_of(epoch: int, spans: tuple[Span, ...]) -> tuple[Spent, ...]:
     return (Spent("", epoch, spans),) if spans else ()
-
-
-START = GENESIS

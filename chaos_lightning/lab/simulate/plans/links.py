@@ -159,10 +159,6 @@ def lost_link_plan(seed: int) -> Plan:
     return replace(plan, faults=faults, program=program)
 
 
-def wired(*kinds: str) -> Callable[[int], Plan]:
-    return lambda seed: wired_plan(seed, kinds)
-
-
 def removal_plan(seed: int) -> Plan:
     """On a ring with some chords links are removed and added, often one after the other; everybody is well."""
     random = Random(seed * 19 + 11)
