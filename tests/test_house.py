@@ -95,6 +95,55 @@ def test_test_modules_have_unique_names() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
+# ------------------------------------------------------------------------------------------------ classes
+
+INTERFACES = ("Store", "TransferPolicy")
+"""Classes of ours that others implement in files of their own; exceptions and Protocols beside them."""
+MOST_METHODS, MOST_ATTRIBUTES = 55, 40
+
+
+def product_classes() -> list[tuple[Path, ast.ClassDef]]:
+    """Of the package, but for the lab, whose planted bugs replace parts of the product."""
+    folders = [ROOT / "chaos_lightning", *(ROOT / name for name in LINKED)]
+    lab = ROOT / "chaos_lightning" / "lab"
+    return [
+        (path, node)
+        for path in python_files()
+        if any(folder in path.parents for folder in folders) and lab not in path.parents and "_pb2" not in path.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+
+
+def test_no_class_goes_over_several_files() -> None:
+    """A class is put together of parts; it inherits from another file's only where that is an interface."""
+    classes = product_classes()
+    places = {node.name: path for path, node in classes}
+    wrong = []
+    for path, node in classes:
+        for base in (b.value if isinstance(b, ast.Subscript) else b for b in node.bases):
+            name = base.id if isinstance(base, ast.Name) else ""
+            if name in places and places[name] != path and name not in INTERFACES and not name.endswith("Error"):
+                wrong.append(f"{path.relative_to(ROOT)}: {node.name}({name})")
+    assert wrong == []
+
+
+def test_no_class_knows_everything() -> None:
+    large = []
+    for path, node in product_classes():
+        methods = [n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        attributes = {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+        attributes |= {
+            n.attr
+            for method in methods
+            for n in ast.walk(method)
+            if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and ast.unparse(n.value) == "self"
+        }
+        if len(methods) > MOST_METHODS or len(attributes) > MOST_ATTRIBUTES:
+            large.append(f"{path.relative_to(ROOT)}: {node.name}, {len(methods)} methods, {len(attributes)} attributes")
+    assert large == []
+
+
 # ------------------------------------------------------------------------------------------------ text
 
 

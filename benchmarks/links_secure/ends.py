@@ -76,15 +76,65 @@ def _window(nbytes: int, frames: int) -> tuple[int, int]:
     return min(window, frames), max(1, min(window, frames) // 4)
 
 
+class _Course:
+    """What one end does, in the loop's thread: frames one after the other, or a word for every few that came."""
+
+    def __init__(self, owner: _Owner, loop: Any, sock: socket.socket, case: Case, *, sends: bool) -> None:
+        from chaos_lightning.protocol.types import ViewId
+        from chaos_lightning.transport.frames import FrameType
+
+        mode, nbytes, frames = case
+        self.owner, self.meter = owner, _Meter()
+        self.link: Any = None
+        self._types, self._view = FrameType, ViewId(1, 1)
+        self._made, self._sends = (loop, sock, "other", owner), sends
+        self._sums, self._nbytes, self._payload = mode == "checksum", nbytes, memoryview(bytearray(nbytes))
+        self._window, self._every = _window(nbytes, frames)
+        self._warm_up = _warm_up(nbytes, self._every)
+        self._frames = frames // self._every * self._every + self._warm_up
+        self._sent = 0
+
+    def begin(self) -> None:
+        from chaos_lightning.transport.link import Link
+
+        self.link = Link(*self._made)
+        self.link.sums = self._sums
+        self.owner.on_frame = self._more if self._sends else self._taken
+        for _ in range(self._window if self._sends else 0):
+            self._push()
+
+    def _push(self) -> None:
+        if self._sent < self._frames:
+            self.link.send(self._types.DOWN, self._view, 1, self._sent * self._nbytes, (self._payload,))
+            self._sent += 1
+
+    def _more(self) -> None:
+        if self.owner.count == self._warm_up // self._every:
+            self.meter.start()
+        if self.owner.count == self._frames // self._every:
+            self._end()
+        for _ in range(self._every):
+            self._push()
+
+    def _taken(self) -> None:
+        if self.owner.count == self._warm_up:
+            self.meter.start()
+        if self.owner.count % self._every == 0:
+            self.link.send(self._types.MESSAGE, payload=(memoryview(b"here"),))
+        if self.owner.count == self._frames:
+            self._end()
+
+    def _end(self) -> None:
+        self.meter.stop()
+        self.owner.over.set()
+
+
 def _over_link(sock: socket.socket, case: Case, *, sends: bool) -> tuple[float, float]:
-    from chaos_lightning.protocol.types import ViewId
-    from chaos_lightning.transport.frames import FrameType
     from chaos_lightning.transport.handshake import tune
-    from chaos_lightning.transport.link import Link
     from chaos_lightning.transport.loop import IoLoop
     from chaos_lightning.transport.sealing import Level, ProtectedSocket, Session
 
-    mode, nbytes, frames = case
+    mode, nbytes, _ = case
     tune(sock)
     if mode not in ("plain", "checksum"):
         said = str(case).encode() + bytes(16)  # each case is run once per connection and round
@@ -92,57 +142,15 @@ def _over_link(sock: socket.socket, case: Case, *, sends: bool) -> tuple[float, 
     owner = _Owner(nbytes if not sends else 64)
     loop = IoLoop("benchmark", lambda error: owner.broken("", None, repr(error)))
     loop.start()
-    window, every = _window(nbytes, frames)
-    warm_up, meter = _warm_up(nbytes, every), _Meter()
-    frames = frames // every * every + warm_up
-    view, payload = ViewId(1, 1), memoryview(bytearray(nbytes))
-    word = memoryview(b"here")
-    sent = 0
-
-    def begin() -> None:
-        nonlocal link
-        link = Link(loop, sock, "other", owner)
-        link.sums = mode == "checksum"
-        if sends:
-            owner.on_frame = more
-            for _ in range(window):
-                push()
-
-    def push() -> None:
-        nonlocal sent
-        if sent < frames:
-            link.send(FrameType.DOWN, view, 1, sent * nbytes, (payload,))
-            sent += 1
-
-    def more() -> None:
-        if owner.count == warm_up // every:
-            meter.start()
-        if owner.count == frames // every:
-            meter.stop()
-            owner.over.set()
-        for _ in range(every):
-            push()
-
-    def taken() -> None:
-        if owner.count == warm_up:
-            meter.start()
-        if owner.count % every == 0:
-            link.send(FrameType.MESSAGE, payload=(word,))
-        if owner.count == frames:
-            meter.stop()
-            owner.over.set()
-
-    link: Any = None
-    if not sends:
-        owner.on_frame = taken
-    loop.call(begin)
+    course = _Course(owner, loop, sock, case, sends=sends)
+    loop.call(course.begin)
     if not owner.over.wait(TIMEOUT_S) or owner.failed:
         raise RuntimeError(f"{case}: {owner.failed or 'nothing came any more'}")
     if not sends:  # the sender has what it waits for, and ends the connection
         owner.closed.wait(TIMEOUT_S)
-    loop.call_and_wait(link.close, 5)
+    loop.call_and_wait(course.link.close, 5)
     loop.stop()
-    return meter.measured
+    return course.meter.measured
 
 
 def _over_socket(sock: socket.socket, case: Case, certificate: str, *, sends: bool) -> tuple[float, float]:

@@ -92,6 +92,7 @@ class Admission:
         self._detector = detector
 
     def on_message(self, conn: int, message: FromMember) -> None:
+        """Somebody said this on this stream."""
         if isinstance(message, Hello):
             if self._roster.conns.get(conn):  # it is somebody already; who begins anew does so on a new stream
                 self._desk.out.append(Close(conn, f"{self._roster.conns[conn]} says hello twice on one stream"))
@@ -107,6 +108,9 @@ class Admission:
         self._detector.spoke(self._desk.now, peer)
         peer.heard = self._desk.now
         self._deaths.revive(peer)
+        self._heard(peer, message)
+
+    def _heard(self, peer: Peer, message: FromMember) -> None:
         match message:
             case Ready():
                 if peer.standing is Standing.LINKING:
@@ -131,12 +135,7 @@ class Admission:
             case Entered():
                 peer.stands(message)
                 self._rebuild.on_moved(peer)
-                if (
-                    self._book.latest is not None
-                    and message.view == self._book.latest.id
-                    and self._book.entered_at is None
-                ):
-                    self._book.entered_at = self._desk.now
+                self._book.entered(message.view, self._desk.now)
             case Progress():
                 peer.progress = message
             case Recollection():

@@ -86,6 +86,11 @@ class Book:
             then()
         return ok
 
+    def entered(self, view: ViewId, now: float) -> None:
+        """A member stands in this view; of the last decided one the first counts."""
+        if self.latest is not None and view == self.latest.id and self.entered_at is None:
+            self.entered_at = now
+
     def append(self, view: View) -> None:
         """A decided view is in the store."""
         self.views.append(view)

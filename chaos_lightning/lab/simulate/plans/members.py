@@ -23,21 +23,13 @@ KINDS = (
 )  # fmt: skip
 
 
-def random_plan(seed: int, kinds: tuple[str, ...] = KINDS, *, damage: float = 0.05) -> Plan:
-    """A short job of three to five members with up to four faults of these kinds.
-
-    At least as many members as the job needs are left alone, so that it must finish.
-    """
-    random = Random(seed * 7919 + 1)
-    if kinds is KINDS:
-        kinds = (*KINDS, "kill-trap", "kill-trap", "freeze-trap", "kill-too", "slow-link")
-    count = random.choice((2, 3, 3, 4, 4, 5))
-    hosts = random.choice((("h0",), ("h0", "h1"), ("h0", "h1", "h2", "h3")))
-    names = [f"n{i}" for i in range(count)]
-    min_nodes = random.choice((1, 1, 2, count))
+def _strikes(
+    random: Random, kinds: tuple[str, ...], names: list[str], starts: list[float]
+) -> tuple[list[Fault], list[tuple[str, str, float]], int, int]:
+    """Up to four faults of these kinds; slow links, how many come, and how many members go."""
+    count = len(names)
     faults: list[Fault] = []
     slow: list[tuple[str, str, float]] = []
-    starts = [random.uniform(0.0, 0.02) for _ in names]
     joins = 0
     expendable = random.sample(names, random.randint(1, count - 1))
     gone: set[str] = set()
@@ -86,7 +78,24 @@ def random_plan(seed: int, kinds: tuple[str, ...] = KINDS, *, damage: float = 0.
             faults.append(Fault(action=kind, at=at, lasts=random.choice((0.2, 0.6, 2.0))))
         elif kind == "sched-crash" and not any(f.action.startswith("sched") for f in faults):
             faults.append(Fault(action=kind, at=at, lasts=random.choice((0.05, 0.3, 1.0))))
-    joins += max(0, min_nodes - (count - len(gone)))
+    return faults, slow, joins, len(gone)
+
+
+def random_plan(seed: int, kinds: tuple[str, ...] = KINDS, *, damage: float = 0.05) -> Plan:
+    """A short job of three to five members with up to four faults of these kinds.
+
+    At least as many members as the job needs are left alone, so that it must finish.
+    """
+    random = Random(seed * 7919 + 1)
+    if kinds is KINDS:
+        kinds = (*KINDS, "kill-trap", "kill-trap", "freeze-trap", "kill-too", "slow-link")
+    count = random.choice((2, 3, 3, 4, 4, 5))
+    hosts = random.choice((("h0",), ("h0", "h1"), ("h0", "h1", "h2", "h3")))
+    names = [f"n{i}" for i in range(count)]
+    min_nodes = random.choice((1, 1, 2, count))
+    starts = [random.uniform(0.0, 0.02) for _ in names]
+    faults, slow, joins, gone = _strikes(random, kinds, names, starts)
+    joins += max(0, min_nodes - (count - gone))
     moment = random.uniform(0.1, 0.7)
     for i in range(joins):
         names.append(f"j{i}")
