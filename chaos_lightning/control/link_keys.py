@@ -38,7 +38,7 @@ from chaos_lightning.transport.sealing import KEY_NBYTES, Level
 _MAX_VOID = 1024
 """Who is welcomed again is told of so many members that are gone, the last ones."""
 
-Letters = list[tuple[int, ToMember]]
+Messages = list[tuple[int, ToMember]]
 """(number of a member's stream, what to send there)."""
 
 
@@ -72,7 +72,7 @@ class KeyIssuer:
         self._void: dict[str, None] = {}
         """Who is gone, oldest first."""
 
-    def with_keys(self, number: int, message: ToMember, open_streams: Collection[int]) -> Letters:
+    def with_keys(self, number: int, message: ToMember, open_streams: Collection[int]) -> Messages:
         """This message, behind the keys of the links that it names.
 
         Args:
@@ -87,21 +87,21 @@ class KeyIssuer:
             self._streams[number] = me
             self._void.pop(me, None)
             mine = [pair for pair in self._made if me in pair]
-            return [(number, message), (number, self._letter(me, mine, tuple(self._void)))]
+            return [(number, message), (number, self._keys_for(me, mine, tuple(self._void)))]
         if not self._keyed:
             return [(number, message)]
-        letters: Letters = []
+        messages: Messages = []
         match message:
             case OpenLinks(peers) if number in self._streams:
                 me = self._streams[number]
-                letters = self._make([frozenset((me, peer.id)) for peer in peers if peer.id != me])
+                messages = self._make([frozenset((me, peer.id)) for peer in peers if peer.id != me])
             case NextView(view) | Decide(view):
-                letters = self._turn(view)
+                messages = self._turn(view)
             case Fence():
-                letters = self._bury([self._streams.pop(number, "")])
-        return [*letters, (number, message)]
+                messages = self._bury([self._streams.pop(number, "")])
+        return [*messages, (number, message)]
 
-    def _turn(self, view: View) -> Letters:
+    def _turn(self, view: View) -> Messages:
         """Each view has keys of its own; they are made when it is first told of."""
         if view.id <= self._view:
             return []
@@ -115,14 +115,14 @@ class KeyIssuer:
         newcomers = [pair for pair in self._made if not pair <= set(view.ids())]
         return [*buried, *self._make([*links_of(view), *newcomers])]
 
-    def _make(self, pairs: Collection[Pair]) -> Letters:
+    def _make(self, pairs: Collection[Pair]) -> Messages:
         fresh = [pair for pair in pairs if self._made.get(pair) != self._view]
         self._made.update(dict.fromkeys(fresh, self._view))
         ends = {member for pair in fresh for member in pair}
         streams = {member: stream for stream, member in self._streams.items()}
-        return [(streams[m], self._letter(m, [p for p in fresh if m in p])) for m in sorted(ends) if m in streams]
+        return [(streams[m], self._keys_for(m, [p for p in fresh if m in p])) for m in sorted(ends) if m in streams]
 
-    def _bury(self, gone: Collection[str]) -> Letters:
+    def _bury(self, gone: Collection[str]) -> Messages:
         void = {member for member in gone if member}
         if not void:
             return []
@@ -131,9 +131,9 @@ class KeyIssuer:
             del self._void[member]
         self._made = {pair: view for pair, view in self._made.items() if not pair & void}
         told = tuple(sorted(void))
-        return [(number, self._letter(member, (), told)) for number, member in self._streams.items()]
+        return [(number, self._keys_for(member, (), told)) for number, member in self._streams.items()]
 
-    def _letter(self, me: str, pairs: Collection[Pair], void: tuple[str, ...] = ()) -> LinkKeys:
+    def _keys_for(self, me: str, pairs: Collection[Pair], void: tuple[str, ...] = ()) -> LinkKeys:
         keys = []
         for pair in pairs:
             (peer,) = pair - {me}

@@ -88,8 +88,8 @@ EVENTS = (
         "what its links carry, every few seconds",
         {
             "links": "{peer, sent_bps, received_bps, ...} each: bits per second since the last such event",
-            "relayed": "letters of others that passed here",
-            "waiting": "letters of others that wait",
+            "relayed": "routed messages of others that passed here",
+            "waiting": "routed messages of others that wait",
         },
     ),
 )

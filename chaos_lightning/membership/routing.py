@@ -1,10 +1,11 @@
 """Messages across a network in which not every pair has a link: who is next on the way, what waits, what is dropped.
 
 Theory of operation. A view names its links, so every member computes the same shortest ways from the same list
-(`next_hops`): fewest hops, and among equals the neighbour of lowest rank. Each hop brings a letter one link nearer,
-so that letters cannot run in circles while all stand in one view. While a view changes two members may for a moment
-hold different tables; against that a letter has a limited number of hops and is never given back to whom it came from.
-What cannot go on is dropped, and said: the contributions and headers that travel this way are sent anew by a recovery.
+(`next_hops`): fewest hops, and among equals the neighbour of lowest rank. Each hop brings a routed message one link
+nearer, so that routed messages cannot run in circles while all stand in one view. While a view changes two members may
+for a moment hold different tables; against that a routed message has a limited number of hops and is never given back
+to whom it came from. What cannot go on is dropped, and said: the contributions and headers that travel this way are
+sent anew by a recovery.
 
 What cannot go on yet waits here, for a link or for the next view. The caller says which links stand, and carries out
 what the router decides (`RouteStep`); so processes and simulated ones drive the same object.
@@ -25,7 +26,7 @@ from chaos_lightning.planning.graph import breadth_first, neighbours
 from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, View, ViewId
 
 MAX_HOPS = 255
-"""A letter starts with as many hops as its view has members, and with no more than these."""
+"""A routed message starts with as many hops as its view has members, and with no more than these."""
 
 MAX_WAITING = 4096
 """Messages that wait for a link or for a view."""
@@ -58,7 +59,7 @@ def next_hops(me: str, members: Sequence[str], links: Iterable[LinkSpec]) -> dic
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class RoutedMessage:
     """An encoded PeerMessage on its way over several links."""
 
     to: str
@@ -75,11 +76,11 @@ class Letter:
         return b"".join((head, to, source, self.payload))
 
 
-def unpacked(data: memoryview) -> Letter:
-    """The reverse of `Letter.packed`.
+def unpacked(data: memoryview) -> RoutedMessage:
+    """The reverse of `RoutedMessage.packed`.
 
     Raises:
-        WireError: These bytes are no letter.
+        WireError: These bytes are no routed message.
     """
     if data.nbytes < _HEAD.size:
         raise WireError(f"a routed message of {data.nbytes} bytes; expected at least {_HEAD.size}")
@@ -94,7 +95,7 @@ def unpacked(data: memoryview) -> Letter:
         source = str(data[_HEAD.size + to_nbytes : start], "utf-8")
     except UnicodeDecodeError as error:
         raise WireError(f"a routed message whose names are no text: {error}") from error
-    return Letter(to, source, hops_left, data[start:], ViewId(term, number))
+    return RoutedMessage(to, source, hops_left, data[start:], ViewId(term, number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class Hand:
     """To this neighbour, over a link that stands; `bare`: the message alone, which is this member's own."""
 
     peer: str
-    letter: Letter
+    routed: RoutedMessage
     bare: bool
 
 
@@ -110,14 +111,14 @@ class Hand:
 class Take:
     """It is for this member."""
 
-    letter: Letter
+    routed: RoutedMessage
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
     """It goes no further; a recovery has it sent again."""
 
-    letter: Letter
+    routed: RoutedMessage
     reason: str
 
 
@@ -137,7 +138,7 @@ class Router:
         self.me = me
         self.up = up
         self.wanted = wanted
-        self._waiting: deque[tuple[Letter, str]] = deque()
+        self._waiting: deque[tuple[RoutedMessage, str]] = deque()
         """With the neighbour that each came from."""
         self._ruling: tuple[View | None, dict[str, str]] = (None, {})
         self._coming: list[tuple[View, dict[str, str]]] = []
@@ -167,37 +168,37 @@ class Router:
 
     def send(self, to: str, payload: bytes | memoryview, view: ViewId) -> list[RouteStep]:
         """An own message, by the ways of this view."""
-        return self._post(Letter(to, self.me, self.hops, payload, view), "")
+        return self._post(RoutedMessage(to, self.me, self.hops, payload, view), "")
 
-    def arrived(self, letter: Letter, came_from: str) -> list[RouteStep]:
-        """A letter came over the link to this neighbour."""
-        if letter.to == self.me:
-            return [Take(letter)]
-        if letter.hops_left <= 1:
-            return [Drop(letter, "it has come over as many links as any way has")]
-        return self._post(replace(letter, hops_left=letter.hops_left - 1), came_from)
+    def arrived(self, routed: RoutedMessage, came_from: str) -> list[RouteStep]:
+        """A routed message came over the link to this neighbour."""
+        if routed.to == self.me:
+            return [Take(routed)]
+        if routed.hops_left <= 1:
+            return [Drop(routed, "it has come over as many links as any way has")]
+        return self._post(replace(routed, hops_left=routed.hops_left - 1), came_from)
 
-    def returned(self, letter: Letter) -> list[RouteStep]:
-        """A link broke before this letter had left."""
-        return self._post(letter, "")
+    def returned(self, routed: RoutedMessage) -> list[RouteStep]:
+        """A link broke before this routed message had left."""
+        return self._post(routed, "")
 
     def again(self) -> list[RouteStep]:
         """Links or ways have changed: what waited is looked at again."""
         waiting, self._waiting = self._waiting, deque()
-        return [step for letter, came_from in waiting for step in self._post(letter, came_from)]
+        return [step for routed, came_from in waiting for step in self._post(routed, came_from)]
 
-    def _post(self, letter: Letter, came_from: str) -> list[RouteStep]:
-        """Sends a letter on, has it wait, or drops it."""
-        hop = letter.to if letter.to in self.up else self.hop(letter.to, letter.view)
+    def _post(self, routed: RoutedMessage, came_from: str) -> list[RouteStep]:
+        """Sends a routed message on, has it wait, or drops it."""
+        hop = routed.to if routed.to in self.up else self.hop(routed.to, routed.view)
         if hop and hop == came_from:
-            return [Drop(letter, f"{came_from}, where it came from, is the next hop")]
+            return [Drop(routed, f"{came_from}, where it came from, is the next hop")]
         if hop and hop in self.up:
-            return [Hand(hop, letter, bare=hop == letter.to and letter.source == self.me)]
-        if hop == "" and letter.to not in self.wanted:
-            return [Drop(letter, "no way to it is known")]
+            return [Hand(hop, routed, bare=hop == routed.to and routed.source == self.me)]
+        if hop == "" and routed.to not in self.wanted:
+            return [Drop(routed, "no way to it is known")]
         if len(self._waiting) >= MAX_WAITING:
-            return [Drop(letter, f"{MAX_WAITING} messages wait already")]
-        self._waiting.append((letter, came_from))
+            return [Drop(routed, f"{MAX_WAITING} messages wait already")]
+        self._waiting.append((routed, came_from))
         return []
 
     @property
@@ -208,15 +209,15 @@ class Router:
 
     @property
     def hops(self) -> int:
-        """Over so many links a letter may go: no way in a known view is longer."""
+        """Over so many links a routed message may go: no way in a known view is longer."""
         known = [view for view, _ in self._coming] + [view for view in self._ruling[:1] if view is not None]
         return min(MAX_HOPS, max([len(view.members) for view in known], default=1))
 
     def hop(self, to: str, view: ViewId = NO_VIEW) -> str | None:
         """The neighbour on the way to this member in this view; "" if none is known, None before the view is.
 
-        While a view changes two members stand in different ones for a moment. By the ways of its own view a letter
-        never runs in circles; by those of others it would, and be lost.
+        While a view changes two members stand in different ones for a moment. By the ways of its own view a routed
+        message never runs in circles; by those of others it would, and be lost.
         """
         ruling, former = self._ruling[0], self._former[0]
         if ruling is not None and view > ruling.id:

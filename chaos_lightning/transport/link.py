@@ -158,7 +158,7 @@ class Link:
             parts = [memoryview(pack(frame_type, view, seq, start, length, checksum, summed=summed))]
             if length:
                 parts.extend(payload)
-        # Letters are kept whole: another link may have to take them over.
+        # Routed messages are kept whole: another link may have to take them over.
         kept = payload[0] if frame_type == FrameType.ROUTED else None
         entry = (view, data, parts, kept, (seq, start))
         queue, at = self._queue, len(self._queue)
@@ -216,7 +216,7 @@ class Link:
         """Bytes that the kernel has not taken yet."""
         return sum(part.nbytes for parts in (self._sealed, *(e[2] for e in self._queue)) for part in parts)
 
-    def letters(self) -> list[memoryview]:
+    def routed(self) -> list[memoryview]:
         """Payloads of routed messages that have not left, or not whole; for who takes over from a broken link."""
         return [entry[3] for entry in self._queue if entry[3] is not None]
 

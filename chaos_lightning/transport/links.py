@@ -7,9 +7,9 @@ expected is waited for a moment, since its end may have been told first, and the
 Both ends ping, so a link on which nothing arrives for `SILENCE_S` is given up and dialled anew: a path that swallows
 bytes closes no socket.
 
-Messages go over the direct link if there is one; else, where the view names its links, as letters from neighbour to
-neighbour (membership/routing.py). What cannot go on yet waits for a link or for the next view; what has no way at all
-is dropped and noted. What each link carries is measured in transport/measuring.py.
+Messages go over the direct link if there is one; else, where the view names its links, as routed messages from
+neighbour to neighbour (membership/routing.py). What cannot go on yet waits for a link or for the next view; what has no
+way at all is dropped and noted. What each link carries is measured in transport/measuring.py.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Links:
         self._host = host_identity()
         self._watching = Watching(loop, refused, self._watch_broke)
         self.relayed = 0
-        """Letters of others that were passed on."""
+        """Routed messages of others that were passed on."""
         self._slots = threading.Semaphore(_MAX_HANDSHAKES)
         self._closed = False
         self._pinged_at = time.monotonic()
@@ -405,7 +405,7 @@ class Links:
         self._watching.ask(peer)
         self._measuring.lost(peer, link)
         self._follow(self._dialling.broken(peer, evidence))
-        for data in link.letters():
+        for data in link.routed():
             self._carry_out(self._router.returned(unpacked(data)))
 
     def up(self, peer: str) -> bool:
@@ -444,24 +444,24 @@ class Links:
 
     def _carry_out(self, steps: Sequence[RouteStep]) -> None:
         for step in steps:
-            letter = step.letter
+            routed = step.routed
             if isinstance(step, Hand) and step.peer not in self._links:  # it broke as the one before was sent
-                self._carry_out(self._router.returned(letter))
+                self._carry_out(self._router.returned(routed))
                 continue
             match step:
                 case Take():
-                    self._owner.message(letter.source, memoryview(letter.payload))
+                    self._owner.message(routed.source, memoryview(routed.payload))
                 case Drop(_, reason):
-                    self._owner.undelivered(letter.to, letter.source, reason)
+                    self._owner.undelivered(routed.to, routed.source, reason)
                 case Hand(peer, _, True):
-                    self._links[peer].send(FrameType.MESSAGE, payload=(memoryview(letter.payload),))
+                    self._links[peer].send(FrameType.MESSAGE, payload=(memoryview(routed.payload),))
                 case Hand(peer):
-                    data = letter.packed()
+                    data = routed.packed()
                     if len(data) > MAX_PAYLOAD_NBYTES:
                         reason = f"{len(data)} bytes are too many for one frame"
-                        self._owner.undelivered(letter.to, letter.source, reason)
+                        self._owner.undelivered(routed.to, routed.source, reason)
                         continue
-                    self.relayed += letter.source != self.me
+                    self.relayed += routed.source != self.me
                     self._links[peer].send(FrameType.ROUTED, payload=(memoryview(data),))
 
     # ------------------------------------------------------------------ frames (owner of links)
@@ -545,7 +545,7 @@ class Links:
         return self._measuring.unmeasured()
 
     def facts(self) -> dict[str, object]:
-        """Bytes and rates per link, the latter since the last call, and letters that passed here or wait."""
+        """Bytes and rates per link, the latter since the last call, and routed messages that passed here or wait."""
         links = self._measuring.facts(time.monotonic())
         return {"links": links, "relayed": self.relayed, "waiting": self._router.waiting}
 

@@ -63,11 +63,11 @@ class Told:
     def __init__(self, rule: str = "encrypted", *, secret: bool = True) -> None:
         self.issuer = KeyIssuer(Settings(links=rule), secret_channel=secret)
         self.streams = set(NUMBERS.values())
-        self.letters: dict[int, list[Any]] = {number: [] for number in self.streams}
+        self.messages: dict[int, list[Any]] = {number: [] for number in self.streams}
 
     def send(self, to: str, message: Any) -> None:
         for number, what in self.issuer.with_keys(NUMBERS[to], message, self.streams):
-            self.letters[number].append(what)
+            self.messages[number].append(what)
 
     def welcome(self, *ids: str) -> None:
         for i in ids:
@@ -75,8 +75,8 @@ class Told:
 
     def keys(self, of: str, peer: str) -> list[LinkKey]:
         """In the order in which they were told."""
-        letters = [m for m in self.letters[NUMBERS[of]] if isinstance(m, LinkKeys)]
-        return [key for letter in letters for key in letter.keys if key.peer == peer]
+        messages = [m for m in self.messages[NUMBERS[of]] if isinstance(m, LinkKeys)]
+        return [key for keys_message in messages for key in keys_message.keys if key.peer == peer]
 
 
 def test_both_ends_of_a_link_get_the_same_key_and_nobody_else_does() -> None:
@@ -86,8 +86,8 @@ def test_both_ends_of_a_link_get_the_same_key_and_nobody_else_does() -> None:
     (mine,), (its,) = told.keys("b~2", "a~1"), told.keys("a~1", "b~2")
     assert (mine.key, mine.name) == (its.key, its.name)
     assert len(mine.key) == 32
-    assert [m for m in told.letters[3] if isinstance(m, LinkKeys) and m.keys] == []
-    assert isinstance(told.letters[2][-1], OpenLinks), "the keys come before the message that names their links"
+    assert [m for m in told.messages[3] if isinstance(m, LinkKeys) and m.keys] == []
+    assert isinstance(told.messages[2][-1], OpenLinks), "the keys come before the message that names their links"
 
 
 def test_each_view_has_new_keys_for_its_links_and_tells_them_before_itself() -> None:
@@ -97,7 +97,7 @@ def test_each_view_has_new_keys_for_its_links_and_tells_them_before_itself() -> 
         view = a_view(number, "a~1", "b~2", "c~3", links=(LinkSpec("a~1", "b~2"), LinkSpec("b~2", "c~3")))
         for i in view.ids():
             told.send(i, Decide(view, GENESIS) if number == 1 else NextView(view))
-            assert isinstance(told.letters[NUMBERS[i]][-2], LinkKeys)
+            assert isinstance(told.messages[NUMBERS[i]][-2], LinkKeys)
     assert len({key.key for key in (*told.keys("a~1", "b~2"), *told.keys("b~2", "c~3"))}) == 4
     assert told.keys("a~1", "c~3") == [], "no link of this view"
     assert [k.key for k in told.keys("a~1", "b~2")] == [k.key for k in told.keys("b~2", "a~1")]
@@ -120,9 +120,9 @@ def test_keys_of_members_that_are_gone_are_void() -> None:
     told.send("a~1", Decide(a_view(1, "a~1", "b~2", "c~3"), GENESIS))
     told.streams.discard(3)
     told.send("a~1", Decide(a_view(2, "a~1", "b~2"), GENESIS))
-    assert [m.void for m in told.letters[1] if isinstance(m, LinkKeys) and m.void] == [("c~3",)]
+    assert [m.void for m in told.messages[1] if isinstance(m, LinkKeys) and m.void] == [("c~3",)]
     told.send("b~2", Fence("it answered too late"))
-    assert [m.void for m in told.letters[1] if isinstance(m, LinkKeys) and m.void] == [("c~3",), ("b~2",)]
+    assert [m.void for m in told.messages[1] if isinstance(m, LinkKeys) and m.void] == [("c~3",), ("b~2",)]
 
 
 def test_keys_of_members_that_another_scheduler_let_in_are_void_too() -> None:
@@ -133,14 +133,14 @@ def test_keys_of_members_that_another_scheduler_let_in_are_void_too() -> None:
     told.welcome("a~1")
     told.send("a~1", Decide(a_view(2, "a~1", "b~2"), GENESIS))
     told.send("a~1", Decide(a_view(3, "a~1", "b~2"), GENESIS))
-    assert [m.void for m in told.letters[1] if isinstance(m, LinkKeys) and m.void] == [("c~3", "x~0")]
+    assert [m.void for m in told.messages[1] if isinstance(m, LinkKeys) and m.void] == [("c~3", "x~0")]
     told.welcome("b~2")  # its stream came back later
-    (its,) = [m for m in told.letters[2] if isinstance(m, LinkKeys)]
+    (its,) = [m for m in told.messages[2] if isinstance(m, LinkKeys)]
     assert its.void == ("c~3", "x~0")
     assert {key.peer for key in its.keys} == {"a~1"}
     told.welcome("d~4")
     told.send("d~4", Fence("it is of another job"))
-    voids = {n: [m.void for m in told.letters[n] if isinstance(m, LinkKeys) and m.void][-1] for n in (1, 2)}
+    voids = {n: [m.void for m in told.messages[n] if isinstance(m, LinkKeys) and m.void][-1] for n in (1, 2)}
     assert voids == {1: ("d~4",), 2: ("d~4",)}, "though no link with it was named"
 
 
@@ -165,7 +165,7 @@ def test_rules_become_levels() -> None:
     told.send("a~1", OpenLinks((member("b~2"),)))
     assert told.keys("a~1", "b~2") == [], "keys would travel where anybody listens"
     told.send("a~1", Notice("x"))
-    assert told.letters[1][-1] == Notice("x")
+    assert told.messages[1][-1] == Notice("x")
 
 
 def test_the_setting_is_checked_and_travels() -> None:
@@ -182,7 +182,7 @@ def a_ring(setting: str = "auto") -> tuple[Keyring, Mailbox]:
     return Keyring(setting, EventLog.in_directory(None, "a"), mail), mail
 
 
-def letter(*keys: LinkKey, rule: str = "encrypted", void: tuple[str, ...] = ()) -> LinkKeys:
+def keys_message(*keys: LinkKey, rule: str = "encrypted", void: tuple[str, ...] = ()) -> LinkKeys:
     level = rule if rule != "auto" else "checksum"
     return LinkKeys(rule, level, level, rule != "auto", keys, void)
 
@@ -194,11 +194,11 @@ def a_key(number: int, peer: str = "b~2") -> LinkKey:
 def test_a_ring_keeps_the_last_keys_of_each_peer_until_they_are_void() -> None:
     ring, _ = a_ring()
     for number in range(KEPT + 2):
-        ring.hear(letter(a_key(number)))
+        ring.hear(keys_message(a_key(number)))
     assert [name for name, _ in ring.known("b~2")] == [f"key {n}" for n in range(KEPT + 1, 1, -1)]
     assert ring.find("b~2", ["key 99", "key 3", "key 5"]) == ("key 3", bytes([3]) * 32)
-    ring.hear(letter(void=("b~2",)))
-    ring.hear(letter(a_key(7, "c~3")))
+    ring.hear(keys_message(void=("b~2",)))
+    ring.hear(keys_message(a_key(7, "c~3")))
     assert [name for name, _ in ring.known("c~3")] == ["key 7"]
 
 
@@ -207,7 +207,7 @@ def test_without_a_key_or_a_word_of_the_scheduler_nothing_is_connected(monkeypat
     ring, _ = a_ring()
     with pytest.raises(RefusedError, match="has not said how links are protected"):
         ring.level(local=True)
-    ring.hear(letter())
+    ring.hear(keys_message())
     with pytest.raises(RefusedError, match="no key for a link with b~2"):
         ring.known("b~2")
     assert ring.find("b~2", ["key 1"]) is None
@@ -218,18 +218,18 @@ def test_without_a_key_or_a_word_of_the_scheduler_nothing_is_connected(monkeypat
 
 def test_a_key_that_comes_a_moment_later_is_waited_for() -> None:
     ring, _ = a_ring()
-    ring.hear(letter())
+    ring.hear(keys_message())
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(ring.find("b~2", ["key 1"])))
     thread.start()
-    ring.hear(letter(a_key(1)))
+    ring.hear(keys_message(a_key(1)))
     thread.join(20)
     assert found == [("key 1", bytes([1]) * 32)]
 
 
 def test_links_with_checksums_to_other_machines_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     ring, _ = a_ring()
-    ring.hear(letter(rule="auto"))
+    ring.hear(keys_message(rule="auto"))
     assert ring.level(local=True) is Level.CHECKSUM
     assert not caplog.records
     for _ in range(2):
@@ -244,7 +244,7 @@ def test_links_with_checksums_to_other_machines_are_warned_of_once(caplog: pytes
 
 def test_a_member_that_insists_on_another_rule_is_put_out() -> None:
     ring, mail = a_ring("authenticated")
-    ring.hear(letter())
+    ring.hear(keys_message())
     assert mail.ejected is not None
     assert "links=authenticated was set here, but the job goes by links=encrypted" in mail.ejected[0]
 
@@ -317,8 +317,8 @@ def meet(
 
 def rings(ours: list[int], theirs: list[int], rule: str = "encrypted") -> tuple[Keyring, Keyring]:
     one, other = a_ring()[0], a_ring()[0]
-    one.hear(letter(*(a_key(n) for n in ours), rule=rule))
-    other.hear(letter(*(a_key(n, "a~1") for n in theirs), rule=rule))
+    one.hear(keys_message(*(a_key(n) for n in ours), rule=rule))
+    other.hear(keys_message(*(a_key(n, "a~1") for n in theirs), rule=rule))
     return one, other
 
 
@@ -367,7 +367,7 @@ def test_strangers_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) ->
     assert "'a~1' from 127.0.0.1:" in words
     assert "no key of this link is known here" in words
     one, other = rings([1], [])
-    other.hear(letter(LinkKey("a~1", "key 1", bytes([9]) * 32)))  # another key under the same name
+    other.hear(keys_message(LinkKey("a~1", "key 1", bytes([9]) * 32)))  # another key under the same name
     mine, _, words = meet(one, other)
     assert mine is None
     assert "wrong or missing key" in words
@@ -419,8 +419,8 @@ def test_keys_reach_both_ends_over_the_control_streams_and_are_written_nowhere(t
             b.agent.send(Ready())
             for client in (a, b):
                 client.messages.wait_for(NextView)
-            mine = [key for letter in a.keys.seen for key in letter.keys if key.peer == "b~2"]
-            its = [key for letter in b.keys.seen for key in letter.keys if key.peer == "a~1"]
+            mine = [key for keys_message in a.keys.seen for key in keys_message.keys if key.peer == "b~2"]
+            its = [key for keys_message in b.keys.seen for key in keys_message.keys if key.peer == "a~1"]
             status = json.dumps(fetch_status(served.endpoint))
     log.close()
     assert [k.key for k in mine] == [k.key for k in its]

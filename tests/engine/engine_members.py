@@ -157,8 +157,8 @@ def die_after_first_header(trainer: Trainer) -> None:
     links = trainer.engine._links
     send = links.message
 
-    def once(peer: str, *letter: Any) -> None:
-        send(peer, *letter)
+    def once(peer: str, *routed: Any) -> None:
+        send(peer, *routed)
         # Sockets are closed by the kernel in order, what was written before still arrives.
         os.kill(os.getpid(), signal.SIGKILL)
 

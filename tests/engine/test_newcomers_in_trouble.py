@@ -172,7 +172,7 @@ def test_ten_newcomers_at_once(job: Job, way: str) -> None:
 
 @WAYS
 def test_a_neighbour_that_refuses_is_left_out(routed_job: Job, way: str) -> None:
-    """The newcomer has the state from the other one, and letters reach the first through that."""
+    """The newcomer has the state from the other one, and routed messages reach the first through that."""
     job = routed_job
     job.relay.cut("a", "c")
     two_train(job)

@@ -1,4 +1,4 @@
-"""Ways across a network that lacks links: shortest, the same for all, without circles; and letters as bytes."""
+"""Ways across a network that lacks links: shortest, the same for all, without circles; and routed messages as bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos_lightning.errors import WireError
-from chaos_lightning.membership.routing import MAX_HOPS, Letter, Router, next_hops, unpacked
+from chaos_lightning.membership.routing import MAX_HOPS, RoutedMessage, Router, next_hops, unpacked
 from chaos_lightning.protocol.types import LinkSpec, Member, View, ViewId
 
 NAMES = [f"{c}~1" for c in "abcdefgh"]
@@ -94,7 +94,7 @@ def test_newcomers_are_reached_by_the_view_that_is_coming() -> None:
     assert router.hop("e~1") == "", "older views are not foreseen"
 
 
-def test_letters_go_over_as_many_links_as_the_largest_view_has_members() -> None:
+def test_routed_messages_go_over_as_many_links_as_the_largest_view_has_members() -> None:
     router = Router("a~1")
     assert router.hops == 1
     router.rule(view(1, "abc", "ab bc"))
@@ -103,18 +103,18 @@ def test_letters_go_over_as_many_links_as_the_largest_view_has_members() -> None
 
 
 @given(st.text(min_size=1, max_size=40), st.text(min_size=1, max_size=40), st.integers(0, MAX_HOPS), st.binary())
-def test_a_letter_is_the_same_at_the_other_end(to: str, source: str, hops: int, payload: bytes) -> None:
-    letter = unpacked(memoryview(Letter(to, source, hops, payload).packed()))
-    assert (letter.to, letter.source, letter.hops_left, bytes(letter.payload)) == (to, source, hops, payload)
+def test_a_routed_message_is_the_same_at_the_other_end(to: str, source: str, hops: int, payload: bytes) -> None:
+    routed = unpacked(memoryview(RoutedMessage(to, source, hops, payload).packed()))
+    assert (routed.to, routed.source, routed.hops_left, bytes(routed.payload)) == (to, source, hops, payload)
 
 
 @given(st.binary(max_size=64))
 def test_bytes_that_are_no_letter_are_an_error(data: bytes) -> None:
     try:
-        letter = unpacked(memoryview(data))
+        routed = unpacked(memoryview(data))
     except WireError:
         return
-    assert letter.packed() == data
+    assert routed.packed() == data
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from chaos_lightning.errors import RefusedError, WireError
 from chaos_lightning.lab.fuzz import mutate
 from chaos_lightning.lab.fuzz.readers import message, mutated_message, wrapped
 from chaos_lightning.lab.fuzz.target import LARGE_NBYTES, PATIENCE_S, FindingError, Target
-from chaos_lightning.membership.routing import Letter, unpacked
+from chaos_lightning.membership.routing import RoutedMessage, unpacked
 from chaos_lightning.protocol import codec
 from chaos_lightning.protocol.types import (
     PeerMessage,
@@ -93,8 +93,8 @@ class _Links:
     def check(self) -> None:
         self.too.got.clear()
         self.too.delivered.clear()
-        letter = memoryview(Letter("a~1", "b~2", 1, b"x").packed())
-        self.do(lambda: self.well.link.send(FrameType.ROUTED, payload=(letter,)))
+        routed = memoryview(RoutedMessage("a~1", "b~2", 1, b"x").packed())
+        self.do(lambda: self.well.link.send(FrameType.ROUTED, payload=(routed,)))
         if not self.too.got.wait(PATIENCE_S):
             raise FindingError("another link of the same member does not work any more")
 
@@ -162,7 +162,7 @@ def _frame(rng: Random) -> bytes:
         with contextlib.suppress(WireError, TypeError):
             payload = wrapped(PeerMessage, message(PeerMessage, rng))
     elif kind == FrameType.ROUTED:
-        payload = Letter(rng.choice(mutate.IDS), rng.choice(mutate.IDS), rng.randint(0, 9), b"payload").packed()
+        payload = RoutedMessage(rng.choice(mutate.IDS), rng.choice(mutate.IDS), rng.randint(0, 9), b"payload").packed()
     else:
         payload = bytes(rng.randint(0, 255) for _ in range(rng.choice((0, 0, 1, 16, 100))))
     frame = Frame(kind, ViewId(1, rng.randint(0, 3)), rng.randint(0, 5), rng.randint(0, 64), len(payload), 0)

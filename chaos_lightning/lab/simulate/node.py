@@ -25,7 +25,7 @@ from chaos_lightning.lab.simulate.training import State, after_forward, apply_re
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.dialling import Dial, Dialling, LinkStep, Tell
 from chaos_lightning.membership.member import MemberMachine, Phase
-from chaos_lightning.membership.routing import Drop, Hand, Letter, Router, RouteStep, Take
+from chaos_lightning.membership.routing import Drop, Hand, RoutedMessage, Router, RouteStep, Take
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
@@ -139,7 +139,7 @@ class Node(Connected):
             return
         if isinstance(payload, Up | Down):
             self.plane.take(payload)
-        elif isinstance(payload, Letter):
+        elif isinstance(payload, RoutedMessage):
             self.carry_on(self.router.arrived(payload, peer))
         else:
             self.feed(fx.PeerIn(peer, payload))  # type: ignore[arg-type]
@@ -165,10 +165,10 @@ class Node(Connected):
         fabric, me = self.world.fabric, self.machine.member_id
         for step in steps:
             match step:
-                case Take(letter):
-                    self.feed(fx.PeerIn(letter.source, letter.payload))  # type: ignore[arg-type]
-                case Hand(peer, letter, bare):
-                    fabric.send(me, peer, letter.payload if bare else letter)
+                case Take(routed):
+                    self.feed(fx.PeerIn(routed.source, routed.payload))  # type: ignore[arg-type]
+                case Hand(peer, routed, bare):
+                    fabric.send(me, peer, routed.payload if bare else routed)
                 case Drop():
                     pass  # a recovery has it sent again
 

@@ -94,7 +94,7 @@ class HurriedMachine(MemberMachine):
 
 
 class OwnWays(Router):
-    """Sends letters on by the view that it stands in itself, whatever view they are of."""
+    """Sends routed messages on by the view that it stands in itself, whatever view they are of."""
 
     def hop(self, to: str, view: ViewId = NO_VIEW) -> str | None:
         return super().hop(to, NO_VIEW)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from links_support import DEADLINE_S, Node, a_view, connect
 
-from chaos_lightning.membership.routing import Letter
+from chaos_lightning.membership.routing import RoutedMessage
 from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, Member, View, ViewId
 from chaos_lightning.transport.frames import FrameType, pack, payload_checksum
 from chaos_lightning.transport.handshake import Greeting, dial
@@ -106,7 +106,7 @@ def test_without_any_way_a_message_is_dropped_and_told(build: Build) -> None:
     assert b.undone == [(c.id, a.id, "no way to it is known")]
 
 
-def test_members_of_different_views_do_not_send_a_letter_to_and_fro(build: Build) -> None:
+def test_members_of_different_views_do_not_send_a_routed_message_to_and_fro(build: Build) -> None:
     nodes = build("abc")
     connect(nodes, "ab")
     a, b, c = nodes.values()
@@ -120,7 +120,7 @@ def test_members_of_different_views_do_not_send_a_letter_to_and_fro(build: Build
     assert a.links.relayed == 0
 
 
-def test_letters_in_a_ring_of_contradictory_views_come_to_an_end(build: Build) -> None:
+def test_routed_messages_in_a_ring_of_contradictory_views_come_to_an_end(build: Build) -> None:
     """a goes by b, b by c, c by a: nobody gives anything back, and yet it must end."""
     nodes = build("abcd")
     connect(nodes, "ab bc ac")
@@ -139,7 +139,7 @@ def test_letters_in_a_ring_of_contradictory_views_come_to_an_end(build: Build) -
     assert sum(node.links.relayed for node in (a, b, c)) < 8
 
 
-def test_when_the_next_hop_is_gone_letters_take_the_way_of_the_next_view(build: Build) -> None:
+def test_when_the_next_hop_is_gone_routed_messages_take_the_way_of_the_next_view(build: Build) -> None:
     nodes = build("abcd")
     connect(nodes, "ab bd ac cd")
     a, b, c, d = nodes.values()
@@ -176,7 +176,7 @@ class Stuck:
         self.sock.close()
 
 
-def test_letters_queued_to_a_dead_relay_are_taken_over_by_another(build: Build) -> None:
+def test_routed_messages_queued_to_a_dead_relay_are_taken_over_by_another(build: Build) -> None:
     """Whole ones, and the one that was half on its way."""
     nodes = build("acd")
     connect(nodes, "ac cd")
@@ -189,7 +189,7 @@ def test_letters_queued_to_a_dead_relay_are_taken_over_by_another(build: Build) 
     for payload in payloads:
         a.say(d.id, payload)
     assert a.do(lambda: a.links._links[stuck.id].queued_nbytes) > 8 << 20
-    kept = a.do(lambda: len(a.links._links[stuck.id].letters()))
+    kept = a.do(lambda: len(a.links._links[stuck.id].routed()))
     assert 0 < kept < 6
     survivors = a_view(2, (a, c, d), "ac cd")
     for node in (c, d):
@@ -216,7 +216,7 @@ def test_a_newcomer_is_reached_through_its_neighbour(build: Build) -> None:
     assert not b.undone
 
 
-def test_letters_of_a_member_that_is_out_are_dropped_with_the_view(build: Build) -> None:
+def test_routed_messages_of_a_member_that_is_out_are_dropped_with_the_view(build: Build) -> None:
     nodes = build("abc")
     connect(nodes, "ab bc")
     a, b, c = nodes.values()
@@ -263,13 +263,13 @@ def test_a_damaged_letter_breaks_the_link_that_it_came_over(build: Build, data: 
     assert a.changes[-1][2].startswith("damaged (a routed message"), a.changes
 
 
-def test_a_letter_without_hops_left_goes_no_further(build: Build) -> None:
+def test_a_routed_message_without_hops_left_goes_no_further(build: Build) -> None:
     nodes = build("abc")
     connect(nodes, "ab bc")
     a, b, c = nodes.values()
     b.rule(a_view(1, (a, b, c), "ab bc"))
-    letter = Letter(c.id, a.id, 1, b"x").packed()
-    a.do(lambda: a.links._links[b.id].send(FrameType.ROUTED, payload=(memoryview(letter),)))
+    routed = RoutedMessage(c.id, a.id, 1, b"x").packed()
+    a.do(lambda: a.links._links[b.id].send(FrameType.ROUTED, payload=(memoryview(routed),)))
     b.wait(lambda: b.undone)
     assert b.undone == [(c.id, a.id, "it has come over as many links as any way has")]
 
