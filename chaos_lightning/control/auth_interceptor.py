@@ -1,10 +1,10 @@
 """Who calls, who may, and what is written down about those who may not.
 
-Theory of operation. With keys a door with mutual TLS (control/door.py) stands before gRPC's own port, so each call has
-a caller with a role; without keys the bare token decides. Each service says which roles may make which of its calls
-(security/roles.py), and every call is looked at before the service hears of it: a service cannot forget to ask, and a
-call that nobody has spoken for is refused. Everybody who is refused is a line in the event log, with who it was and
-why, but only a few lines a second.
+Theory of operation. With keys a TLS proxy with mutual TLS (control/tls_proxy.py) stands before gRPC's own port, so each
+call has a caller with a role; without keys the bare token decides. Each service says which roles may make which of its
+calls (security/roles.py), and every call is looked at before the service hears of it: a service cannot forget to ask,
+and a call that nobody has spoken for is refused. Everybody who is refused is a line in the event log, with who it was
+and why, but only a few lines a second.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chaos_lightning.control.channel import SERVER_OPTIONS
-from chaos_lightning.control.door import Door
+from chaos_lightning.control.tls_proxy import TlsProxy
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import join_endpoint
 from chaos_lightning.machine.few_lines import FewLines
@@ -54,12 +54,12 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
         self._note = note
         self._few = FewLines()
         self._rights = Rights()
-        self._door: Door | None = None
+        self._tls_proxy: TlsProxy | None = None
         self.inner_port = 0
-        """Where gRPC listens behind the door; 0 without one."""
+        """Where gRPC listens behind the TLS proxy; 0 without one."""
 
     async def open(self, host: str, port: int) -> tuple[grpc.aio.Server, int]:
-        """A gRPC server that has its port, behind a door if there are keys; and the port that others call.
+        """A gRPC server that has its port, behind a TLS proxy if there are keys; and the port that others call.
 
         Raises:
             ConfigurationError: It is taken, or the address is not this machine's.
@@ -69,9 +69,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
         try:
             if keys is None:
                 return server, int(server.add_insecure_port(endpoint))
-            self._door = Door(keys, self.note, self.note_end)
+            self._tls_proxy = TlsProxy(keys, self.note, self.note_end)
             self.inner_port = int(server.add_insecure_port("127.0.0.1:0"))
-            return server, await self._door.open(host, port, self.inner_port)
+            return server, await self._tls_proxy.open(host, port, self.inner_port)
         except (RuntimeError, OSError) as error:
             raise ConfigurationError(
                 f"cannot listen on {endpoint}: the port is taken or the address is not this machine's ({error}); "
@@ -79,13 +79,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
             ) from error
 
     async def close(self) -> None:
-        """Shuts the door, if there is one."""
-        if self._door is not None:
-            await self._door.close()
+        """Shuts the TLS proxy, if there is one."""
+        if self._tls_proxy is not None:
+            await self._tls_proxy.close()
 
     def peer(self, context: Any) -> str:
         """Where a call comes from, and with keys from whom."""
-        caller = self._door.caller(context.peer()) if self._door is not None else None
+        caller = self._tls_proxy.caller(context.peer()) if self._tls_proxy is not None else None
         return str(caller or context.peer())
 
     def serve(self, server: Any, service: Service) -> None:
@@ -118,8 +118,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
         """Aborts the call of a stranger; returns to whom it may concern otherwise."""
         what = method.rpartition("/")[2]
         role, name = (TOKEN if self._credentials else ANYBODY), "whoever calls"
-        if self._door is not None:
-            caller = self._door.caller(context.peer())
+        if self._tls_proxy is not None:
+            caller = self._tls_proxy.caller(context.peer())
             if caller is None:
                 reason = "it came to the inner port, without a certificate"
                 await self._abort(context, what, grpc.StatusCode.UNAUTHENTICATED, reason, "call the scheduler's port")
@@ -141,7 +141,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
         if not known(shown, accepted):
             reason = "wrong cluster token" if shown else "missing cluster token"
             advice = "give this job's token by CHAOS_TOKEN_FILE or CHAOS_TOKEN"
-            if self._door is not None:
+            if self._tls_proxy is not None:
                 advice = "copy this node's folder of keys again, it is older or newer than the scheduler's"
             await self._abort(context, what, grpc.StatusCode.UNAUTHENTICATED, reason, advice)
 
@@ -156,5 +156,5 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
             self._note("refused", peer=peer, reason=reason, unlogged=unlogged)
 
     def note_end(self, peer: str, reason: str) -> None:
-        """A line for every connection that the door ends: whoever was in cannot fill the disk by knocking."""
+        """A line for every connection that the TLS proxy ends: whoever was in cannot fill the disk by knocking."""
         self._note("refused", peer=peer, reason=reason, unlogged=0)

@@ -147,8 +147,8 @@ def test_each_cell_of_the_table(
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_the_port_behind_the_door_is_nobodys(what: str, keys: Keys, scheduler: Served, refusals: Refusals) -> None:
-    """It listens on loopback for the door alone; a process of this machine that finds it has no role there."""
+def test_the_port_behind_the_proxy_is_nobodys(what: str, keys: Keys, scheduler: Served, refusals: Refusals) -> None:
+    """It listens on loopback for the TLS proxy alone; a process of this machine that finds it has no role there."""
     refusals.take()
     inner = scheduler.server._auth.inner_port
     assert inner != scheduler.server.port

@@ -32,7 +32,7 @@ from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.protocol.types import NO_VIEW, Entered, FromMember, Ready, Settings, ViewId
 from chaos_lightning.transport.handshake import VERSION, Greeting, accept, dial
 
-EXAMPLES = {"agent": 15, "door": 40, "server": 60, "state": 60, "scheduler": 60}
+EXAMPLES = {"agent": 15, "tls-proxy": 40, "server": 60, "state": 60, "scheduler": 60}
 MINUTES = 5.0
 
 

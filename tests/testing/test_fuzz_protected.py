@@ -1,4 +1,4 @@
-"""The fuzzer on sealed records, bulk frames and the door: its seeds are read, and it finds what is broken."""
+"""The fuzzer on sealed records, bulk frames and the TLS proxy: its seeds are read, and it finds what is broken."""
 
 from __future__ import annotations
 
@@ -86,21 +86,21 @@ def test_a_donor_that_does_not_end_with_its_peer_is_found(monkeypatch: pytest.Mo
         sock.close()
 
 
-def test_a_door_that_keeps_who_says_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_that_keeps_who_says_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = mutate.joined([(Deed.SAY_AND_WAIT, b"\x16")])
-    TARGETS["door"].run(slow)
+    TARGETS["tls-proxy"].run(slow)
     monkeypatch.setattr(control, "PATIENCE_S", 0.2)
-    with pytest.raises(FindingError, match="after SAY_AND_WAIT the door keeps a connection open"):
-        TARGETS["door"].run(slow)
+    with pytest.raises(FindingError, match="after SAY_AND_WAIT the TLS proxy keeps a connection open"):
+        TARGETS["tls-proxy"].run(slow)
 
 
-def test_who_is_let_in_and_who_is_not_at_the_fuzzed_door() -> None:
+def test_who_is_let_in_and_who_is_not_at_the_fuzzed_proxy() -> None:
     """A member is, and so its bytes reach the scheduler; none of the others is."""
     speaks = mutate.joined([(Deed.SPEAK, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")])
-    TARGETS["door"].run(speaks)  # whoever an earlier test sent is refused by then
-    before = control._door().refused
-    TARGETS["door"].run(speaks)
-    assert control._door().refused == before
+    TARGETS["tls-proxy"].run(speaks)  # whoever an earlier test sent is refused by then
+    before = control._tls_proxy().refused
+    TARGETS["tls-proxy"].run(speaks)
+    assert control._tls_proxy().refused == before
     for who in range(1, 5):
-        TARGETS["door"].run(mutate.joined([(Deed.SPEAK + len(Deed) * who, b"")]))
-    assert control._door().refused == before + 4
+        TARGETS["tls-proxy"].run(mutate.joined([(Deed.SPEAK + len(Deed) * who, b"")]))
+    assert control._tls_proxy().refused == before + 4

@@ -1,13 +1,13 @@
-"""The control plane, with somebody hostile at the other end: a scheduler's server, the door before it, an agent.
+"""The control plane, with somebody hostile at the other end: a scheduler's server, the TLS proxy before it, an agent.
 
 Theory of operation. Each is started once per process, with a bystander that must not be hurt: another member's stream
-at the same server, a member behind the same door. A hostile input is said, the connection's end is awaited, and then
-the bystander is asked whether it is well.
+at the same server, a member behind the same TLS proxy. A hostile input is said, the connection's end is awaited, and
+then the bystander is asked whether it is well.
 
-At the *door* with TLS each part of an input is one connection; its number says what is done on it (`Deed`) and which
+At the *TLS proxy* each part of an input is one connection; its number says what is done on it (`Deed`) and which
 certificate is shown, its bytes are what is said, or what is put into a handshake that is sound otherwise. All are open
-at the same time. Whoever has said its last word, or has not made itself known in time, must be shut out by the door;
-then nothing may be left of any of them, the member's connection must stand, and somebody new must be let in.
+at the same time. Whoever has said its last word, or has not made itself known in time, must be shut out by the TLS
+proxy; then nothing may be left of any of them, the member's connection must stand, and somebody new must be let in.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _agent_seeds() -> list[bytes]:
     return seeds
 
 
-# ------------------------------------------------------------------ the door before a scheduler
+# ------------------------------------------------------------------ the TLS proxy before a scheduler
 
 _HANDSHAKE_S = 0.5
 _MOST_AT_ONCE = 12
@@ -245,7 +245,7 @@ class Deed(enum.IntEnum):
     SAY = 0
     """The bytes, and no more."""
     SAY_AND_WAIT = 1
-    """The bytes, one segment for each of the first few; then nothing, until the door shuts it."""
+    """The bytes, one segment for each of the first few; then nothing, until the TLS proxy shuts it."""
     BREAK_HELLO = 2
     """A ClientHello with the bytes in it (the first one says where); no more."""
     BREAK_ANSWER = 3
@@ -260,11 +260,11 @@ class Deed(enum.IntEnum):
     """The bytes on very many connections."""
 
 
-class _Door:
-    """A door, a scheduler behind it, and a member that is well."""
+class _Proxied:
+    """A TLS proxy, a scheduler behind it, and a member that is well."""
 
     def __init__(self) -> None:
-        from chaos_lightning.control.door import Door
+        from chaos_lightning.control.tls_proxy import TlsProxy
         from chaos_lightning.security import keyfiles
         from chaos_lightning.security.credentials import KeyFolder
 
@@ -280,17 +280,17 @@ class _Door:
         self.shown = [_context(member), _context(other), _context(late), _context(None), _context(member, alpn="")]
         self.refused = 0
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="fuzzed-door", daemon=True).start()
+        threading.Thread(target=self._loop.run_forever, name="fuzzed-proxy", daemon=True).start()
         config = ServerConfig(port=0, settings=Settings(min_nodes=1, max_nodes=8))
         server = SchedulerServer(config, MemoryStore, EventLog.in_directory(None, "fuzz", role="scheduler"))
 
         async def start() -> tuple[Any, int]:
             inner = await server.start()
             own = KeyFolder(folder / "keys" / "nodes" / "a")
-            door = Door(own, self._count, self._count, handshake_timeout_s=_HANDSHAKE_S)
-            return door, await door.open("127.0.0.1", 0, inner)
+            tls_proxy = TlsProxy(own, self._count, self._count, handshake_timeout_s=_HANDSHAKE_S)
+            return tls_proxy, await tls_proxy.open("127.0.0.1", 0, inner)
 
-        self.door, self.port = asyncio.run_coroutine_threadsafe(start(), self._loop).result(PATIENCE_S)
+        self.tls_proxy, self.port = asyncio.run_coroutine_threadsafe(start(), self._loop).result(PATIENCE_S)
         texts = [(member / name).read_bytes() for name in (keyfiles.TRUSTED, keyfiles.KEY, keyfiles.CHAIN)]
         channel = grpc.secure_channel(f"127.0.0.1:{self.port}", grpc.ssl_channel_credentials(*texts))
         self._status = _status_of(channel)
@@ -305,9 +305,11 @@ class _Door:
     def check(self) -> None:
         """Nobody is left but the member, whose connection stands; and somebody new is let in."""
         deadline = time.monotonic() + PATIENCE_S
-        while self.door.visits > 1:
+        while self.tls_proxy.visits > 1:
             if time.monotonic() > deadline:
-                raise FindingError(f"the door keeps {self.door.visits - 1} connections whose callers are gone")
+                raise FindingError(
+                    f"the TLS proxy keeps {self.tls_proxy.visits - 1} connections whose callers are gone"
+                )
             time.sleep(0.001)
         while words := self._outside():  # a starved process may miss the short limit on handshakes, but not for ever
             if time.monotonic() > deadline:
@@ -319,9 +321,9 @@ class _Door:
             self._status(b"", timeout=PATIENCE_S)
             with self.connect() as sock, self.shown[0].wrap_socket(sock) as tls:
                 tls.sendall(_PREFACE)
-                return "" if tls.recv(1) else "the door lets a member in, and the scheduler behind it says nothing"
+                return "" if tls.recv(1) else "the TLS proxy lets a member in, and the scheduler behind it says nothing"
         except (grpc.RpcError, OSError) as error:
-            return f"the door lets a member in no more: {error}"
+            return f"the TLS proxy lets a member in no more: {error}"
 
 
 def _context(folder: Path | None, *, alpn: str = "h2") -> ssl.SSLContext:
@@ -336,23 +338,23 @@ def _context(folder: Path | None, *, alpn: str = "h2") -> ssl.SSLContext:
 
 
 @functools.cache
-def _door() -> _Door:
-    return _Door()
+def _tls_proxy() -> _Proxied:
+    return _Proxied()
 
 
 class _Caller:
     """One hostile connection. A handshake is made in memory, so that each flight of it can be changed."""
 
-    def __init__(self, door: _Door, deed: Deed, context: ssl.SSLContext, said: bytes) -> None:
+    def __init__(self, tls_proxy: _Proxied, deed: Deed, context: ssl.SSLContext, said: bytes) -> None:
         self.deed = deed
         self._said = said
-        self._sock = door.connect()
+        self._sock = tls_proxy.connect()
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out)
 
     def act(self) -> None:
         """Says what it has to say."""
-        with contextlib.suppress(OSError):  # ssl.SSLError is one: the door may have shut it meanwhile
+        with contextlib.suppress(OSError):  # ssl.SSLError is one: the TLS proxy may have shut it meanwhile
             match self.deed:
                 case Deed.SAY_AND_WAIT:
                     self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -403,22 +405,22 @@ class _Caller:
         return flight[:at] + self._said[1:] + flight[at + taken :]
 
     def close(self) -> None:
-        """Waits until the door has shut it."""
+        """Waits until the TLS proxy has shut it."""
         with self._sock, contextlib.suppress(ConnectionError):
             try:
                 while self._sock.fileno() >= 0 and self._sock.recv(1 << 16):
                     pass
             except TimeoutError as error:
-                raise FindingError(f"after {self.deed.name} the door keeps a connection open") from error
+                raise FindingError(f"after {self.deed.name} the TLS proxy keeps a connection open") from error
 
 
-def _feed_door(data: bytes) -> None:
+def _feed_proxy(data: bytes) -> None:
     """See the module."""
-    door, callers = _door(), list[_Caller]()
+    tls_proxy, callers = _tls_proxy(), list[_Caller]()
     try:
         for tag, said in mutate.split(data)[:_MOST_AT_ONCE]:
-            deed, context = Deed(tag % len(Deed)), door.shown[tag // len(Deed) % len(door.shown)]
-            callers += [_Caller(door, deed, context, said) for _ in range(_FLOOD if deed is Deed.FLOOD else 1)]
+            deed, context = Deed(tag % len(Deed)), tls_proxy.shown[tag // len(Deed) % len(tls_proxy.shown)]
+            callers += [_Caller(tls_proxy, deed, context, said) for _ in range(_FLOOD if deed is Deed.FLOOD else 1)]
             if deed is Deed.FLOOD:
                 break
         for caller in callers:
@@ -426,10 +428,10 @@ def _feed_door(data: bytes) -> None:
     finally:
         for caller in callers:
             caller.close()
-    door.check()
+    tls_proxy.check()
 
 
-def _door_seeds() -> list[bytes]:
+def _proxy_seeds() -> list[bytes]:
     """One or several of each deed, by everybody."""
     words = [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -447,18 +449,18 @@ def _door_seeds() -> list[bytes]:
     return seeds
 
 
-def _mutate_door(data: bytes, rng: Random) -> bytes:
+def _mutate_proxy(data: bytes, rng: Random) -> bytes:
     """A nearly valid input; those that take long are rare."""
     tags = [deed + len(Deed) * who for deed in Deed for who in range(5) if deed < Deed.FLOOD]
     changed = mutate.parts_of(data, rng, lambda tag, part, r: mutate.bytes_of(part, r), tags)
     parts = mutate.split(changed)
-    if rng.randint(0, 7):  # waiting takes as long as the door does
+    if rng.randint(0, 7):  # waiting takes as long as the TLS proxy does
         parts = [(Deed.SAY if Deed(tag % len(Deed)) is Deed.SAY_AND_WAIT else tag, part) for tag, part in parts]
     return mutate.joined(parts)
 
 
 CONTROL = (
     Target("server", "members' streams, by a live scheduler", _server_seeds, _feed_server, _mutate_said(0)),
-    Target("door", "whatever comes to the door with TLS before a scheduler", _door_seeds, _feed_door, _mutate_door),
+    Target("tls-proxy", "whatever comes to the TLS proxy before a scheduler", _proxy_seeds, _feed_proxy, _mutate_proxy),
     Target("agent", "a scheduler's stream, by a live member's agent", _agent_seeds, _feed_agent, _mutate_said(1)),
 )

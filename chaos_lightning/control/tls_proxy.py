@@ -1,10 +1,11 @@
-"""The scheduler's door where there are keys: mutual TLS outside, gRPC on loopback inside.
+"""The scheduler's TLS proxy where there are keys: mutual TLS outside, gRPC on loopback inside.
 
 Theory of operation. gRPC for Python can demand certificates, but says nothing about those whom it turns away, and the
-log must name them. So the door does the TLS handshake with Python's own ssl, of version 1.3 and with the keys as they
-lie in the folder at that moment, and passes the bytes of whom it lets in on to gRPC's port, which listens on loopback.
-The inner connection's own port number says whose it is: the door writes it down before it passes the first byte on, and
-forgets it before it lets the port go. Who comes to the inner port directly is in nobody's name and is refused.
+log must name them. So the TLS proxy does the TLS handshake with Python's own ssl, of version 1.3 and with the keys as
+they lie in the folder at that moment, and passes the bytes of whom it lets in on to gRPC's port, which listens on
+loopback. The inner connection's own port number says whose it is: the TLS proxy writes it down before it passes the
+first byte on, and forgets it before it lets the port go. Who comes to the inner port directly is in nobody's name and
+is refused.
 
 A handshake has a deadline, few are under way at a time, and each side is read no faster than the other one takes it.
 When either connection ends, the other one does.
@@ -48,7 +49,7 @@ _INSIDE = "127.0.0.1"
 
 
 @dataclass(eq=False, slots=True)
-class _Guest:
+class _Inside:
     """Who was let in.
 
     Attributes:
@@ -66,7 +67,7 @@ class _Guest:
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Door:
+class TlsProxy:
     """See the module. Methods belong to one asyncio loop.
 
     Args:
@@ -91,7 +92,7 @@ class Door:
         self._callers: dict[str, Caller] = {}
         self._listening: list[asyncio.Task[None]] = []
         self._visits: set[asyncio.Task[None]] = set()
-        self._guests: set[_Guest] = set()
+        self._inside: set[_Inside] = set()
         self._greeting = 0
 
     async def open(self, host: str, port: int, inner: int) -> int:
@@ -119,7 +120,7 @@ class Door:
         return len(self._visits)
 
     def caller(self, peer: str) -> Caller | None:
-        """Who is behind a connection that gRPC sees as `peer`; None if it did not come through the door."""
+        """Who is behind a connection that gRPC sees as `peer`; None if it did not come through the TLS proxy."""
         return self._callers.get(peer)
 
     async def close(self) -> None:
@@ -165,22 +166,22 @@ class Door:
                     self._refused("?", f"certificates of those who are in cannot be compared with the keys: {error}")
 
     async def _look(self) -> None:
-        for guest in [g for g in self._guests if g.until < time.time()]:
-            ended = when(datetime.fromtimestamp(guest.until, UTC))
-            self._put_out(guest, f"its certificate has expired on {ended}; the connection that it was shown for ends")
+        for inside in [g for g in self._inside if g.until < time.time()]:
+            ended = when(datetime.fromtimestamp(inside.until, UTC))
+            self._put_out(inside, f"its certificate has expired on {ended}; the connection that it was shown for ends")
         trusted = self._keys.current().trusted
-        for guest in [g for g in self._guests if g.trusted != trusted]:
-            if guest in self._guests and not _still_believed(guest, trusted):
+        for inside in [g for g in self._inside if g.trusted != trusted]:
+            if inside in self._inside and not _still_believed(inside, trusted):
                 self._put_out(
-                    guest, "its certificate's authority is believed no longer; it comes in again with new keys"
+                    inside, "its certificate's authority is believed no longer; it comes in again with new keys"
                 )
                 await asyncio.sleep(TURN_S)
-            guest.trusted = trusted
+            inside.trusted = trusted
 
-    def _put_out(self, guest: _Guest, why: str) -> None:
-        self._guests.discard(guest)
-        self._ended(str(guest.who), why)
-        guest.over.set()
+    def _put_out(self, inside: _Inside, why: str) -> None:
+        self._inside.discard(inside)
+        self._ended(str(inside.who), why)
+        inside.over.set()
 
     # ------------------------------------------------------------------ one visitor
 
@@ -202,7 +203,7 @@ class Door:
         limit_s = HANDSHAKE_TIMEOUT_S if self._handshake_timeout_s is None else self._handshake_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                guest = await outside.greet()
+                inside = await outside.greet()
         except TimeoutError:
             self._refused(outside.peer, f"no TLS handshake within {limit_s:g} s")
             return
@@ -213,24 +214,24 @@ class Door:
             return  # gone before it said who it is
         finally:
             self._greeting -= 1
-        if guest is not None:
-            await self._pass_on(outside, guest, inner)
+        if inside is not None:
+            await self._pass_on(outside, inside, inner)
 
-    async def _pass_on(self, outside: _Outside, guest: _Guest, inner: int) -> None:
+    async def _pass_on(self, outside: _Outside, inside: _Inside, inner: int) -> None:
         try:
             reader, writer = await asyncio.open_connection(_INSIDE, inner, limit=_PIECE_NBYTES)
         except OSError:
             return  # the scheduler is ending
         name = f"ipv4:{_INSIDE}:{writer.get_extra_info('sockname')[1]}"
-        self._callers[name] = guest.who
-        self._guests.add(guest)
-        works = (outside.send_all(reader), outside.receive_all(writer), guest.over.wait())
+        self._callers[name] = inside.who
+        self._inside.add(inside)
+        works = (outside.send_all(reader), outside.receive_all(writer), inside.over.wait())
         ways: list[asyncio.Task[Any]] = [asyncio.create_task(work) for work in works]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
             # A second cancellation may end any wait here: what must be given back is given back before.
-            self._guests.discard(guest)
+            self._inside.discard(inside)
             del self._callers[name]
             writer.close()
             for way in ways:
@@ -252,7 +253,7 @@ class _Outside:
         self._tls = now.server.wrap_bio(self._in, self._out, server_side=True)
         self.peer = _peer(writer)
 
-    async def greet(self) -> _Guest | None:
+    async def greet(self) -> _Inside | None:
         """The handshake; who it is, or None if nobody said a word (whoever looks whether somebody listens here)."""
         heard = False
         while True:
@@ -283,7 +284,7 @@ class _Outside:
         role, name = read_uris(uris)
         certificate = ssl.DER_cert_to_PEM_cert(self._tls.getpeercert(True) or b"")
         until = ssl.cert_time_to_seconds(found["notAfter"])
-        return _Guest(Caller(name, role, self.peer), certificate, until, self._trusted)
+        return _Inside(Caller(name, role, self.peer), certificate, until, self._trusted)
 
     def why(self, error: Exception) -> str:
         """Why it was refused. Whose certificate was refused cannot be told: ssl keeps those to itself."""
@@ -338,10 +339,10 @@ class _Outside:
             await self._writer.drain()
 
 
-def _still_believed(guest: _Guest, trusted: bytes) -> bool:
+def _still_believed(inside: _Inside, trusted: bytes) -> bool:
     """By these authorities (PEM). Where none has left, nobody is out: one may have vouched for another."""
     believed = each_of(trusted)
-    return set(each_of(guest.trusted)) <= set(believed) or any(signed_by(guest.certificate, one) for one in believed)
+    return set(each_of(inside.trusted)) <= set(believed) or any(signed_by(inside.certificate, one) for one in believed)
 
 
 def _peer(writer: asyncio.StreamWriter) -> str:

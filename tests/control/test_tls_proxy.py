@@ -1,4 +1,4 @@
-"""The door with TLS before the scheduler's port: bytes that are no handshake, slow ones, many, long ones; new keys."""
+"""The TLS proxy before the scheduler's port: bytes that are no handshake, slow ones, many, long ones; new keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from keys_support import CHAIN, KEY, TRUSTED, Keys, Refusals, Shown, call, write
 from served import PATIENCE_S, Facts, Served, attending, serving
 from until_support import until
 
-from chaos_lightning.control import door
+from chaos_lightning.control import tls_proxy
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.hosting import ensure_scheduler, look
 from chaos_lightning.control.options import MEMORY, SchedulerOptions
@@ -79,7 +79,7 @@ def test_bytes_that_are_no_handshake(said: bytes, reason: str, scheduler: Served
     with connect(scheduler) as sock:
         sock.sendall(said)
         sock.shutdown(socket.SHUT_WR)
-        while sock.recv(4096):  # ends: the door closes
+        while sock.recv(4096):  # ends: the TLS proxy closes
             pass
     ((peer, why),) = refusals.take(some=True)
     assert peer.startswith("ipv4:127.0.0.1:")
@@ -95,7 +95,7 @@ def test_who_looks_whether_somebody_listens_is_no_stranger(scheduler: Served, ke
 def test_who_says_nothing_is_not_waited_for(
     scheduler: Served, refusals: Refusals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "HANDSHAKE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(tls_proxy, "HANDSHAKE_TIMEOUT_S", 0.1)
     with connect(scheduler) as sock:
         sock.sendall(b"\x16")
         assert sock.recv(1) == b""
@@ -105,7 +105,7 @@ def test_who_says_nothing_is_not_waited_for(
 def test_few_handshakes_at_a_time(
     scheduler: Served, keys: Keys, refusals: Refusals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "MAX_HANDSHAKES", 2)
+    monkeypatch.setattr(tls_proxy, "MAX_HANDSHAKES", 2)
     with connect(scheduler) as first, connect(scheduler) as second, connect(scheduler) as third:
         assert third.recv(1) == b""
         assert refusals.take(some=True)[0][1] == "more than 2 handshakes at once; closed unheard"
@@ -179,7 +179,7 @@ def test_the_scheduler_stops_with_streams_open(keys: Keys) -> None:
             attended.states.wait(lambda state: state.startswith("lost"))
 
 
-def test_a_connection_that_comes_while_the_door_is_shut_is_closed(keys: Keys) -> None:
+def test_a_connection_that_comes_while_the_proxy_is_shut_is_closed(keys: Keys) -> None:
     """Whether it was taken or only queued by then."""
     with serving(token=keys.of("a")) as served:
         callers = [connect(served) for _ in range(20)]
@@ -198,7 +198,7 @@ def test_a_port_that_is_taken_is_named(keys: Keys, scheduler: Served) -> None:
 
 
 def test_every_address_of_a_name_is_listened_on(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "addresses", lambda host: ("127.0.0.1", "127.0.0.3"))
+    monkeypatch.setattr(tls_proxy, "addresses", lambda host: ("127.0.0.1", "127.0.0.3"))
     keyfiles.add(keys.folder, Node("a", hosts=("127.0.0.3",)), renew=True)
     with serving(token=keys.of("a"), host="localhost") as served:
         for address in ("127.0.0.1", "127.0.0.3"):
@@ -275,7 +275,8 @@ def test_where_tls_is_not_to_blame_nothing_is_said(keys: Keys, scheduler: Served
 
 @pytest.mark.parametrize("goodbye", ["a FIN", "a reset"])
 def test_a_connection_that_is_merely_closed_is_no_trouble_with_tls(keys: Keys, goodbye: str) -> None:
-    """As a scheduler does that is being killed, or whose door has all handshakes taken: the next try may succeed."""
+    """As a scheduler does that is being killed, or whose TLS proxy has all handshakes taken: the next try may
+    succeed."""
     read: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -293,11 +294,11 @@ def test_a_connection_that_is_merely_closed_is_no_trouble_with_tls(keys: Keys, g
     assert read[0][:1] == b"\x16", "a ClientHello"
 
 
-def test_a_full_door_does_not_look_at_the_keys(
+def test_a_full_proxy_does_not_look_at_the_keys(
     scheduler: Served, refusals: Refusals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[object] = []
-    monkeypatch.setattr(door, "MAX_HANDSHAKES", 0)
+    monkeypatch.setattr(tls_proxy, "MAX_HANDSHAKES", 0)
     monkeypatch.setattr(KeyFolder, "current", looked.append)
     with connect(scheduler) as sock:
         assert sock.recv(1) == b""
@@ -428,7 +429,7 @@ def test_new_keys_of_the_same_authority_disturb_nobody(keys: Keys, scheduler: Se
         keyfiles.add(keys.folder, Node("a"), renew=True)
         keyfiles.rotate(keys.folder)
         trusted = keys.of("a").keys.current().trusted  # type: ignore[union-attr]
-        until(lambda: {g.trusted for g in the_door(scheduler)._guests} == {trusted}, "a look at who is in")
+        until(lambda: {g.trusted for g in the_proxy(scheduler)._inside} == {trusted}, "a look at who is in")
         assert client.states.seen == ["connected"]
     assert refusals.take() == []
 
@@ -436,25 +437,25 @@ def test_new_keys_of_the_same_authority_disturb_nobody(keys: Keys, scheduler: Se
 def test_a_look_that_fails_is_told_once_and_is_not_the_last_one(
     keys: Keys, scheduler: Served, refusals: Refusals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    believed, tries = door._still_believed, itertools.count()
+    believed, tries = tls_proxy._still_believed, itertools.count()
 
-    def fails_twice(guest: Any, trusted: bytes) -> bool:
+    def fails_twice(inside: Any, trusted: bytes) -> bool:
         if next(tries) < 2:
             raise ValueError("no certificate")
-        return believed(guest, trusted)
+        return believed(inside, trusted)
 
-    monkeypatch.setattr(door, "_still_believed", fails_twice)
+    monkeypatch.setattr(tls_proxy, "_still_believed", fails_twice)
     with attending(scheduler.endpoint, token=keys.of("b")) as client:
         client.messages.wait_for(Welcome)
         keyfiles.rotate(keys.folder)
         trusted = keys.of("a").keys.current().trusted  # type: ignore[union-attr]
-        until(lambda: {g.trusted for g in the_door(scheduler)._guests} == {trusted}, "a look at who is in")
+        until(lambda: {g.trusted for g in the_proxy(scheduler)._inside} == {trusted}, "a look at who is in")
     (why,) = [why for _, why in refusals.take()]
     assert why == "certificates of those who are in cannot be compared with the keys: no certificate"
 
 
-def the_door(served: Served) -> door.Door:
-    found = served.server._auth._door
+def the_proxy(served: Served) -> tls_proxy.TlsProxy:
+    found = served.server._auth._tls_proxy
     assert found is not None
     return found
 
