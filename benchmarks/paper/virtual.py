@@ -1,9 +1,9 @@
-"""A newcomer's pull in virtual time: the product's own board and policies, links as arithmetic.
+"""A newcomer's pull in virtual time: the product's own work queue and policies, links as arithmetic.
 
 Theory of operation. Who is asked for which bytes, and when, is decided by the very code that runs in production
-(`replication/board.py`, `replication/policies.py`); only sockets and clocks are replaced. A source sends what it was
-asked for in order. Its bytes flow at the rate that the links of its route leave it: each link is shared max-min fair
-among the routes that use it, as long TCP flows do; each way has a rate of its own, and a relay forwards while it
+(`replication/work_queue.py`, `replication/policies.py`); only sockets and clocks are replaced. A source sends what it
+was asked for in order. Its bytes flow at the rate that the links of its route leave it: each link is shared max-min
+fair among the routes that use it, as long TCP flows do; each way has a rate of its own, and a relay forwards while it
 receives. A request and its first bytes each take the route's latency. Between two events (a request is complete, one
 begins to arrive, rates change, somebody idle looks for work again) all rates are constant, so time leaps from event to
 event.
@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from benchmarks.paper.clusters import LATENCY_S, Join
 from chaos_lightning.planning import shards
 from chaos_lightning.replication import Job, PolicyOptions, make_policy
-from chaos_lightning.replication.board import Board
-from chaos_lightning.replication.policy import Flight, TransferPolicy
+from chaos_lightning.replication.policy import Request, TransferPolicy
 from chaos_lightning.replication.table import PIECE_NBYTES
+from chaos_lightning.replication.work_queue import WorkQueue
 
 DEPTH = 2
 REQUEST_NBYTES = 4 << 20
@@ -40,7 +40,7 @@ class Source:
     """Who sends, and on which way."""
 
     edges: tuple[Edge, ...]
-    flights: deque[tuple[float, Flight]] = field(default_factory=deque)
+    requests: deque[tuple[float, Request]] = field(default_factory=deque)
     """With the moment from which each can arrive."""
     sent: float = 0.0
     """Of the first of them, bytes."""
@@ -108,10 +108,10 @@ class Pull:
         }
         grain = policy.grain_nbytes(nbytes, len(routes), REQUEST_NBYTES)
         jobs = [Job(at, min(at + grain, nbytes)) for at in range(0, nbytes, grain)]
-        self.board = Board(jobs, policy, clock=lambda: self.now, request_nbytes=REQUEST_NBYTES)
+        self.work_queue = WorkQueue(jobs, policy, clock=lambda: self.now, request_nbytes=REQUEST_NBYTES)
         for name in routes:
-            self.board.join(name)
-        self.board.assign(list(routes))
+            self.work_queue.join(name)
+        self.work_queue.assign(list(routes))
         self._epoch()
         self._rates: dict[str, float] = {}
         self._flowing: frozenset[str] = frozenset()
@@ -132,11 +132,11 @@ class Pull:
         """
         for name in self.sources:
             self._ask(name)
-        while not self.board.over:
+        while not self.work_queue.over:
             if self.now > _TOO_LONG_S:
                 raise RuntimeError(f"a pull by {self.policy.name} of {self.join.label} nodes does not end")
             self._leap()
-        everybody = self.board.everybody()
+        everybody = self.work_queue.everybody()
         return Pulled(
             seconds=self.now,
             served_s={n: s.served_s for n, s in self.sources.items()},
@@ -147,22 +147,22 @@ class Pull:
 
     def _ask(self, name: str) -> None:
         source = self.sources[name]
-        while flight := self.board.take(name, depth=DEPTH, wait=not source.flights, deadline=self.now):
-            source.flights.append((self.now + 2 * source.latency_s, flight))
+        while request := self.work_queue.take(name, depth=DEPTH, wait=not source.requests, deadline=self.now):
+            source.requests.append((self.now + 2 * source.latency_s, request))
 
     def _leap(self) -> None:
         """To the next event."""
-        busy = {n: s for n, s in self.sources.items() if s.flights}
-        flowing = frozenset(n for n, s in busy.items() if s.flights[0][0] <= self.now)
+        busy = {n: s for n, s in self.sources.items() if s.requests}
+        flowing = frozenset(n for n, s in busy.items() if s.requests[0][0] <= self.now)
         if flowing != self._flowing:
             self._rates = fair_rates({n: self.sources[n].edges for n in flowing}, self._capacity)
             self._flowing = flowing
         until = self._until - self.now
         ends = {}
         for name, source in busy.items():
-            ready, flight = source.flights[0]
+            ready, request = source.requests[0]
             if name in flowing:
-                ends[name] = (flight.job.nbytes - source.sent) / self._rates[name]
+                ends[name] = (request.job.nbytes - source.sent) / self._rates[name]
             else:
                 until = min(until, ready - self.now)
         if len(busy) < len(self.sources):
@@ -176,22 +176,22 @@ class Pull:
         if change:
             self._epoch()
         for name, source in self.sources.items():
-            if name in done or not source.flights:
+            if name in done or not source.requests:
                 self._ask(name)
 
     def _flow(self, name: str, span: float) -> bool:
         """What arrived from this source; whether its first request is complete."""
         source = self.sources[name]
-        flight = source.flights[0][1]
+        request = source.requests[0][1]
         source.sent += self._rates[name] * span
-        complete = source.sent >= flight.job.nbytes - _NONE_NBYTES
-        whole = flight.job.nbytes if complete else int(source.sent)
-        if whole > flight.got:
-            self.board.arrived(flight, whole - flight.got)
+        complete = source.sent >= request.job.nbytes - _NONE_NBYTES
+        whole = request.job.nbytes if complete else int(source.sent)
+        if whole > request.got:
+            self.work_queue.arrived(request, whole - request.got)
         if complete:
-            source.flights.popleft()
+            source.requests.popleft()
             source.sent = 0.0
-            self.board.done(flight, [])
+            self.work_queue.done(request, [])
         return complete
 
 

@@ -2,7 +2,7 @@
 
 `table` says what the state consists of, `memory` gets at its bytes, `manifest` carries the rest, `access` names the
 parts of a training process, `bulk` frames them on a socket, `server` serves (and `forward` relays for those without a
-link) and `pull` (over `session`, `client` and `board`) fetches; `policies` says who sends what.
+link) and `pull` (over `session`, `client` and `work_queue`) fetches; `policies` says who sends what.
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 
 from chaos_lightning.errors import RefusedError, WireError
 from chaos_lightning.protocol.types import Span
-from chaos_lightning.replication.board import Board
 from chaos_lightning.replication.bulk import Frame, Type
 from chaos_lightning.replication.client import Donor, Sink, elsewhere
 from chaos_lightning.replication.published import Published, RefusalError
 from chaos_lightning.replication.table import DTYPES, Entry, StateTable, dtype_name
+from chaos_lightning.replication.work_queue import WorkQueue
 from chaos_lightning.transport.reference import MAX_PIECES, Neighbour, Stamp, address_of
 
 UNCHECKED = 0
@@ -195,22 +195,22 @@ class Buffers:
         return seen in (seq, seq + 1)
 
 
-def deliver(donor: Donor, board: Board, sink: Sink) -> None:
+def deliver(donor: Donor, work_queue: WorkQueue, sink: Sink) -> None:
     """A donor's jobs (policy.Deliver): read out of its memory where that is possible, else by requests.
 
     What was read counts after the sink has verified it.
     """
     places = _places_of(donor) if sink.request is Type.GET_STATE and donor.source.beside() else None
     if places is None:
-        donor.stream(board, sink)
+        donor.stream(work_queue, sink)
         return
-    while flight := board.take(donor.member, depth=1, wait=True, deadline=donor.deadline):
-        job = flight.job
-        buffers = elsewhere(job) if flight.copy else sink.land(job)
+    while request := work_queue.take(donor.member, depth=1, wait=True, deadline=donor.deadline):
+        job = request.job
+        buffers = elsewhere(job) if request.copy else sink.land(job)
         places.read(job.start, buffers)
         donor.heard_at = time.monotonic()
-        board.arrived(flight, job.nbytes)
-        donor.judge(flight, board, sink, buffers, Frame(Type.DATA, donor.head, donor.seq, job.start, job.nbytes))
+        work_queue.arrived(request, job.nbytes)
+        donor.judge(request, work_queue, sink, buffers, Frame(Type.DATA, donor.head, donor.seq, job.start, job.nbytes))
 
 
 def _places_of(donor: Donor) -> Places | None:

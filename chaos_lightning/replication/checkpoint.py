@@ -22,10 +22,10 @@ from typing import Protocol
 
 from chaos_lightning.errors import ConfigurationError, StateError, WireError
 from chaos_lightning.replication import bulk
-from chaos_lightning.replication.board import Board
 from chaos_lightning.replication.bulk import Frame, Type
 from chaos_lightning.replication.client import Deliver, Donor, Sink
 from chaos_lightning.replication.parts import part_of, sweep
+from chaos_lightning.replication.work_queue import WorkQueue
 
 PART_NBYTES = 4 << 20
 SYNC_NBYTES = 64 << 20
@@ -127,9 +127,9 @@ def reader(folder: Path, disk_bps: float) -> Deliver:
         disk_bps: Reading is held to this rate in bits per second; 0: as fast as the disk is.
     """
 
-    def deliver(donor: Donor, board: Board, sink: Sink) -> None:
-        flight = board.take(donor.member, depth=1, wait=True, deadline=donor.deadline)
-        if flight is None:
+    def deliver(donor: Donor, work_queue: WorkQueue, sink: Sink) -> None:
+        request = work_queue.take(donor.member, depth=1, wait=True, deadline=donor.deadline)
+        if request is None:
             return
         name = _saved(donor.ask(Type.SAVE, Type.SAVED), file_name(donor.head, donor.seq))
         try:
@@ -141,24 +141,24 @@ def reader(folder: Path, disk_bps: float) -> Deliver:
             ) from error
         pace = Pace(disk_bps)
         with file:
-            while flight is not None:
-                job = flight.job
+            while request is not None:
+                job = request.job
                 buffers = sink.land(job)
                 at = job.start
                 for buffer in buffers:
                     got = os.preadv(file.fileno(), [buffer], at)
                     at += got
-                    board.arrived(flight, got)
+                    work_queue.arrived(request, got)
                     if got != len(buffer):
                         raise StateError(f"the checkpoint {name} ends at byte {at}, expected were {job.stop}")
                 frame = Frame(Type.DATA, donor.head, donor.seq, job.start, job.nbytes, sink.flags)
                 bad = sink.landed(job, buffers, frame, in_place=True)
                 if bad is None or bad:
-                    board.wrong(flight, bad or ())
+                    work_queue.wrong(request, bad or ())
                 else:
-                    board.done(flight, buffers)
+                    work_queue.done(request, buffers)
                 pace.passed(job.nbytes)
-                flight = board.take(donor.member, depth=1, wait=True, deadline=donor.deadline)
+                request = work_queue.take(donor.member, depth=1, wait=True, deadline=donor.deadline)
 
     return deliver
 

@@ -22,11 +22,11 @@ from typing import Any, Protocol, TypeVar
 
 from chaos_lightning.errors import StateError, WireError
 from chaos_lightning.replication import bulk
-from chaos_lightning.replication.board import Board
 from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
-from chaos_lightning.replication.policy import Flight, Job
+from chaos_lightning.replication.policy import Job, Request
 from chaos_lightning.replication.source import Dial, Endpoint, Source, reason_of
 from chaos_lightning.replication.table import Piece
+from chaos_lightning.replication.work_queue import WorkQueue
 
 T = TypeVar("T")
 
@@ -170,7 +170,7 @@ class Donor:
         silent = isinstance(error, TimeoutError)  # it has had its chance
         return not silent and not self.source.closed and self._failures < self._config.max_failures
 
-    def _wants_redial(self, board: Board, error: Exception) -> bool:
+    def _wants_redial(self, work_queue: WorkQueue, error: Exception) -> bool:
         """After a failure in mid-transfer: wait a little if nothing answers there, then whether to dial again."""
         dialling, self.source.dialling = self.source.dialling, False
         if not dialling or isinstance(error, ConnectionRefusedError):  # refused: nobody listens there any more
@@ -179,7 +179,7 @@ class Donor:
         silent = time.monotonic() - self.heard_at
         if self.source.closed or silent >= self._config.redial_s:
             return False
-        return board.pause(min(_REDIAL_MOST_S, max(_REDIAL_S, silent / 2)), self.deadline)
+        return work_queue.pause(min(_REDIAL_MOST_S, max(_REDIAL_S, silent / 2)), self.deadline)
 
     def ask(self, type_: Type, answer: Type) -> bytes:
         """One control request, dialling again if the connection breaks."""
@@ -205,11 +205,11 @@ class Donor:
             raise WireError(f"malformed digest: {digest}")
         return digest
 
-    def deliver(self, board: Board, sink: Sink, how: Deliver | None = None) -> None:
-        """Take jobs and have them sent until none are left. Raises what ended it early; the board knows already.
+    def deliver(self, work_queue: WorkQueue, sink: Sink, how: Deliver | None = None) -> None:
+        """Take jobs and have them sent until none are left. Raises what ended it early; the work queue knows already.
 
         Args:
-            board: Gives the jobs.
+            work queue: Gives the jobs.
             sink: Where the bytes go.
             how: Another way than by requests on this connection.
         """
@@ -217,70 +217,72 @@ class Donor:
             while True:
                 try:
                     if how is not None:
-                        how(self, board, sink)
+                        how(self, work_queue, sink)
                     else:
-                        self.stream(board, sink)
+                        self.stream(work_queue, sink)
                     return
                 except (OSError, WireError) as error:
-                    if self.source.closed and board.over:  # cut, since only overtaken requests were under way
+                    if self.source.closed and work_queue.over:  # cut, since only overtaken requests were under way
                         self.source.disconnect()
-                        board.release(self.member)
+                        work_queue.release(self.member)
                         return
                     if not self.source.dialling:
                         self.source.disconnect()  # from here on nothing more is received
-                    board.release(self.member)
-                    if not self._wants_redial(board, error):
+                    work_queue.release(self.member)
+                    if not self._wants_redial(work_queue, error):
                         raise
         except BaseException:
             self.source.disconnect()
-            board.dismiss(self.member)
+            work_queue.dismiss(self.member)
             raise
 
-    def stream(self, board: Board, sink: Sink) -> None:
+    def stream(self, work_queue: WorkQueue, sink: Sink) -> None:
         """Jobs by requests on this connection, until none are left."""
-        under_way: deque[Flight] = deque()
+        under_way: deque[Request] = deque()
         self._connect()
         while True:
-            while flight := board.take(
+            while request := work_queue.take(
                 self.member, depth=self._config.depth, wait=not under_way, deadline=self.deadline
             ):
-                under_way.append(flight)
-                job = flight.job
+                under_way.append(request)
+                job = request.job
                 self._connect().send(Frame(sink.request, self.head, self.seq, job.start, job.nbytes))
             if not under_way:
                 return
-            self._receive(under_way.popleft(), board, sink)
+            self._receive(under_way.popleft(), work_queue, sink)
 
-    def _receive(self, flight: Flight, board: Board, sink: Sink) -> None:
-        job = flight.job
+    def _receive(self, request: Request, work_queue: WorkQueue, sink: Sink) -> None:
+        job = request.job
         channel = self._connect()
-        request = Frame(sink.request, self.head, self.seq, job.start, job.nbytes)
-        frame = channel.reply_to(request, Type.DATA, self._heard)
+        asked = Frame(sink.request, self.head, self.seq, job.start, job.nbytes)
+        frame = channel.reply_to(asked, Type.DATA, self._heard)
         if (frame.offset, frame.length) != (job.start, job.nbytes) or frame.flags != sink.flags:
             raise WireError(
                 f"the donor sent bytes [{frame.offset}, {frame.offset + frame.length}) with flags {frame.flags}, "
                 f"asked were [{job.start}, {job.stop}) with {sink.flags}"
             )
-        buffers = elsewhere(job) if flight.copy else sink.land(job)
-        channel.receive_into(buffers, lambda nbytes: board.arrived(flight, nbytes))
+        buffers = elsewhere(job) if request.copy else sink.land(job)
+        channel.receive_into(buffers, lambda nbytes: work_queue.arrived(request, nbytes))
         self.heard_at = time.monotonic()
-        self.judge(flight, board, sink, buffers, frame)
+        self.judge(request, work_queue, sink, buffers, frame)
 
-    def judge(self, flight: Flight, board: Board, sink: Sink, buffers: list[memoryview], frame: Frame) -> None:
-        """All of a flight's bytes are here: verify them and tell the board.
+    def judge(
+        self, request: Request, work_queue: WorkQueue, sink: Sink, buffers: list[memoryview], frame: Frame
+    ) -> None:
+        """All of a request's bytes are here: verify them and tell the work queue.
 
         Raises:
             StateError: Too many were wrong, one after the other.
         """
-        bad = sink.landed(flight.job, buffers, frame, in_place=not flight.copy)
+        bad = sink.landed(request.job, buffers, frame, in_place=not request.copy)
         if bad is None or bad:
-            board.wrong(flight, bad or ())
+            work_queue.wrong(request, bad or ())
             self._failures += 1
             if self._failures >= self._config.max_failures:
                 raise StateError(f"{self._failures} replies in a row arrived corrupted")
         else:
             self._failures = 0
-            board.done(flight, buffers)
+            work_queue.done(request, buffers)
 
 
 def elsewhere(job: Job) -> list[memoryview]:
@@ -294,5 +296,5 @@ def elsewhere(job: Job) -> list[memoryview]:
     return views
 
 
-Deliver = Callable[[Donor, Board, Sink], None]
+Deliver = Callable[[Donor, WorkQueue, Sink], None]
 """Another way for a donor's bytes than by requests on its connection."""

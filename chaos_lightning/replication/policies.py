@@ -32,9 +32,9 @@ from chaos_lightning.replication.policy import (
     MIN_REQUEST_NBYTES,
     Assignment,
     Checkpoint,
-    Flight,
     Job,
     Queue,
+    Request,
     SharedQueue,
     SourceStats,
     TransferPolicy,
@@ -186,24 +186,24 @@ class Adaptive(_Estimated):
         return victim, int(min(share, queue.nbytes))
 
     def duplicate(
-        self, source: str, flights: Sequence[Flight], stats: Mapping[str, SourceStats], now: float
-    ) -> Flight | None:
+        self, source: str, requests: Sequence[Request], stats: Mapping[str, SourceStats], now: float
+    ) -> Request | None:
         mine = stats[source]
         rate = mine.rate(now)
         ahead: dict[str, int] = {}
-        best: tuple[float, Flight | None] = (0.0, None)
-        for flight in flights:  # in the order in which each source was asked
-            before = ahead.get(flight.source, 0)
-            ahead[flight.source] = before + flight.job.nbytes - flight.got
-            if flight.task.copies >= _MOST_COPIES:
+        best: tuple[float, Request | None] = (0.0, None)
+        for request in requests:  # in the order in which each source was asked
+            before = ahead.get(request.source, 0)
+            ahead[request.source] = before + request.job.nbytes - request.got
+            if request.task.copies >= _MOST_COPIES:
                 continue
-            theirs = stats[flight.source]
+            theirs = stats[request.source]
             if not (rate and theirs.rate(now)) and theirs.silent_s(now) < _SILENT_S:
                 continue
-            needs_s = theirs.needs_s(ahead[flight.source], now)
-            here_s = 2 * mine.latency_s + (flight.job.nbytes / rate if rate else 0.0)
+            needs_s = theirs.needs_s(ahead[request.source], now)
+            here_s = 2 * mine.latency_s + (request.job.nbytes / rate if rate else 0.0)
             if needs_s > _WORTH * here_s + _WORTH_S and needs_s > best[0]:
-                best = (needs_s, flight)
+                best = (needs_s, request)
         return best[1]
 
 

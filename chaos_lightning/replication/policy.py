@@ -1,10 +1,10 @@
 """What a transfer policy decides, and what it decides it from.
 
 Theory of operation. What is missing is cut into *jobs*. A policy gives some of them to sources at the start
-(`assign`); what it gives to nobody is *spare* and goes to whoever has room. Whenever a source has room the board
-(`board.py`) asks in this order: the source's own jobs, spare ones, work that the policy lets it *steal* from
+(`assign`); what it gives to nobody is *spare* and goes to whoever has room. Whenever a source has room the work queue
+(`work_queue.py`) asks in this order: the source's own jobs, spare ones, work that the policy lets it *steal* from
 another's tail, and, if it would be idle otherwise, a job under way elsewhere that the policy has it *duplicate*. So a
-policy is a set of small pure decisions about measured rates; who owns which bytes is the board's business, and the
+policy is a set of small pure decisions about measured rates; who owns which bytes is the work queue's business, and the
 same for all policies.
 
 The base class decides nothing: first come, first served, in address order.
@@ -60,7 +60,7 @@ class Task:
     """A job and what became of it."""
 
     job: Job
-    owner: Flight | None = None
+    owner: Request | None = None
     """The request that receives it in place."""
     copies: int = 0
     """Duplicate requests under way."""
@@ -70,7 +70,7 @@ class Task:
 
 
 @dataclass(eq=False, slots=True)
-class Flight:
+class Request:
     """One request under way."""
 
     task: Task
@@ -233,9 +233,9 @@ class TransferPolicy:
         return None
 
     def duplicate(
-        self, source: str, flights: Sequence[Flight], stats: Mapping[str, SourceStats], now: float
-    ) -> Flight | None:
-        """Which of the others' requests an idle source is to make as well. `flights` are those that it may."""
+        self, source: str, requests: Sequence[Request], stats: Mapping[str, SourceStats], now: float
+    ) -> Request | None:
+        """Which of the others' requests an idle source is to make as well. `requests` are those that it may."""
         return None
 
 

@@ -33,7 +33,6 @@ from chaos_lightning.errors import ChaosError, StateError, WireError
 from chaos_lightning.protocol.types import Span
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.access import StateAccess
-from chaos_lightning.replication.board import Board
 from chaos_lightning.replication.bulk import Frame, Type
 from chaos_lightning.replication.client import Digest, Donor, PullConfig
 from chaos_lightning.replication.hashing import Hashes, Own, hash_regions
@@ -54,6 +53,7 @@ from chaos_lightning.replication.table import (
     make_attached,
     placeholder,
 )
+from chaos_lightning.replication.work_queue import WorkQueue
 
 EARLY_S = 1.0
 """So long a donor's manifest is waited for before anything is compared."""
@@ -197,13 +197,13 @@ class _StatePull:
         if mine is not None and lead is not None and self._same(lead, *mine):
             self.skipped = mine[0].nbytes
             return self._report(head, seq, lead, mine[0].nbytes, 1)
-        board: Board | None = None
+        work_queue: WorkQueue | None = None
         table: StateTable | None = None
         rounds = 0
         while True:
             lead = self.survey.choose()
             if lead is None:
-                raise self.session.exhausted(board, self._namer(table))
+                raise self.session.exhausted(work_queue, self._namer(table))
             asked = self._ask(lead)
             if asked is None:
                 continue
@@ -214,8 +214,8 @@ class _StatePull:
                 self.session.drop(lead, str(error))
                 continue
             rounds += 1
-            board = self._round(lead, table, text)
-            if board is None:
+            work_queue = self._round(lead, table, text)
+            if work_queue is None:
                 break
         return self._report(head, seq, lead, table.nbytes, rounds)
 
@@ -291,8 +291,8 @@ class _StatePull:
         with fitting():
             self.state.prepare(manifest, table)
 
-    def _round(self, lead: str, table: StateTable, text: bytes) -> Board | None:
-        """Deliver and adopt; the board if donors ran out before everything arrived."""
+    def _round(self, lead: str, table: StateTable, text: bytes) -> WorkQueue | None:
+        """Deliver and adopt; the work queue if donors ran out before everything arrived."""
         tensors = self.state.tensors()
         check_layout(table, tensors)
         attached = make_attached(table, self.session.config.max_attached_nbytes)
@@ -304,9 +304,9 @@ class _StatePull:
         missing_nbytes = sum(p.nbytes for p in missing)
         if self.skipped is None:
             self.skipped = table.nbytes - missing_nbytes
-        board = self._deliver(lead, table, regions, missing, missing_nbytes)
-        if board.left_nbytes:
-            return board
+        work_queue = self._deliver(lead, table, regions, missing, missing_nbytes)
+        if work_queue.left_nbytes:
+            return work_queue
         for item in regions:
             item.finish()
         manifest = decode_values(text, {**dict(tensors), **attached})
@@ -317,7 +317,7 @@ class _StatePull:
 
     def _deliver(
         self, lead: str, table: StateTable, regions: Sequence[Region], missing: Sequence[Piece], missing_nbytes: int
-    ) -> Board:
+    ) -> WorkQueue:
         digests = self.survey.digests
         wanted = digests[lead]
         usable = [m for m in self.survey.living() if digests[m].state == wanted.state]
@@ -460,11 +460,11 @@ def pull_result(
         jobs = _result_jobs(needed, held, session.config.request_nbytes)
         total = sum(stop - start for start, stop in needed)
         target = region("reduced bytes", flat)
-        board = session.deliver(
+        work_queue = session.deliver(
             jobs, ResultSink(target), session.order, policy=policy or SharedQueue(), on_bytes=Meter(total, 0, progress)
         )
-        if board.left_nbytes:
-            raise session.exhausted(board)
+        if work_queue.left_nbytes:
+            raise session.exhausted(work_queue)
         target.finish()
         return session.report(head, seq, total, 0)
 

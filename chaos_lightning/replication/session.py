@@ -21,10 +21,10 @@ from typing import Any
 from chaos_lightning.errors import DeadlineError, NoDonorError, StateError
 from chaos_lightning.protocol.types import SourceProgress
 from chaos_lightning.replication import bulk, by_reference
-from chaos_lightning.replication.board import Board
 from chaos_lightning.replication.client import Deliver, Donor, PullConfig, Sink
 from chaos_lightning.replication.policy import Job, SourceStats, TransferPolicy
 from chaos_lightning.replication.source import Dial, Endpoint, reason_of
+from chaos_lightning.replication.work_queue import WorkQueue
 
 _PATIENCE_S = 0.1
 
@@ -159,7 +159,7 @@ class Session:
         self.reason = ""
         self.abandoned: Callable[[], bool] | None = None
         """Says whether the pull has become pointless."""
-        self._board: Board | None = None
+        self._work_queue: WorkQueue | None = None
         self._pending: dict[Future[Any], tuple[str, str]] = {}
         self.donors = {
             e.member: Donor(e, dial, head=head, seq=seq, config=self.config, deadline=self.deadline) for e in endpoints
@@ -171,7 +171,7 @@ class Session:
     def __exit__(self, *_: object) -> None:
         for donor in self.donors.values():
             donor.close()
-        for member in self._board.busy() if self._board is not None else ():
+        for member in self._work_queue.busy() if self._work_queue is not None else ():
             self.donors[member].join(self.config.stall_timeout_s)  # the caller is about to reuse what it writes to
 
     def start(self, kind: str, member: str, work: Callable[[], Any]) -> None:
@@ -218,8 +218,8 @@ class Session:
         """This donor is out."""
         self.failed.setdefault(member, reason)
         self.donors[member].close()
-        if self._board is not None:
-            self._board.dismiss(member)  # also what was planned for it
+        if self._work_queue is not None:
+            self._work_queue.dismiss(member)  # also what was planned for it
 
     def fates(self) -> str:
         """What became of the donors, for messages."""
@@ -234,7 +234,7 @@ class Session:
         policy: TransferPolicy,
         on_bytes: Callable[[int, Mapping[str, SourceStats]], None],
         recruit: Callable[[str, str, Any], bool] | None = None,
-    ) -> Board:
+    ) -> WorkQueue:
         """Have the donors send these jobs; returns when all arrived or nobody is left who could send the rest.
 
         Args:
@@ -248,16 +248,16 @@ class Session:
 
         def account(source: str, nbytes: int) -> None:
             self.by_source[source] = self.by_source.get(source, 0) + nbytes
-            on_bytes(nbytes, board.stats)
+            on_bytes(nbytes, work_queue.stats)
 
         size = self.config.request_nbytes
-        board = Board(jobs, policy, sink.place, on_done=account, request_nbytes=size)
-        self._board, self.policy = board, policy
+        work_queue = WorkQueue(jobs, policy, sink.place, on_done=account, request_nbytes=size)
+        self._work_queue, self.policy = work_queue, policy
         how = self._way(policy)
 
         def enlist(member: str) -> None:
             donor = self.donors[member]
-            self.start("deliver", member, lambda: donor.deliver(board, sink, how))
+            self.start("deliver", member, lambda: donor.deliver(work_queue, sink, how))
 
         began = time.monotonic()
         # Who has not answered yet gets a share as well, for others can take it over; but not if shares are fixed.
@@ -265,35 +265,35 @@ class Session:
         late = [m for m in self.pending("digest") if m not in donors] if expected else []
         try:
             for member in donors:
-                board.join(member)
-            board.assign([*donors, *late])
-            self.reason = self.reason or board.reason
+                work_queue.join(member)
+            work_queue.assign([*donors, *late])
+            self.reason = self.reason or work_queue.reason
             for member in donors:
                 enlist(member)
-            while board.left_nbytes and board.error is None:
+            while work_queue.left_nbytes and work_queue.error is None:
                 waited = recruit is not None and bool(self.pending("digest"))
-                if not waited and not (self.pending("deliver") and board.servable()):
+                if not waited and not (self.pending("deliver") and work_queue.servable()):
                     break
                 for kind, member, result in self.collect():
                     if kind == "deliver" or recruit is None:
                         continue
                     if recruit(kind, member, result):
-                        board.join(member)
+                        work_queue.join(member)
                         enlist(member)
                     else:
-                        board.dismiss(member)
+                        work_queue.dismiss(member)
         finally:
-            board.stop()
+            work_queue.stop()
         self.moving_s += time.monotonic() - began
-        self._let_go(board)
-        self.retries += sum(stats.retries for stats in board.everybody().values())
-        self.corrupted += board.corrupted
-        self.steals += board.steals
-        for member, stats in board.everybody().items():
+        self._let_go(work_queue)
+        self.retries += sum(stats.retries for stats in work_queue.everybody().values())
+        self.corrupted += work_queue.corrupted
+        self.steals += work_queue.steals
+        for member, stats in work_queue.everybody().items():
             self.sources[member] = self.sources.get(member, SourceReport()).plus(SourceReport.of(stats))
-        if board.error is not None:
-            raise board.error
-        return board
+        if work_queue.error is not None:
+            raise work_queue.error
+        return work_queue
 
     def _way(self, policy: TransferPolicy) -> Deliver | None:
         """How bytes get here, if not by requests."""
@@ -303,29 +303,31 @@ class Session:
             return reader(Path(policy.checkpoint.folder), policy.checkpoint.disk_bps)
         return by_reference.deliver if self.config.by_reference else None
 
-    def _let_go(self, board: Board) -> None:
+    def _let_go(self, work_queue: WorkQueue) -> None:
         """Nobody writes any more when this returns; donors that only dial, or wait, are not waited for."""
-        if not board.left_nbytes or board.error is not None:
-            for member in board.busy():
+        if not work_queue.left_nbytes or work_queue.error is not None:
+            for member in work_queue.busy():
                 self.donors[member].close()
-        while board.busy():
+        while work_queue.busy():
             self.collect(0.01)
         self._finished(0.0)
         for member in self.pending("deliver"):
             if self.donors[member].broken:
                 self.failed.setdefault(member, self.donors[member].broken)
 
-    def exhausted(self, board: Board | None, names: Callable[[Job], str] | None = None) -> StateError | DeadlineError:
+    def exhausted(
+        self, work_queue: WorkQueue | None, names: Callable[[Job], str] | None = None
+    ) -> StateError | DeadlineError:
         """Nobody is left who could send the rest."""
         if time.monotonic() >= self.deadline:  # what ended the donors' waits, too
             return self._overdue()
         missing = "nothing has arrived"
-        if board is not None:
-            left = board.missing()
+        if work_queue is not None:
+            left = work_queue.missing()
             first = left[0]
             where = f" of {names(first)}" if names is not None else ""
             missing = (
-                f"{board.left_nbytes} bytes in {len(left)} ranges are missing, the first is "
+                f"{work_queue.left_nbytes} bytes in {len(left)} ranges are missing, the first is "
                 f"[{first.start}, {first.stop}){where}"
             )
         return NoDonorError(f"no donor is left for {self.what}: {missing}; {self.fates()}; join again")

@@ -44,7 +44,7 @@ from chaos_lightning.replication import (
 from chaos_lightning.replication.checkpoint import CheckpointWriter, Pace, file_name
 from chaos_lightning.replication.forward import Forwarder
 from chaos_lightning.replication.policies import Adaptive
-from chaos_lightning.replication.policy import Flight, Queue, Task
+from chaos_lightning.replication.policy import Queue, Request, Task
 
 NEW = "new"
 LINKS = {("a", NEW): (0.0, 8e-8), ("b", NEW): (0.0, 4e-8), ("b", "c"): (0.0, 1e-8), ("c", "d"): (0.0, 1e-8)}
@@ -402,14 +402,14 @@ def test_nothing_is_stolen_that_would_end_later_here() -> None:
     assert adaptive().steal("thief", {"other": Queue(1_000_000, 1_000_000)}, stats, 0.0) == ("other", 1_000_000)
 
 
-def flight(source: str, nbytes: int, **more: Any) -> Flight:
-    return Flight(Task(Job(0, nbytes)), source, False, **more)
+def request(source: str, nbytes: int, **more: Any) -> Request:
+    return Request(Task(Job(0, nbytes)), source, False, **more)
 
 
 def test_the_request_that_would_come_last_is_duplicated() -> None:
     stats = {"idle": stats_of(600e6), "slow": stats_of(100e6), "slower": stats_of(60e6)}
-    first, second = flight("slow", 1_000_000), flight("slow", 1_000_000)
-    third = flight("slower", 1_000_000, got=900_000)
+    first, second = request("slow", 1_000_000), request("slow", 1_000_000)
+    third = request("slower", 1_000_000, got=900_000)
     assert adaptive().duplicate("idle", [first, second, third], stats, 0.0) is second
     second.task.copies = 2
     assert adaptive().duplicate("idle", [first, second, third], stats, 0.0) is first
@@ -417,13 +417,13 @@ def test_the_request_that_would_come_last_is_duplicated() -> None:
 
 def test_a_slower_source_duplicates_nothing() -> None:
     stats = {"idle": stats_of(10e6), "fast": stats_of(600e6)}
-    assert adaptive().duplicate("idle", [flight("fast", 1_000_000)], stats, 0.0) is None
+    assert adaptive().duplicate("idle", [request("fast", 1_000_000)], stats, 0.0) is None
 
 
 def test_a_source_of_which_nothing_is_known_is_given_a_moment() -> None:
     stats = {"idle": stats_of(600e6), "new": SourceStats()}
     stats["new"].asked(1_000_000, 0.0)
-    late = flight("new", 1_000_000)
+    late = request("new", 1_000_000)
     assert adaptive().duplicate("idle", [late], stats, 0.1) is None
     assert adaptive().duplicate("idle", [late], stats, 0.5) is late
 

@@ -1,6 +1,6 @@
 """The adaptive policy on links that change and die, in virtual time, against what no transfer can beat.
 
-The board and the policy are the real ones; links are arithmetic. A link sends the requests that it was given in
+The work queue and the policy are the real ones; links are arithmetic. A link sends the requests that it was given in
 order, at its rate of the moment; a request and its bytes each take the link's latency.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from chaos_lightning.replication import Job, make_policy
-from chaos_lightning.replication.board import Board
-from chaos_lightning.replication.policy import Flight, TransferPolicy
+from chaos_lightning.replication.policy import Request, TransferPolicy
+from chaos_lightning.replication.work_queue import WorkQueue
 
 TICK_S = 0.001
 GRAIN = 1 << 20
@@ -28,7 +28,7 @@ class Link:
     rate: Callable[[float], float]
     latency_s: float = 0.001
     dies_at: float = float("inf")
-    flights: deque[tuple[float, Flight]] = field(default_factory=deque)
+    requests: deque[tuple[float, Request]] = field(default_factory=deque)
 
 
 class Race:
@@ -39,19 +39,19 @@ class Race:
         self.links = links
         self.depth = depth
         jobs = [Job(at, min(at + GRAIN, nbytes)) for at in range(0, nbytes, GRAIN)]
-        self.board = Board(jobs, policy, clock=lambda: self.now)
+        self.work_queue = WorkQueue(jobs, policy, clock=lambda: self.now)
         for name in links:
-            self.board.join(name)
-        self.board.assign(list(links))
+            self.work_queue.join(name)
+        self.work_queue.assign(list(links))
         self.nbytes = nbytes
 
     def run(self) -> float:
         """Seconds until everything is there."""
-        while not self.board.over:
+        while not self.work_queue.over:
             assert self.now < 1000, "it does not end"
             for name in [n for n, link in self.links.items() if self.now >= link.dies_at]:
                 del self.links[name]
-                self.board.dismiss(name)
+                self.work_queue.dismiss(name)
             for name, link in self.links.items():
                 self._ask(name, link)
             self.now += TICK_S
@@ -60,19 +60,19 @@ class Race:
         return self.now
 
     def _ask(self, name: str, link: Link) -> None:
-        while flight := self.board.take(name, depth=self.depth, wait=not link.flights, deadline=self.now):
-            link.flights.append((self.now, flight))
+        while request := self.work_queue.take(name, depth=self.depth, wait=not link.requests, deadline=self.now):
+            link.requests.append((self.now, request))
 
     def _send(self, link: Link) -> None:
         budget = link.rate(self.now) * TICK_S
-        while budget > 0 and link.flights and link.flights[0][0] + 2 * link.latency_s <= self.now:
-            flight = link.flights[0][1]
-            part = min(int(budget) + 1, flight.job.nbytes - flight.got)
+        while budget > 0 and link.requests and link.requests[0][0] + 2 * link.latency_s <= self.now:
+            request = link.requests[0][1]
+            part = min(int(budget) + 1, request.job.nbytes - request.got)
             budget -= part
-            self.board.arrived(flight, part)
-            if flight.got == flight.job.nbytes:
-                link.flights.popleft()
-                self.board.done(flight, [])
+            self.work_queue.arrived(request, part)
+            if request.got == request.job.nbytes:
+                link.requests.popleft()
+                self.work_queue.done(request, [])
 
 
 def optimum(nbytes: int, links: dict[str, Link]) -> float:
@@ -94,10 +94,12 @@ def falling(mbps: float, at: float, to: float) -> Callable[[float], float]:
     return lambda now: mbps * 125_000 * (1.0 if now < at else to)
 
 
-def race(nbytes: int, links: dict[str, Link], estimates: dict[str, tuple[float, float]] | None) -> tuple[float, Board]:
+def race(
+    nbytes: int, links: dict[str, Link], estimates: dict[str, tuple[float, float]] | None
+) -> tuple[float, WorkQueue]:
     bound = optimum(nbytes, links)
     run = Race(nbytes, dict(links), make_policy("adaptive", estimates))
-    return run.run() / bound, run.board
+    return run.run() / bound, run.work_queue
 
 
 def three() -> dict[str, Link]:
@@ -113,9 +115,9 @@ SIZE = 475 << 20
 
 def test_exact_estimates() -> None:
     links = three()
-    ratio, board = race(SIZE, links, exact(links))
+    ratio, work_queue = race(SIZE, links, exact(links))
     assert ratio <= 1.02
-    assert sum(s.duplicated for s in board.everybody().values()) <= 0.01 * SIZE
+    assert sum(s.duplicated for s in work_queue.everybody().values()) <= 0.01 * SIZE
 
 
 @pytest.mark.parametrize(
@@ -137,18 +139,18 @@ def test_no_estimates() -> None:
 def test_a_link_that_collapses_in_mid_transfer(victim: str, to: float) -> None:
     links = three()
     links[victim].rate = falling(links[victim].rate(0.0) / 125_000, 2.0, to)
-    ratio, board = race(SIZE, links, exact(three()))
+    ratio, work_queue = race(SIZE, links, exact(three()))
     assert ratio <= 1.03
-    assert sum(s.duplicated for s in board.everybody().values()) <= 0.02 * SIZE
+    assert sum(s.duplicated for s in work_queue.everybody().values()) <= 0.02 * SIZE
 
 
 @pytest.mark.parametrize("victim", ["a", "b", "c"])
 def test_a_source_that_dies_in_mid_transfer(victim: str) -> None:
     links = three()
     links[victim].dies_at = 2.0
-    ratio, board = race(SIZE, links, exact(links))
+    ratio, work_queue = race(SIZE, links, exact(links))
     assert ratio <= 1.03
-    assert board.missing() == []
+    assert work_queue.missing() == []
 
 
 def test_long_links_are_kept_busy() -> None:
@@ -168,10 +170,10 @@ def test_links_that_are_never_what_they_seem(seed: int) -> None:
         mbps = chance.uniform(100, 1000)
         links[f"s{i}"] = Link(falling(mbps, chance.uniform(0.2, 4), chance.uniform(0.2, 2)), chance.uniform(0, 0.02))
     estimates = {m: (k.latency_s, 8 * k.rate(0.0) * chance.uniform(0.5, 1.5)) for m, k in links.items()}
-    ratio, board = race(SIZE, links, estimates)
+    ratio, work_queue = race(SIZE, links, estimates)
     assert ratio <= 1.06
-    assert sum(s.nbytes for s in board.everybody().values()) == SIZE
-    assert sum(s.duplicated for s in board.everybody().values()) <= 0.05 * SIZE
+    assert sum(s.nbytes for s in work_queue.everybody().values()) == SIZE
+    assert sum(s.duplicated for s in work_queue.everybody().values()) <= 0.05 * SIZE
 
 
 @pytest.mark.parametrize("name", ["greedy", "optimal", "even", "single"])

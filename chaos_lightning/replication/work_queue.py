@@ -1,10 +1,10 @@
 """Which donor sends which bytes next: the shared work of one pull.
 
-Theory of operation. The board is the only thing that the donors' threads share. A task has at most one flight that
-receives in place, its owner. A duplicate receives into memory of its own; if it is verified first, the task is done,
-but the copy is *held* until the owner's flight has ended in one way or another, and only then written to its place.
-So nobody writes into verified memory again, and nobody has to be stopped for that. What a donor does not deliver (it
-died, its connection broke, the bytes were wrong) goes back and is offered to others first.
+Theory of operation. The work queue is the only thing that the donors' threads share. A task has at most one request
+that receives in place, its owner. A duplicate receives into memory of its own; if it is verified first, the task is
+done, but the copy is *held* until the owner's request has ended in one way or another, and only then written to its
+place. So nobody writes into verified memory again, and nobody has to be stopped for that. What a donor does not deliver
+(it died, its connection broke, the bytes were wrong) goes back and is offered to others first.
 
 When nothing is left the pull cuts the connections on which only overtaken requests are under way.
 """
@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from chaos_lightning.errors import StateError
-from chaos_lightning.replication.policy import Flight, Job, Queue, SourceStats, Task, TransferPolicy
+from chaos_lightning.replication.policy import Job, Queue, Request, SourceStats, Task, TransferPolicy
 from chaos_lightning.replication.table import Piece
 
-MOST_FLIGHTS = 32
+MOST_REQUESTS = 32
 """Requests under way with one donor, however small they are."""
 MAX_TRIES = 5
 """The same bytes may arrive corrupted so often, from whomever."""
@@ -30,7 +30,7 @@ Place = Callable[[Job, list[memoryview]], None]
 
 
 @dataclass
-class Board:
+class WorkQueue:
     """Tasks waiting and under way, shared by the donor threads of one round."""
 
     jobs: Sequence[Job]
@@ -54,7 +54,7 @@ class Board:
 
     def __post_init__(self) -> None:
         self.left_nbytes = sum(job.nbytes for job in self.jobs)
-        self.flights: dict[str, list[Flight]] = {}
+        self.requests: dict[str, list[Request]] = {}
         self._spare: deque[Task] = deque(Task(job) for job in self.jobs)
         self._queues: dict[str, deque[Task]] = {}
         self._queued: dict[str, int] = {}
@@ -86,14 +86,14 @@ class Board:
                 stats = self.stats[source] = self.gone.pop(source, SourceStats())
                 if (prior := self.policy.prior(source)) is not None:
                     stats.expect(*prior)
-            self.flights.setdefault(source, [])
+            self.requests.setdefault(source, [])
             self._changed.notify_all()
 
     def dismiss(self, source: str) -> None:
         """This donor is gone; what it had, or was to have, goes back."""
         with self._changed:
             self._return_all(source)
-            self.flights.pop(source, None)
+            self.requests.pop(source, None)
             if (stats := self.stats.pop(source, None)) is not None:
                 self.gone[source] = stats
             self._spare.extend(self._queues.pop(source, ()))
@@ -120,7 +120,7 @@ class Board:
     def busy(self) -> list[str]:
         """Donors that may still be receiving."""
         with self._changed:
-            return [source for source, flights in self.flights.items() if flights]
+            return [source for source, requests in self.requests.items() if requests]
 
     def pause(self, seconds: float, deadline: float) -> bool:
         """Wait; False if it became pointless."""
@@ -141,7 +141,7 @@ class Board:
         """What has not arrived, in address order."""
         with self._changed:
             waiting = [*self._spare, *(task for queue in self._queues.values() for task in queue)]
-            flying = [f.task for flights in self.flights.values() for f in flights if not f.copy and not f.task.done]
+            flying = [f.task for requests in self.requests.values() for f in requests if not f.copy and not f.task.done]
             return sorted((task.job for task in [*waiting, *flying]), key=lambda job: job.start)
 
     def everybody(self) -> dict[str, SourceStats]:
@@ -151,7 +151,7 @@ class Board:
 
     # --- from the donors' threads ---------------------------------------------------------------------------------
 
-    def take(self, source: str, *, depth: int, wait: bool, deadline: float) -> Flight | None:
+    def take(self, source: str, *, depth: int, wait: bool, deadline: float) -> Request | None:
         """The next request for this donor; None if there is none now (`wait` False), or none will come any more.
 
         Args:
@@ -170,11 +170,11 @@ class Board:
                     now = self.clock()
                     if not self._has_room(source, depth, now):
                         return None
-                    flight = self._next(source, wait, now)
-                    if flight is not None:
-                        self.flights[source].append(flight)
-                        self.stats[source].asked(flight.job.nbytes, now)
-                        return flight
+                    request = self._next(source, wait, now)
+                    if request is not None:
+                        self.requests[source].append(request)
+                        self.stats[source].asked(request.job.nbytes, now)
+                        return request
                     left = deadline - now
                     if not wait or left <= 0:
                         return None
@@ -183,39 +183,39 @@ class Board:
             finally:
                 self._idle.discard(source)
 
-    def arrived(self, flight: Flight, nbytes: int) -> None:
+    def arrived(self, request: Request, nbytes: int) -> None:
         """So many of its bytes have come; called often by the thread that receives them, so without a lock."""
-        flight.got += nbytes
-        self.stats[flight.source].arrived(nbytes, self.clock())
+        request.got += nbytes
+        self.stats[request.source].arrived(nbytes, self.clock())
 
-    def done(self, flight: Flight, buffers: list[memoryview]) -> None:
+    def done(self, request: Request, buffers: list[memoryview]) -> None:
         """All of it arrived and is verified; an owner's bytes are in place."""
         with self._changed:
-            self._forget(flight)
-            task, stats = flight.task, self.stats[flight.source]
+            self._forget(request)
+            task, stats = request.task, self.stats[request.source]
             stats.jobs += 1
             if task.done:  # another copy was verified before
-                stats.duplicated += flight.job.nbytes
-                if not flight.copy:
+                stats.duplicated += request.job.nbytes
+                if not request.copy:
                     task.held = None
                 return
             task.done = True
-            if flight.copy:
+            if request.copy:
                 if task.owner is not None:
                     task.held = buffers
                 else:  # the owner failed meanwhile, and nobody else has begun
                     self._spare = deque(t for t in self._spare if t is not task)
                     self.place(task.job, buffers)
-            self._account(flight.source, flight.job.nbytes)
+            self._account(request.source, request.job.nbytes)
 
-    def wrong(self, flight: Flight, bad: Sequence[Piece]) -> None:
+    def wrong(self, request: Request, bad: Sequence[Piece]) -> None:
         """These pieces arrived corrupted (none named: all); the rest is verified, and in place if it is an owner's."""
         with self._changed:
-            self._forget(flight)
-            task, source = flight.task, flight.source
+            self._forget(request)
+            task, source = request.task, request.source
             self.corrupted += max(1, len(bad))
             self.stats[source].retries += 1
-            if flight.copy:
+            if request.copy:
                 return
             if task.done:
                 self._place_held(task)
@@ -245,13 +245,13 @@ class Board:
         if not self.left_nbytes:
             self._changed.notify_all()
 
-    def _forget(self, flight: Flight) -> None:
-        self.flights[flight.source].remove(flight)
-        self.stats[flight.source].under_way -= flight.job.nbytes - flight.got
-        if flight.copy:
-            flight.task.copies -= 1
+    def _forget(self, request: Request) -> None:
+        self.requests[request.source].remove(request)
+        self.stats[request.source].under_way -= request.job.nbytes - request.got
+        if request.copy:
+            request.task.copies -= 1
         else:
-            flight.task.owner = None
+            request.task.owner = None
 
     def _place_held(self, task: Task) -> None:
         """Its owner has ended without it: now nobody else writes there."""
@@ -260,31 +260,31 @@ class Board:
             task.held = None
 
     def _return_all(self, source: str) -> None:
-        for flight in reversed(self.flights.get(source, [])[:]):
-            self._forget(flight)
-            task, stats = flight.task, self.stats[source]
+        for request in reversed(self.requests.get(source, [])[:]):
+            self._forget(request)
+            task, stats = request.task, self.stats[source]
             if task.done:
-                stats.duplicated += flight.got
-                if not flight.copy:
+                stats.duplicated += request.got
+                if not request.copy:
                     self._place_held(task)
                 continue
             stats.retries += 1
-            if not flight.copy:
+            if not request.copy:
                 task.job = replace(task.job, avoid=task.job.avoid | {source})
                 self._spare.appendleft(task)
 
     def _has_room(self, source: str, depth: int, now: float) -> bool:
-        count, stats = len(self.flights[source]), self.stats[source]
-        return count < depth or (count < MOST_FLIGHTS and stats.under_way < self.policy.window_nbytes(stats, now))
+        count, stats = len(self.requests[source]), self.stats[source]
+        return count < depth or (count < MOST_REQUESTS and stats.under_way < self.policy.window_nbytes(stats, now))
 
-    def _next(self, source: str, idle: bool, now: float) -> Flight | None:
+    def _next(self, source: str, idle: bool, now: float) -> Request | None:
         size = self.policy.request_nbytes(self.stats[source], now, self.request_nbytes)
         task = self._own(source, size) or self._spared(source, size)
         if task is None and self._queues:
             task = self._stolen(source, size, now)
         if task is not None:
-            flight = task.owner = Flight(task, source, copy=False)
-            return flight
+            request = task.owner = Request(task, source, copy=False)
+            return request
         return self._copied(source, now) if idle else None
 
     def _own(self, source: str, size: int) -> Task | None:
@@ -312,7 +312,7 @@ class Board:
 
     def _may_take(self, source: str) -> bool:
         return self.policy.may_take(source, self.stats) or (
-            self._idle >= self.stats.keys() and not any(self.flights.values())
+            self._idle >= self.stats.keys() and not any(self.requests.values())
         )
 
     def _stolen(self, thief: str, size: int, now: float) -> Task | None:
@@ -337,20 +337,20 @@ class Board:
         self.stats[thief].stolen += moved
         return self._own(thief, size)
 
-    def _copied(self, source: str, now: float) -> Flight | None:
-        mine = {id(f.task) for f in self.flights[source]}
-        flights = [
+    def _copied(self, source: str, now: float) -> Request | None:
+        mine = {id(f.task) for f in self.requests[source]}
+        requests = [
             f
-            for flights in self.flights.values()
-            for f in flights
+            for requests in self.requests.values()
+            for f in requests
             if not f.copy and not f.task.done and id(f.task) not in mine and self._allowed(source, f.job)
         ]
-        chosen = self.policy.duplicate(source, flights, self.stats, now) if flights else None
+        chosen = self.policy.duplicate(source, requests, self.stats, now) if requests else None
         if chosen is None:
             return None
         chosen.task.copies += 1
         self.copies += 1
-        return Flight(chosen.task, source, copy=True)
+        return Request(chosen.task, source, copy=True)
 
     def _allowed(self, source: str, job: Job) -> bool:
         if job.only is not None and source not in job.only:
