@@ -209,7 +209,7 @@ class Donor:
         """Take jobs and have them sent until none are left. Raises what ended it early; the work queue knows already.
 
         Args:
-            work queue: Gives the jobs.
+            work_queue: Gives the jobs.
             sink: Where the bytes go.
             how: Another way than by requests on this connection.
         """
