@@ -17,10 +17,10 @@ from chaos_lightning.errors import ChaosError, DeadlineError, NoDonorError, Stat
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.process_table import host_identity
 from chaos_lightning.member.choice import Situation, TransferChoice
+from chaos_lightning.member.connection_pool import ConnectionPool
 from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.sources import endpoint, endpoints
-from chaos_lightning.member.spares import Spares
 from chaos_lightning.protocol.types import Header, Member, Span, View
 from chaos_lightning.protocol.types import Progress as ProgressMessage
 from chaos_lightning.replication.access import StateAccess
@@ -45,7 +45,7 @@ TOLD_EVERY_S = 1.0
 ESTIMATES_TIMEOUT_S = 3.0
 DECISION_S = 1.0
 """Donors that died are replaced by a decision of the scheduler: how long after the last one was lost it may come."""
-SPARE_CONNECTIONS = 2
+POOLED_CONNECTIONS = 2
 """To each neighbour of a newcomer: one for the state, one for the log."""
 
 
@@ -104,7 +104,7 @@ class Transfer:
         self._links = links
         self._keys = keys
         self._tell = tell
-        self._spares = Spares(self._connect)
+        self._pool = ConnectionPool(self._connect)
         self._observed = False
         """The last state that was pulled was an observer's."""
         self._copying: Snapshot | None = None
@@ -122,15 +122,15 @@ class Transfer:
 
     def dial(self, donor: Endpoint) -> socket.socket:
         """An authenticated bulk connection; one that was made before, if there is any."""
-        return self._spares.take(donor) or self._connect(donor)
+        return self._pool.take(donor) or self._connect(donor)
 
     def expect(self, donor: Member) -> None:
         """This member is new, and will soon ask that one for its state: connections are made beforehand."""
-        self._spares.prepare(Endpoint(donor.id, donor.address, donor.port), SPARE_CONNECTIONS)
+        self._pool.prepare(Endpoint(donor.id, donor.address, donor.port), POOLED_CONNECTIONS)
 
     def arrived(self) -> None:
         """This member is in, or another one by now: connections that were made in advance are of no use any more."""
-        before, self._spares = self._spares, Spares(self._connect)
+        before, self._pool = self._pool, ConnectionPool(self._connect)
         before.close()
 
     def forget(self) -> None:
@@ -140,7 +140,7 @@ class Transfer:
 
     def close(self) -> None:
         """Serves nothing any more."""
-        self._spares.close()
+        self._pool.close()
         self.server.close()
 
     def _connect(self, donor: Endpoint) -> socket.socket:
@@ -281,10 +281,10 @@ class Transfer:
         superseded: Callable[[], bool],
     ) -> PullReport | None:
         """Takes a snapshot out of the memory of a member on this machine; None if nobody lends it."""
-        ways, spares = {e.member: e for e in donors}, self._spares
+        ways, pool = {e.member: e for e in donors}, self._pool
 
         def spare(member: str, channel: BulkSocket) -> None:
-            spares.put(ways[member], channel.sock)
+            pool.put(ways[member], channel.sock)
 
         reader = StateReader(
             donors,

@@ -15,7 +15,7 @@ from chaos_lightning.errors import ChaosError
 from chaos_lightning.replication.source import Dial, Endpoint
 
 
-class Spares:
+class ConnectionPool:
     """See the module. Methods may be called by any thread.
 
     Args:
@@ -36,7 +36,7 @@ class Spares:
                 for _ in range(count):
                     self.put(endpoint, self._dial(endpoint))
 
-        threading.Thread(target=work, name=f"chaos-spare-{endpoint.member}", daemon=True).start()
+        threading.Thread(target=work, name=f"chaos-pool-{endpoint.member}", daemon=True).start()
 
     def put(self, endpoint: Endpoint, sock: socket.socket) -> None:
         """Keeps a connection on which nothing is under way."""
