@@ -64,7 +64,7 @@ from chaos_lightning.security.credentials import Credentials, check_bind
 from chaos_lightning.settings import EngineConfig
 from chaos_lightning.transport.links import Links
 from chaos_lightning.transport.loop import IoLoop
-from chaos_lightning.transport.reference import Stamp
+from chaos_lightning.transport.reference import Generation
 
 _log = logging.getLogger("chaos_lightning")
 MAY_GO_S = 0.5
@@ -119,7 +119,7 @@ class Engine:
             self._token,
             lambda line: self.events.emit("refused", reason=line),
             keys=self._keys,
-            stamp=Stamp() if config.by_reference else None,
+            generation=Generation() if config.by_reference else None,
         )
         self._waiting = Waiting(self._mail, self.events, self._links.severed)
         self._transfer = Transfer(

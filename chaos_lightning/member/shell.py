@@ -107,8 +107,8 @@ class Shell:
         self._said: tuple[Contribution | Header | None, bytes] = (None, b"")
         self._beat_at = self._links_at = 0.0
         self._contributed_at = self._committed_at = time.monotonic()
-        if links.stamp is not None:
-            self.server.lender = Lender(links.reads, links.stamp, memory.result_bytes)
+        if links.generation is not None:
+            self.server.lender = Lender(links.reads, links.generation, memory.result_bytes)
 
     # ------------------------------------------------------------------ set-up
 
@@ -127,8 +127,8 @@ class Shell:
         self.reducer.restart("")
         self.transfer.arrived()
         self.links.abandon()
-        if self.links.stamp is not None:
-            self.links.stamp.set(NO_VIEW, 0)  # what lay in the result buffers is overwritten from now on
+        if self.links.generation is not None:
+            self.links.generation.set(NO_VIEW, 0)  # what lay in the result buffers is overwritten from now on
 
     def beat(self) -> None:
         """Pings idle links and ticks the machine; re-arms itself."""
@@ -271,8 +271,8 @@ class Shell:
                 self.links.want(peers)
             case fx.OpenAttempt(view, seq):
                 self.links.opened(seq)
-                if self.links.stamp is not None:
-                    self.links.stamp.set(view.id, seq)
+                if self.links.generation is not None:
+                    self.links.generation.set(view.id, seq)
                 self.reducer.open(view, seq)
             case fx.DropAttempt(view):
                 self.reducer.drop(view)

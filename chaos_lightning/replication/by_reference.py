@@ -3,9 +3,9 @@
 Theory of operation. As with gradients (transport/reference.py) one copy by the kernel takes the place of two and of the
 network stack, and it is the newcomer that makes it: donors, who train meanwhile, only say where their bytes lie. They
 say so to those that have shown on their link that they can read here (`Lender`). That the bytes were still the right
-ones is known afterwards: a state that donors rest at is verified by its piece hashes; a snapshot by its own stamp
-(snapshot.py), which changes before the optimizer writes; a slot's sums by the stamp of the open attempt, which changes
-before another attempt overwrites them.
+ones is known afterwards: a state that donors rest at is verified by its piece hashes; a snapshot by its own generation
+(snapshot.py), which changes before the optimizer writes; a slot's sums by the generation of the open attempt, which
+changes before another attempt overwrites them.
 
 Snapshots are taken by `StateReader` (state_reader.py), logged slots by `LogReader`, and what a pull lacks by `deliver`.
 """
@@ -25,10 +25,10 @@ from chaos_lightning.replication.client import Donor, Sink, elsewhere
 from chaos_lightning.replication.published import Published, RefusalError
 from chaos_lightning.replication.table import DTYPES, Entry, StateTable, dtype_name
 from chaos_lightning.replication.work_queue import WorkQueue
-from chaos_lightning.transport.reference import MAX_PIECES, Neighbour, Stamp, address_of
+from chaos_lightning.transport.reference import MAX_PIECES, Generation, Neighbour, address_of
 
 UNCHECKED = 0
-"""A generation that needs no look at the stamp: hashes tell whether the bytes were right."""
+"""In the place of a generation where none need be looked at: hashes tell whether the bytes were right."""
 _LENGTH = struct.Struct("!I")
 Readable = Callable[[str], bool]
 """Whether this member has shown that it can read this process's memory."""
@@ -39,13 +39,13 @@ class Lender:
 
     Args:
         readable: Asked with a member id.
-        stamp: Tells which attempt this process has open.
+        generation: Tells which attempt this process has open.
         results: The buffers that slots are reduced into, in turn.
     """
 
-    def __init__(self, readable: Readable, stamp: Stamp, results: Sequence[memoryview]) -> None:
+    def __init__(self, readable: Readable, generation: Generation, results: Sequence[memoryview]) -> None:
         self.readable = readable
-        self._stamp = stamp
+        self._generation = generation
         self._results = tuple(results)
 
     def places(self, item: Published, *, manifest: bool) -> bytes:
@@ -56,23 +56,23 @@ class Lender:
             manifest: Send the manifest along.
         """
         if item.snapshot is not None:
-            offer = item.snapshot.stamp.offer()
+            offer = item.snapshot.generation.offer()
             generation, addresses = item.snapshot.places()
             addresses += [r.address for r in item.regions[len(addresses) :]]
         else:
-            offer, generation, addresses = self._stamp.offer(), UNCHECKED, [r.address for r in item.regions]
+            offer, generation, addresses = self._generation.offer(), UNCHECKED, [r.address for r in item.regions]
         named = [*((n, t, False) for n, t in item.named), *((n, t, True) for n, t in item.attached)]
         rows = [
             [n, dtype_name(t.dtype), list(t.shape), int(attached), t.device.type, address]
             for (n, t, attached), address in zip(named, addresses, strict=True)
         ]
-        head = json.dumps({"stamp": offer.hex(), "generation": generation, "tensors": rows}).encode()
+        head = json.dumps({"offer": offer.hex(), "generation": generation, "tensors": rows}).encode()
         return _LENGTH.pack(len(head)) + head + (item.manifest if manifest else b"")
 
     def buffers(self) -> bytes:
         """Where reduced bytes lie, as `Buffers` reads it."""
         at = [(address_of(b), b.nbytes) for b in self._results]
-        return json.dumps({"stamp": self._stamp.offer().hex(), "results": at}).encode()
+        return json.dumps({"offer": self._generation.offer().hex(), "results": at}).encode()
 
 
 def refuse_unless(lender: Lender | None, peer: str) -> Lender:
@@ -98,7 +98,7 @@ class Places:
             (length,) = _LENGTH.unpack_from(data)
             said = json.loads(data[_LENGTH.size : _LENGTH.size + length])
             self.generation = int(said["generation"])
-            offer = bytes.fromhex(said["stamp"])
+            offer = bytes.fromhex(said["offer"])
             entries: list[Entry] = []
             at = 0
             self._addresses: list[int] = []
@@ -171,7 +171,7 @@ class Buffers:
         try:
             said = json.loads(data)
             self._results = [(int(address), int(nbytes)) for address, nbytes in said["results"]]
-            offer = bytes.fromhex(said["stamp"])
+            offer = bytes.fromhex(said["offer"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise WireError(f"malformed buffers: {error!r}") from error
         self._neighbour = Neighbour(offer)

@@ -8,7 +8,7 @@ one run of host memory, whose pages that thread touches first, so that no page f
 If all who observe can read this process's memory (by_reference.py), the state itself is the snapshot while it is
 still, and copying it is put off for `hold_s`. Readers go from the front to the back and say how far they are (`take`);
 what none of them lacks is not copied at all. After the hold the copying goes from the back to the front, until it meets
-them. `stamp` tells readers whether what they have just read was still.
+them. `generation` tells readers whether what they have just read was still.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch import Tensor
 from chaos_lightning.errors import DeadlineError, StateError
 from chaos_lightning.protocol.types import NO_VIEW
 from chaos_lightning.replication.memory import as_bytes, host_view, in_place, region
-from chaos_lightning.transport.reference import Stamp
+from chaos_lightning.transport.reference import Generation
 
 _ALIGNMENT = 64
 _BLOCK_NBYTES = 4 << 20
 LIVE, COPIED, GONE = 1, 2, 3
-"""What `stamp` says: the state itself may be read, or what was copied of it, or nothing any more."""
+"""What `generation` says: the state itself may be read, or what was copied of it, or nothing any more."""
 
 
 def available_nbytes() -> int:
@@ -74,7 +74,7 @@ class Snapshot:
             )
         self.tensors: list[tuple[str, Tensor]] = []
         """The copies; all of them, once `settle` returned and if `whole`."""
-        self.stamp = Stamp()
+        self.generation = Generation()
         self.readers = frozenset(readers) if all(in_place(t) for _, t in tensors) else frozenset()
         """Who may read the state itself; nobody if a tensor is no plain host memory."""
         self._taken = dict.fromkeys(self.readers, 0)
@@ -106,7 +106,7 @@ class Snapshot:
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._state = LIVE
-        self.stamp.set(NO_VIEW, LIVE)
+        self.generation.set(NO_VIEW, LIVE)
         threading.Thread(target=self._run, name="chaos-snapshot", daemon=True).start()
 
     @property
@@ -154,7 +154,7 @@ class Snapshot:
             self._go.set()
 
     def places(self) -> tuple[int, list[int]]:
-        """What `stamp` has to say after reading, and where each tensor begins; 0 where it is not held any more."""
+        """What `generation` has to say after reading, and where each tensor begins; 0 where it is not held any more."""
         with self._lock:
             if self._state == LIVE:
                 return LIVE, [t.data_ptr() for t, _ in self._live]
@@ -176,7 +176,7 @@ class Snapshot:
         """From here on readers are told so; before anything is written or freed."""
         with self._lock:
             self._state = max(self._state, state)
-            self.stamp.set(NO_VIEW, self._state)
+            self.generation.set(NO_VIEW, self._state)
 
     def _taken_nbytes(self) -> int:
         with self._lock:

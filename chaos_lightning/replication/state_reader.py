@@ -1,9 +1,9 @@
 """An observer takes the state at a header out of the memory of a member of its machine (by_reference.py).
 
 Theory of operation. The state itself is read while it is still, from the front to the back. Every block is followed by
-a look at the donor's stamp; once the donor's optimizer is about to write, the rest is read from the copy that it made
-of what nobody had read yet. All donors of this machine are told how far the observer is, so that they copy nothing that
-it has. If one dies or cannot give the rest, the next one goes on where it ended: they all hold the same.
+a look at the donor's generation; once the donor's optimizer is about to write, the rest is read from the copy that it
+made of what nobody had read yet. All donors of this machine are told how far the observer is, so that they copy nothing
+that it has. If one dies or cannot give the rest, the next one goes on where it ended: they all hold the same.
 
 Nothing is hashed here: an observer's state counts for nothing until it was compared with all members' (PROTOCOL.md 19).
 """
@@ -30,7 +30,7 @@ from chaos_lightning.replication.source import Dial, Endpoint, Source, reason_of
 from chaos_lightning.replication.table import check_layout, make_attached, placeholder
 
 BLOCK_NBYTES = 16 << 20
-"""So much is read between two looks at the stamp and words to the donors."""
+"""So much is read between two looks at the generation and words to the donors."""
 
 Spare = Callable[[str, BulkSocket], None]
 

@@ -35,9 +35,9 @@ from chaos_lightning.transport.reference import (
     MAX_PIECES,
     PIECE,
     SMALLEST_NBYTES,
+    Generation,
     Neighbour,
     Reference,
-    Stamp,
     intact,
     pieces_of,
     refer,
@@ -79,10 +79,12 @@ class Link:
         sock: Connected; the link owns it.
         peer: Member id of the other end.
         owner: Takes what arrives.
-        stamp: This process's, if its neighbours may read its memory.
+        generation: This process's, if its neighbours may read its memory.
     """
 
-    def __init__(self, loop: IoLoop, sock: socket.socket, peer: str, owner: Owner, stamp: Stamp | None = None) -> None:
+    def __init__(
+        self, loop: IoLoop, sock: socket.socket, peer: str, owner: Owner, generation: Generation | None = None
+    ) -> None:
         self.peer = peer
         self.heard_at = time.monotonic()
         self.sent_nbytes = 0
@@ -128,8 +130,8 @@ class Link:
         if self._opener is not None:
             self._expect()
         loop.register(self._fd, _READ, self._on_ready)
-        if stamp is not None and self.local:
-            self.send(FrameType.OFFER, payload=(memoryview(stamp.offer()),))
+        if generation is not None and self.local:
+            self.send(FrameType.OFFER, payload=(memoryview(generation.offer()),))
 
     # ------------------------------------------------------------------ sending
 

@@ -37,7 +37,7 @@ from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.measuring import Measuring
 from chaos_lightning.transport.medium import installed
-from chaos_lightning.transport.reference import Reference, Stamp
+from chaos_lightning.transport.reference import Generation, Reference
 from chaos_lightning.transport.sealing import ProtectedSocket, session_of
 from chaos_lightning.transport.watching import Watching
 
@@ -92,7 +92,7 @@ class Links:
         token: Cluster token (empty for none), or credentials.
         refused: Told about strangers (a line for the event log).
         keys: Connections are made, taken and protected by these, if there are any.
-        stamp: Neighbours on this machine may read chunks out of this process's memory, as long as it says so.
+        generation: Neighbours on this machine may read chunks out of this process's memory, as long as it says so.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class Links:
         refused: Callable[[str], None],
         *,
         keys: Keys | None = None,
-        stamp: Stamp | None = None,
+        generation: Generation | None = None,
     ) -> None:
         self.port = 0
         """Where this member listens; 0 before it does."""
-        self.stamp = stamp
+        self.generation = generation
         self._keys = keys
         self._loop = loop
         self._job = job
@@ -387,8 +387,8 @@ class Links:
             self._measuring.lost(peer, old)
         self._dialling.made(peer)
         close_in_children(sock.fileno())
-        stamp = None if self._measuring.emulated(peer) else self.stamp
-        link = self._links[peer] = Link(self._loop, sock, peer, self, stamp)
+        generation = None if self._measuring.emulated(peer) else self.generation
+        link = self._links[peer] = Link(self._loop, sock, peer, self, generation)
         self._carry_out(self._router.again())
         if not link.open:
             self.broken(peer, link, "closed (as soon as it was made)")

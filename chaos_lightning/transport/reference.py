@@ -5,15 +5,15 @@ Theory of operation. Over loopback TCP each byte is copied twice by the kernel a
 the sums, is most of what an all-reduce costs among members of one machine. A sender's chunks lie still long enough for
 reading instead: its own gradient until the slot commits, results until the header after (PROTOCOL.md 3), and neither
 happens before the receiver has read, or the receiver is out. Who is out may read late; so each process keeps a
-`Stamp`, the attempt that it has open, sets it before that attempt's bytes overwrite others, and the receiver reads it
-*after* the bytes: bytes that were not still any more are recognised and dropped (`intact`).
+`Generation`, the attempt that it has open, sets it before that attempt's bytes overwrite others, and the receiver reads
+it *after* the bytes: bytes that were not still any more are recognised and dropped (`intact`).
 
 A partial sum is not read when its frame comes but when it is added, block by block, so that each block is added while
 it is in the processor's cache (`Reference`).
 
 Whether a process may read another one's memory is up to the kernel (same user, no seccomp filter, same pid namespace),
-so it is tried: each end of a link between addresses of one machine offers its stamp, and references are sent only to an
-end that has read it. A random nonce in the stamp tells a process from a later one with the same pid.
+so it is tried: each end of a link between addresses of one machine offers its generation, and references are sent only
+to an end that has read it. A random nonce in the generation tells a process from a later one with the same pid.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def pieces_of(references: memoryview) -> list[tuple[int, int]]:
     return list(PIECE.iter_unpack(references))
 
 
-class Stamp:
+class Generation:
     """Which attempt this process has open, where its neighbours can read it."""
 
     def __init__(self) -> None:
@@ -87,12 +87,12 @@ class Stamp:
         words.seq, words.term, words.number = seq, view.term, view.number
 
     def offer(self) -> bytes:
-        """What a neighbour needs to read this process's memory: pid, where the stamp lies, its nonce."""
+        """What a neighbour needs to read this process's memory: pid, where the generation lies, its nonce."""
         return _OFFER.pack(os.getpid(), ctypes.addressof(self._words), bytes(self._words.nonce))
 
 
 def intact(up: bool, view: ViewId, seq: int, now: tuple[ViewId, int]) -> bool:
-    """Whether what the sender's memory held for a chunk of (view, seq) was still there when its stamp was `now`.
+    """Whether what the sender's memory held for a chunk of (view, seq) was still there when its generation was `now`.
 
     Args:
         up: A partial sum (own gradient or what was added to it, still while its attempt is open), not a result (still
@@ -110,7 +110,7 @@ class Neighbour:
     """Another process of this machine, whose memory this one may read.
 
     Args:
-        offer: What `Stamp.offer` gave there.
+        offer: What `Generation.offer` gave there.
 
     Raises:
         WireError: The offer is malformed.
@@ -122,14 +122,14 @@ class Neighbour:
             raise WireError(f"an offer of memory has {len(offer)} bytes, expected {_OFFER.size}")
         self._pid, self._address, self._nonce = _OFFER.unpack(offer)
         self._seen = _Words()
-        self.stamp()
+        self.generation()
 
-    def stamp(self) -> tuple[ViewId, int]:
+    def generation(self) -> tuple[ViewId, int]:
         """The attempt that the neighbour has open."""
         return self.read([], None)
 
     def read(self, pieces: Sequence[tuple[int, int]], into: memoryview | None) -> tuple[ViewId, int]:
-        """Fills `into` from the neighbour's memory; returns the stamp as it was after that.
+        """Fills `into` from the neighbour's memory; returns the generation as it was after that.
 
         Raises:
             ProcessLookupError: The process is gone.
@@ -147,13 +147,13 @@ class Neighbour:
         if _LOAD is None:
             raise OSError("this system has no process_vm_readv")
         seen = self._seen
-        stamp_nbytes = ctypes.sizeof(seen)
+        generation_nbytes = ctypes.sizeof(seen)
         count = len(into) + 1
-        mine = (*((address_of(b), b.nbytes) for b in into), (ctypes.addressof(seen), stamp_nbytes))
+        mine = (*((address_of(b), b.nbytes) for b in into), (ctypes.addressof(seen), generation_nbytes))
         ours = (_Iovec * count)(*(_Iovec(*piece) for piece in mine))
-        remote = (*pieces, (self._address, stamp_nbytes))
+        remote = (*pieces, (self._address, generation_nbytes))
         theirs = (_Iovec * len(remote))(*(_Iovec(*piece) for piece in remote))
-        wanted = stamp_nbytes + sum(b.nbytes for b in into)
+        wanted = generation_nbytes + sum(b.nbytes for b in into)
         done = int(_LOAD(self._pid, ours, count, theirs, len(remote), 0))
         if done != wanted:
             number = ctypes.get_errno() if done < 0 else 0

@@ -16,7 +16,7 @@ from chaos_lightning.protocol.types import Member, PlanSpec, View, ViewId
 from chaos_lightning.transport.frames import FrameType
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop
-from chaos_lightning.transport.reference import Stamp
+from chaos_lightning.transport.reference import Generation
 
 DEADLINE_S = 20.0
 
@@ -28,7 +28,7 @@ class Node:
         self, me: str, shapes: list[tuple[int, ...]], dtype: torch.dtype, chunk: int, *, by_reference: bool = False
     ) -> None:
         self.me = me
-        self.stamp = Stamp() if by_reference else None
+        self.generation = Generation() if by_reference else None
         self.crash: list[BaseException] = []
         self.done: dict[tuple[ViewId, int], threading.Event] = {}
         self.loop = IoLoop(me, self.crash.append)
@@ -58,11 +58,11 @@ class Node:
         pass
 
     def attach(self, peer: str, sock: socket.socket) -> None:
-        self.loop.call(lambda: self.links.__setitem__(peer, Link(self.loop, sock, peer, self, self.stamp)))
+        self.loop.call(lambda: self.links.__setitem__(peer, Link(self.loop, sock, peer, self, self.generation)))
 
     def open(self, view: View, seq: int) -> None:
-        if self.stamp is not None:
-            self.stamp.set(view.id, seq)
+        if self.generation is not None:
+            self.generation.set(view.id, seq)
         self.reducer.open(view, seq)
 
     def wait_for_references(self, count: int) -> None:

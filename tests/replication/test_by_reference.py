@@ -20,7 +20,7 @@ from chaos_lightning.replication.by_reference import Buffers, Lender, Places
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.snapshot import COPIED, LIVE, Snapshot
 from chaos_lightning.replication.state_reader import StateReader
-from chaos_lightning.transport.reference import Stamp
+from chaos_lightning.transport.reference import Generation
 
 READER = "joiner"
 """What `ThreadDonor` calls the other end of its connections."""
@@ -29,7 +29,7 @@ READER = "joiner"
 def lend(server: StateServer, *, to: str = READER, nbytes: int = 4096) -> list[memoryview]:
     """Has a server lend its memory to one member; its result buffers."""
     results = [memoryview(bytearray(nbytes)) for _ in range(2)]
-    server.lender = Lender(lambda peer: peer == to, Stamp(), results)
+    server.lender = Lender(lambda peer: peer == to, Generation(), results)
     return results
 
 
@@ -302,19 +302,19 @@ def test_odd_places_are_a_wire_error(data: bytes) -> None:
         Places(data)
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b'{"results": 3, "stamp": ""}', b'{"results": [], "stamp": "x"}'])
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b'{"results": 3, "offer": ""}', b'{"results": [], "offer": "x"}'])
 def test_odd_buffers_are_a_wire_error(data: bytes) -> None:
     with pytest.raises(WireError, match="malformed buffers"):
         Buffers(data)
 
 
 def test_sums_are_read_until_the_next_but_one_slot_opens() -> None:
-    stamp = Stamp()
+    generation = Generation()
     results = [memoryview(bytearray(range(256)) * 4), memoryview(bytearray(1024))]
-    buffers = Buffers(Lender(lambda peer: True, stamp, results).buffers())
+    buffers = Buffers(Lender(lambda peer: True, generation, results).buffers())
     raw = memoryview(bytearray(1024))
     for seq, intact in ((8, True), (9, True), (10, False), (0, False)):
-        stamp.set(NO_VIEW, seq)
+        generation.set(NO_VIEW, seq)
         assert buffers.read(8, raw, [(0, 100), (500, 1000)]) is intact
     assert bytes(raw[:100]) == bytes(results[0][:100])
     assert bytes(raw[500:1000]) == bytes(results[0][500:1000])

@@ -22,7 +22,7 @@ from chaos_lightning.replication.by_reference import Lender
 from chaos_lightning.replication.log import SlotLog
 from chaos_lightning.replication.log_reader import LogReader, _shares
 from chaos_lightning.replication.server import ServerConfig
-from chaos_lightning.transport.reference import Stamp
+from chaos_lightning.transport.reference import Generation
 
 NBYTES = 4096
 
@@ -272,9 +272,9 @@ class Lending:
     def __init__(self, donor: ThreadDonor) -> None:
         self.log = donor.server.log
         self.results = [memoryview(bytearray(NBYTES)) for _ in range(2)]
-        self.stamp = Stamp()
+        self.generation = Generation()
         self.open = 0
-        donor.server.lender = Lender(lambda peer: peer == "joiner", self.stamp, self.results)
+        donor.server.lender = Lender(lambda peer: peer == "joiner", self.generation, self.results)
 
     def commit(self, header: Header, hold_s: float = LIMIT_S) -> None:
         """Reduces a slot and keeps it."""
@@ -296,7 +296,7 @@ class Lending:
     def begin(self, seq: int) -> None:
         """The attempt of this slot is open."""
         self.open = seq
-        self.stamp.set(NO_VIEW, seq)
+        self.generation.set(NO_VIEW, seq)
 
 
 @pytest.fixture

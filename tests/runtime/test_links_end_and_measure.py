@@ -20,7 +20,7 @@ from chaos_lightning.transport.handshake import Greeting, dial
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.measuring import RENEW_S
 from chaos_lightning.transport.probe import Probes
-from chaos_lightning.transport.reference import Stamp
+from chaos_lightning.transport.reference import Generation
 
 Build = Callable[[str], dict[str, Node]]
 VIEW = ViewId(1, 1)
@@ -366,7 +366,7 @@ def test_emulated_links_send_nothing_by_reference(build: Build, how: str) -> Non
     if how == "rates":
         emulate(nodes, 200e6)
     for node in nodes.values():
-        node.links.stamp = Stamp()
+        node.links.generation = Generation()
     connect(nodes, "ab")
     a, b = nodes.values()
     for node in (a, b):

@@ -94,7 +94,7 @@ def test_newcomer_that_knows_no_view_can_be_asked() -> None:
         up=lambda peer: False,
         sight=lambda peer: Sight(False, ""),
         chunk=None,
-        stamp=None,
+        generation=None,
     )
     shell = Shell(nobody, Mailbox("b"), EventLog(None), cast(Any, links), nobody, nobody, said.append, nobody, ())
     shell.control(Probe("a~1", member(os.getpid())))

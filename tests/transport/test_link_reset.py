@@ -12,7 +12,7 @@ from chaos_lightning.transport.frames import Frame, FrameType
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.locality import on_this_machine
 from chaos_lightning.transport.loop import IoLoop
-from chaos_lightning.transport.reference import Stamp
+from chaos_lightning.transport.reference import Generation
 
 DEADLINE_S = 20.0
 
@@ -55,10 +55,10 @@ def test_it_has_no_addresses_any_more_and_is_no_error() -> None:
 def test_its_link_is_told_to_be_broken_and_the_loop_goes_on() -> None:
     crashes: list[BaseException] = []
     loop, owner, went_on = IoLoop("reset", crashes.append), Owner(), threading.Event()
-    sock, stamp = reset_pair(), Stamp()
+    sock, generation = reset_pair(), Generation()
 
     def make() -> None:
-        link = Link(loop, sock, "peer", owner, stamp)
+        link = Link(loop, sock, "peer", owner, generation)
         link.send(FrameType.MESSAGE, NO_VIEW, 0, 0, (memoryview(b"word"),))
 
     loop.call(make)

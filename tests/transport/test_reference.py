@@ -12,9 +12,9 @@ import pytest
 from chaos_lightning.errors import WireError
 from chaos_lightning.protocol.types import ViewId
 from chaos_lightning.transport.reference import (
+    Generation,
     Neighbour,
     Reference,
-    Stamp,
     UnreadableError,
     address_of,
     intact,
@@ -25,13 +25,13 @@ from chaos_lightning.transport.reference import (
 CHILD = """
 import sys
 from chaos_lightning.protocol.types import ViewId
-from chaos_lightning.transport.reference import Stamp, refer
+from chaos_lightning.transport.reference import Generation, refer
 memory = memoryview(bytearray(range(256)) * 64)
-stamp = Stamp()
-stamp.set(ViewId(3, 7), 41)
-print(stamp.offer().hex(), refer([memory[100:300], memory[1000:9000]]).hex(), flush=True)
+generation = Generation()
+generation.set(ViewId(3, 7), 41)
+print(generation.offer().hex(), refer([memory[100:300], memory[1000:9000]]).hex(), flush=True)
 for line in sys.stdin:
-    stamp.set(ViewId(3, 7), int(line))
+    generation.set(ViewId(3, 7), int(line))
     print("set", flush=True)
 """
 WHOLE = bytes(range(256)) * 64
@@ -53,7 +53,7 @@ def announced(child: subprocess.Popen[str]) -> tuple[bytes, list[tuple[int, int]
     return bytes.fromhex(offer), pieces_of(memoryview(bytes.fromhex(references)))
 
 
-def test_bytes_and_stamp_come_from_the_other_process(child: subprocess.Popen[str]) -> None:
+def test_bytes_and_generation_come_from_the_other_process(child: subprocess.Popen[str]) -> None:
     offer, pieces = announced(child)
     neighbour = Neighbour(offer)
     into = memoryview(bytearray(len(EXPECTED)))
@@ -95,16 +95,16 @@ def test_a_process_that_died_is_told(child: subprocess.Popen[str]) -> None:
 
 
 def test_memory_that_is_not_there_is_an_error_and_no_crash() -> None:
-    stamp = Stamp()
-    neighbour = Neighbour(stamp.offer())
+    generation = Generation()
+    neighbour = Neighbour(generation.offer())
     with pytest.raises(OSError, match="Bad address"):
         neighbour.read([(4096, 100)], memoryview(bytearray(100)))
 
 
 def test_an_offer_with_another_nonce_is_another_process() -> None:
-    stamp = Stamp()
-    offer = bytearray(stamp.offer())
-    assert Neighbour(bytes(offer)).stamp() == (ViewId(0, 0), 0)
+    generation = Generation()
+    offer = bytearray(generation.offer())
+    assert Neighbour(bytes(offer)).generation() == (ViewId(0, 0), 0)
     offer[-1] ^= 1
     with pytest.raises(ProcessLookupError, match="another one by now"):
         Neighbour(bytes(offer))
@@ -118,7 +118,7 @@ def test_a_malformed_offer_is_refused() -> None:
 def test_references_name_this_process_and_its_bytes() -> None:
     memory = memoryview(bytearray(b"0123456789"))
     assert pieces_of(memoryview(refer([memory[2:5]]))) == [(address_of(memory) + 2, 3)]
-    assert int.from_bytes(Stamp().offer()[:8], "little") == os.getpid()
+    assert int.from_bytes(Generation().offer()[:8], "little") == os.getpid()
 
 
 @pytest.mark.parametrize(
