@@ -4,7 +4,7 @@ Theory of operation. `strategy` says what each hook of Lightning means, and `com
 gets. A `session` is one fit's part in a job: it owns the engine, and decides what happens at a rest point, in a slot
 and at the end. What it decides from belongs to its parts:
 
-- `stepping`: the window of a step, weights, averaging; `manual`: averages of manual optimization;
+- `stepping`: the accumulation of a step, weights, averaging; `manual`: averages of manual optimization;
 - `collectives`, `results`, `evaluation`: what members exchange, what `self.log` keeps, validation that is dealt out;
 - `writer`, `saving`: who logs and writes files; checkpoints;
 - `data`, `lengths`, `schedules`: the training loader, how long an epoch is, schedules by samples;

@@ -59,7 +59,7 @@ def stopped_within_epoch(trainer: Trainer) -> bool:
 def limited(trainer: Trainer, total: float) -> float:
     """`limit_train_batches` applied: an int counts micro-batches of each member, a fraction is of the present
     length, rounded down as Lightning does. What was its last batch stays the last, although a step that ends in the
-    middle of a window leaves more windows behind."""
+    middle of an accumulation leaves more accumulations behind."""
     limit = trainer.limit_train_batches
     if isinstance(limit, int):
         return min(total, limit)

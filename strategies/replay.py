@@ -48,7 +48,7 @@ BETWEEN = (
     "on_validation_batch_end",
     "lr_scheduler_step",
 )
-"""Hooks between one optimizer step and the next window's forward passes."""
+"""Hooks between one optimizer step and the next accumulation's forward passes."""
 
 _TRUSTED = re.compile(r"(lightning|lightning_fabric|torchmetrics|torch|chaos_lightning)(\.|$)")
 """Packages whose hooks are known: they change nothing that is trained, but for the callbacks that TABLE names."""
@@ -222,7 +222,7 @@ TABLE: tuple[Obstacle, ...] = (
     Obstacle(_overridden("optimizer_step", "configure_gradient_clipping"), "it decides itself what is done in a step"),
     Obstacle(
         _overridden("on_before_optimizer_step", "on_before_zero_grad"),
-        "it runs between the average and the next window, and may change gradients or weights",
+        "it runs between the average and the next accumulation, and may change gradients or weights",
     ),
     Obstacle(_writing, "it seems to write tensors between two steps"),
 )

@@ -341,8 +341,8 @@ class Session:
         self._refit()
 
     def _give_up_window(self) -> bool:
-        """Whether a new pass begins although a window is open: `on_train_batch_start` returned -1 and so ended the
-        epoch. What the window used is in no step, and not used."""
+        """Whether a new pass begins although an accumulation is open: `on_train_batch_start` returned -1 and so ended
+        the epoch. What the accumulation used is in no step, and not used."""
         assert self._loader is not None
         if self._loader.under_way or self.stepper.manual is not None:
             return False
@@ -351,11 +351,11 @@ class Session:
         return True
 
     def _check_stepped(self) -> None:
-        """In the middle of a window, or past its end: then a step was left out."""
+        """In the middle of an accumulation, or past its end: then a step was left out."""
         current = self.elastic.current
         if self.stepper.manual is None and current is not None and current.last:
             raise UnsupportedError(
-                "a window went by without an optimizer step, although Lightning said it was due; "
+                "an accumulation went by without an optimizer step, although Lightning said it was due; "
                 "LightningModule.optimizer_step must call optimizer.step(closure=...) each time (for other "
                 "plans there is "
                 "manual optimization)"

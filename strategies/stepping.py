@@ -1,14 +1,16 @@
 """From micro-batches to committed steps: weights, idle micro-batches, averaging.
 
-Theory of operation. A *window* is what one optimizer step uses. Every member runs the same number of micro-batches in
-it, so that all of Lightning's counters agree; where nothing was dealt to it, it is idle. The average of a step is
+Theory of operation. An *accumulation* is what one optimizer step uses. Every member runs the same number of
+micro-batches in it, so that all of Lightning's counters agree; where nothing was dealt to it, it is idle. The average
+of a step is
 
     sum over members and their micro-batches m of (n_m * gradient of m's mean loss) / sum of n_m,
 
 the gradient of the mean over all samples, however they were dealt. Lightning accumulates (1/A) * sum of gradients, so
-each loss is scaled by n_m relative to the window's first one, and before the window's last backward pass, when all
-n_m are known, the rest of the factor is made up for: by then the member's coefficient is its weight w = sum of n_m,
-which also makes reduced buffers a weighted mean. For full windows all these factors are 1 and nothing is touched.
+each loss is scaled by n_m relative to the accumulation's first one, and before the accumulation's last backward pass,
+when all n_m are known, the rest of the factor is made up for: by then the member's coefficient is its weight w = sum of
+n_m, which also makes reduced buffers a weighted mean. For full accumulations all these factors are 1 and nothing is
+touched.
 
 Averaging comes after the closure and before everything that the precision plugin does with gradients (unscaling,
 clipping, `on_before_optimizer_step`), so these see the same averaged gradients on all members.
@@ -107,7 +109,7 @@ class Stepper:
         self._watch_params = 2
         automatic = bool(self._module.automatic_optimization)
         self.manual = None if automatic else ManualGradients(self.sections, pass_is_over)
-        self._window: list[float] = []
+        self._accumulation: list[float] = []
         self._unit = 0.0
         self._present = 0.0
         """Manual optimization: what the present micro-batch weighs."""
@@ -151,10 +153,10 @@ class Stepper:
             if part is not None:
                 Closure.warning_cache.warn(_CAME_TO_NOTHING)
             self._skip_backward = True
-            self._window.append(0.0)
+            self._accumulation.append(0.0)
             return {"loss": torch.zeros((), device=self._module.device), IDLE_KEY: part is None}
         self._skip_backward = False
-        self._window.append(self._weight(part, batch, batch_idx))
+        self._accumulation.append(self._weight(part, batch, batch_idx))
         return output
 
     def _run_idle(self, run: Callable[[], Any]) -> tuple[Any, bool]:
@@ -195,22 +197,23 @@ class Stepper:
     # ------------------------------------------------------------------ backward
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-        """Scales the loss by what its samples count, tells the engine before the window's last pass, and runs it."""
-        if len(self._window) == 1:
+        """Scales the loss by what its samples count, tells the engine before the accumulation's last pass, and runs
+        it."""
+        if len(self._accumulation) == 1:
             self._refuse_kept()
-        weight = self._window[-1]
+        weight = self._accumulation[-1]
         self._unit = self._unit or weight
         factor = weight / self._unit if self._unit else 1.0
         if self._stepping:
-            factor = self._close_window(weight)
+            factor = self._close_accumulation(weight)
         if self._skip_backward:
             self._start_scaler(loss)
             return loss
         return run(loss if factor == 1.0 else loss * factor)
 
     def _refuse_kept(self) -> None:
-        """Before a window's first pass: what the last step left must have been put away or zeroed. A newcomer would not
-        have it, so the others' part of the coming average would shrink.
+        """Before an accumulation's first pass: what the last step left must have been put away or zeroed. A newcomer
+        would not have it, so the others' part of the coming average would shrink.
 
         Raises:
             UnsupportedError: A parameter still has a gradient other than zero.
@@ -224,12 +227,12 @@ class Stepper:
                 "optimizer_zero_grad, or use manual optimization, where newcomers get them"
             )
 
-    def _close_window(self, weight: float) -> float:
+    def _close_accumulation(self, weight: float) -> float:
         """Before the last pass: earlier gradients get the factor that was not known then. Returns the last one's."""
-        total = sum(self._window)
+        total = sum(self._accumulation)
         parts = self._trainer.accumulate_grad_batches
         late = parts * self._unit / total if total else 1.0
-        if late != 1.0 and len(self._window) > 1:
+        if late != 1.0 and len(self._accumulation) > 1:
             with torch.no_grad():
                 for _, param in self.sections[0].params:
                     if param.grad is not None:
@@ -248,7 +251,7 @@ class Stepper:
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """The closure inside belongs to the window's last micro-batch."""
+        """The closure inside belongs to the accumulation's last micro-batch."""
         self._stepping = True
         try:
             yield
@@ -256,15 +259,15 @@ class Stepper:
             self._stepping = False
 
     def average(self, number: int, *, yields: bool = False) -> Header:
-        """Contributes this window, or backward pass, and waits for its commit; `.grad` holds the average afterwards. If
-        it yields, the header may be of what the others do first; then it is to be called again.
+        """Contributes this accumulation, or backward pass, and waits for its commit; `.grad` holds the average
+        afterwards. If it yields, the header may be of what the others do first; then it is to be called again.
 
         Args:
             number: The optimizer's.
             yields: See `Engine.step`.
         """
         self._check_layout(self._trainer.optimizers[number])
-        weight = sum(self._window) if self.manual is None else self._present
+        weight = sum(self._accumulation) if self.manual is None else self._present
         header = self._engine.step(
             weight=weight,
             coefficient=weight,
@@ -321,7 +324,7 @@ class Stepper:
 
     def forget_window(self) -> None:
         """The next micro-batch begins a new one."""
-        self._window, self._unit = [], 0.0
+        self._accumulation, self._unit = [], 0.0
 
     def reset(self) -> None:
         """The member joined again: nothing is open."""

@@ -1,4 +1,4 @@
-"""From autograd's hands to the reducer: hooks, the window's bookkeeping, and the way back into `.grad`.
+"""From autograd's hands to the reducer: hooks, the accumulation's bookkeeping, and the way back into `.grad`.
 
 Theory of operation. A hook on every parameter fires when its gradient of this backward pass is complete; the gradient,
 times the member's coefficient, is copied into own memory (cache-hot), and grid cells whose parameters are all there are
@@ -101,10 +101,10 @@ class Gradients:
         for index, settled in zip(self._layout.buffer_slots, self._settled, strict=True):
             self._layout.slots[index].tensor.copy_(settled)
 
-    # ------------------------------------------------------------------ a window
+    # ------------------------------------------------------------------ an accumulation
 
     def arm(self, section: int, coefficient: float) -> None:
-        """The next backward pass is the window's last: its gradients are launched as they come."""
+        """The next backward pass is the accumulation's last: its gradients are launched as they come."""
         self._section = section
         self._scope = self._layout.section_slots[section]
         self._coefficient = coefficient

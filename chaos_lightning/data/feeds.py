@@ -3,8 +3,8 @@
 Theory of operation. `MapFeed` clones the user's loader with all its settings (workers, prefetch, pinning,
 collate_fn) but with a sampler of ours. The sampler draws from a *forecast*: the member's coming micro-batches if
 every step commits as dealt. It never blocks; where the forecast ends, it ends. What the DataLoader draws is
-remembered in a queue of tags (epoch, positions), in the order in which batches come out. At the beginning of a
-window that is not as forecast, `resync` compares the queue with the new forecast: what no longer fits is marked
+remembered in a queue of tags (epoch, positions), in the order in which batches come out. At the beginning of an
+accumulation that is not as forecast, `resync` compares the queue with the new forecast: what no longer fits is marked
 stale and thrown away when it comes out, and the sampler goes on with what the truth demands next. If the
 DataLoader's iterator has ended, because an epoch seemed to be over and was not, another one is opened (PROTOCOL.md
 25, 26). So a sample is delivered exactly when its tag is asked for.
@@ -32,9 +32,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from chaos_lightning.data.accumulations import Part
 from chaos_lightning.data.order import Orders, keyed_randomness
 from chaos_lightning.data.source import Stats
-from chaos_lightning.data.windows import Part
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.planning import orders
 

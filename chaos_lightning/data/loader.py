@@ -1,9 +1,9 @@
 """The user's DataLoader, dealt out to whoever is there.
 
 Theory of operation. `ElasticLoader` wraps the loader that the user wrote for one machine and yields this member's
-micro-batches: for each window `view.accumulate` of them, idle ones (a dummy batch, `current.idle`) where nothing
-was dealt to it. Who gets what is pure (`planning/deal.py`), when a window begins and ends is bookkeeping
-(`windows.py`), which samples an epoch has in which order is `order.py`, and the fetching with all workers and
+micro-batches: for each accumulation `view.accumulate` of them, idle ones (a dummy batch, `current.idle`) where nothing
+was dealt to it. Who gets what is pure (`planning/deal.py`), when an accumulation begins and ends is bookkeeping
+(`accumulations.py`), which samples an epoch has in which order is `order.py`, and the fetching with all workers and
 prefetching is `feeds.py`. The training loop reads `current` for the weight of a batch and `spent()` for its
 contribution; the loader learns what was committed from the next header, by itself. The epoch is over when the
 header's ledger says so, never sooner, whatever `len()` foresaw.
@@ -26,10 +26,10 @@ from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from chaos_lightning.data.accumulations import UNKNOWN_LENGTH, Accumulations, Resumed
 from chaos_lightning.data.feeds import IterableFeed, MapFeed, batch_length
 from chaos_lightning.data.order import Orders
 from chaos_lightning.data.source import DealSource, MicroBatch, Stats
-from chaos_lightning.data.windows import UNKNOWN_LENGTH, Resumed, Windows
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.planning import ledger, orders
 from chaos_lightning.protocol.types import NO_VIEW, Ledger, Member, Spent, View
@@ -82,7 +82,7 @@ class ElasticLoader:
             self._feed = IterableFeed(loader, seed=seed, stats=self.stats)
         self._pass: _Pass | None = None
         self._newest: _Pass | None = None
-        self._windows: Windows | None = None
+        self._accumulations: Accumulations | None = None
         self._finished = False
         self._epoch: int | None = None
         self._wanted: int | None = None
@@ -102,12 +102,12 @@ class ElasticLoader:
         """Micro-batches of this pass: those yielded and those to come if nobody comes or goes.
 
         Changes with the members, so whoever keeps it must ask again after each header. With mode="local" it is one
-        window more than yielded as long as somebody's length is not known.
+        accumulation more than yielded as long as somebody's length is not known.
         """
-        if self._windows is not None and self._newest is self._pass:
-            return self._yielded if self._finished else self._yielded + self._windows.left()
+        if self._accumulations is not None and self._newest is self._pass:
+            return self._yielded if self._finished else self._yielded + self._accumulations.left()
         epoch = self._next_epoch()
-        return self._start_count(epoch) + self._make_windows(epoch).left()
+        return self._start_count(epoch) + self._make_accumulations(epoch).left()
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the next pass. Without it, the one the ledger stands in, then one more each pass."""
@@ -115,20 +115,20 @@ class ElasticLoader:
 
     def give_up(self) -> None:
         """Ends the pass where it stands: what was handed out and not committed is not used, the next epoch comes."""
-        self._windows = self._pass = self.current = None
+        self._accumulations = self._pass = self.current = None
 
     def close(self) -> None:
         """Let the workers go, persistent ones too. A state saved afterwards stands where the last pass came to."""
         self._feed.close()
         self._loaded = self._stands()
-        self._windows = self._pass = self._newest = None
+        self._accumulations = self._pass = self._newest = None
 
     # --- what the training loop reads --------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
         """The epoch of the present pass, or of the next one if none has begun."""
-        return self._next_epoch() if self._windows is None or self._epoch is None else self._epoch
+        return self._next_epoch() if self._accumulations is None or self._epoch is None else self._epoch
 
     @property
     def quota(self) -> int:
@@ -143,12 +143,12 @@ class ElasticLoader:
     @property
     def at_rest(self) -> bool:
         """Everything yielded is committed: a joiner may come in here."""
-        return self._windows is None or self._windows.at_rest
+        return self._accumulations is None or self._accumulations.at_rest
 
     @property
     def uncommitted(self) -> int:
         """Micro-batches handed out that wait for a commit."""
-        return self._windows.uncommitted if self._windows is not None else 0
+        return self._accumulations.uncommitted if self._accumulations is not None else 0
 
     @property
     def ledger(self) -> Ledger:
@@ -157,25 +157,25 @@ class ElasticLoader:
 
     def epoch_spent(self) -> bool:
         """Whether this epoch is over, by the last header."""
-        windows = self._windows if self._windows is not None else self._make_windows(self._next_epoch())
-        return windows.over()
+        accumulations = self._accumulations or self._make_accumulations(self._next_epoch())
+        return accumulations.over()
 
     def spent(self) -> tuple[Spent, ...]:
         """What a contribution made now spends: yielded, and in no committed header yet.
 
         The same until a step commits, empty after it; so a second optimizer's step on the same batch spends nothing.
         """
-        windows = self._windows
-        if windows is None:
+        accumulations = self._accumulations
+        if accumulations is None:
             return ()
-        entries = windows.pending()
+        entries = accumulations.pending()
         name = self._source.name
         if (
             self._mode == "local"
-            and windows.length != UNKNOWN_LENGTH
-            and ledger.announced_length(windows.ledger, name, windows.epoch) is None
+            and accumulations.length != UNKNOWN_LENGTH
+            and ledger.announced_length(accumulations.ledger, name, accumulations.epoch) is None
         ):
-            entries += (ledger.announce_length(name, windows.epoch, windows.length),)
+            entries += (ledger.announce_length(name, accumulations.epoch, accumulations.length),)
         return entries
 
     # --- agreement and resume ----------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class ElasticLoader:
         self._resumed.load(spent, state["head"], view)
         self._loaded = (state["epoch"], state["yielded"], state["finished"])
         self._wanted = None
-        self._pass = self._windows = self.current = None
+        self._pass = self._accumulations = self.current = None
         self._finished = False
 
     # --- inside ------------------------------------------------------------------------------------------------
@@ -250,8 +250,8 @@ class ElasticLoader:
 
     def _stands(self) -> tuple[int, int, bool]:
         """Epoch, micro-batches of it that are committed, and whether it is finished."""
-        if self._windows is not None and self._epoch is not None:
-            return (self._epoch, self._yielded - self._windows.uncommitted, self._finished)
+        if self._accumulations is not None and self._epoch is not None:
+            return (self._epoch, self._yielded - self._accumulations.uncommitted, self._finished)
         return self._loaded or (self._next_epoch(), 0, False)
 
     def _next_epoch(self) -> int:
@@ -264,18 +264,18 @@ class ElasticLoader:
         stood = ledger.epoch_of(self.ledger, self._stream)
         if stood is None:
             return 0
-        return stood + 1 if self._make_windows(stood).over() else stood
+        return stood + 1 if self._make_accumulations(stood).over() else stood
 
     def _start_count(self, epoch: int) -> int:
         return self._loaded[1] if self._loaded is not None and self._loaded[0] == epoch else 0
 
-    def _make_windows(self, epoch: int) -> Windows:
+    def _make_accumulations(self, epoch: int) -> Accumulations:
         if self._units is not None:
             length = self._units.length(epoch)
         else:
             said = ledger.announced_length(self.ledger, self._source.name, epoch)
             length = UNKNOWN_LENGTH if said is None else said
-        return Windows(
+        return Accumulations(
             self._source,
             stream=self._stream,
             epoch=epoch,
@@ -285,7 +285,7 @@ class ElasticLoader:
             quota=self.quota,
         )
 
-    def _begin(self, new: _Pass) -> Windows:
+    def _begin(self, new: _Pass) -> Accumulations:
         if self._source.view is None:
             raise RuntimeError("the training loader was asked for a batch before this member joined a view")
         epoch = self._next_epoch()
@@ -295,29 +295,29 @@ class ElasticLoader:
                 f"a pass over epoch {epoch} was asked for, but the job's data stand in epoch {stood} already; "
                 f"set_epoch({stood}) or later"
             )
-        windows = self._make_windows(epoch)
+        accumulations = self._make_accumulations(epoch)
         self._yielded = self._start_count(epoch)
-        self._pass, self._windows, self._epoch = new, windows, epoch
+        self._pass, self._accumulations, self._epoch = new, accumulations, epoch
         self._wanted = self._loaded = self.current = None
         self._finished = False
         self._resync = True
         self._feed.open(f"{self._source.name}/{epoch}")
-        return windows
+        return accumulations
 
     def _next(self, caller: _Pass) -> Any:
-        windows = self._windows
-        if caller is not self._pass or windows is None:
+        accumulations = self._accumulations
+        if caller is not self._pass or accumulations is None:
             if caller is not self._newest:
                 raise RuntimeError("a later pass over this loader has begun; an earlier one cannot go on")
-            windows = self._begin(caller)
-        part = None if self._finished else windows.advance()
+            accumulations = self._begin(caller)
+        part = None if self._finished else accumulations.advance()
         if part is None:
             self._finished = True
             raise StopIteration
         try:
-            data, samples = self._fetch(windows, part)
+            data, samples = self._fetch(accumulations, part)
         except BaseException:
-            windows.failed(part.spans)
+            accumulations.failed(part.spans)
             self._resync = True
             raise
         self.current = replace(part, samples=samples, spans=part.spans if samples else ())
@@ -326,12 +326,12 @@ class ElasticLoader:
         self.stats.idle += self.current.idle
         return data
 
-    def _fetch(self, windows: Windows, part: MicroBatch) -> tuple[Any, int]:
+    def _fetch(self, accumulations: Accumulations, part: MicroBatch) -> tuple[Any, int]:
         feed = self._feed
         if isinstance(feed, IterableFeed):
-            return self._fetch_ordinal(feed, windows, part)
-        if self._resync or (part.first and not windows.as_forecast):
-            feed.resync(windows.future())
+            return self._fetch_ordinal(feed, accumulations, part)
+        if self._resync or (part.first and not accumulations.as_forecast):
+            feed.resync(accumulations.future())
             self._resync = False
         if not part.spans:
             return feed.dummy(part.epoch), 0
@@ -342,7 +342,7 @@ class ElasticLoader:
             _log.info("batches drawn ahead are thrown away when members come or go; their samples are dealt again")
         return data, feed.samples(tag)
 
-    def _fetch_ordinal(self, feed: IterableFeed, windows: Windows, part: MicroBatch) -> tuple[Any, int]:
+    def _fetch_ordinal(self, feed: IterableFeed, accumulations: Accumulations, part: MicroBatch) -> tuple[Any, int]:
         if not part.spans:
             return feed.dummy(part.epoch), 0
         ((number, stop),) = part.spans
@@ -350,15 +350,15 @@ class ElasticLoader:
             raise ConfigurationError(
                 f"this member's quota is {stop - number} batches of its own iterable; expected 1 (ElasticLoader.quota)"
             )
-        unspent = ledger.remaining(windows.ledger, windows.stream, windows.epoch, UNKNOWN_LENGTH)
+        unspent = ledger.remaining(accumulations.ledger, accumulations.stream, accumulations.epoch, UNKNOWN_LENGTH)
         try:
             data = feed.fetch(number, unspent[0][0])
         except IndexError:
             assert feed.length is not None
-            windows.ran_dry(feed.length)
+            accumulations.ran_dry(feed.length)
             return feed.dummy(part.epoch), 0
-        if feed.length is not None and windows.length == UNKNOWN_LENGTH:
-            windows.ran_dry(feed.length)
+        if feed.length is not None and accumulations.length == UNKNOWN_LENGTH:
+            accumulations.ran_dry(feed.length)
         return data, batch_length(data)
 
 

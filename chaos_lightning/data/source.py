@@ -11,8 +11,8 @@ from chaos_lightning.protocol.types import Header, Span, View
 class DealSource(Protocol):
     """The job as the data see it; the engine (or a test) provides it.
 
-    The loader asks at the first micro-batch of a window, when the member has committed everything it contributed to, so
-    `header` cannot move while it computes.
+    The loader asks at the first micro-batch of an accumulation, when the member has committed everything it contributed
+    to, so `header` cannot move while it computes.
     """
 
     @property
@@ -46,13 +46,13 @@ class MicroBatch:
 
     epoch: int
     stream: str
-    window: int
-    """Windows begun before this one in this pass."""
+    accumulation: int
+    """Accumulations begun before this one in this pass."""
     index: int
-    """Place in the window, from 0."""
+    """Place in the accumulation, from 0."""
     first: bool
     last: bool
-    """Whether it is the window's last, as far as `view.accumulate` says."""
+    """Whether it is the accumulation's last, as far as `view.accumulate` says."""
     spans: tuple[Span, ...]
     """Positions of the epoch's order; empty if idle."""
     samples: int

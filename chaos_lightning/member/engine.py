@@ -1,10 +1,10 @@
 """The engine: what a strategy or a plain training loop calls. One object, used by one training thread.
 
 Theory of operation. `prepare` lays out gradients and installs hooks; `join` says hello, waits for a view and, for a
-newcomer, fetches the state. Then every optimizer step is `arm` (before the window's last backward pass) and `step`
-(after it); every small collective is `gather`; between two windows `boundary` lets newcomers in when the last header
-asks for it. All of them are slots of one chain (protocol/types.py) and return its headers. Each wait has a deadline
-and wakes when this member is put out, disagrees, or loses its scheduler for too long.
+newcomer, fetches the state. Then every optimizer step is `arm` (before the accumulation's last backward pass) and
+`step` (after it); every small collective is `gather`; between two accumulations `boundary` lets newcomers in when the
+last header asks for it. All of them are slots of one chain (protocol/types.py) and return its headers. Each wait has a
+deadline and wakes when this member is put out, disagrees, or loses its scheduler for too long.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from chaos_lightning.collectives.accumulation import Accumulation
 from chaos_lightning.collectives.gradients import cells_of
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.collectives.memory import Memory
-from chaos_lightning.collectives.window import Window
 from chaos_lightning.control.agent import Agent
 from chaos_lightning.control.hosting import host_for_engine
 from chaos_lightning.errors import (
@@ -80,7 +80,7 @@ class _Made:
     """What `prepare` makes."""
 
     shell: Shell
-    window: Window
+    accumulation: Accumulation
     entrance: Entrance
 
 
@@ -175,13 +175,13 @@ class Engine:
             memory,
             grid,
         )
-        window = Window(memory, grid, self.config.overlap, self._loop, shell.reducer)
-        entrance = Entrance(shell, self._mail, self._transfer, window, self._keeping.load)
-        self._made = _Made(shell, window, entrance)
+        accumulation = Accumulation(memory, grid, self.config.overlap, self._loop, shell.reducer)
+        entrance = Entrance(shell, self._mail, self._transfer, accumulation, self._keeping.load)
+        self._made = _Made(shell, accumulation, entrance)
 
     @property
     def layout_hash(self) -> str:
-        return self._made.window.layout.hash if self._made is not None else ""
+        return self._made.accumulation.layout.hash if self._made is not None else ""
 
     def join(
         self,
@@ -222,7 +222,7 @@ class Engine:
             quota=quota,
             accumulate=accumulate,
             fingerprint=fingerprint,
-            layout=made.window.layout,
+            layout=made.accumulation.layout,
             no_replay=no_replay(self.config, replay),
         )
         self._replay, self._loaded = replay, loaded
@@ -242,7 +242,7 @@ class Engine:
                 self.events.emit("rejoin", old_id=self.member_id, reason=str(error))
                 self._forget()
                 self._mail.rest(pause_s)
-        made.window.settle()
+        made.accumulation.settle()
         warn_of_rules(self.config, made.shell.welcome)
         self._tell_of_loss(made.shell.machine.dealing)
         self._waiting.over(f"this member is rank {self.rank} of {self.world_size}")
@@ -311,16 +311,16 @@ class Engine:
 
     def publish(self, header: Header, state: StateAccess) -> None:
         """Makes the state at `header` servable to newcomers until the next slot commits."""
-        self._transfer.publish(header, state, self._prepared().window.layout)
+        self._transfer.publish(header, state, self._prepared().accumulation.layout)
 
     # ------------------------------------------------------------------ a step
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes inside are accumulated, not sent."""
-        return self._prepared().window.hold()
+        return self._prepared().accumulation.hold()
 
     def arm(self, *, coefficient: float, section: int = 0, empty: bool = False) -> None:
-        """Announces the window's last backward pass; call before it (or `step` does, after it).
+        """Announces the accumulation's last backward pass; call before it (or `step` does, after it).
 
         Args:
             coefficient: What this member's gradient is multiplied with before summing.
@@ -328,7 +328,7 @@ class Engine:
             empty: This member has no gradient for this step (weight 0).
         """
         self._raise_pending()
-        self._prepared().window.arm(self.header.seq + 1, coefficient=coefficient, section=section, empty=empty)
+        self._prepared().accumulation.arm(self.header.seq + 1, coefficient=coefficient, section=section, empty=empty)
 
     def step(
         self,
@@ -341,7 +341,7 @@ class Engine:
         state_hash: str = "",
         yields: bool = False,
     ) -> Header:
-        """Contributes this window's gradients and waits for the step's commit.
+        """Contributes this accumulation's gradients and waits for the step's commit.
 
         Afterwards `.grad` of the section's parameters holds sum(coefficient * gradient) / sum(weight) over all
         contributors (None where nobody had one), and reduced buffers their mean.
@@ -359,10 +359,10 @@ class Engine:
         Raises:
             FencedError, DisagreementError, DeadlineError: See errors.py; nothing was applied.
         """
-        window = self._prepared().window
-        if window.seq != self.header.seq + 1 or window.section != section:
+        accumulation = self._prepared().accumulation
+        if accumulation.seq != self.header.seq + 1 or accumulation.section != section:
             self.arm(coefficient=coefficient, section=section, empty=weight == 0 and coefficient == 0)
-        presence = window.flush()
+        presence = accumulation.flush()
         header = self._slot(
             Kind.STEP,
             name=f"section {section}",
@@ -375,9 +375,9 @@ class Engine:
             yields=yields,
         )
         if header.kind is not Kind.STEP:
-            window.move(header.seq + 1)
+            accumulation.move(header.seq + 1)
             return header
-        window.apply(header)
+        accumulation.apply(header)
         self._transfer.settle()
         return header
 
@@ -397,11 +397,11 @@ class Engine:
             DisagreementError: At all members: they make different calls, or their payloads are too large together.
         """
         header = self._slot(Kind.GATHER, name=name, payload=fitting(payload), yields=yields)
-        self._prepared().window.move(self.header.seq + 1)
+        self._prepared().accumulation.move(self.header.seq + 1)
         return [(s.member, a) for s, a in zip(header.contributors, header.answers, strict=True)]
 
     def boundary(self, state: StateAccess) -> Header:
-        """The rest point between two windows: newcomers enter here, and the state is published for them."""
+        """The rest point between two accumulations: newcomers enter here, and the state is published for them."""
         self.admit(header := self._slot(Kind.BOUNDARY, name="boundary"), state)
         return header
 
@@ -412,11 +412,11 @@ class Engine:
         self.events.emit("boundary", seq=header.seq)
 
     def serve(self, state: StateAccess) -> None:
-        """Between two windows, when the optimizer has stepped: keeps the state for newcomers that replay, if the last
-        headers name any. Costs nothing otherwise."""
+        """Between two accumulations, when the optimizer has stepped: keeps the state for newcomers that replay, if the
+        last headers name any. Costs nothing otherwise."""
         header, self._unserved = self._unserved, None
         if header is not None and not self.out:
-            self._transfer.snapshot(header, self.view, state, self._prepared().window.layout)
+            self._transfer.snapshot(header, self.view, state, self._prepared().accumulation.layout)
 
     def _slot(self, kind: Kind, **fields: object) -> Header:
         """Contributes to the next slot and waits until it is committed."""
@@ -491,7 +491,7 @@ class Engine:
         if not self.role or self.out or self.view is None or void or not asked or self.header.kind is Kind.CLOSING:
             return
         assert self._hello is not None
-        self._prepared().window.restore()
+        self._prepared().accumulation.restore()
         kept = self._keeping.keep(self.header, self.view, self.member_id, self._hello, state)
         if kept is not None:
             self._send_control(kept)
@@ -536,7 +536,7 @@ class Engine:
             raise DeadlineError("the I/O thread did not answer within 10 s while joining again")
         self._transfer.forget()
         self._mail.reset()
-        made.window.abandon()
+        made.accumulation.abandon()
         self.view = self.ruling_view = None
         self.header, self.role, self.out, self.leaving, self.resumed = GENESIS, "", False, False, False
 
@@ -553,7 +553,7 @@ class Engine:
             self._links.wait_closed()
         self._transfer.close()
         if self._made is not None:
-            self._made.window.close()
+            self._made.accumulation.close()
         self.events.close()
 
     # ------------------------------------------------------------------ inside

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from chaos_lightning.collectives.window import Window
+from chaos_lightning.collectives.accumulation import Accumulation
 from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.observing import Observation
@@ -61,7 +61,7 @@ class Entrance:
         shell: Hears that the state is here.
         mail: What was decided about this newcomer.
         transfer: Pulls the state.
-        window: Turns logged sums into gradients.
+        accumulation: Turns logged sums into gradients.
         load: Brings a state that was kept at this header (PROTOCOL.md 14c).
     """
 
@@ -70,14 +70,14 @@ class Entrance:
         shell: Shell,
         mail: Mailbox,
         transfer: Transfer,
-        window: Window,
+        accumulation: Accumulation,
         load: Callable[[Header, StateAccess], None],
     ) -> None:
         self._load = load
         self._shell = shell
         self._mail = mail
         self._transfer = transfer
-        self._window = window
+        self._accumulation = accumulation
 
     def enter(self, state: StateAccess, replay: Replay | None, deadline: float) -> Place | None:
         """Waits until this member stands in a view; None if it is to give up (it was told to leave).
@@ -106,7 +106,7 @@ class Entrance:
                     self._transfer.mixed = ""
                     self._transfer.arrived()
                     # Its donors may die before the next slot: then it is the one that others get this state from.
-                    self._transfer.publish(pull[0], state, self._window.layout)
+                    self._transfer.publish(pull[0], state, self._accumulation.layout)
                     loaded = fx.StateLoaded(pull[0].hash)
                     self._shell.loop.call(partial(self._shell.feed, loaded))
                     return Place("joiner", *pull)
@@ -114,7 +114,13 @@ class Entrance:
                 assert observe is not None
                 if replay is not None:
                     observation = Observation(
-                        self._transfer, mail, self._shell.events, self._window, replay, self._shell.to_scheduler, me
+                        self._transfer,
+                        mail,
+                        self._shell.events,
+                        self._accumulation,
+                        replay,
+                        self._shell.to_scheduler,
+                        me,
                     )
                     observation.run(*observe, state, deadline)
             elif self._transfer.mixed and mail.who() not in view.joiners:
@@ -132,5 +138,5 @@ class Entrance:
                 base = self._shell.machine.header
                 if base != GENESIS:
                     self._load(base, state)
-                self._transfer.publish(base, state, self._window.layout)
+                self._transfer.publish(base, state, self._accumulation.layout)
                 return Place("founder", base, view)

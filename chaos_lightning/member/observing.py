@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from chaos_lightning.collectives.window import Window
+from chaos_lightning.collectives.accumulation import Accumulation
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.member.mailbox import Mailbox
@@ -35,7 +35,7 @@ class Observation:
         transfer: Pulls.
         mail: Says when this newcomer is let in, or out.
         events: This member's log.
-        window: Turns raw sums into gradients.
+        accumulation: Turns raw sums into gradients.
         replay: Applies them.
         send: Sends a message to the scheduler.
         me: Whose observation it is: this member's id when it was told to observe.
@@ -46,7 +46,7 @@ class Observation:
         transfer: Transfer,
         mail: Mailbox,
         events: EventLog,
-        window: Window,
+        accumulation: Accumulation,
         replay: Replay,
         send: Callable[[CatchUp | Progress], None],
         me: str,
@@ -55,7 +55,7 @@ class Observation:
         self._mail = mail
         self._me = me
         self._events = events
-        self._window = window
+        self._accumulation = accumulation
         self._replay = replay
         self._send = send
         self._catching_up = CatchingUp()
@@ -69,8 +69,8 @@ class Observation:
             self._transfer.dial,
             header,
             decode=lambda data: decode(Header, data),
-            scope=self._window.scope_of,
-            buffers=self._window.memory.result_bytes,  # this member reduces nothing meanwhile
+            scope=self._accumulation.scope_of,
+            buffers=self._accumulation.memory.result_bytes,  # this member reduces nothing meanwhile
             by_reference=True,
         )
         reader.start()
@@ -78,7 +78,7 @@ class Observation:
         try:
             if not self._transfer.fetch(header, view, state, deadline, superseded=self._called):
                 return
-            self._window.settle()
+            self._accumulation.settle()
             report = self._transfer.report
             at = self._follow(reader, header, quick=report is not None and not report.state_hash)
         except ChaosError as error:
@@ -130,7 +130,7 @@ class Observation:
     def _apply(self, reader: LogReader, entry: LogEntry, at: Header) -> Header:
         header = entry.header
         if entry.raw is not None:
-            self._window.replay(header, entry.raw)
+            self._accumulation.replay(header, entry.raw)
             self._replay.replay(header)
             self._catching_up.applied += 1
         reader.give_back(entry)

@@ -162,7 +162,7 @@ class Kind(enum.StrEnum):
     GATHER = "gather"
     """A numbered collective: a payload of each member comes back to all, in rank order."""
     BOUNDARY = "boundary"
-    """A rest between two windows: nothing is reduced; the only slot whose header may admit joiners."""
+    """A rest between two accumulations: nothing is reduced; the only slot whose header may admit joiners."""
     CLOSING = "closing"
     """The last slot of the job; members linger until all have its header."""
 
@@ -224,7 +224,7 @@ class Header:
     view_change: View | None = None
     """Set when next_view differs from view."""
     boundary: bool = False
-    """Asks all members for a BOUNDARY slot at the end of this window: somebody waits to join."""
+    """Asks all members for a BOUNDARY slot at the end of this accumulation: somebody waits to join."""
     drifted: tuple[str, ...] = ()
     """Members whose state hash differed from the majority; they pull the state again (PROTOCOL.md 24)."""
     error: str = ""

@@ -11,7 +11,7 @@ from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, Membe
 
 
 class Source:
-    """One member's window on the job."""
+    """One member's accumulation on the job."""
 
     def __init__(self, job: Job, member_id: str, name: str) -> None:
         self.job, self.member_id, self.name = job, member_id, name
@@ -92,56 +92,56 @@ class Job:
         return member.id
 
     def draw(self, member_id: str):
-        """The window of one member as [(MicroBatch, batch)], or None if its epoch is over."""
+        """The accumulation of one member as [(MicroBatch, batch)], or None if its epoch is over."""
         loader = self.loaders[member_id]
         if member_id not in self.passes:
             self.passes[member_id] = iter(loader)
         it = self.passes[member_id]
-        window = []
+        accumulation = []
         for i in range(self.accumulate):
             try:
                 batch = next(it)
             except StopIteration:
-                assert i == 0, "an epoch ends between windows"
+                assert i == 0, "an epoch ends between accumulations"
                 return None
             current = loader.current
             assert (current.first, current.last) == (i == 0, i == self.accumulate - 1)
-            window.append((current, batch))
-        return window
+            accumulation.append((current, batch))
+        return accumulation
 
     def step(self, *, dead=(), late=False, unpack=lambda batch: batch.tolist(), gather=False, meanwhile=None) -> bool:
         """One step of all members; False if all find the epoch over.
 
-        `dead` (indices) die in it: after their contribution (`late`), else while the others begin their windows, some
-        before and some after the new view is decided. `meanwhile` may change the view likewise.
+        `dead` (indices) die in it: after their contribution (`late`), else while the others begin their accumulations,
+        some before and some after the new view is decided. `meanwhile` may change the view likewise.
         """
         victims = {self.members[i % len(self.members)].id for i in dead}
         if len(victims) == len(self.members):
             victims = set()
         early = self.members[: (len(self.members) + 1) // 2]
-        windows = {m.id: self.draw(m.id) for m in early}
-        if windows[early[0].id] is not None:
+        accumulations = {m.id: self.draw(m.id) for m in early}
+        if accumulations[early[0].id] is not None:
             if victims and not late:
                 self.put_out(victims)
-                windows = {m: window for m, window in windows.items() if m not in victims}
+                accumulations = {m: accumulation for m, accumulation in accumulations.items() if m not in victims}
             if meanwhile is not None:
                 meanwhile()
-        windows |= {m.id: self.draw(m.id) for m in self.members if m.id not in windows}
-        over = [window is None for window in windows.values()]
-        assert all(over) == any(over), f"members disagree about the epoch's end: {windows}"
+        accumulations |= {m.id: self.draw(m.id) for m in self.members if m.id not in accumulations}
+        over = [accumulation is None for accumulation in accumulations.values()]
+        assert all(over) == any(over), f"members disagree about the epoch's end: {accumulations}"
         lengths = {len(self.loaders[m.id]) for m in self.members if self.mode == "shared"}
         assert len(lengths) <= 1, f"members disagree about the length: {lengths}"
         if all(over):
             return False
-        if gather:  # Lightning's collectives commit slots between a window's first batch and its step
+        if gather:  # Lightning's collectives commit slots between an accumulation's first batch and its step
             self.commit(Kind.GATHER)
         spent = []
-        for member in windows:
+        for member in accumulations:
             if member not in self.loaders:
                 continue
             spent += self.loaders[member].spent()
             stream = "" if self.mode == "shared" else member.split("~")[0]
-            for current, batch in windows[member]:
+            for current, batch in accumulations[member]:
                 assert current.idle == (current.samples == 0) == (not current.spans)
                 if not current.idle:
                     samples = unpack(batch)
@@ -149,7 +149,7 @@ class Job:
                     self.used += [(stream, sample) for sample in samples]
         self.commit(spent=spent)
         for m in self.members:
-            assert self.loaders[m.id].spent() == () if m.id in windows else True
+            assert self.loaders[m.id].spent() == () if m.id in accumulations else True
         if victims and late:
             self.put_out(victims)
         return True

@@ -84,7 +84,7 @@ def run_epoch(job, history, limit=500):
             if len(job.members) > 1:
                 loader, it = job.loaders.pop(gone.id), job.passes.pop(gone.id, None)
                 if it is not None:
-                    next(it, None)  # it had begun a window
+                    next(it, None)  # it had begun an accumulation
                 job.change([m for m in job.members if m.id != gone.id])
                 job.commit(Kind.BOUNDARY)
                 state = job.loaders[job.members[0].id].state_dict()
@@ -161,8 +161,8 @@ def test_undisturbed_job_discards_nothing_and_opens_one_iterator_an_epoch():
 def test_share_that_was_not_committed_is_dealt_next_even_if_nobody_left():
     job = Job(numbers(40, {}, num_workers=1), "ab")
     job.step()
-    windows = {m.id: job.draw(m.id) for m in job.members}
-    assert windows["b~2"][0][0].spans == ((6, 8),)
+    accumulations = {m.id: job.draw(m.id) for m in job.members}
+    assert accumulations["b~2"][0][0].spans == ((6, 8),)
     job.commit(spent=job.loaders["a~1"].spent())
     assert job.draw("a~1")[0][1].tolist() == [6, 7]
     assert job.draw("b~2")[0][1].tolist() == [8, 9]
@@ -217,8 +217,8 @@ def test_the_order_is_the_keyed_permutation_whatever_the_world():
 def test_tail_is_uneven_and_idle_members_get_a_dummy():
     job = Job(numbers(7, {}), "abc")
     job.step()
-    windows = {m.id: job.draw(m.id) for m in job.members}
-    (first, batch), (idle, dummy) = windows["a~1"][0], windows["b~2"][0]
+    accumulations = {m.id: job.draw(m.id) for m in job.members}
+    (first, batch), (idle, dummy) = accumulations["a~1"][0], accumulations["b~2"][0]
     assert (first.samples, first.spans, batch.tolist()) == (1, ((6, 7),), [6])
     assert idle.idle
     assert idle.spans == ()
@@ -250,11 +250,11 @@ def test_drop_last_drops_fewer_than_the_smallest_quota():
     job = Job(numbers(23, {"a": 3, "b": 4}, drop_last=True), "ab", accumulate=2)
     sizes = Counter()
     while True:
-        windows = {m.id: job.draw(m.id) for m in job.members}
-        if None in windows.values():
+        accumulations = {m.id: job.draw(m.id) for m in job.members}
+        if None in accumulations.values():
             break
-        for member, window in windows.items():
-            for current, batch in window:
+        for member, accumulation in accumulations.items():
+            for current, batch in accumulation:
                 if not current.idle:
                     sizes[(member, len(batch))] += 1
                     job.used += batch.tolist()
@@ -271,11 +271,11 @@ def test_several_windows_per_step_are_dealt_on():
     more = True
     while more:
         for _ in range(3):
-            windows = {m.id: job.draw(m.id) for m in job.members}
-            more = None not in windows.values()
+            accumulations = {m.id: job.draw(m.id) for m in job.members}
+            more = None not in accumulations.values()
             if not more:
                 break
-            seen += [s for w in windows.values() for c, batch in w if not c.idle for s in batch.tolist()]
+            seen += [s for w in accumulations.values() for c, batch in w if not c.idle for s in batch.tolist()]
             assert not job.loaders["a~1"].at_rest
         job.commit(spent=[s for m in job.members for s in job.loaders[m.id].spent()])
         assert job.loaders["a~1"].at_rest

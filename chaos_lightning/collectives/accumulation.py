@@ -1,8 +1,9 @@
-"""A window: the gradients of one optimizer step on their way from autograd's hooks to the slot that commits them.
+"""An accumulation: the gradients of one optimizer step on their way from autograd's hooks to the slot that commits
+them.
 
-Theory of operation. `arm` opens the window for the coming slot and tells the reducer so; cells that hooks complete are
-passed on at once. A collective that comes between (a metric logged in the training step) takes the slot that was meant
-for the gradients; `move` gives them to the next one, by then a new attempt of every member alike.
+Theory of operation. `arm` opens the accumulation for the coming slot and tells the reducer so; cells that hooks
+complete are passed on at once. A collective that comes between (a metric logged in the training step) takes the slot
+that was meant for the gradients; `move` gives them to the next one, by then a new attempt of every member alike.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from chaos_lightning.protocol.types import Header, Span
 from chaos_lightning.transport.loop import IoLoop
 
 
-class Window:
+class Accumulation:
     """See the module. One for the life of an engine.
 
     Args:
@@ -35,7 +36,7 @@ class Window:
         self.memory, self.layout = memory, memory.layout
         self.section = 0
         self.seq = -1
-        """The slot that the armed window is meant for; -1 if none is armed."""
+        """The slot that the armed accumulation is meant for; -1 if none is armed."""
         self.empty = False
         self._gradients = Gradients(self.layout, memory, grid, self.layout.device, overlap, self._launch)
         self._loop = loop
@@ -54,7 +55,7 @@ class Window:
             self._holds -= 1
 
     def arm(self, seq: int, *, coefficient: float, section: int, empty: bool) -> None:
-        """Opens the window for slot `seq`."""
+        """Opens the accumulation for slot `seq`."""
         self._gradients.arm(section, coefficient)
         if self._holds or empty:
             self._gradients.disarm()
@@ -63,7 +64,7 @@ class Window:
         self._begin()
 
     def move(self, seq: int) -> None:
-        """The slot was taken by something else; the window, if one is armed, belongs to `seq` now."""
+        """The slot was taken by something else; the accumulation, if one is armed, belongs to `seq` now."""
         if self.seq >= 0:
             with self._lock:
                 self.seq = seq
@@ -74,7 +75,7 @@ class Window:
         return b"" if self.empty else self._gradients.flush()
 
     def apply(self, header: Header) -> None:
-        """Writes the committed average into `.grad` and closes the window."""
+        """Writes the committed average into `.grad` and closes the accumulation."""
         self.seq = -1
         self._gradients.apply(header)
 
@@ -93,11 +94,11 @@ class Window:
         self._gradients.settle()
 
     def restore(self) -> None:
-        """This window is never committed: what its forward passes did to reduced buffers is undone."""
+        """This accumulation is never committed: what its forward passes did to reduced buffers is undone."""
         self._gradients.restore()
 
     def abandon(self) -> None:
-        """The window comes to nothing: its member is out."""
+        """The accumulation comes to nothing: its member is out."""
         self.seq = -1
         self._gradients.disarm()
 

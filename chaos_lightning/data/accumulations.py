@@ -1,17 +1,18 @@
-"""Which micro-batch comes next: windows, the headers they rest on, and what is still uncommitted.
+"""Which micro-batch comes next: accumulations, the headers they rest on, and what is still uncommitted.
 
-Theory of operation. A *window* is what one optimizer step uses: `view.accumulate` micro-batches. Its deal is fixed
-when its first micro-batch is asked for, from the last committed header (PROTOCOL.md 10), and stays whatever happens
-to the view until a step commits. Three cases at each micro-batch:
+Theory of operation. An *accumulation* is what one optimizer step uses: `view.accumulate` micro-batches. Its deal is
+fixed when its first micro-batch is asked for, from the last committed header (PROTOCOL.md 10), and stays whatever
+happens to the view until a step commits. Three cases at each micro-batch:
 
-- `header.step` has grown: the step committed. A new window begins on the new header. (Also if the window was not
-handed out in full: Lightning steps early at a limited epoch's end. What was not handed out is unspent and dealt
-again.) - It has not, and the window has micro-batches left: the next of them. - It has not, and the window is
-through: the training loop accumulates over several windows (manual optimisation). The next window is the deal
-`ahead=1, 2, ...` of the *same* header, so that all members go on agreeing.
+- `header.step` has grown: the step committed. A new accumulation begins on the new header. (Also if the accumulation
+was not handed out in full: Lightning steps early at a limited epoch's end. What was not handed out is unspent and dealt
+again.) - It has not, and the accumulation has micro-batches left: the next of them. - It has not, and the accumulation
+is through: the training loop accumulates over several accumulations (manual optimisation). The next accumulation is the
+deal `ahead=1, 2, ...` of the *same* header, so that all members go on agreeing.
 
 What was handed out since that header and is not in the ledger is what the next contribution spends (`pending`). An
-uncommitted window is never "given back": it is absent from the next header's ledger, and so dealt again by itself.
+uncommitted accumulation is never "given back": it is absent from the next header's ledger, and so dealt again by
+itself.
 
 A ledger from a checkpoint (`resumed`) counts as if the header named it, too: a resumed job begins at the genesis
 header, whose ledger is empty. Both are united; it is idempotent, since a joiner gets a ledger by both ways.
@@ -36,7 +37,7 @@ Part = tuple[Span, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """The header a window's deal rests on."""
+    """The header an accumulation's deal rests on."""
 
     step: int
     member: str
@@ -53,8 +54,8 @@ class _Stretch(TypedDict):
     drop_last: bool
 
 
-class Windows:
-    """The windows of one pass over the data, for one member.
+class Accumulations:
+    """The accumulations of one pass over the data, for one member.
 
     Attributes:
         length: positions in this epoch of the stream; UNKNOWN_LENGTH until an iterable has run dry.
@@ -81,9 +82,10 @@ class Windows:
         self._taken: list[Span] = []
         self._forecast: tuple[View | None, Part] | None = None
         self.as_forecast = False
-        """Whether the present window is what the one before it foresaw, so that what is drawn ahead stays right."""
+        """Whether the present accumulation is what the one before it foresaw, so that what is drawn ahead stays
+        right."""
 
-    # --- the present window ------------------------------------------------------------------------------------
+    # --- the present accumulation ------------------------------------------------------------------------------------
 
     def advance(self) -> MicroBatch | None:
         """The next micro-batch (its `samples` counts positions), or None when the epoch is over."""
@@ -109,7 +111,7 @@ class Windows:
         return MicroBatch(self.epoch, self.stream, self._number, index, index == 0, last, spans, ledger.count(spans))
 
     def failed(self, spans: Part) -> None:
-        """What was handed out last could not be fetched: it is not spent, the next window deals it again."""
+        """What was handed out last could not be fetched: it is not spent, the next accumulation deals it again."""
         self._taken = [span for span in self._taken if span not in spans]
         self._forecast = None
 
@@ -147,7 +149,7 @@ class Windows:
 
     @property
     def _fresh(self) -> bool:
-        """The base is out of date: the next micro-batch begins a window on a new header."""
+        """The base is out of date: the next micro-batch begins an accumulation on a new header."""
         base = self._base
         return base is None or self._source.header.step != base.step or self._source.member_id != base.member
 
@@ -184,7 +186,7 @@ class Windows:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _begin(self, ahead: int) -> bool:
-        """Fix the deal of the window `ahead` of the base; False if nothing is left for anybody."""
+        """Fix the deal of the accumulation `ahead` of the base; False if nothing is left for anybody."""
         base = self._base
         assert base is not None
         self._ahead = ahead
@@ -232,7 +234,7 @@ class Windows:
         if self.stream == ledger.SHARED:
             return max(0, deal.steps_left(view, base.ledger, **self._stretch) - done)
         others = deal.local_steps_left(view, base.ledger, self.epoch)
-        own = 1 + done  # an iterable says nothing about its end; there is always one more window to try
+        own = 1 + done  # an iterable says nothing about its end; there is always one more accumulation to try
         if self.length != UNKNOWN_LENGTH:
             own = deal.steps_left(view, base.ledger, **self._stretch)
         if others is None:
