@@ -228,7 +228,7 @@ class Trainer:
         current, view = (self._loader.current if self._loader else None), self.engine.ruling_view
         if current is None:
             raise ConfigurationError("update() belongs into the loop over prepare()'s batches")
-        # Nothing was dealt by a view that this member does not know.
+        # Nothing was assigned by a view that this member does not know.
         return current.samples / view.members[0].quota if view is not None else 0.0
 
     def _arm(self) -> None:

@@ -5,7 +5,7 @@ gets. A `session` is one fit's part in a job: it owns the engine, and decides wh
 and at the end. What it decides from belongs to its parts:
 
 - `stepping`: the accumulation of a step, weights, averaging; `manual`: averages of manual optimization;
-- `collectives`, `results`, `evaluation`: what members exchange, what `self.log` keeps, validation that is dealt out;
+- `collectives`, `results`, `evaluation`: what members exchange, what `self.log` keeps, validation that is divided;
 - `writer`, `saving`: who logs and writes files; checkpoints;
 - `data`, `lengths`, `schedules`: the training loader, how long an epoch is, schedules by samples;
 - `state`, `loops`, `replay`: what a newcomer takes over, and how it replays steps;

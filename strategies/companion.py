@@ -95,7 +95,7 @@ class Companion(pl.Callback):
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """All members are past their batches: from here on they do the same again."""
         if self._session is not None:
-            self._session.evaluation.dealing = None
+            self._session.evaluation.assigning = None
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         session = self._session

@@ -29,7 +29,7 @@ def themselves(loader: Any) -> Any:
 
 
 class EngineSource:
-    """The job as the elastic loader sees it (`data.source.DealSource`), also before there is an engine."""
+    """The job as the elastic loader sees it (`data.source.AssignmentSource`), also before there is an engine."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -73,7 +73,7 @@ class TrainLoader:
     """What Lightning iterates over instead of the user's loader.
 
     Args:
-        elastic: Deals.
+        elastic: Assigns.
         trainer: Whose fit this is.
         fit: Asked before each batch.
     """

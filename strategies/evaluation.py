@@ -1,16 +1,16 @@
-"""Validation during fit, dealt out among members: every batch is evaluated once, also if a member dies meanwhile.
+"""Validation during fit, divided among members: every batch is evaluated once, also if a member dies meanwhile.
 
 Theory of operation. Validation sees constant membership but for deaths. When it begins, batch i of the loader goes to
 member i mod W in rank order: the batches are those of one machine, nothing is padded or evaluated twice, and members'
 numbers of batches differ by one at most. At the end all members meet; if one is missing, what it had evaluated died
-with it, so its batches are dealt out again among the others, until everybody who is left has met. Before values are
+with it, so its batches are divided again among the others, until everybody who is left has met. Before values are
 computed, members agree on the keys that were logged, and each number logged per epoch is reduced over members, with
 `sync_dist=True` or without: a value of a part of the validation set would send schedulers and early stopping different
 ways on different members.
 
-What cannot be dealt this way (iterables, shuffled loaders, subclasses of DataLoader, fewer batches than members) is
+What cannot be assigned this way (iterables, shuffled loaders, subclasses of DataLoader, fewer batches than members) is
 evaluated in full by every member, as is everything with `Trainer(use_distributed_sampler=False)`. A loader
-with a DistributedSampler of the user's own asks to be dealt out; all of its data are then, with either setting.
+with a DistributedSampler of the user's own asks to be divided; all of its data are then, with either setting.
 
 Lightning asks for a length to know the last batch. Here the last batch is followed by the meeting, which must not come
 before that batch has been evaluated; so the length that Lightning's fetcher gets is one more, and ours ends the pass.
@@ -40,7 +40,7 @@ _log = logging.getLogger("chaos_lightning")
 
 def whole(loader: Any) -> Any:
     """A loader over all samples in place of one whose DistributedSampler takes a part of them: that part was drawn by a
-    rank and a world size that change, and dealing out is what such a sampler is for."""
+    rank and a world size that change, and dividing is what such a sampler is for."""
     if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
         every = SequentialSampler(loader.dataset)  # type: ignore[arg-type]  # which that sampler asked for its length
         return _update_dataloader(loader, every, mode=RunningStage.VALIDATING)
@@ -63,7 +63,7 @@ def unsharded(loader: Any) -> Any:
     return loader
 
 
-def can_be_dealt(loader: Any, trainer: Trainer) -> bool:
+def can_be_assigned(loader: Any, trainer: Trainer) -> bool:
     """Whether all members find the same batches at the same places, and one can draw some of them only."""
     return (
         type(loader) is DataLoader
@@ -75,7 +75,7 @@ def can_be_dealt(loader: Any, trainer: Trainer) -> bool:
 
 
 class Evaluation:
-    """Who takes part in the validation of one fit, and what is being dealt out.
+    """Who takes part in the validation of one fit, and what is being divided.
 
     Args:
         trainer: Whose fit this is.
@@ -84,7 +84,7 @@ class Evaluation:
         me: This member's id.
 
     Attributes:
-        dealing: The loader that is being dealt out at the moment.
+        assigning: The loader that is being divided at the moment.
     """
 
     def __init__(
@@ -98,16 +98,16 @@ class Evaluation:
         self.collectives = collectives
         self.members = members
         self.me = me
-        self.dealing: EvalLoader | None = None
+        self.assigning: EvalLoader | None = None
 
     def step(self, run: Callable[[], Any]) -> Any:
-        """The user's validation step; what it logged per step is exchanged after it, if this loader is dealt out."""
-        if self.dealing is None:
+        """The user's validation step; what it logged per step is exchanged after it, if this loader is divided."""
+        if self.assigning is None:
             return run()
         with self.collectives.inside("validation_step"):
             output = run()
         collection = self.trainer.fit_loop.epoch_loop.val_loop._results
-        self.collectives.leave_step(collection, always=self.dealing.may_differ)
+        self.collectives.leave_step(collection, always=self.assigning.may_differ)
         return output
 
 
@@ -115,7 +115,7 @@ class EvalLoader:
     """What Lightning iterates over instead of the user's validation loader.
 
     Args:
-        loader: One for which `can_be_dealt`.
+        loader: One for which `can_be_assigned`.
         evaluation: Of this fit.
     """
 
@@ -141,19 +141,19 @@ class EvalLoader:
         return int(_parse_num_batches(RunningStage.VALIDATING, len(self._loader), self._trainer.limit_val_batches))
 
     @property
-    def dealt(self) -> bool:
-        """Whether a validation that began now would be dealt out."""
+    def assigned(self) -> bool:
+        """Whether a validation that began now would be divided."""
         members = self._evaluation.members()
         return len(members) > 1 and self.total >= len(members)
 
     def own(self) -> int:
         """Batches of this member in a validation that began now."""
-        return len(self._deal()[self._evaluation.me()]) if self.dealt else self.total
+        return len(self._assignment()[self._evaluation.me()]) if self.assigned else self.total
 
     def __len__(self) -> int:
-        return self.own() + 1 if self.dealt else len(self._loader)
+        return self.own() + 1 if self.assigned else len(self._loader)
 
-    def _deal(self) -> dict[str, list[int]]:
+    def _assignment(self) -> dict[str, list[int]]:
         members = self._evaluation.members()
         return {m: list(range(place, self.total, len(members))) for place, m in enumerate(members)}
 
@@ -161,11 +161,11 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.steps = 0
-        self._evaluation.dealing = None
-        if not self.dealt:
+        self._evaluation.assigning = None
+        if not self.assigned:
             return iter(self._loader)
-        self._evaluation.dealing = self
-        self._members, self._share = self._evaluation.members(), self._deal()
+        self._evaluation.assigning = self
+        self._members, self._share = self._evaluation.members(), self._assignment()
         self._rounds = max(len(share) for share in self._share.values())
         self._uneven = self._rounds - min(len(share) for share in self._share.values())
         self._draw(self._share[self._evaluation.me()])
@@ -226,14 +226,14 @@ class EvalLoader:
             return False
         lost = [member for member in self._members if member not in here]
         if lost:
-            self._deal_again(lost)
+            self._assign_again(lost)
             return True
         reduce = self._trainer.strategy.reduce
         results.agree(self._trainer, collection, collectives.exchange, "validation", reduce)
         results.reduce_all(collection)
         return False
 
-    def _deal_again(self, lost: Sequence[str]) -> None:
+    def _assign_again(self, lost: Sequence[str]) -> None:
         """The dead's batches go to those who are left."""
         numbers = sorted(number for member in lost for number in self._share[member])
         self._members = tuple(m for m in self._members if m not in lost)
@@ -277,7 +277,7 @@ def refit_limits(trainer: Trainer) -> None:
     for place, loader in enumerate(combined.flattened):
         if isinstance(loader, EvalLoader):
             shown[place] = loader.own()
-            limits[place] = loader.own() + 1 if loader.dealt else loader.total
+            limits[place] = loader.own() + 1 if loader.assigned else loader.total
     val_loop._max_batches = shown
     combined.limits = limits
     if combined._iterator is not None:

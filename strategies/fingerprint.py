@@ -31,13 +31,13 @@ def seed_of(options: ChaosOptions) -> int:
     return options.seed if options.seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
-def fingerprint_of(trainer: Trainer, loader: ElasticLoader, *, deals_validation: bool) -> dict[str, str]:
+def fingerprint_of(trainer: Trainer, loader: ElasticLoader, *, assigns_validation: bool) -> dict[str, str]:
     """Versions, model, optimizers, data and those settings that decide how many steps and collectives there are.
 
     Args:
         trainer: In fit, with all loaders of fit made (those of validation are, from `ChaosStrategy.on_train_start` on).
         loader: The training loader.
-        deals_validation: Whether loaders of validation are dealt out where that can be.
+        assigns_validation: Whether loaders of validation are divided where that can be.
     """
     module = trainer.lightning_module
     by_time = trainer._val_check_time_interval
@@ -63,7 +63,7 @@ def fingerprint_of(trainer: Trainer, loader: ElasticLoader, *, deals_validation:
             for number, c in enumerate(deciding)
             for name, value in _cadence(c).items()
         },
-        **_validation(trainer, loader.stream, deals_validation=deals_validation),
+        **_validation(trainer, loader.stream, assigns_validation=assigns_validation),
         **({"training data": _part_of(getattr(loader.loader, "dataset", None))} if loader.stream == SHARED else {}),
         **default_words(trainer.optimizers),
         **_hyperparameters(module),
@@ -132,25 +132,25 @@ def _cadence(callback: Callback) -> dict[str, str]:
     return {name: str(value) for name, value in settings.items()}
 
 
-def _validation(trainer: Trainer, stream: str, *, deals_validation: bool) -> dict[str, str]:
-    """How many loaders of validation there are, which of them are dealt out, and how long they are.
+def _validation(trainer: Trainer, stream: str, *, assigns_validation: bool) -> dict[str, str]:
+    """How many loaders of validation there are, which of them are divided, and how long they are.
 
-    Each member deals by the length of its own loader, so another one would leave batches out or evaluate them twice.
+    Each member assigns by the length of its own loader, so another one would leave batches out or evaluate them twice.
     """
     combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
     loaders = combined.flattened if combined is not None else []
     words = {"validation loaders": str(len(loaders))}
     if loaders:
-        words["use_distributed_sampler"] = str(deals_validation)
+        words["use_distributed_sampler"] = str(assigns_validation)
     for number, loader in enumerate(loaders):
-        dealt = isinstance(loader, EvalLoader)
-        words[f"validation loader {number}"] = "dealt out" if dealt else "evaluated in full by everybody"
-        if not dealt and stream != SHARED:
+        assigned = isinstance(loader, EvalLoader)
+        words[f"validation loader {number}"] = "divided" if assigned else "evaluated in full by everybody"
+        if not assigned and stream != SHARED:
             continue  # each member evaluates data of its own
         words[f"validation loader {number} samples"] = _length(getattr(loader, "dataset", None))
         words[f"validation loader {number} data"] = _part_of(getattr(loader, "dataset", None))
         words[f"validation loader {number} batches"] = _length(loader)
-        if dealt:
+        if assigned:
             words[f"validation loader {number} batch size"] = str(loader.batch_sampler.batch_size)
     return words
 

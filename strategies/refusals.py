@@ -161,7 +161,7 @@ def refuse_loaders(trainer: Trainer) -> None:
     combined = trainer.fit_loop._combined_loader
     if combined is not None and len(combined.flattened) != 1:
         raise UnsupportedError(
-            f"fit got {len(combined.flattened)} training loaders; strategy chaos deals the samples of one. "
+            f"fit got {len(combined.flattened)} training loaders; strategy chaos assigns the samples of one. "
             "Combine the data "
             "sets (ConcatDataset, or one that returns both), or draw the second one's batches within the "
             "first's collate_fn"

@@ -80,7 +80,7 @@ class Session:
         place: Who this process is until it enters the job.
         options: The strategy's.
         data: "shared" or "local".
-        deals_validation: Whether loaders of validation are dealt out where that can be.
+        assigns_validation: Whether loaders of validation are divided where that can be.
         environment: Told who this process is.
         collectives: Exchanged through this session.
 
@@ -88,7 +88,7 @@ class Session:
         in_job: Collectives reach the others.
         departed: This member left.
         gone: It did, and others go on without it.
-        evaluation: Whom validation is dealt out to.
+        evaluation: Whom validation is divided among.
         writer: Whether this member logs and writes files.
         lengths: How long an epoch is.
         stepped: Number and header hash of the last committed optimizer step.
@@ -103,7 +103,7 @@ class Session:
         place: Place,
         options: ChaosOptions,
         data: DataMode,
-        deals_validation: bool,
+        assigns_validation: bool,
         environment: ChaosEnvironment,
         collectives: Collectives,
     ) -> None:
@@ -115,7 +115,7 @@ class Session:
         self.stepped = (0, "")
         self._options = options
         self._data = data
-        self._deals_validation = deals_validation
+        self._assigns_validation = assigns_validation
         self.collectives = collectives
         self.evaluation = Evaluation(trainer, collectives, lambda: self.members, lambda: self.engine.member_id)
         self.writer = Writer(trainer, environment, lambda: self.in_job, self.alone)
@@ -228,7 +228,7 @@ class Session:
         try:
             engine.join(
                 fingerprint={
-                    **fingerprint_of(trainer, self.elastic, deals_validation=self._deals_validation),
+                    **fingerprint_of(trainer, self.elastic, assigns_validation=self._assigns_validation),
                     **self.lengths.words(),
                 },
                 quota=self.elastic.quota,

@@ -1,16 +1,16 @@
 """From micro-batches to committed steps: weights, idle micro-batches, averaging.
 
 Theory of operation. An *accumulation* is what one optimizer step uses. Every member runs the same number of
-micro-batches in it, so that all of Lightning's counters agree; where nothing was dealt to it, it is idle. The average
-of a step is
+micro-batches in it, so that all of Lightning's counters agree; where nothing was assigned to it, it is idle. The
+average of a step is
 
     sum over members and their micro-batches m of (n_m * gradient of m's mean loss) / sum of n_m,
 
-the gradient of the mean over all samples, however they were dealt. Lightning accumulates (1/A) * sum of gradients, so
-each loss is scaled by n_m relative to the accumulation's first one, and before the accumulation's last backward pass,
-when all n_m are known, the rest of the factor is made up for: by then the member's coefficient is its weight w = sum of
-n_m, which also makes reduced buffers a weighted mean. For full accumulations all these factors are 1 and nothing is
-touched.
+the gradient of the mean over all samples, however they were assigned. Lightning accumulates (1/A) * sum of gradients,
+so each loss is scaled by n_m relative to the accumulation's first one, and before the accumulation's last backward
+pass, when all n_m are known, the rest of the factor is made up for: by then the member's coefficient is its weight w =
+sum of n_m, which also makes reduced buffers a weighted mean. For full accumulations all these factors are 1 and nothing
+is touched.
 
 Averaging comes after the closure and before everything that the precision plugin does with gradients (unscaling,
 clipping, `on_before_optimizer_step`), so these see the same averaged gradients on all members.

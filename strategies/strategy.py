@@ -28,7 +28,7 @@ from chaos_lightning.strategies import results
 from chaos_lightning.strategies.collectives import LOG_DIR, Collectives, call_site, users_call_site
 from chaos_lightning.strategies.companion import Companion, Launcher
 from chaos_lightning.strategies.environment import ChaosEnvironment, local_rank
-from chaos_lightning.strategies.evaluation import EvalLoader, can_be_dealt, unsharded, whole
+from chaos_lightning.strategies.evaluation import EvalLoader, can_be_assigned, unsharded, whole
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import agree_on_validation
 from chaos_lightning.strategies.place import Place, end_evaluating, place_to_evaluate
@@ -94,7 +94,7 @@ class ChaosStrategy(ParallelStrategy):
         self._place: Place | None = None
         """Of this process among those that evaluate before fit."""
         self._has_fitted = False
-        self._deal_validation: bool | None = None
+        self._assign_validation: bool | None = None
         self._unroute: Callable[[], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -156,10 +156,10 @@ class ChaosStrategy(ParallelStrategy):
             return
         self._has_fitted = True
         check_host_version()
-        # Samples are dealt here; a DistributedSampler would shard a second time.
+        # Samples are assigned here; a DistributedSampler would shard a second time.
         connector = trainer._accelerator_connector
-        if self._deal_validation is None:
-            self._deal_validation = connector.use_distributed_sampler
+        if self._assign_validation is None:
+            self._assign_validation = connector.use_distributed_sampler
         connector.use_distributed_sampler = False
         config = self._config()
         end_evaluating(config)
@@ -171,7 +171,7 @@ class ChaosStrategy(ParallelStrategy):
             place,
             self.options,
             self.data,
-            self._deal_validation,
+            self._assign_validation,
             self.environment,
             self.collectives,
         )
@@ -218,7 +218,7 @@ class ChaosStrategy(ParallelStrategy):
         self._unroute = results.route_metrics(session.trainer, self.collectives.exchange, lambda: self.in_job)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Loaders of fit are dealt out among members; those of validate, test and predict run on this process alone."""
+        """Loaders of fit are divided among members; those of validate, test and predict run on this process alone."""
         if self.session is None:
             return unsharded(dataloader)
         trainer = self.session.trainer
@@ -227,8 +227,8 @@ class ChaosStrategy(ParallelStrategy):
             _worker_check(trainer, dataloader, "train_dataloader")
             return self.session.wrap(dataloader)
         everything = whole(dataloader)
-        wanted = self._deal_validation or everything is not dataloader
-        if wanted and can_be_dealt(everything, trainer):
+        wanted = self._assign_validation or everything is not dataloader
+        if wanted and can_be_assigned(everything, trainer):
             _worker_check(trainer, dataloader, "val_dataloader")
             return EvalLoader(everything, self.session.evaluation)
         return everything

@@ -1,17 +1,17 @@
 """Which micro-batch comes next: accumulations, the headers they rest on, and what is still uncommitted.
 
-Theory of operation. An *accumulation* is what one optimizer step uses: `view.accumulate` micro-batches. Its deal is
-fixed when its first micro-batch is asked for, from the last committed header (PROTOCOL.md 10), and stays whatever
+Theory of operation. An *accumulation* is what one optimizer step uses: `view.accumulate` micro-batches. Its assignment
+is fixed when its first micro-batch is asked for, from the last committed header (PROTOCOL.md 10), and stays whatever
 happens to the view until a step commits. Three cases at each micro-batch:
 
 - `header.step` has grown: the step committed. A new accumulation begins on the new header. (Also if the accumulation
-was not handed out in full: Lightning steps early at a limited epoch's end. What was not handed out is unspent and dealt
-again.) - It has not, and the accumulation has micro-batches left: the next of them. - It has not, and the accumulation
-is through: the training loop accumulates over several accumulations (manual optimisation). The next accumulation is the
-deal `ahead=1, 2, ...` of the *same* header, so that all members go on agreeing.
+was not handed out in full: Lightning steps early at a limited epoch's end. What was not handed out is unspent and
+assigned again.) - It has not, and the accumulation has micro-batches left: the next of them. - It has not, and the
+accumulation is through: the training loop accumulates over several accumulations (manual optimisation). The next
+accumulation is the assignment `ahead=1, 2, ...` of the *same* header, so that all members go on agreeing.
 
 What was handed out since that header and is not in the ledger is what the next contribution spends (`pending`). An
-uncommitted accumulation is never "given back": it is absent from the next header's ledger, and so dealt again by
+uncommitted accumulation is never "given back": it is absent from the next header's ledger, and so assigned again by
 itself.
 
 A ledger from a checkpoint (`resumed`) counts as if the header named it, too: a resumed job begins at the genesis
@@ -24,20 +24,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypedDict
 
-from chaos_lightning.data.source import DealSource, MicroBatch
-from chaos_lightning.planning import deal, ledger
+from chaos_lightning.data.source import AssignmentSource, MicroBatch
+from chaos_lightning.planning import assignment, ledger
 from chaos_lightning.protocol.types import NO_VIEW, Header, Ledger, Member, Span, Spent, View
 
 UNKNOWN_LENGTH = 1 << 62
 """Positions of a stream that has not run dry yet."""
 
 Part = tuple[Span, ...]
-"""What is dealt to one member for one micro-batch."""
+"""What is assigned to one member for one micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """The header an accumulation's deal rests on."""
+    """The header an accumulation's assignment rests on."""
 
     step: int
     member: str
@@ -46,7 +46,7 @@ class _Base:
 
 
 class _Stretch(TypedDict):
-    """Positions of one epoch, as the functions of `planning.deal` take them."""
+    """Positions of one epoch, as the functions of `planning.assignment` take them."""
 
     epoch: int
     length: int
@@ -62,7 +62,15 @@ class Accumulations:
     """
 
     def __init__(
-        self, source: DealSource, *, stream: str, epoch: int, length: int, drop_last: bool, resumed: Resumed, quota: int
+        self,
+        source: AssignmentSource,
+        *,
+        stream: str,
+        epoch: int,
+        length: int,
+        drop_last: bool,
+        resumed: Resumed,
+        quota: int,
     ) -> None:
         self.epoch = epoch
         self.stream = stream
@@ -78,7 +86,7 @@ class Accumulations:
         self._handed = 0
         self._open = False
         self._size = 1
-        self._deal: deal.Deal | None = None
+        self._assignment: assignment.Assignment | None = None
         self._taken: list[Span] = []
         self._forecast: tuple[View | None, Part] | None = None
         self.as_forecast = False
@@ -104,14 +112,14 @@ class Accumulations:
         self._index += 1
         self._handed += 1
         last = self._index == self._size
-        spans = self._deal.micro_batches[index] if self._deal is not None else ()
+        spans = self._assignment.micro_batches[index] if self._assignment is not None else ()
         self._taken.extend(spans)
-        if last and self._deal is not None:
-            self._taken.extend(self._deal.dropped)
+        if last and self._assignment is not None:
+            self._taken.extend(self._assignment.dropped)
         return MicroBatch(self.epoch, self.stream, self._number, index, index == 0, last, spans, ledger.count(spans))
 
     def failed(self, spans: Part) -> None:
-        """What was handed out last could not be fetched: it is not spent, the next accumulation deals it again."""
+        """What was handed out last could not be fetched: it is not spent, the next accumulation assigns it again."""
         self._taken = [span for span in self._taken if span not in spans]
         self._forecast = None
 
@@ -158,7 +166,7 @@ class Accumulations:
         return self._over(self.ledger, self._ruling(), 0)
 
     def left(self) -> int:
-        """Micro-batches still to come in this epoch, if every step commits as dealt and the view stays."""
+        """Micro-batches still to come in this epoch, if every step commits as assigned and the view stays."""
         if self._fresh:
             base = _Base(0, "", self._ruling(), self.ledger)
             return self._steps(base, 0) * self._accumulate(base.ruling)
@@ -166,7 +174,7 @@ class Accumulations:
         return self._size - self._index + self._steps(self._base, self._ahead + 1) * self._accumulate(self._base.ruling)
 
     def future(self) -> Iterator[tuple[int, Part]]:
-        """My micro-batches that are not idle, from the one `advance` gave last, if every step commits as dealt.
+        """My micro-batches that are not idle, from the one `advance` gave last, if every step commits as assigned.
 
         Ends where the epoch would.
         """
@@ -186,7 +194,7 @@ class Accumulations:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _begin(self, ahead: int) -> bool:
-        """Fix the deal of the accumulation `ahead` of the base; False if nothing is left for anybody."""
+        """Fix the assignment of the accumulation `ahead` of the base; False if nothing is left for anybody."""
         base = self._base
         assert base is not None
         self._ahead = ahead
@@ -194,7 +202,7 @@ class Accumulations:
             self._index = self._size
             return False
         view = base.ruling
-        self._deal = self._mine(base, view, ahead) if view is not None else None
+        self._assignment = self._mine(base, view, ahead) if view is not None else None
         self._size = self._accumulate(view)
         self._index = 0
         self._number += 1
@@ -207,36 +215,36 @@ class Accumulations:
 
     def _ruling(self) -> View | None:
         header, view = self._source.header, self._source.ruling_view
-        # A member let in by a recovery may only know a view that this header does not name. To deal by it would give
+        # A member let in by a recovery may only know a view that this header does not name. To assign by it would give
         # out what others were given by the header's own.
-        view = deal.ruling_view(header, (view,)) if view is not None else None
+        view = assignment.ruling_view(header, (view,)) if view is not None else None
         return view or self._resumed.ruling(header)
 
     def _accumulate(self, view: View | None) -> int:
         known = view or self._source.view
         return known.accumulate if known is not None else 1
 
-    def _mine(self, base: _Base, view: View, ahead: int) -> deal.Deal | None:
-        dealt = deal.deal_step(view, base.ledger, ahead=ahead, **self._stretch)
-        return dealt.get(self._source.member_id)
+    def _mine(self, base: _Base, view: View, ahead: int) -> assignment.Assignment | None:
+        assigned = assignment.assign_step(view, base.ledger, ahead=ahead, **self._stretch)
+        return assigned.get(self._source.member_id)
 
     def _rest(self, base: _Base, view: View, ahead: int) -> Part:
-        return deal.after_step(view, base.ledger, ahead=ahead, **self._stretch)
+        return assignment.after_step(view, base.ledger, ahead=ahead, **self._stretch)
 
     @property
     def _stretch(self) -> _Stretch:
-        """Of which positions the deal is."""
+        """Of which positions the assignment is."""
         return {"epoch": self.epoch, "length": self.length, "stream": self.stream, "drop_last": self._drop_last}
 
     def _steps(self, base: _Base, done: int) -> int:
         """Steps to come, `done` of which are under way already."""
         view = base.ruling or self._source.view or self._alone()
         if self.stream == ledger.SHARED:
-            return max(0, deal.steps_left(view, base.ledger, **self._stretch) - done)
-        others = deal.local_steps_left(view, base.ledger, self.epoch)
+            return max(0, assignment.steps_left(view, base.ledger, **self._stretch) - done)
+        others = assignment.local_steps_left(view, base.ledger, self.epoch)
         own = 1 + done  # an iterable says nothing about its end; there is always one more accumulation to try
         if self.length != UNKNOWN_LENGTH:
-            own = deal.steps_left(view, base.ledger, **self._stretch)
+            own = assignment.steps_left(view, base.ledger, **self._stretch)
         if others is None:
             return max(own - done, 1)  # somebody has not said how much there is: never call an epoch over too early
         return max(own - done, others - done, 0)
@@ -251,13 +259,13 @@ class Accumulations:
             if ahead == 0:
                 return ledger.is_spent(spent, self.stream, self.epoch, self.length)
             view = ruling or self._source.view
-            return view is None or ahead >= deal.steps_left(view, spent, **self._stretch)
+            return view is None or ahead >= assignment.steps_left(view, spent, **self._stretch)
         view = ruling or self._source.view
         if view is None:
             return False
         if ahead == 0:
             return ledger.local_over(spent, view, self.epoch)
-        steps = deal.local_steps_left(view, spent, self.epoch)
+        steps = assignment.local_steps_left(view, spent, self.epoch)
         return steps is not None and ahead >= steps
 
 

@@ -1,8 +1,8 @@
-"""Where batches come from: the user's own DataLoader, fed with the deal.
+"""Where batches come from: the user's own DataLoader, fed with the assignment.
 
 Theory of operation. `MapFeed` clones the user's loader with all its settings (workers, prefetch, pinning,
 collate_fn) but with a sampler of ours. The sampler draws from a *forecast*: the member's coming micro-batches if
-every step commits as dealt. It never blocks; where the forecast ends, it ends. What the DataLoader draws is
+every step commits as assigned. It never blocks; where the forecast ends, it ends. What the DataLoader draws is
 remembered in a queue of tags (epoch, positions), in the order in which batches come out. At the beginning of an
 accumulation that is not as forecast, `resync` compares the queue with the new forecast: what no longer fits is marked
 stale and thrown away when it comes out, and the sampler goes on with what the truth demands next. If the
@@ -110,7 +110,7 @@ class MapFeed:
     def __init__(self, loader: DataLoader[Any], units: Orders, *, seed: int, stats: Stats) -> None:
         if type(loader).__iter__ is not DataLoader.__iter__:
             raise UnsupportedError(
-                f"{type(loader).__name__} has an __iter__ of its own, which dealing samples would pass over. Use a "
+                f"{type(loader).__name__} has an __iter__ of its own, which assigning samples would pass over. Use a "
                 "torch DataLoader with that logic in its collate_fn or data set."
             )
         self._units = units
@@ -199,7 +199,8 @@ class MapFeed:
     def _clone(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         if loader.num_workers and not loader.in_order:
             warnings.warn(
-                "in_order=False is not honoured: batches must come in the order in which they were dealt", stacklevel=4
+                "in_order=False is not honoured: batches must come in the order in which they were assigned",
+                stacklevel=4,
             )
         kwargs: dict[str, Any] = {
             "num_workers": loader.num_workers,
@@ -247,7 +248,7 @@ class MapFeed:
         if self._units.unit == "item":
             if len(units) != 1:
                 raise ConfigurationError(
-                    f"a loader with batch_size=None takes 1 item at a time; was dealt {len(units)}"
+                    f"a loader with batch_size=None takes 1 item at a time; was assigned {len(units)}"
                 )
             return units[0]
         return [key for unit in units for key in unit] if self._units.unit == "batch" else units

@@ -1,12 +1,12 @@
-"""The user's DataLoader, dealt out to whoever is there.
+"""The user's DataLoader, divided among whoever is there.
 
 Theory of operation. `ElasticLoader` wraps the loader that the user wrote for one machine and yields this member's
 micro-batches: for each accumulation `view.accumulate` of them, idle ones (a dummy batch, `current.idle`) where nothing
-was dealt to it. Who gets what is pure (`planning/deal.py`), when an accumulation begins and ends is bookkeeping
-(`accumulations.py`), which samples an epoch has in which order is `order.py`, and the fetching with all workers and
-prefetching is `feeds.py`. The training loop reads `current` for the weight of a batch and `spent()` for its
-contribution; the loader learns what was committed from the next header, by itself. The epoch is over when the
-header's ledger says so, never sooner, whatever `len()` foresaw.
+was assigned to it. Who gets what is pure (`planning/assignment.py`), when an accumulation begins and ends is
+bookkeeping (`accumulations.py`), which samples an epoch has in which order is `order.py`, and the fetching with all
+workers and prefetching is `feeds.py`. The training loop reads `current` for the weight of a batch and `spent()` for its
+contribution; the loader learns what was committed from the next header, by itself. The epoch is over when the header's
+ledger says so, never sooner, whatever `len()` foresaw.
 
 Modes. "shared": one data set, every member has all of it; the ledger's stream "" makes every sample be used in
 exactly one committed step. "local": each member has data of its own, any iterable; its stream bears its name, its
@@ -14,7 +14,7 @@ length is announced in the ledger (for an iterable: once it has run dry), and th
 data are spent. Members that are through sooner are idle until then; one that comes in the middle of an epoch brings
 all of its data into it.
 
-What drop_last means here: see `planning/deal.py`. At most (smallest quota - 1) samples of an epoch are unused.
+What drop_last means here: see `planning/assignment.py`. At most (smallest quota - 1) samples of an epoch are unused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from chaos_lightning.data.accumulations import UNKNOWN_LENGTH, Accumulations, Resumed
 from chaos_lightning.data.feeds import IterableFeed, MapFeed, batch_length
 from chaos_lightning.data.order import Orders
-from chaos_lightning.data.source import DealSource, MicroBatch, Stats
+from chaos_lightning.data.source import AssignmentSource, MicroBatch, Stats
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.planning import ledger, orders
 from chaos_lightning.protocol.types import NO_VIEW, Ledger, Member, Spent, View
@@ -56,7 +56,7 @@ class ElasticLoader:
     """
 
     def __init__(
-        self, loader: Iterable[Any], *, mode: Literal["shared", "local"], seed: int, source: DealSource
+        self, loader: Iterable[Any], *, mode: Literal["shared", "local"], seed: int, source: AssignmentSource
     ) -> None:
         if mode not in ("shared", "local"):
             raise ConfigurationError(f"data={mode!r}; expected 'shared' or 'local'")
@@ -339,7 +339,7 @@ class ElasticLoader:
         data = feed.fetch(tag)
         if self.stats.discarded and not self._told:
             self._told = True
-            _log.info("batches drawn ahead are thrown away when members come or go; their samples are dealt again")
+            _log.info("batches drawn ahead are thrown away when members come or go; their samples are assigned again")
         return data, feed.samples(tag)
 
     def _fetch_ordinal(self, feed: IterableFeed, accumulations: Accumulations, part: MicroBatch) -> tuple[Any, int]:

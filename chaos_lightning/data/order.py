@@ -1,6 +1,6 @@
 """From a user's DataLoader to the order of each epoch.
 
-Theory of operation. The unit that is dealt is what the user's loader would draw: a sample (`batch_size=n`), a batch
+Theory of operation. The unit that is assigned is what the user's loader would draw: a sample (`batch_size=n`), a batch
 (a custom `batch_sampler`) or an item (`batch_size=None`). The order of an epoch is the list of these units:
 
 - `shuffle=True`: the keyed permutation of `planning/orders.py`; - `shuffle=False`: 0, 1, 2, ...; - any other
@@ -154,7 +154,7 @@ class Orders:
     def _classify(self, sampler: Any) -> str:
         if isinstance(sampler, DistributedSampler) or isinstance(getattr(sampler, "sampler", None), DistributedSampler):
             raise UnsupportedError(
-                f"the training loader uses {type(sampler).__name__}, which shards by rank. The job deals samples "
+                f"the training loader uses {type(sampler).__name__}, which shards by rank. The job assigns samples "
                 "among whoever is there: give the DataLoader shuffle=True (or a plain sampler) instead."
             )
         if type(sampler) is SequentialSampler:
@@ -195,7 +195,7 @@ class Orders:
                 if len(out) == limit:
                     raise UnsupportedError(
                         f"{type(sampler).__name__} went on after {limit} units, for a data set of length "
-                        f"{len(self._dataset)}: a sampler without an end has no epochs to deal. Give it an end."
+                        f"{len(self._dataset)}: a sampler without an end has no epochs to assign. Give it an end."
                     )
                 out.append(list(unit) if self.unit == "batch" else unit)
         if out and all(isinstance(unit, int | np.integer) and not isinstance(unit, bool) for unit in out):

@@ -8,7 +8,7 @@ from typing import Protocol
 from chaos_lightning.protocol.types import Header, Span, View
 
 
-class DealSource(Protocol):
+class AssignmentSource(Protocol):
     """The job as the data see it; the engine (or a test) provides it.
 
     The loader asks at the first micro-batch of an accumulation, when the member has committed everything it contributed
@@ -25,15 +25,15 @@ class DealSource(Protocol):
 
     @property
     def ruling_view(self) -> View | None:
-        """The view that rules the deal after `header` (`planning.deal.ruling_view`).
+        """The view that rules the assignment after `header` (`planning.assignment.ruling_view`).
 
-        None if this member does not know it, which means that it is not in it: nothing is dealt to it until the next
+        None if this member does not know it, which means that it is not in it: nothing is assigned to it until the next
         header.
         """
 
     @property
     def member_id(self) -> str:
-        """This member's id; a new one (after a rejoin) makes the loader deal anew."""
+        """This member's id; a new one (after a rejoin) makes the loader assign anew."""
 
     @property
     def name(self) -> str:
@@ -60,7 +60,7 @@ class MicroBatch:
 
     @property
     def idle(self) -> bool:
-        """Nothing was dealt: the batch is a dummy whose gradient must weigh nothing."""
+        """Nothing was assigned: the batch is a dummy whose gradient must weigh nothing."""
         return self.samples == 0
 
 
@@ -74,6 +74,6 @@ class Stats:
     drawn: int = 0
     """Batches handed to the DataLoader for fetching."""
     discarded: int = 0
-    """Batches drawn ahead for a deal that a header revoked; their samples were dealt again."""
+    """Batches drawn ahead for an assignment that a header revoked; their samples were assigned again."""
     opened: int = 0
     """Iterators of the user's DataLoader opened."""

@@ -44,7 +44,7 @@ from chaos_lightning.member.transfer import Transfer
 from chaos_lightning.member.waiting import Waiting
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.slots import fitting
-from chaos_lightning.planning.deal import ruling_view
+from chaos_lightning.planning.assignment import ruling_view
 from chaos_lightning.planning.plans import check_bytes
 from chaos_lightning.protocol.types import (
     GENESIS,
@@ -89,7 +89,7 @@ class Engine:
 
     Attributes:
         view: The view that rules the coming slot.
-        ruling_view: The view that the last header named: it deals the coming step (PROTOCOL.md 10).
+        ruling_view: The view that the last header named: it assigns the coming step (PROTOCOL.md 10).
         header: Last committed header.
         role: "founder" or "joiner", after `join`.
         resumed: This founder went on from a state that the last member of the job had kept in a file.
@@ -244,7 +244,7 @@ class Engine:
                 self._mail.rest(pause_s)
         made.accumulation.settle()
         warn_of_rules(self.config, made.shell.welcome)
-        self._tell_of_loss(made.shell.machine.dealing)
+        self._tell_of_loss(made.shell.machine.assigning)
         self._waiting.over(f"this member is rank {self.rank} of {self.world_size}")
         report = self._transfer.report
         self.events.emit(
@@ -302,10 +302,10 @@ class Engine:
             raise self._waiting.give_up(self._agent)
         self.role, self.header, self.view = place.role, place.header, place.view
         self.resumed = place.role == "founder" and place.header != GENESIS
-        # A recovery may have put a newer view in force; the deal follows the one that the header named (10), and before
-        # the first slot, which cannot commit without this thread, the founding one, which the machine remembers.
+        # A recovery may have put a newer view in force; the assignment follows the one that the header named (10), and
+        # before the first slot, which cannot commit without this thread, the founding one, which the machine remembers.
         founded = self.header.next_view == NO_VIEW
-        known = (self.header.view_change, made.shell.machine.dealing if founded else self.view)
+        known = (self.header.view_change, made.shell.machine.assigning if founded else self.view)
         self.ruling_view = ruling_view(self.header, [v for v in known if v is not None])
         return self.header
 

@@ -18,9 +18,9 @@ released) and GONE. While ACTIVE it stands on `header` (slot `seq`) in `view` an
   already under way included. `Decide` ends it: redo re-sends the kept contribution under the new view; hand-on first
   fetches the base's bytes if this member lacks them. Until the base is committed here, the old view counts as entered.
 
-Three views matter: `view` rules the open slot; `dealing` is the one that the last header named, and the deal of the
-open slot is its function alone (10); `waiting_view` is decided and to be carried by a header. `Committed.view` is the
-view that the header named; if a recovery's view already rules, `Viewed` follows it.
+Three views matter: `view` rules the open slot; `assigning` is the one that the last header named, and the assignment of
+the open slot is its function alone (10); `waiting_view` is decided and to be carried by a header. `Committed.view` is
+the view that the header named; if a recovery's view already rules, `Viewed` follows it.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class MemberMachine:
         phase: See the module.
         member_id: Given by the scheduler; "" before Welcome.
         view: The view entered; None before the first.
-        dealing: The view that `header` named: the deal of the open slot is its function (PROTOCOL.md 10).
+        assigning: The view that `header` named: the assignment of the open slot is its function (PROTOCOL.md 10).
         header: The last committed header.
         pending: Header of the next slot, for want of reduced bytes not committed.
         promised: Nothing older than this is looked at.
@@ -135,7 +135,7 @@ class MemberMachine:
         self.member_id = ""
         self.role = ""
         self.view: View | None = None
-        self.dealing: View | None = None
+        self.assigning: View | None = None
         self.header: Header = GENESIS
         self.pending: Header | None = None
         self.promised: ViewId = NO_VIEW
@@ -469,14 +469,14 @@ class MemberMachine:
                 self._emit(ToPeer(observer, header))
         self._emit(*self.neighbours.settle(self.member_id, self.view))
         self._raw = True
-        self.dealing = change or self.view
+        self.assigning = change or self.view
         self._close_open_slot()
         if change is not None:
             for joiner in change.joiners:
                 if joiner != self.member_id:
                     self._emit(ToPeer(joiner, header))
         if entering is not None:
-            self._emit(Committed(header, self.dealing))
+            self._emit(Committed(header, self.assigning))
             self._enter(entering.view, entering.reason)
             return
         if change is not None and change.find(self.member_id) is None:
@@ -541,8 +541,8 @@ class MemberMachine:
 
     def _load(self, header: Header, view: View) -> None:
         self.phase = Phase.LOADING
-        founded = self.dealing if self.header.hash == header.hash else None  # slot 1 is dealt by no recovery's view
-        self.view, self.header, self.dealing = view, header, header.view_change or founded or view
+        founded = self.assigning if self.header.hash == header.hash else None  # no recovery assigns slot 1
+        self.view, self.header, self.assigning = view, header, header.view_change or founded or view
         self.neighbours.enter(None)
         self.promised = max(self.promised, view.id)
         self.waiting_view = None
@@ -604,7 +604,7 @@ class MemberMachine:
         elif self.member_id in view.joiners:
             self._load(base, view)
         elif self.view is None and base.next_view == NO_VIEW:  # GENESIS, or a state that this member has in a file
-            self.phase, self.header, self.dealing = Phase.ACTIVE, base, view
+            self.phase, self.header, self.assigning = Phase.ACTIVE, base, view
             self._enter(view, decision.reason)
         else:
             self._eject(
@@ -695,7 +695,7 @@ class MemberMachine:
         if self.phase in (Phase.ACTIVE, Phase.LOADING):
             assert self.view is not None
             assert self.view.find(self.member_id) is not None, "in a view that does not hold this member"
-            assert self.dealing is not None
+            assert self.assigning is not None
         if self.pending is not None and self.phase is Phase.ACTIVE:
             assert self.pending.seq == self.seq + 1
             assert self.pending.prev_hash == self.header.hash

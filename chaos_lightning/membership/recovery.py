@@ -178,7 +178,7 @@ def _ruling(
         if member in unusable:
             rejoin.append((member, unusable[member]))
         elif not report.loaded:
-            # Before slot 1 the deal is the founding view's function: who has heard of that one goes on loading.
+            # Before slot 1 the assignment is the founding view's function: who has heard of that one goes on loading.
             at_base = base is not None and (
                 report.head == base.hash if report.entered != NO_VIEW else member in admitted
             )

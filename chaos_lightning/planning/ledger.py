@@ -4,7 +4,7 @@ Theory of operation. An epoch of a sample stream is an order of positions [0, le
 sample, or a batch of a custom batch sampler) and which sample lies there is the business of `planning/orders.py`
 and `data/`. A header's ledger says per stream which positions are *spent*: used in a committed step (or dropped
 because the user asked for it). The ledger only grows within an epoch; the first entry of a later epoch replaces it.
-Spans are kept normal (sorted, disjoint, neither empty nor touching), and since dealing takes the first unspent
+Spans are kept normal (sorted, disjoint, neither empty nor touching), and since assigning takes the first unspent
 positions, they are one prefix with a few holes: every operation here is linear in the number of holes, not of
 positions.
 
@@ -99,7 +99,7 @@ def merge(ledger: Ledger, spent: Iterable[Spent]) -> Ledger:
     Raises:
         ValueError: an entry belongs to an epoch that is over, two entries of one stream to different epochs, or
             a position would be spent twice. The message names stream, epoch and span. A commit root that sees this has
-            members that disagree about the deal.
+            members that disagree about the assignment.
     """
     fresh: dict[str, list[Spent]] = {}
     for entry in spent:

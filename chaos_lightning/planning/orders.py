@@ -1,6 +1,6 @@
 """The order of an epoch: a permutation that is a function of (seed, epoch, stream) alone (PROTOCOL.md 10, 22).
 
-Theory of operation. Positions are dealt, samples are trained on; the order says which sample lies at which
+Theory of operation. Positions are assigned, samples are trained on; the order says which sample lies at which
 position. All members must hold the same order, a joiner must find it without having lived through earlier epochs,
 and a job that resumes years later, too. So it comes from no generator that has a state: sample i gets the sort key
 `mix(key + (i + 1) * GAMMA)`, the splitmix64 stream of a 64-bit key derived from (seed, epoch, stream), and the
@@ -23,7 +23,7 @@ MULTIPLIER_2 = 0x94D049BB133111EB
 MASK = 0xFFFFFFFFFFFFFFFF
 
 VERSION = "splitmix64-1"
-"""Part of every fingerprint: members with another definition must not deal together."""
+"""Part of every fingerprint: members with another definition must not assign together."""
 
 
 def key(*words: int | str) -> int:

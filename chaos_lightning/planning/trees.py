@@ -15,7 +15,7 @@ Kinds:
     user: explicit trees (`TreeSpec`) with their byte ranges; members by id or by name. Checked in full: each tree
         has exactly the view's members, one root, no cycle, and the ranges cover every byte once.
     trees: explicit trees with weights instead of ranges, as `planning/overlay.py` draws them from measured links
-        without knowing the buffer. Each section is dealt to the trees by weight, in chunks that take turns, so that
+        without knowing the buffer. Each section is assigned to the trees by weight, in chunks that take turns, so that
         all trees have work from the first byte to the last; what is too little for a chunk of its own is made up
         for in a later section.
 
@@ -433,7 +433,7 @@ def _expand_weighted(spec: PlanSpec, names: tuple[str, ...], sections: list[Span
         low = start // ALIGNMENT
         cells = -(-stop // ALIGNMENT) - low
         owed = [due + weight * cells for due, weight in zip(owed, weights, strict=True)]
-        given = _deal(owed, cells, SMALLEST_CHUNK // ALIGNMENT * whole)
+        given = _apportioned(owed, cells, SMALLEST_CHUNK // ALIGNMENT * whole)
         owed = [due - got * whole for due, got in zip(owed, given, strict=True)]
         at = 0
         for i, count in _take_turns(given, spec.chunk_nbytes // ALIGNMENT):
@@ -443,7 +443,7 @@ def _expand_weighted(spec: PlanSpec, names: tuple[str, ...], sections: list[Span
     return tuple(out)
 
 
-def _deal(owed: Sequence[int], cells: int, least: int) -> list[int]:
+def _apportioned(owed: Sequence[int], cells: int, least: int) -> list[int]:
     """How many of a section's cells each tree gets: by what it is owed, but none for whom that is less than `least`."""
     top = max(owed)
     due = [o if o >= least or o == top else 0 for o in owed]

@@ -272,7 +272,7 @@ class Kept:
 def kept_header(last: Header, view: ViewId) -> Header:
     """What a state that is kept at header `last` by a member that stands in `view` is founded on.
 
-    Steps, slots and the ledger go on; the deal is the founding view's, since those that `last` named are gone.
+    Steps, slots and the ledger go on; the assignment is the founding view's, since those that `last` named are gone.
     """
     return Header(
         seq=last.seq + 1,

@@ -15,7 +15,7 @@ from benchmarks.paper.convergence import claims as convergence_claims
 from benchmarks.paper.convergence import data as convergence_data
 from benchmarks.paper.convergence import models as convergence_models
 from benchmarks.paper.convergence.curves import Curve, gap, level, mean_curve, moved, setback, sharpest
-from benchmarks.paper.convergence.data import Samples, Stream, deal_kinds, owners, text_blocks
+from benchmarks.paper.convergence.data import Samples, Stream, assign_kinds, owners, text_blocks
 from benchmarks.paper.convergence.models import (
     GPT2_SMALL,
     Judge,
@@ -88,7 +88,7 @@ def test_shards_are_disjoint_equal_and_skewed() -> None:
     kinds = np.repeat(np.arange(10), 50)
     owned = owners(10, 5, seed=3)
     assert sorted(itertools.chain(*owned)) == list(range(10))
-    shares = deal_kinds(kinds, owned, per_node=80, own=0.8, seed=3)
+    shares = assign_kinds(kinds, owned, per_node=80, own=0.8, seed=3)
     assert [len(s) for s in shares] == [80] * 5
     assert len(set(np.concatenate(shares))) == 400
     for mine, share in zip(owned, shares, strict=True):
@@ -98,12 +98,12 @@ def test_shards_are_disjoint_equal_and_skewed() -> None:
     assert set(together) == {40}
 
 
-def test_shards_that_cannot_be_dealt_are_refused() -> None:
+def test_shards_that_cannot_be_assigned_are_refused() -> None:
     kinds = np.repeat(np.arange(10), 20)
     with pytest.raises(ValueError, match="cannot be spread evenly"):
-        deal_kinds(kinds, owners(10, 5, 0), per_node=81, own=0.8, seed=0)
+        assign_kinds(kinds, owners(10, 5, 0), per_node=81, own=0.8, seed=0)
     with pytest.raises(ValueError, match="has 20 samples"):
-        deal_kinds(kinds, owners(10, 5, 0), per_node=80, own=0.8, seed=0)
+        assign_kinds(kinds, owners(10, 5, 0), per_node=80, own=0.8, seed=0)
     with pytest.raises(ValueError, match="9 kinds"):
         owners(9, 5, 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from chaos_lightning.data import ElasticLoader
-from chaos_lightning.planning.deal import ruling_view
+from chaos_lightning.planning.assignment import ruling_view
 from chaos_lightning.planning.ledger import merge
 from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, Member, View, ViewId
 

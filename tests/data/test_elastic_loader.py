@@ -66,7 +66,7 @@ def run_epoch(job, history, limit=500):
                 job.commit(Kind.BOUNDARY)
             more = job.step()
         elif event == "rescue":
-            # A view decided after a death lets a newcomer in that does not know the view which rules the deal.
+            # A view decided after a death lets a newcomer in that does not know the view which rules the assignment.
             def rescue(name=next(names)):
                 state = job.loaders[job.members[-1].id].state_dict()
                 gone = {job.members[0].id} if len(job.members) > 1 else set()
@@ -76,7 +76,7 @@ def run_epoch(job, history, limit=500):
                 for m in gone:
                     job.loaders.pop(m).close()
 
-            # Before slot 1 no recovery lets anybody in: the deal of that slot is the founding view's.
+            # Before slot 1 no recovery lets anybody in: the assignment of that slot is the founding view's.
             more = job.step(meanwhile=rescue) if job.header.seq else job.step()
         elif event == "rejoin":
             # Fenced, its state void, back in the same process under a new id.
@@ -158,7 +158,7 @@ def test_undisturbed_job_discards_nothing_and_opens_one_iterator_an_epoch():
     job.close()
 
 
-def test_share_that_was_not_committed_is_dealt_next_even_if_nobody_left():
+def test_share_that_was_not_committed_is_assigned_next_even_if_nobody_left():
     job = Job(numbers(40, {}, num_workers=1), "ab")
     job.step()
     accumulations = {m.id: job.draw(m.id) for m in job.members}
@@ -186,13 +186,13 @@ def test_epoch_that_seemed_over_goes_on_with_the_dead_members_share():
     job.close()
 
 
-def test_newcomer_of_a_recovery_takes_nothing_that_the_header_dealt_to_others():
+def test_newcomer_of_a_recovery_takes_nothing_that_the_header_assigned_to_others():
     """Its only view is not the one the header names, whatever its source says."""
     job = Job(numbers(20, {}), "ab")
     job.step()
     kept = job.draw("b~2")[0][0]
     newcomer = job.enter("c")
-    job.change([job.members[1], newcomer])  # a is dead, c is let in at the header that dealt to a and b
+    job.change([job.members[1], newcomer])  # a is dead, c is let in at the header that assigned to a and b
     source = job.loaders[newcomer.id]._source
     source.__class__ = type("Hasty", (type(source),), {"ruling_view": property(lambda self: self.view)})
     ((mine, _),) = job.draw(newcomer.id)
@@ -264,8 +264,8 @@ def test_drop_last_drops_fewer_than_the_smallest_quota():
     assert job.header.ledger.streams == (Spent("", 0, ((0, 23),)),)
 
 
-def test_several_windows_per_step_are_dealt_on():
-    """Manual optimisation that steps every third batch: no header in between, yet nothing is dealt twice."""
+def test_several_windows_per_step_are_assigned_on():
+    """Manual optimisation that steps every third batch: no header in between, yet nothing is assigned twice."""
     job = Job(numbers(26, {"a": 2, "b": 3}), "ab")
     seen = []
     more = True

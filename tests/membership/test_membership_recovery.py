@@ -136,7 +136,7 @@ def test_nobody_holds_the_state() -> None:
 
 
 def test_founders_that_load_when_a_recovery_comes_load_on() -> None:
-    """Also before slot 1. Who never heard of the founding view cannot tell how that slot is dealt, and waits."""
+    """Also before slot 1. Who never heard of the founding view cannot tell how that slot is assigned, and waits."""
     founded = view(1, 0, "a~1", "b~2", "c~3", "d~4", joiners=("b~2", "c~3", "d~4"))
     loading = report(GENESIS, founded, loaded=False, raw=False)
     ruling = rule(
@@ -146,7 +146,7 @@ def test_founders_that_load_when_a_recovery_comes_load_on() -> None:
     assert (ruling.members, ruling.joiners, ruling.waiting) == (("a~1", "b~2"), ("b~2",), ("c~3",))
 
 
-def test_founder_that_loads_on_deals_the_first_slot_by_the_founding_view() -> None:
+def test_founder_that_loads_on_assigns_the_first_slot_by_the_founding_view() -> None:
     """As those do that had the state (PROTOCOL.md 10)."""
     founder = MemberScript()
     lines = """
@@ -164,7 +164,7 @@ def test_founder_that_loads_on_deals_the_first_slot_by_the_founding_view() -> No
     effects = [words for line in lines.split("\n") if line.strip() for words in founder.line(line.split())]
     assert effects[-2:] == ["tells the scheduler: entered 1.2 at 0 on genesis", "opens slot 1 in view 1.2"]
     assert not [words for words in effects if words.startswith("is out")]
-    assert founder.machine.dealing == founder.names.views["v1"]
+    assert founder.machine.assigning == founder.names.views["v1"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda p: (min(p), max(p)))))

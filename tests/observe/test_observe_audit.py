@@ -227,7 +227,7 @@ def test_3_a_resume_that_repeats_samples(tmp_path: Path) -> None:
     run = Script(length=1000)
     run.found(["a", "b"])
     run.steps(10)
-    again = Script(length=1000, now=run.now + 5, step=6, used=5 * 16)  # one step's samples are dealt again
+    again = Script(length=1000, now=run.now + 5, step=6, used=5 * 16)  # one step's samples are assigned again
     again.lines = run.lines
     again.found(["c", "d"])
     again.say("c~1", "resumed", step=6, ledger=[{"stream": "", "epoch": 0, "spans": [[0, 96]]}])

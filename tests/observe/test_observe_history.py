@@ -57,7 +57,7 @@ def make(seed: int, slots: int = 40) -> Made:
                 view = (1, view[1] + 1)
                 made.views[view] = tuple(members)
                 used = max((s[-1][1] for m, s in takes.items() if m in members and s), default=used)
-                used = _redeal(takes, members, used)
+                used = _reassign(takes, members, used)
                 made.commits += [_commit(at, m, header, prev, view, members, takes, used) for m in members]
                 prev = header
                 continue
@@ -92,7 +92,7 @@ def _commit(
     return Commit(member, seq, step, kind, header, prev, view, tuple(members), own, ledger, now)
 
 
-def _redeal(takes: dict[str, tuple[tuple[int, int], ...]], members: list[str], used: int) -> int:
+def _reassign(takes: dict[str, tuple[tuple[int, int], ...]], members: list[str], used: int) -> int:
     """Survivors keep their gradients, so the positions that the dead one had are simply not spent: close the gap."""
     kept = {m: takes[m] for m in members if takes.get(m)}
     takes.clear()

@@ -205,7 +205,7 @@ def expected_validation(report: dict[str, Any], samples: int) -> None:
 
 
 @pytest.mark.parametrize("loaders", [1, 2])
-def test_validation_is_dealt_out(job: Job, loaders: int) -> None:
+def test_validation_is_divided(job: Job, loaders: int) -> None:
     """22 samples in batches of 4: each once over all members, and every member has the values of all."""
     spec = {"epochs": 2, "samples": 48, "model": "Counting", "val_samples": 22, "val_loaders": loaders}
     start_three(job, spec)
@@ -354,7 +354,7 @@ def test_no_thread_outlives_fit(job: Job) -> None:
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["beside the scheduler", "elsewhere"])
 def test_founders_have_one_rank_zero_and_judge_all_data(job: Job, elsewhere: bool) -> None:
     """Two found the job: before their first batch one is rank 0 of 2, the other rank 1; a third one comes later. What
-    each gives a DistributedSampler of its own for validation is dealt out, so the figure is that of one process."""
+    each gives a DistributedSampler of its own for validation is divided, so the figure is that of one process."""
     job.fresh(min_nodes=2)
     spec = {
         "epochs": 3, "samples": 48, "model": "Counting", "val_samples": 22, "by_rank": True, "min_nodes": 2,

@@ -61,12 +61,12 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "loaders": (
         {"val_loaders": 2},
-        r"validation loaders of loaders is 2, the job's \(from a\) is 1; validation loader 1 is dealt out",
+        r"validation loaders of loaders is 2, the job's \(from a\) is 1; validation loader 1 is divided",
     ),
     "sampler": (
         {"trainer": {"use_distributed_sampler": False}},
         r"use_distributed_sampler of sampler is False, the job's \(from a\) is True; "
-        r"validation loader 0 is evaluated in full by everybody instead of dealt out; ",
+        r"validation loader 0 is evaluated in full by everybody instead of divided; ",
     ),
     "cadence": (
         {"every_n_train_steps": 6},
@@ -150,7 +150,7 @@ class Idle(Regression):
         pass
 
 
-DEALT = {"": "dealt out", " samples": "8", " batches": "2", " batch size": "4"}
+DIVIDED = {"": "divided", " samples": "8", " batches": "2", " batch size": "4"}
 IN_FULL = {"": "evaluated in full by everybody", " samples": "8", " batches": "2"}
 STREAM = {"": "evaluated in full by everybody", " samples": "unknown", " batches": "unknown"}
 
@@ -159,13 +159,13 @@ STREAM = {"": "evaluated in full by everybody", " samples": "unknown", " batches
     ("held_out", "data", "expected"),
     [
         (lambda: None, "shared", []),
-        (lambda: loader(8), "shared", [DEALT]),
-        (lambda: loader(8), "local", [DEALT]),
+        (lambda: loader(8), "shared", [DIVIDED]),
+        (lambda: loader(8), "local", [DIVIDED]),
         (lambda: loader(8, shuffle=True), "shared", [IN_FULL]),
         (lambda: loader(8, shuffle=True), "local", [{"": "evaluated in full by everybody"}]),
-        (lambda: CombinedLoader([loader(8), DataLoader(Stream(8, 5), 4)], "sequential"), "shared", [DEALT, STREAM]),
+        (lambda: CombinedLoader([loader(8), DataLoader(Stream(8, 5), 4)], "sequential"), "shared", [DIVIDED, STREAM]),
     ],
-    ids=["none", "dealt", "dealt-local", "shuffled", "shuffled-local", "combined"],
+    ids=["none", "assigned", "assigned-local", "shuffled", "shuffled-local", "combined"],
 )
 @pytest.mark.filterwarnings("ignore:.*shuffling enabled.*")
 def test_loaders_of_validation_are_part_of_the_hello(

@@ -1,7 +1,7 @@
-"""Real data for the convergence figures, dealt to five nodes so that each knows some kinds of samples best.
+"""Real data for the convergence figures, assigned to five nodes so that each knows some kinds of samples best.
 
 Theory of operation. Samples have kinds: the ten classes of FashionMNIST, or five sorts of source code. Every node owns
-some kinds, and `deal_kinds` gives each node equally many samples, most of them of its own kinds. All five nodes
+some kinds, and `assign_kinds` gives each node equally many samples, most of them of its own kinds. All five nodes
 together hold every kind equally often; without one of them its kinds are rare. That is why coming and going shows.
 
 Nothing is downloaded: FashionMNIST is Debian's dataset-fashion-mnist, prose and code come with Python and torch.
@@ -99,10 +99,10 @@ def owners(kinds: int, nodes: int, seed: int) -> list[list[int]]:
     return [[int(kind) for kind in row] for row in drawn]
 
 
-def deal_kinds(
+def assign_kinds(
     kinds: np.ndarray, owned: Sequence[Sequence[int]], *, per_node: int, own: float, seed: int
 ) -> list[np.ndarray]:
-    """Deals samples to nodes; equally many each, no sample twice.
+    """Assigns samples to nodes; equally many each, no sample twice.
 
     Args:
         kinds: (n,) the kind of every sample there is.

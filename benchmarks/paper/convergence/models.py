@@ -28,7 +28,7 @@ from benchmarks.paper.convergence.data import (
     NODES,
     Samples,
     Stream,
-    deal_kinds,
+    assign_kinds,
     fashion_images,
     owners,
     prose_text,
@@ -315,8 +315,8 @@ def image_problem(net: str, seed: int, *, per_node: int, own: float, lr: float, 
     """
     train, test = fashion_images("train"), fashion_images("t10k")
     owned = owners(CLASSES, NODES, seed)
-    shares = deal_kinds(train.kinds, owned, per_node=per_node, own=own, seed=seed)
-    even = deal_kinds(test.kinds, [list(range(CLASSES))], per_node=tests, own=1.0, seed=0)[0]
+    shares = assign_kinds(train.kinds, owned, per_node=per_node, own=own, seed=seed)
+    even = assign_kinds(test.kinds, [list(range(CLASSES))], per_node=tests, own=1.0, seed=0)[0]
     kept = test.take(np.sort(even))
     recipe = Recipe(net, lr, batch, seed)
     return Problem(recipe, tuple(train.take(s) for s in shares), kept, np.isin(kept.kinds, owned[-1]))
@@ -350,7 +350,7 @@ def text_problem(
     texts = source_texts()
     train = text_blocks(texts, per_node, seed, test=False)
     owned = [[sort] for sort in range(NODES)]
-    shares = deal_kinds(train.kinds, owned, per_node=per_node, own=own, seed=seed)
+    shares = assign_kinds(train.kinds, owned, per_node=per_node, own=own, seed=seed)
     test = text_blocks(texts, tests // NODES, 0, test=True)
     recipe = Recipe("gpt", lr, batch, seed, sizes, rank, base=base)
     return Problem(recipe, tuple(train.take(s) for s in shares), test, test.kinds == NODES - 1)

@@ -66,7 +66,7 @@ class Node(Connected):
         self.troubled_at = -100.0
         self.stale = False
         self.header: Header = GENESIS
-        self.dealing: View | None = None
+        self.assigning: View | None = None
         self.lineage = ""
         self.state: State = initial_state(world.program, number)
         self.live: State = self.state
@@ -292,7 +292,7 @@ class Node(Connected):
 
     def _start(self, header: Header) -> None:
         self.training, self.newcomer_since = True, -1.0
-        self.header, self.dealing = header, self.machine.dealing
+        self.header, self.assigning = header, self.machine.assigning
         self._begin()
 
     def _begin(self) -> None:
@@ -329,8 +329,8 @@ class Node(Connected):
         return self.world.program.next_kind(self.header)
 
     def samples(self) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """(epoch, positions): the deal of the coming step, a function of the last header (PROTOCOL.md 10)."""
-        return self.world.program.share(self.dealing, self.machine.member_id, self.header.ledger)
+        """(epoch, positions): the assignment of the coming step, a function of the last header (PROTOCOL.md 10)."""
+        return self.world.program.share(self.assigning, self.machine.member_id, self.header.ledger)
 
     def _arm(self, uid: int, life: int) -> None:
         if life == self.life:
@@ -395,7 +395,7 @@ class Node(Connected):
             results = [buffer.done.get(i, frozenset()) for i in range(self.world.program.ranges)]
             self.state = apply_result(self.state, results)
         oracle.committed(self.machine.member_id, self.lineage, before, header, self.state, results)
-        self.header, self.dealing = header, self.machine.dealing
+        self.header, self.assigning = header, self.machine.assigning
         self.keeper.committed(before, header)
         self.externalise(before, header)
         if header.error:
@@ -485,7 +485,7 @@ class Node(Connected):
         self.plane = self._make_plane()
         self.training = False
         self.dialling, self.router = self._make_links()
-        self.header, self.dealing, self.published, self.lineage = GENESIS, None, None, ""
+        self.header, self.assigning, self.published, self.lineage = GENESIS, None, None, ""
         self.forget()
 
     def forget(self) -> None:

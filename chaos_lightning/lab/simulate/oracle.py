@@ -157,17 +157,17 @@ class Oracle:
             )
 
     def _check_progress(self, lineage: str, before: Header, header: Header) -> None:
-        """No step is empty while there are samples for every member that the dealing view names (PROTOCOL.md 10)."""
+        """No step is empty while there are samples for every member that the assigning view names (PROTOCOL.md 10)."""
         named = str(before.next_view) if before.seq else lineage
         view = next((v for v in self.views if str(v.id) == named), None)
         if view is None or any(s.weight for s in header.contributors):
             return
         left = len(_positions(self.program.unspent(before.ledger, self.program.epoch(before.ledger))))
         there = [s.member for s in header.contributors if (s.member, header.seq) not in self.strayed]
-        dealt = [m for m in there if view.find(m) is not None]
-        if dealt and left >= sum(m.quota for m in view.members):
+        assigned = [m for m in there if view.find(m) is not None]
+        if assigned and left >= sum(m.quota for m in view.members):
             raise Violation(
-                f"slot {header.seq} is empty: {left} samples are left and view {named} deals to {dealt} (10)"
+                f"slot {header.seq} is empty: {left} samples are left and view {named} assigns to {assigned} (10)"
             )
 
     def _check_votes(self, header: Header) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chaos_lightning.lab.simulate.dataplane import Result
-from chaos_lightning.planning.deal import deal_step
+from chaos_lightning.planning.assignment import assign_step
 from chaos_lightning.planning.ledger import is_spent, remaining
 from chaos_lightning.protocol.types import Header, Kind, Ledger, Span, Spent, View
 
@@ -58,8 +58,8 @@ class Program:
         epoch = self.epoch(ledger)
         if view is None or view.find(member) is None:
             return epoch, ()
-        deal = deal_step(view, ledger, epoch=epoch, length=self.length)[member]
-        return epoch, tuple(span for part in deal.micro_batches for span in part)
+        assignment = assign_step(view, ledger, epoch=epoch, length=self.length)[member]
+        return epoch, tuple(span for part in assignment.micro_batches for span in part)
 
     def unspent(self, ledger: Ledger, epoch: int) -> tuple[Span, ...]:
         return remaining(ledger, "", epoch, self.length)

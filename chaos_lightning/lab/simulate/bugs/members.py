@@ -190,11 +190,11 @@ class CarelessScheduler(SchedulerMachine):
         return replace(ruling, base=pending, hand_on=True, sources=sources)
 
 
-# ------------------------------------------------------------------ 10: a view change re-deals nothing
+# ------------------------------------------------------------------ 10: a view change reassigns nothing
 
 
-class RedealingNode(Node):
-    """Deals anew whenever the view changes."""
+class ReassigningNode(Node):
+    """Assigns anew whenever the view changes."""
 
     def samples(self) -> tuple[int, tuple[Span, ...]]:
         return self.world.program.share(self.machine.view, self.machine.member_id, self.header.ledger)
@@ -208,11 +208,12 @@ class RedealingNode(Node):
 
 
 class FirstOnlyNode(Node):
-    """Deals its first step by a view without predecessor only, so that a job founded again begins with an empty one."""
+    """Assigns its first step by a view without predecessor only, so that a job founded again begins with an empty
+    one."""
 
     def samples(self) -> tuple[int, tuple[Span, ...]]:
         epoch, spans = super().samples()
-        again = self.header.seq == 0 and self.dealing is not None and self.dealing.predecessor != NO_VIEW
+        again = self.header.seq == 0 and self.assigning is not None and self.assigning.predecessor != NO_VIEW
         return epoch, () if again else spans
 
 
@@ -240,7 +241,7 @@ class LiveNode(Node):
 
 
 class DrawingNode(Node):
-    """Takes what was dealt to anybody for spent."""
+    """Takes what was assigned to anybody for spent."""
 
     _drawn: tuple[int, set[int]] = (0, set())
 
@@ -255,7 +256,7 @@ class DrawingNode(Node):
     def samples(self) -> tuple[int, tuple[Span, ...]]:
         epoch, left = self._unspent()
         mine: tuple[Span, ...] = ()
-        for member in self.dealing.members if self.dealing is not None else ():
+        for member in self.assigning.members if self.assigning is not None else ():
             share, left = left[: member.quota], left[member.quota :]
             self._drawn[1].update(share)
             if member.id == self.machine.member_id:
@@ -339,11 +340,11 @@ MEMBER_BUGS: dict[str, Bug] = {
         rule="9", what="hand-on with bytes missing", hooks=hooks_of(scheduler=CarelessScheduler), plan=lost_range_plan
     ),
     "10-redeal": Bug(
-        rule="10", what="a view change deals anew", hooks=hooks_of(node=RedealingNode), plan=half_sent_plan
+        rule="10", what="a view change assigns anew", hooks=hooks_of(node=ReassigningNode), plan=half_sent_plan
     ),
     "10-first-only": Bug(
         rule="10",
-        what="nobody deals the first step of a job that is founded again",
+        what="nobody assigns the first step of a job that is founded again",
         hooks=hooks_of(node=FirstOnlyNode),
         plan=last_holder_plan,
     ),

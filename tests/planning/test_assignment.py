@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from chaos_lightning.planning.deal import after_step, deal_step, local_steps_left, ruling_view, steps_left
+from chaos_lightning.planning.assignment import after_step, assign_step, local_steps_left, ruling_view, steps_left
 from chaos_lightning.planning.ledger import announce_length, count, is_spent, merge, normalise, remaining
 from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, Ledger, Member, Spent, View, ViewId
 
@@ -27,37 +27,39 @@ quotas = st.lists(st.integers(1, 7), min_size=1, max_size=5)
 
 
 @given(quotas, st.integers(1, 3), st.sets(st.integers(0, 79)), st.integers(0, 80), st.integers(0, 9), st.booleans())
-def test_one_deal(quota, accumulate, spent, length, ahead, drop_last):
+def test_one_assignment(quota, accumulate, spent, length, ahead, drop_last):
     view = view_of([member(f"m{i}", q) for i, q in enumerate(quota)], accumulate)
     ledger = merge(Ledger(), [Spent("", 0, normalise((p, p + 1) for p in spent))])
     arguments = {"epoch": 0, "length": length, "drop_last": drop_last}
-    # `ahead` is what becomes of committing every deal in between.
+    # `ahead` is what becomes of committing every assignment in between.
     later = ledger
     for _ in range(ahead):
-        later = merge(later, [Spent("", 0, d.spans) for d in deal_step(view, later, **arguments).values()])
-    deals = deal_step(view, ledger, ahead=ahead, **arguments)
-    assert deals == deal_step(view, later, **arguments)
+        later = merge(later, [Spent("", 0, d.spans) for d in assign_step(view, later, **arguments).values()])
+    assignments = assign_step(view, ledger, ahead=ahead, **arguments)
+    assert assignments == assign_step(view, later, **arguments)
     unspent = positions_of(remaining(later, "", 0, length))
     # Micro-batch by micro-batch, in rank order, the first unspent positions; nobody above the quota.
-    dealt = []
+    assigned = []
     for j in range(accumulate):
         for m in view.members:
-            part = positions_of(deals[m.id].micro_batches[j])
+            part = positions_of(assignments[m.id].micro_batches[j])
             assert len(part) <= m.quota
             assert not drop_last or len(part) in (0, m.quota)
-            dealt += part
-    assert dealt == unspent[: len(dealt)]
-    dropped = [p for d in deals.values() for p in positions_of(d.dropped)]
+            assigned += part
+    assert assigned == unspent[: len(assigned)]
+    dropped = [p for d in assignments.values() for p in positions_of(d.dropped)]
     if drop_last:
         assert len(dropped) < min(quota)
-        assert dealt + dropped == unspent[: len(dealt) + len(dropped)]
+        assert assigned + dropped == unspent[: len(assigned) + len(dropped)]
     else:
         assert not dropped
-        assert len(dealt) == min(len(unspent), accumulate * sum(quota))
-    assert not unspent or dealt or dropped  # every step makes progress
-    assert [d.samples for d in deals.values()] == [sum(count(part) for part in d.micro_batches) for d in deals.values()]
+        assert len(assigned) == min(len(unspent), accumulate * sum(quota))
+    assert not unspent or assigned or dropped  # every step makes progress
+    assert [d.samples for d in assignments.values()] == [
+        sum(count(part) for part in d.micro_batches) for d in assignments.values()
+    ]
     rest = positions_of(after_step(view, ledger, ahead=ahead, **arguments))
-    assert rest == unspent[len(dealt) + len(dropped) :]
+    assert rest == unspent[len(assigned) + len(dropped) :]
 
 
 @given(quotas, st.integers(1, 3), st.integers(0, 80), st.booleans())
@@ -67,7 +69,7 @@ def test_steps_left_is_the_number_of_steps(quota, accumulate, length, drop_last)
     ledger, steps = Ledger(), 0
     foreseen = steps_left(view, ledger, **arguments)
     while not is_spent(ledger, "", 0, length):
-        ledger = merge(ledger, [Spent("", 0, d.spans) for d in deal_step(view, ledger, **arguments).values()])
+        ledger = merge(ledger, [Spent("", 0, d.spans) for d in assign_step(view, ledger, **arguments).values()])
         steps += 1
         assert steps_left(view, ledger, **arguments) == foreseen - steps
     assert steps == foreseen
@@ -94,26 +96,26 @@ class Job:
     def step(self, dead=(), late=False, joiner=None, leaver=None):
         """One step. `dead` die before it commits, or (`late`) after they contributed."""
         ruling = ruling_view(self.header, self.views)
-        deals = deal_step(ruling, self.header.ledger, epoch=0, length=self.length, drop_last=self.drop_last)
+        assignments = assign_step(ruling, self.header.ledger, epoch=0, length=self.length, drop_last=self.drop_last)
         for each in self.view.members:  # each member computes it alone, from the header
             known = [v for v in self.views if each in v.members]
             mine = ruling_view(self.header, known)
             if mine is not None:
-                again = deal_step(mine, self.header.ledger, epoch=0, length=self.length, drop_last=self.drop_last)
-                assert again[each.id] == deals[each.id]
+                again = assign_step(mine, self.header.ledger, epoch=0, length=self.length, drop_last=self.drop_last)
+                assert again[each.id] == assignments[each.id]
             else:
-                assert each.id not in deals
+                assert each.id not in assignments
         committed_under = self.view
         if dead and not late:
             self.change(tuple(m for m in self.view.members if m.id not in dead))
             committed_under = self.view
         spent = []
         for each in committed_under.members:
-            if each.id in deals:
-                spent.append(Spent("", 0, deals[each.id].spans))
-                self.used += positions_of(s for part in deals[each.id].micro_batches for s in part)
-                self.dropped += positions_of(deals[each.id].dropped)
-                self.drops.append(len(positions_of(deals[each.id].dropped)))
+            if each.id in assignments:
+                spent.append(Spent("", 0, assignments[each.id].spans))
+                self.used += positions_of(s for part in assignments[each.id].micro_batches for s in part)
+                self.dropped += positions_of(assignments[each.id].dropped)
+                self.drops.append(len(positions_of(assignments[each.id].dropped)))
         if joiner is not None:
             self.change((*self.view.members, joiner))
         if leaver is not None and len(self.view.members) > 1:
@@ -162,7 +164,7 @@ def test_every_position_in_exactly_one_committed_step(quota, accumulate, length,
             job.step(leaver=present[rest[0] % len(present)].id)
         elif kind == "rescue" and len(present) > 1 and job.header.seq:
             # A view decided after a death lets somebody in who never saw the header's view: idle for this step.
-            # Not before slot 1, where the deal is the founding view's.
+            # Not before slot 1, where the assignment is the founding view's.
             job.change((*present[1:], member(f"m{born}", rest[0])))
             smallest, born = min(smallest, rest[0]), born + 1
             job.step()
@@ -173,7 +175,7 @@ def test_every_position_in_exactly_one_committed_step(quota, accumulate, length,
         if not is_spent(job.header.ledger, "", 0, length):
             one(event)
     if not is_spent(job.header.ledger, "", 0, length):
-        job.step()  # the last header may name a member that is dead by now, whose share is dealt again
+        job.step()  # the last header may name a member that is dead by now, whose share is assigned again
     bound = job.header.step + steps_left(job.view, job.header.ledger, epoch=0, length=length, drop_last=drop_last)
     while not is_spent(job.header.ledger, "", 0, length):
         job.step()
@@ -186,21 +188,21 @@ def test_every_position_in_exactly_one_committed_step(quota, accumulate, length,
         assert not job.dropped
 
 
-def test_the_dead_members_share_is_dealt_next():
+def test_the_dead_members_share_is_assigned_next():
     a, b, c = members = [member(n, 4) for n in "abc"]
     job = Job(members, 1, 100, False)
     job.step(dead={b.id})
-    deals = deal_step(job.view, job.header.ledger, epoch=0, length=100)
-    assert deals[a.id].micro_batches == (((4, 8),),)
-    assert deals[c.id].micro_batches == (((12, 16),),)
+    assignments = assign_step(job.view, job.header.ledger, epoch=0, length=100)
+    assert assignments[a.id].micro_batches == (((4, 8),),)
+    assert assignments[c.id].micro_batches == (((12, 16),),)
 
 
 def test_shares_jump_over_what_is_spent():
     ledger = merge(Ledger(), [Spent("", 0, ((2, 6), (8, 9)))])
-    deals = deal_step(view_of([member("a", 3), member("b", 3)]), ledger, epoch=0, length=20)
-    assert deals["a~1"].micro_batches == (((0, 2), (6, 7)),)
-    assert deals["b~1"].micro_batches == (((7, 8), (9, 11)),)
-    assert deals["a~1"].spans == ((0, 2), (6, 7))
+    assignments = assign_step(view_of([member("a", 3), member("b", 3)]), ledger, epoch=0, length=20)
+    assert assignments["a~1"].micro_batches == (((0, 2), (6, 7)),)
+    assert assignments["b~1"].micro_batches == (((7, 8), (9, 11)),)
+    assert assignments["a~1"].spans == ((0, 2), (6, 7))
 
 
 def test_ruling_view_is_the_headers_own_not_the_latest():
@@ -213,7 +215,7 @@ def test_ruling_view_is_the_headers_own_not_the_latest():
     assert ruling_view(GENESIS, []) is None
 
 
-def test_a_job_that_is_founded_again_deals_from_its_first_step():
+def test_a_job_that_is_founded_again_assigns_from_its_first_step():
     """Its founding view follows those that nobody is left of."""
     again = replace(view_of([member("a")], number=3), predecessor=ViewId(1, 2))
     recovered = replace(again, id=ViewId(1, 4), predecessor=again.id)
@@ -221,13 +223,13 @@ def test_a_job_that_is_founded_again_deals_from_its_first_step():
     assert ruling_view(GENESIS, [recovered, again]) is again
 
 
-def test_local_streams_deal_to_their_member_only():
+def test_local_streams_assign_to_their_member_only():
     view = view_of([member("a", 2), member("b", 3)])
     ledger = merge(Ledger(), [Spent("b", 0, ((0, 3),)), announce_length("b", 0, 10)])
-    deals = deal_step(view, ledger, epoch=0, length=10, stream="b")
-    assert list(deals) == ["b~1"]
-    assert deals["b~1"].micro_batches == (((3, 6),),)
-    assert deal_step(view, ledger, epoch=0, length=10, stream="z") == {}
+    assignments = assign_step(view, ledger, epoch=0, length=10, stream="b")
+    assert list(assignments) == ["b~1"]
+    assert assignments["b~1"].micro_batches == (((3, 6),),)
+    assert assign_step(view, ledger, epoch=0, length=10, stream="z") == {}
     assert steps_left(view, ledger, epoch=0, length=10, stream="b") == 3
     assert local_steps_left(view, ledger, 0) is None
     assert local_steps_left(view, merge(ledger, [announce_length("a", 0, 9)]), 0) == 5
@@ -236,4 +238,4 @@ def test_local_streams_deal_to_their_member_only():
 @pytest.mark.parametrize(("quota", "accumulate"), [(0, 1), (1, 0)])
 def test_impossible_views_are_refused(quota, accumulate):
     with pytest.raises(ValueError, match="expected at least 1"):
-        deal_step(view_of([member("a", quota)], accumulate), Ledger(), epoch=0, length=4)
+        assign_step(view_of([member("a", quota)], accumulate), Ledger(), epoch=0, length=4)

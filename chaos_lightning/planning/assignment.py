@@ -1,13 +1,13 @@
 """Who takes which samples in the next step (PROTOCOL.md 10, 25, 26).
 
-Theory of operation. The deal of step s+1 is a function of header s alone: its ledger says what is unspent, the view
-that it names (`ruling_view`) says among whom to deal. The first unspent positions go out micro-batch by micro-batch
-and, within a micro-batch, member by member in rank order, each up to its quota; so micro-batch j of all members
-together is one stretch of the epoch's order (with jumps over what was spent before). Nothing is padded: at the end
-of an epoch the last member to get any gets fewer and the others are idle (an empty micro-batch, weight 0). Because
-no message is involved, all members know the whole deal, a member's death needs no new deal (its share is simply not
-in the next ledger and so the first to be dealt again), and a DataLoader can draw ahead: `ahead=k` is the deal k
-steps later if every step until then commits as dealt.
+Theory of operation. The assignment of step s+1 is a function of header s alone: its ledger says what is unspent, the
+view that it names (`ruling_view`) says among whom to assign. The first unspent positions go out micro-batch by
+micro-batch and, within a micro-batch, member by member in rank order, each up to its quota; so micro-batch j of all
+members together is one stretch of the epoch's order (with jumps over what was spent before). Nothing is padded: at the
+end of an epoch the last member to get any gets fewer and the others are idle (an empty micro-batch, weight 0). Because
+no message is involved, all members know the whole assignment, a member's death needs no new assignment (its share is
+simply not in the next ledger and so the first to be assigned again), and a DataLoader can draw ahead: `ahead=k` is the
+assignment k steps later if every step until then commits as assigned.
 
 drop_last. If the user's loader drops incomplete batches, a member that would get less than its quota gets nothing
 in that micro-batch, and what no member's quota fits into any more is *dropped*: the view's first member marks it
@@ -25,7 +25,7 @@ from chaos_lightning.protocol.types import NO_VIEW, Header, Ledger, Member, Span
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class Assignment:
     """One member's part of one step."""
 
     member: str
@@ -40,14 +40,14 @@ class Deal:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """All positions of the step, dropped ones included, in dealing order."""
+        """All positions of the step, dropped ones included, in assigning order."""
         return (*(span for part in self.micro_batches for span in part), *self.dropped)
 
 
 def ruling_view(header: Header, known: Iterable[View]) -> View | None:
-    """The view that rules the deal after `header`, out of those this member knows.
+    """The view that rules the assignment after `header`, out of those this member knows.
 
-    It is the one the header names, even if a later view was decided since (PROTOCOL.md 10: a view change re-deals
+    It is the one the header names, even if a later view was decided since (PROTOCOL.md 10: a view change reassigns
     nothing). The genesis header names none: there the view rules that founded the job, or founded it again when nobody
     of the views before was left. No recovery lets a newcomer in before slot 1, so of the views in which a member stands
     at genesis the founding one is the oldest; it has a predecessor if the job was founded again.
@@ -57,15 +57,15 @@ def ruling_view(header: Header, known: Iterable[View]) -> View | None:
         known: at genesis views since the job was founded; afterwards any that this member stands or stood in.
 
     Returns:
-        None if this member does not know that view. Then it is not in it and no deal of the step is its own: it was
-        let in by a view decided after a failure and contributes weight 0 until the next header.
+        None if this member does not know that view. Then it is not in it and no assignment of the step is its own: it
+        was let in by a view decided after a failure and contributes weight 0 until the next header.
     """
     if header.next_view == NO_VIEW:
         return min(known, key=lambda view: view.id, default=None)
     return next((view for view in known if view.id == header.next_view), None)
 
 
-def deal_step(
+def assign_step(
     view: View,
     ledger: Ledger,
     *,
@@ -74,25 +74,25 @@ def deal_step(
     stream: str = SHARED,
     ahead: int = 0,
     drop_last: bool = False,
-) -> dict[str, Deal]:
-    """The deal of the next step of this view.
+) -> dict[str, Assignment]:
+    """The assignment of the next step of this view.
 
     Args:
-        view: the view that rules the step (`ruling_view`); all its members are dealt to, joiners included.
+        view: the view that rules the step (`ruling_view`); all its members get some, joiners included.
         ledger: the last committed header's.
         epoch: the pass over the data.
         length: positions in this epoch of the stream.
-        stream: "" for the shared order; a member's name for its own data, and then only that member is dealt to.
-        ahead: how many further steps are assumed to have committed as dealt.
+        stream: "" for the shared order; a member's name for its own data, and then only that member gets any.
+        ahead: how many further steps are assumed to have committed as assigned.
         drop_last: whether short micro-batches are dropped (see the module).
 
     Returns:
-        A Deal per member id. Members without samples have one, too, with idle micro-batches.
+        An Assignment per member id. Members without samples have one, too, with idle micro-batches.
 
     Raises:
         ValueError: a quota or `accumulate` below 1, or the ledger stands in a later epoch.
     """
-    members = _dealt_to(view, stream)
+    members = _assigned_to(view, stream)
     if not members:
         return {}
     spans = remaining(ledger, stream, epoch, length)
@@ -114,7 +114,7 @@ def deal_step(
             total -= take
     left = cursor.take(total) if drop_last and 0 < total < min(quotas) else ()
     return {
-        member.id: Deal(member.id, tuple(parts[i]), samples[i], stream, epoch, left if i == 0 else ())
+        member.id: Assignment(member.id, tuple(parts[i]), samples[i], stream, epoch, left if i == 0 else ())
         for i, member in enumerate(members)
     }
 
@@ -122,8 +122,8 @@ def deal_step(
 def steps_left(
     view: View, ledger: Ledger, *, epoch: int, length: int, stream: str = SHARED, drop_last: bool = False
 ) -> int:
-    """Steps until this epoch of the stream is spent, if all commit as dealt and the view stays as it is."""
-    members = _dealt_to(view, stream)
+    """Steps until this epoch of the stream is spent, if all commit as assigned and the view stays as it is."""
+    members = _assigned_to(view, stream)
     if not members:
         return 0
     quotas = _quotas(view, members)
@@ -149,8 +149,8 @@ def after_step(
     ahead: int = 0,
     drop_last: bool = False,
 ) -> tuple[Span, ...]:
-    """What is unspent once the step of `deal_step` with the same arguments has committed as dealt."""
-    members = _dealt_to(view, stream)
+    """What is unspent once the step of `assign_step` with the same arguments has committed as assigned."""
+    members = _assigned_to(view, stream)
     spans = remaining(ledger, stream, epoch, length)
     if not members:
         return spans
@@ -170,7 +170,7 @@ def local_steps_left(view: View, ledger: Ledger, epoch: int) -> int | None:
     return most
 
 
-def _dealt_to(view: View, stream: str) -> Sequence[Member]:
+def _assigned_to(view: View, stream: str) -> Sequence[Member]:
     return view.members if stream == SHARED else [member for member in view.members if member.name == stream][:1]
 
 
