@@ -48,7 +48,7 @@ from chaos_lightning.protocol.types import (
     Prepare,
     Progress,
     Ready,
-    Recollection,
+    RebuildReport,
     Refused,
     Released,
     Report,
@@ -138,8 +138,8 @@ class Admission:
                 self._book.entered(message.view, self._desk.now)
             case Progress():
                 peer.progress = message
-            case Recollection():
-                self._rebuild.on_recollection(peer, message)
+            case RebuildReport():
+                self._rebuild.on_report(peer, message)
             case CatchUp():
                 self._learners.on_catch_up(peer, message)
             case Leave(reason):

@@ -80,8 +80,8 @@ from chaos_lightning.protocol.types import (
     Prepare,
     Probe,
     Ready,
+    RebuildReport,
     Recall,
-    Recollection,
     Refused,
     Released,
     Report,
@@ -304,7 +304,7 @@ class MemberMachine:
             case Notice(text):
                 self.notice = text
             case Recall():  # a scheduler that is to rebuild a lost chain
-                self._emit(ToScheduler(Recollection(self.view, self.waiting_view, self.promised)))
+                self._emit(ToScheduler(RebuildReport(self.view, self.waiting_view, self.promised)))
             case Released(reason, asked):
                 self.closing_is_stable = self.phase is Phase.CLOSED
                 self._leave_now(reason, asked=asked)

@@ -23,7 +23,7 @@ from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Roster, member_of
 from chaos_lightning.membership.terms import Terms
 from chaos_lightning.membership.topology import Topology
-from chaos_lightning.protocol.types import NO_VIEW, Hello, Member, Recall, Recollection, View, ViewId
+from chaos_lightning.protocol.types import NO_VIEW, Hello, Member, RebuildReport, Recall, View, ViewId
 
 
 class Rebuild:
@@ -52,7 +52,7 @@ class Rebuild:
         """The operator's word: it is used up as soon as the job goes on by the chain, as it is or rebuilt."""
         self._prefix: tuple[View, ...] = ()
         """What an older copy holds: the rebuilt view follows it."""
-        self._recalled: dict[str, Recollection] = {}
+        self._recalled: dict[str, RebuildReport] = {}
         self._recalled_at: dict[str, float] = {}
         """Since when (s) these owe an answer to `Recall`, on whichever stream."""
         self._terms = 0
@@ -127,7 +127,7 @@ class Rebuild:
         if self.rebuilds and told is not None and peer.entered > (told.view.id if told.view is not None else NO_VIEW):
             self._ask(peer)
 
-    def on_recollection(self, peer: Peer, message: Recollection) -> None:
+    def on_report(self, peer: Peer, message: RebuildReport) -> None:
         if not self.rebuilds:
             return  # the chain is begun: what was before counts no more
         self._recalled[peer.id] = message

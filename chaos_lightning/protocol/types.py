@@ -376,7 +376,7 @@ class Entered:
 
 
 @dataclass(frozen=True, slots=True)
-class Recollection:
+class RebuildReport:
     """Answer to Recall: the view that the member stands in, and one that it was told of and no header carried yet."""
 
     view: View | None = None
@@ -522,7 +522,7 @@ FromMember = (
     | Progress
     | LinkReport
     | LinkRequest
-    | Recollection
+    | RebuildReport
     | Kept
 )
 _Told = Notice | Released | Observers | Pulse | Recall | LinkKeys

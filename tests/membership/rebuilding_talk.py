@@ -16,8 +16,8 @@ from chaos_lightning.protocol.types import (
     Hello,
     LinkEvent,
     Member,
+    RebuildReport,
     Recall,
-    Recollection,
     Report,
     Settings,
     View,
@@ -104,7 +104,7 @@ class Talk:
             for other in "abcd":
                 if other != name:
                     self.says(name, LinkEvent(NAMES[other].id, True, "connected"))
-        self.says(name, Recollection(stands, waiting, ViewId(1, promised)))
+        self.says(name, RebuildReport(stands, waiting, ViewId(1, promised)))
 
     def promises(self, name: str, entered: View | None, *, loaded: bool = True, last: Header = HEAD) -> None:
         number = self.machine.recovery.number

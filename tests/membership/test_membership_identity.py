@@ -20,8 +20,8 @@ from chaos_lightning.protocol.types import (
     Hello,
     Prepare,
     Ready,
+    RebuildReport,
     Recall,
-    Recollection,
     Refused,
     Released,
     Settings,
@@ -255,7 +255,7 @@ def test_a_stale_store_is_rebuilt_on_the_operators_word_and_keeps_what_it_has() 
         talk.comes(says_hello(name, later))
         assert talk.heard(name, Recall)
         talk.says(name, Entered(later.id, HEAD.seq, HEAD.step, HEAD.hash, chain=X))
-        talk.says(name, Recollection(later, None, ViewId(1, 7)))
+        talk.says(name, RebuildReport(later, None, ViewId(1, 7)))
     for name in "bcd":
         talk.promises(name, later)
     (first,) = talk.views()
@@ -315,7 +315,7 @@ def test_the_operators_word_is_used_up_by_the_rebuilt_chain() -> None:
     for name in "ab":
         talk.comes(says_hello(name, AB))
         talk.says(name, Entered(AB.id, HEAD.seq, HEAD.step, HEAD.hash, chain=X))
-        talk.says(name, Recollection(AB, None, AB.id))
+        talk.says(name, RebuildReport(AB, None, AB.id))
     for name in "ab":
         talk.promises(name, AB)
     (rebuilt,) = talk.views()
@@ -332,7 +332,7 @@ def test_an_empty_store_takes_the_id_of_the_chain_that_is_rebuilt() -> None:
     for name in "abc":
         talk.comes(says_hello(name, abc))
         talk.says(name, Entered(abc.id, HEAD.seq, HEAD.step, HEAD.hash, chain=X))
-        talk.says(name, Recollection(abc, None, NO_VIEW))
+        talk.says(name, RebuildReport(abc, None, NO_VIEW))
     for name in "abc":
         talk.promises(name, abc)
     assert talk.machine.book.chain_id == X
@@ -343,7 +343,7 @@ def test_members_of_two_chains_are_not_mixed() -> None:
     talk = Talk(chain=fx.Chain(1, NO_VIEW, rebuild=True, id="00000000"))
     for name, chain in (("a", X), ("b", Y), ("c", X)):
         talk.comes(says_hello(name, of(chain, ABC), chain))
-        talk.says(name, Recollection(of(chain, ABC), None, NO_VIEW))
+        talk.says(name, RebuildReport(of(chain, ABC), None, NO_VIEW))
     talk.passes(5 * GRACE_S)
     assert not talk.stored
     assert X[:8] in talk.reason

@@ -23,8 +23,8 @@ from chaos_lightning.protocol.types import (
     Notice,
     Prepare,
     Ready,
+    RebuildReport,
     Recall,
-    Recollection,
     Refused,
     Released,
     Settings,
@@ -81,7 +81,7 @@ def test_term_and_number_are_above_all_that_anybody_has_heard_of() -> None:
     talk.reports("a", ABC)
     talk.reports("b", ABC, promised=9)
     talk.comes(hello("c", ABC, term=6))
-    talk.says("c", Recollection(ABC, None, ABC.id))
+    talk.says("c", RebuildReport(ABC, None, ABC.id))
     assert talk.terms == [6]
     talk.passes(0.5)
     assert talk.terms == [6], "it was asked for once"
@@ -173,7 +173,7 @@ def test_a_header_that_was_under_way_carries_a_later_view_while_absent_ones_are_
     talk.says("a", Entered(later.id, 2, 1, HEAD.hash))
     assert len(talk.heard("a", Recall)) == 2
     talk.passes(0.5 * GRACE_S)
-    talk.says("a", Recollection(later, None, later.id))
+    talk.says("a", RebuildReport(later, None, later.id))
     assert "members of view 1.5 must report; 2 did (a~1, b~2). Missing: d~4" in talk.reason
     talk.passes(0.6 * GRACE_S)
     talk.promises("a", later)
@@ -192,7 +192,7 @@ def test_one_that_moved_when_it_promised_is_asked_before_anything_is_decided() -
     talk.says("a", Entered(later.id, 2, 1, HEAD.hash))  # sent before the promise
     talk.promises("a", later)
     assert not talk.views()
-    talk.says("a", Recollection(later, None, later.id))
+    talk.says("a", RebuildReport(later, None, later.id))
     talk.passes(2 * GRACE_S)
     assert not talk.views()
     assert "2 of the 3 members of view 1.5 must report; 1 did (a~1)" in talk.reason

@@ -11,7 +11,7 @@ from chaos_lightning.protocol.types import (
     Fence,
     LinkEvent,
     Ready,
-    Recollection,
+    RebuildReport,
     Released,
     Welcome,
 )
@@ -78,7 +78,7 @@ def test_one_of_an_older_view_that_comes_with_the_last_promise_is_heard_and_sent
     talk.promises("b", ABC)
     assert not talk.views()
     assert "d~4 must tell what they know" in talk.reason
-    talk.says("d", Recollection(older, None, older.id))
+    talk.says("d", RebuildReport(older, None, older.id))
     for name in "ab":
         talk.promises(name, ABC)
     assert talk.views()[0].ids() == ("a~1", "b~2")
@@ -125,7 +125,7 @@ def test_one_that_does_not_answer_and_is_needed_is_named() -> None:
     talk.comes(hello("b", ABC))
     talk.passes(talk.machine.settings.report_timeout_s + GRACE_S)
     assert "Missing: b~2 at 127.0.0.1 (it is connected, but does not answer), c~3" in talk.reason
-    talk.says("b", Recollection(ABC, None, ABC.id))
+    talk.says("b", RebuildReport(ABC, None, ABC.id))
     assert talk.machine.phase is Phase.PREPARING
 
 
