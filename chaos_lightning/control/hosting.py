@@ -50,7 +50,7 @@ from chaos_lightning.protocol.types import PlanSpec
 from chaos_lightning.security.credentials import Credentials, Secret, check_bind
 from chaos_lightning.settings import EngineConfig, absolute_path, from_environment
 
-logger = logging.getLogger("chaos_lightning.runtime")
+logger = logging.getLogger("chaos_lightning.control")
 
 IDLE_TIMEOUT_S = 300.0
 """A hosted scheduler ends after so long without members; its chain stays."""

@@ -34,7 +34,7 @@ from chaos_lightning.events.registry import FORMAT, Event
 
 __all__ = ["EVENTS", "EventLog", "Record", "Tail", "read_events"]
 
-logger = logging.getLogger("chaos_lightning.observe")
+logger = logging.getLogger("chaos_lightning.events")
 
 
 EVENTS = (

@@ -23,7 +23,7 @@ from typing import Any
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events import registry
 
-logger = logging.getLogger("chaos_lightning.observe")
+logger = logging.getLogger("chaos_lightning.events")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 
 from chaos_lightning.machine.process_table import host_identity, start_time, still_runs
 
-logger = logging.getLogger("chaos_lightning.runtime")
+logger = logging.getLogger("chaos_lightning.machine")
 
 VARIABLE = "CHAOS_AGENT"
 GRACE_S = 30.0

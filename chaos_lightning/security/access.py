@@ -17,7 +17,7 @@ from pathlib import Path
 
 from chaos_lightning.errors import ConfigurationError
 
-logger = logging.getLogger("chaos_lightning.runtime")
+logger = logging.getLogger("chaos_lightning.security")
 
 TOKEN_KEY = "chaos-token-bin"
 """gRPC metadata key of the token; "-bin" keys may hold any bytes."""

@@ -29,7 +29,7 @@ from chaos_lightning.security.certificates import Facts, facts_of, when
 from chaos_lightning.security.keyfiles import CHAIN, KEY, TOKEN, TRUSTED
 from chaos_lightning.security.roles import MEMBER
 
-logger = logging.getLogger("chaos_lightning.runtime")
+logger = logging.getLogger("chaos_lightning.security")
 
 _FILES = (TRUSTED, CHAIN, KEY, TOKEN)
 _PATIENCE_S = 2.0

@@ -361,7 +361,7 @@ def test_a_finished_chain_is_archived_and_a_new_one_begins(
     archived = list(chosen.store_path.parent.glob("chain.finished-*.sqlite"))
     assert len(archived) == 1
     assert str(archived[0]) in scheduler.log.read_text()
-    (told,) = [r.getMessage() for r in caplog.records if r.name == "chaos_lightning.runtime"]
+    (told,) = [r.getMessage() for r in caplog.records if r.name == "chaos_lightning.control"]
     assert f"job 'job' was finished; a new job by that name begins at {endpoint}" in told
 
 

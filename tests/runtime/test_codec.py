@@ -68,7 +68,7 @@ def test_proto_and_dataclass_are_equal_field_by_field(cls: type) -> None:
         field, text = there[name], str(hint)
         assert field.is_repeated == (text.startswith("tuple[") and text.endswith("...]")), name
         assert (field.has_presence and "None" in text) == ("None" in text), name
-        inner = re.sub(r"chaos_lightning\.membership\.\w+\.", "", text).removeprefix("tuple[").removesuffix(", ...]")
+        inner = re.sub(r"chaos_lightning\.protocol\.\w+\.", "", text).removeprefix("tuple[").removesuffix(", ...]")
         inner = inner.removesuffix(" | None")
         scalar = {"<class 'int'>": "INT64", "<class 'float'>": "DOUBLE", "<class 'bool'>": "BOOL", "str": "STRING"}
         scalar |= {"<class 'str'>": "STRING", "<class 'bytes'>": "BYTES", "bytes": "BYTES", "<enum 'Kind'>": "ENUM"}
@@ -271,8 +271,9 @@ def test_the_committed_stubs_are_those_of_the_proto(tmp_path: Path) -> None:
         text = path.read_text()
         return text[text.index(marker) : text.index("\n", text.index(marker))]
 
-    committed = ROOT / "chaos_lightning" / "runtime" / "chaos_pb2.py"
-    assert descriptor(tmp_path / "chaos_lightning" / "runtime" / "chaos_pb2.py") == descriptor(committed)
+    for stub in ("protocol/chaos_pb2.py", "control/etcd_pb2.py"):
+        made, committed = (folder / "chaos_lightning" / stub for folder in (tmp_path, ROOT))
+        assert descriptor(made) == descriptor(committed)
 
 
 def test_the_stubs_demand_no_more_than_the_package_does() -> None:
@@ -282,10 +283,10 @@ def test_the_stubs_demand_no_more_than_the_package_does() -> None:
 
     needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     bounds = {m[1]: m[2] for n in needs if (m := re.match(r"(grpcio|protobuf)>=([\d.]+)", n))}
-    stubs = ROOT / "chaos_lightning" / "runtime"
+    stubs = ROOT / "chaos_lightning"
     made = {
-        "protobuf": re.search(r"Protobuf Python Version: ([\d.]+)", (stubs / "chaos_pb2.py").read_text()),
-        "grpcio": re.search(r"GRPC_GENERATED_VERSION = '([\d.]+)'", (stubs / "chaos_pb2_grpc.py").read_text()),
+        "protobuf": re.search(r"Protobuf Python Version: ([\d.]+)", (stubs / "protocol" / "chaos_pb2.py").read_text()),
+        "grpcio": re.search(r"GRPC_GENERATED_VERSION = '([\d.]+)'", (stubs / "control" / "service_pb2_grpc.py").read_text()),
     }
     for package, match in made.items():
         assert match is not None
