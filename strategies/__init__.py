@@ -1,7 +1,7 @@
 """Lightning strategies: translations of Lightning's hooks to the engine.
 
 Theory of operation. `strategy` says what each hook of Lightning means, and `companion` serves those that no strategy
-gets. A `session` is one fit's part in a job: it owns the engine, and decides what happens at a rest point, in a slot
+gets. A `session` is one fit's part in a job: it owns the engine, and decides what happens at a safe point, in a slot
 and at the end. What it decides from belongs to its parts:
 
 - `stepping`: the accumulation of a step, weights, averaging; `manual`: averages of manual optimization;

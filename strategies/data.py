@@ -1,4 +1,4 @@
-"""The training loader between Lightning and the job: batches out, the rest point in.
+"""The training loader between Lightning and the job: batches out, the safe point in.
 
 Theory of operation. No strategy hook lies between two steps, but Lightning fetches the next batch exactly there, when
 all its counters are at rest. So `TrainLoader.__next__` first lets the session do what may only be done at rest
@@ -60,7 +60,7 @@ class Fed(Protocol):
     """The fit that a loader feeds, as the loader sees it."""
 
     def rest(self) -> None:
-        """The rest point before each batch. StopIteration if there are no more."""
+        """The safe point before each batch. StopIteration if there are no more."""
 
     def begin_pass(self, epoch: int) -> None:
         """The loader begins an epoch."""

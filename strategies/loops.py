@@ -182,7 +182,7 @@ def forget_agreement(trainer: Trainer) -> None:
 
 
 def loops_manifest(trainer: Trainer) -> dict[str, Any]:
-    """Counters of all loops of fit at a rest point, and what of the trainer decides which branches are taken."""
+    """Counters of all loops of fit at a safe point, and what of the trainer decides which branches are taken."""
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     states = {key: value for key, value in fit_loop.state_dict().items() if key != "state_dict"}
     connector = trainer._logger_connector
@@ -205,8 +205,8 @@ def rolled_back(manifest: dict[str, Any], batches: int, *, ended: bool = False) 
     """Counters as they stood before the last `batches` micro-batches, which no step has used.
 
     Args:
-        manifest: From `loops_manifest`, at a rest point or within a batch whose step did not take place.
-        batches: Of these, 0 at a rest point.
+        manifest: From `loops_manifest`, at a safe point or within a batch whose step did not take place.
+        batches: Of these, 0 at a safe point.
         ended: The epoch was ended after its last batch without what follows that: it is to be made up for.
     """
     loops = {key: copy.deepcopy(value) for key, value in manifest["loops"].items()}
@@ -292,12 +292,12 @@ def settle(loop: _Loop) -> None:
     loop.reset_restart_stage()
 
 
-# --- getting to the next rest point whatever the counters say --------------------------------------------------------
+# --- getting to the next safe point whatever the counters say --------------------------------------------------------
 
 
 @dataclass
 class Suspension:
-    """Limits lifted while this member is out of the job but must get back to its next rest point."""
+    """Limits lifted while this member is out of the job but must get back to its next safe point."""
 
     max_steps: int
     max_epochs: int | None

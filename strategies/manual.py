@@ -133,7 +133,8 @@ class ManualGradients:
     # ------------------------------------------------------------------ what travels, and the end
 
     def manifest(self) -> dict[str, Any]:
-        """At rest: gradients that are kept beyond the batch. All members have the same ones, so newcomers get them."""
+        """At a safe point: gradients that are kept beyond the batch. All members have the same ones, so newcomers get
+        them."""
         kept = {
             name: param.grad.detach().clone()
             for number, section in enumerate(self._sections)

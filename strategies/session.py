@@ -1,15 +1,15 @@
-"""One fit's part in a job: coming in, rest points, going, and everything in between.
+"""One fit's part in a job: coming in, safe points, going, and everything in between.
 
 Theory of operation. Setting up, every process is alone: nobody knows for sure yet whether it founds the job or joins
 one in epoch 3 (place.py says what it counts as), and a newcomer's set-up runs many barriers that the running
 members never repeat. When the training loop asks for its first batch, all counters are at rest, and there the member
 enters: a founder begins, a newcomer takes over state and counters from the others. From then on each optimizer step is
-a slot of the job, each collective too, and each fetch of a batch is a *rest point*, the only place where newcomers are
+a slot of the job, each collective too, and each fetch of a batch is a *safe point*, the only place where newcomers are
 let in, where a member that was fenced joins again, and where one that left stops. After each commit the epoch's length
 is refitted (loops.py), before Lightning asks whether the batch was the last one.
 
 A member is in one of four conditions: not yet in, in the job, *void* (fenced: it runs on without collectives until its
-next rest point, and joins again there), *departed* (it left: fit ends at the next rest point, without the hooks of an
+next safe point, and joins again there), *departed* (it left: fit ends at the next safe point, without the hooks of an
 epoch's end, which would judge half an epoch).
 """
 
@@ -298,7 +298,7 @@ class Session:
         self.stepper.adopt_gradients(extra["gradients"])
         self.writer.log_dir = extra["log_dir"]
 
-    # ------------------------------------------------------------------ the rest point
+    # ------------------------------------------------------------------ the safe point
 
     def rest(self) -> None:
         """Between two batches, with all counters at rest. StopIteration once this member has left."""
@@ -316,7 +316,7 @@ class Session:
             self.state.ended = False
             make_up_for_end(self.trainer)
             raise StopIteration
-        if not self.elastic.at_rest and not self._give_up_window():
+        if not self.elastic.at_safe_point and not self._give_up_accumulation():
             self._check_stepped()
             return
         try:
@@ -340,7 +340,7 @@ class Session:
         self._loader.begin()
         self._refit()
 
-    def _give_up_window(self) -> bool:
+    def _give_up_accumulation(self) -> bool:
         """Whether a new pass begins although an accumulation is open: `on_train_batch_start` returned -1 and so ended
         the epoch. What the accumulation used is in no step, and not used."""
         assert self._loader is not None
@@ -548,7 +548,7 @@ class Session:
         self.engine.leave(reason)
 
     def fenced(self, error: FencedError) -> None:
-        """The state is void from here on; get to the next rest point without anybody's help."""
+        """The state is void from here on; get to the next safe point without anybody's help."""
         if self.void:
             return
         _log.warning("%s; this process joins again by itself", error)
@@ -589,7 +589,7 @@ class Session:
             self.engine.keep(KeptState(self.state, self.elastic.uncommitted, ended=ended))
 
     def end_epoch(self) -> None:
-        """This member has left, and the epoch's end is not judged: there is no rest point after its last batch."""
+        """This member has left, and the epoch's end is not judged: there is no safe point after its last batch."""
         if self._keep_due:
             self._keep(ended=True)
         if self._uncommitted is not None:

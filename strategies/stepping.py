@@ -308,7 +308,7 @@ class Stepper:
             self.manual.stepped(number)
 
     def gradients(self) -> dict[str, Any]:
-        """At rest, for newcomers: gradients that are kept beyond the batch."""
+        """At a safe point: for newcomers: gradients that are kept beyond the batch."""
         return {} if self.manual is None else self.manual.manifest()
 
     def adopt_gradients(self, given: Mapping[str, Any]) -> None:
@@ -354,5 +354,5 @@ class Stepper:
                     )
 
     def prove(self, state: StateAccess) -> None:
-        """At rest: what the coming step says of the state, every so many steps."""
+        """At a safe point: what the coming step says of the state, every so many steps."""
         self._proof = proof(self._engine, state)

@@ -146,7 +146,7 @@ class Accumulations:
         return self._resumed.united(self._source.header)
 
     @property
-    def at_rest(self) -> bool:
+    def at_safe_point(self) -> bool:
         """Nothing handed out waits for a commit: a joiner may come in here."""
         return self._fresh or not self._open
 

@@ -141,9 +141,9 @@ class ElasticLoader:
         return self._stream
 
     @property
-    def at_rest(self) -> bool:
+    def at_safe_point(self) -> bool:
         """Everything yielded is committed: a joiner may come in here."""
-        return self._accumulations is None or self._accumulations.at_rest
+        return self._accumulations is None or self._accumulations.at_safe_point
 
     @property
     def uncommitted(self) -> int:

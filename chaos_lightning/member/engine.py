@@ -401,7 +401,7 @@ class Engine:
         return [(s.member, a) for s, a in zip(header.contributors, header.answers, strict=True)]
 
     def boundary(self, state: StateAccess) -> Header:
-        """The rest point between two accumulations: newcomers enter here, and the state is published for them."""
+        """The safe point between two accumulations: newcomers enter here, and the state is published for them."""
         self.admit(header := self._slot(Kind.BOUNDARY, name="boundary"), state)
         return header
 

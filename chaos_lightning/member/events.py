@@ -44,7 +44,7 @@ EVENTS = (
     ),
     Event("hand_on", "the open slot is handed on", {"view": "decided", "base": "slot", "reason": "why"}),
     Event("redo", "the open slot is reduced again", {"view": "decided", "base": "last slot", "reason": "why"}),
-    Event("boundary", "a rest is committed", {"seq": "slot"}),
+    Event("boundary", "a safe point is committed", {"seq": "slot"}),
     Event(
         "state_hash",
         "it took a hash of its replicated state",

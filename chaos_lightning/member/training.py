@@ -87,8 +87,8 @@ def is_sharded(optimizer: Optimizer) -> bool:
 
 
 def proof(engine: Engine, state: StateAccess) -> str:
-    """Every so many steps, at rest: the hash of the replicated state, to be compared with the others' in the coming
-    step (PROTOCOL.md 24); "" in between.
+    """Every so many steps, at a safe point: the hash of the replicated state, to be compared with the others' in the
+    coming step (PROTOCOL.md 24); "" in between.
 
     Args:
         engine: In the job, between two steps. A forward pass would have changed reduced buffers.

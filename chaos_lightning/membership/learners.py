@@ -4,7 +4,7 @@ Theory of operation. A newcomer that is READY gets a *way*, once, with its reaso
 view. By *replay* it is made an observer first: the list of observers is told to all members, whose commit root writes
 it into the headers of steps, so that all of them keep the state at the same header and a log from there on. One
 generation observes at a time: who comes later waits for the next one, so that members never keep more than one state
-beside their own. An observer that says that it has caught up is let in like any other newcomer, at a rest, where
+beside their own. An observer that says that it has caught up is let in like any other newcomer, at a safe point, where
 hashes show that it lacks nothing; one that cannot catch up, takes too long or falls silent is let in by a pause. So
 are all of them when too few members stay, or training would go on below min_nodes, and who leaves last would take the
 state along.

@@ -162,7 +162,7 @@ class Kind(enum.StrEnum):
     GATHER = "gather"
     """A numbered collective: a payload of each member comes back to all, in rank order."""
     BOUNDARY = "boundary"
-    """A rest between two accumulations: nothing is reduced; the only slot whose header may admit joiners."""
+    """A safe point between two accumulations: nothing is reduced; the only slot whose header may admit joiners."""
     CLOSING = "closing"
     """The last slot of the job; members linger until all have its header."""
 

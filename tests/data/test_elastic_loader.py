@@ -276,9 +276,9 @@ def test_several_windows_per_step_are_assigned_on():
             if not more:
                 break
             seen += [s for w in accumulations.values() for c, batch in w if not c.idle for s in batch.tolist()]
-            assert not job.loaders["a~1"].at_rest
+            assert not job.loaders["a~1"].at_safe_point
         job.commit(spent=[s for m in job.members for s in job.loaders[m.id].spent()])
-        assert job.loaders["a~1"].at_rest
+        assert job.loaders["a~1"].at_safe_point
     assert sorted(seen) == list(range(26))
     assert job.loaders["a~1"].epoch_spent()
 

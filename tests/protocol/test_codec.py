@@ -286,7 +286,9 @@ def test_the_stubs_demand_no_more_than_the_package_does() -> None:
     stubs = ROOT / "chaos_lightning"
     made = {
         "protobuf": re.search(r"Protobuf Python Version: ([\d.]+)", (stubs / "protocol" / "chaos_pb2.py").read_text()),
-        "grpcio": re.search(r"GRPC_GENERATED_VERSION = '([\d.]+)'", (stubs / "control" / "service_pb2_grpc.py").read_text()),
+        "grpcio": re.search(
+            r"GRPC_GENERATED_VERSION = '([\d.]+)'", (stubs / "control" / "service_pb2_grpc.py").read_text()
+        ),
     }
     for package, match in made.items():
         assert match is not None

@@ -50,7 +50,7 @@ def test_fenced_at_any_slot(tmp_path: Path, double: Any, case: str) -> None:
         try:
             fit, model, again = run(tmp_path, double, case, at)
         except FencedError:
-            # After the loops' end there is no rest point left to join again at; then fit says so.
+            # After the loops' end there is no safe point left to join again at; then fit says so.
             assert at > last_training_slot, slots[at]
             continue
         assert again.rejoined == 1, slots[at]

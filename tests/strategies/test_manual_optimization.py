@@ -59,7 +59,7 @@ def test_two_members_are_as_one_process(job: Job, tmp_path: Path, monkeypatch: p
 
 
 def test_newcomer_gets_gradients_that_are_kept_beyond_the_batch(job: Job) -> None:
-    """The step that asks for a rest is of batch 5, so it comes in between the two batches of one step."""
+    """The step that asks for a safe point is of batch 5, so it comes in between the two batches of one step."""
     spec = {"epochs": 1, "samples": 36, "model": "Manual", "model_args": {"kind": "accumulate"}}
     job.start("a", batches={4: job.gate("four")}, **spec)
     job.harness.wait_step(4)

@@ -31,7 +31,7 @@ def test_newcomer_comes_into_a_validation(job: Job) -> None:
 
 
 def test_newcomer_comes_just_before_the_last_step(job: Job) -> None:
-    """The rest point before the last of 12 steps lets it in, and it makes that step with the others."""
+    """The safe point before the last of 12 steps lets it in, and it makes that step with the others."""
     start_two(job, {"epochs": 2, "model_args": {"sync": True}}, 10, {}, {})
     a, b = job.finish("a", "b")
     same([a, b])
