@@ -308,7 +308,7 @@ class Stepper:
             self.manual.stepped(number)
 
     def gradients(self) -> dict[str, Any]:
-        """At a safe point: for newcomers: gradients that are kept beyond the batch."""
+        """At a safe point, for newcomers: gradients that are kept beyond the batch."""
         return {} if self.manual is None else self.manual.manifest()
 
     def adopt_gradients(self, given: Mapping[str, Any]) -> None:
