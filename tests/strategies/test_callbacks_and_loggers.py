@@ -131,7 +131,7 @@ def test_a_progress_bar_can_be_pickled_after_fit(tmp_path: Path, bar: type[Callb
 def test_a_fit_that_ends_before_it_has_a_part_in_the_job_leaves_the_callbacks_as_they_were(tmp_path: Path) -> None:
     run = trainer(tmp_path, callbacks=[Callback()], strategy=ChaosStrategy(min_nodes=0))
     before = list(run.callbacks)
-    with pytest.raises(ConfigurationError, match="min_nodes 0"):
+    with pytest.raises(ConfigurationError, match="min_nodes=0"):
         run.fit(Regression(), loader())
     assert run.callbacks == before
 
