@@ -445,7 +445,7 @@ class Engine:
         if header.error:
             self.events.emit("error", what="disagreement", reason=header.error)
             raise DisagreementError(header.error)
-        if set(header.observers) - set(self.header.observers):
+        if set(header.learners) - set(self.header.learners):
             self._unserved = header
         self.header, self.ruling_view = header, view
         if self.member_id not in view.ids():

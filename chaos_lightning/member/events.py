@@ -51,10 +51,10 @@ EVENTS = (
         {"seq": "slot", "step": "step", "head": "header hash", "hash": "of the state"},
     ),
     # --- state on its way
-    Event("snapshot", "the state at a header is copied for observers", {"seq": "slot", "head": "header hash"}),
+    Event("snapshot", "the state at a header is copied for learners", {"seq": "slot", "head": "header hash"}),
     Event("released", "the snapshot is let go", {"seq": "slot", "left_out": "slots not copied in time"}),
     Event("observing", "a newcomer observes", {"seq": "slot", "head": "header hash", "sources": "ids of donors"}),
-    Event("replayed", "an observer has applied the log", {"seq": "up to", "step": "up to", "steps": "count"}),
+    Event("replayed", "a learner has applied the log", {"seq": "up to", "step": "up to", "steps": "count"}),
     Event("published", "its state at a header can be pulled", {"seq": "slot", "head": "header hash"}),
     Event("pull_started", "it pulls the state", {"seq": "slot", "head": "header hash", "sources": "ids of donors"}),
     Event("pull_source", "one donor's part", {"source": "id", "nbytes": "received, bytes", "seconds": "s"}),

@@ -100,7 +100,7 @@ class Shell:
         self._keys = keys
         self._observed = False
         self._abandoned: tuple[str, ...] = ()
-        """Observers whose lease ran out while headers went on naming them."""
+        """Learners whose lease ran out while headers went on naming them."""
         self._left_out = 0
         """Entries that were left out of earlier logs."""
         self._contribution: Contribution | None = None
@@ -337,7 +337,7 @@ class Shell:
             self._viewed(view)
 
     def _log(self, header: Header) -> None:
-        """Slots after the first header that names an observer are kept for it (PROTOCOL.md 18)."""
+        """Slots after the first header that names a learner are kept for it (PROTOCOL.md 18)."""
         if self._observed:
             machine, reduced = self.machine, needs_bytes(header)
             self.server.keep(
@@ -348,16 +348,16 @@ class Shell:
                 lambda: machine.seq <= header.seq,
             )
         expired = self._observed and self.server.expire(time.monotonic())
-        if expired or (self._observed and not header.observers):
+        if expired or (self._observed and not header.learners):
             left_out, self._left_out = self.server.log.late - self._left_out, self.server.log.late
             self.server.release()
             self.events.emit("released", seq=header.seq, left_out=left_out)
         if expired:
-            self._abandoned = header.observers
-        elif header.observers != self._abandoned:
+            self._abandoned = header.learners
+        elif header.learners != self._abandoned:
             self._abandoned = ()
-        # Without a scheduler headers go on naming observers that nobody keeps anything for any more.
-        self._observed = bool(header.observers) and not self._abandoned
+        # Without a scheduler headers go on naming learners that nobody keeps anything for any more.
+        self._observed = bool(header.learners) and not self._abandoned
 
     def dial(self, member_id: str) -> socket.socket:
         """A bulk connection to a member that this one may know, for others (replication/forward.py).

@@ -106,7 +106,7 @@ class Transfer:
         self._tell = tell
         self._pool = ConnectionPool(self._connect)
         self._observed = False
-        """The last state that was pulled was an observer's."""
+        """The last state that was pulled was a learner's."""
         self._copying: Snapshot | None = None
         self._choice = choice
         self._said = ""
@@ -159,7 +159,7 @@ class Transfer:
         self._events.emit("published", seq=header.seq, head=header.hash)
 
     def snapshot(self, header: Header, view: View | None, state: StateAccess, layout: Layout) -> None:
-        """Keeps a copy of the state at `header` for observers, made while training goes on (PROTOCOL.md 15).
+        """Keeps a copy of the state at `header` for learners, made while training goes on (PROTOCOL.md 15).
 
         Args:
             header: A committed one; the optimizer has stepped on it, and not on a later one.
@@ -179,7 +179,7 @@ class Transfer:
                 state.manifest(),
                 volatile=volatile,
                 sharers=sharers,
-                observers=header.observers,
+                learners=header.learners,
             )
         except StateError as error:  # others may have more memory; if nobody has, the newcomer comes in by a pause
             self._events.emit("error", what="snapshot", reason=str(error))
@@ -207,7 +207,7 @@ class Transfer:
             view: Names the donors: its members that are no joiners.
             state: Where it goes.
             deadline: By `time.monotonic()`.
-            superseded: Whether an observer's pull has become pointless: then it may be read out of a member's memory,
+            superseded: Whether a learner's pull has become pointless: then it may be read out of a member's memory,
                 unproved. None: it lets this member in; a newer pull, or this member's end, make it pointless.
 
         Raises:

@@ -33,7 +33,7 @@ EVENTS = (
     Event("dropped", "a message counts for nothing", {"what": "kind of message"}, {"seq": "slot", "reason": "why"}),
     # --- newcomers
     Event("way_in", "how a newcomer is to come in", {"way": '"replay" or "pause"', "reason": "why"}),
-    Event("caught_up", "an observer has applied the log", {"seq": "last slot"}),
+    Event("caught_up", "a learner has applied the log", {"seq": "last slot"}),
     # --- trouble
     Event("suspect", "it may be dead", {"evidence": "words"}),
     Event("death", "it is dead", {"evidence": "words"}),

@@ -1,15 +1,15 @@
-"""Which way newcomers come in, and who is served as an observer (PROTOCOL.md 15-18).
+"""Which way newcomers come in, and who is served as a learner (PROTOCOL.md 15-18).
 
 Theory of operation. A newcomer that is READY gets a *way*, once, with its reason. By *pause* it waits for the next
-view. By *replay* it is made an observer first: the list of observers is told to all members, whose commit root writes
+view. By *replay* it is made a learner first: the list of learners is told to all members, whose commit root writes
 it into the headers of steps, so that all of them keep the state at the same header and a log from there on. One
 generation observes at a time: who comes later waits for the next one, so that members never keep more than one state
-beside their own. An observer that says that it has caught up is let in like any other newcomer, at a safe point, where
+beside their own. A learner that says that it has caught up is let in like any other newcomer, at a safe point, where
 hashes show that it lacks nothing; one that cannot catch up, takes too long or falls silent is let in by a pause. So
 are all of them when too few members stay, or training would go on below min_nodes, and who leaves last would take the
 state along.
 
-Nothing here is persisted: to the protocol an observer is nobody. After a scheduler's restart newcomers knock again,
+Nothing here is persisted: to the protocol a learner is nobody. After a scheduler's restart newcomers knock again,
 and members are told that nobody observes.
 """
 
@@ -22,7 +22,7 @@ from chaos_lightning.membership.desk import Desk
 from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.membership.roster import Roster
-from chaos_lightning.protocol.types import CatchUp, Observers, View
+from chaos_lightning.protocol.types import CatchUp, ServeLearners, View
 
 
 class Learners:
@@ -40,7 +40,7 @@ class Learners:
         return [p for p in ready if p.way == "pause" or p.caught_up]
 
     def turn_observe(self, latest: View, ready: list[Peer]) -> bool:
-        """Chooses ways, and begins a new generation of observers when there is none."""
+        """Chooses ways, and begins a new generation of learners when there is none."""
         few = self._too_few()
         for peer in [p for p in ready if not p.way]:
             peer.way, reason = self._way_in(peer, few)
@@ -54,7 +54,7 @@ class Learners:
                 self._pause_instead(peer, overdue)
                 return True
         waiting = [p for p in ready if p.standing is Standing.READY and p.way == "replay"]
-        if observing or not waiting or self._observers():
+        if observing or not waiting or self._named():
             return False
         for peer in waiting:
             peer.standing, peer.observes_since = Standing.OBSERVING, self._desk.now
@@ -68,7 +68,7 @@ class Learners:
         return f"{staying} of min_nodes={self._settings.min_nodes} nodes stay: nobody would train meanwhile"
 
     def _overdue(self, peer: Peer) -> str:
-        """Why this observer holds up the next ones for no use; "" if it does not."""
+        """Why this learner holds up the next ones for no use; "" if it does not."""
         limit, silent = self._settings.observe_timeout_s, self._settings.hang_timeout_s
         if self._desk.now - peer.heard > silent:
             return f"no word of it for hang_timeout_s={silent:g}"
@@ -96,7 +96,7 @@ class Learners:
         peer.standing, peer.way, peer.caught_up = Standing.READY, "pause", False
         self._desk.note("way_in", member=peer.id, way="pause", reason=reason)
 
-    def _observers(self) -> tuple[str, ...]:
+    def _named(self) -> tuple[str, ...]:
         """Whom members serve: who observes, and who was let in and has yet to stand in its view."""
         return tuple(
             p.id
@@ -105,18 +105,18 @@ class Learners:
             and (p.standing is Standing.OBSERVING or (p.caught_up and p.standing is Standing.MEMBER and not p.loaded))
         )
 
-    def tell_observers(self) -> None:
+    def tell(self) -> None:
         """The list goes to whoever has another one."""
         latest = self._book.latest
         if latest is None or self._desk.reserving:
             return
-        ids = self._observers()
+        ids = self._named()
         # Whoever of the view has the state may be asked, though it came in with this very view.
         view = replace(latest, joiners=tuple(p.id for p in self._roster.members() if not p.loaded))
         for peer in self._roster.peers.values():
-            concerned = peer.standing is Standing.MEMBER or peer.id in ids or peer.id in peer.observers[1]
+            concerned = peer.standing is Standing.MEMBER or peer.id in ids or peer.id in peer.learners[1]
             if peer.conn is None or not concerned:
                 continue
-            if peer.observers != (peer.conn, ids) and (ids or peer.observers[1]):
-                peer.observers = (peer.conn, ids)
-                self._roster.send(peer, Observers(ids, view))
+            if peer.learners != (peer.conn, ids) and (ids or peer.learners[1]):
+                peer.learners = (peer.conn, ids)
+                self._roster.send(peer, ServeLearners(ids, view))

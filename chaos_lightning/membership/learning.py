@@ -33,7 +33,7 @@ class Learning:
         Who sent that header may be dead and the slot done again, or the next root did not know the list yet: then a
         newer one names this member first, and nobody has the state at the older one.
         """
-        if me not in header.observers or header.kind is not Kind.STEP:
+        if me not in header.learners or header.kind is not Kind.STEP:
             return []  # others repeat the list, as the one that lets it in
         known = self._header
         if known is None or (header.view, header.seq) > (known.view, known.seq):

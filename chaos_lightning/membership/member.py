@@ -75,7 +75,6 @@ from chaos_lightning.protocol.types import (
     Leave,
     NextView,
     Notice,
-    Observers,
     OpenLinks,
     Prepare,
     Probe,
@@ -85,6 +84,7 @@ from chaos_lightning.protocol.types import (
     Refused,
     Released,
     Report,
+    ServeLearners,
     Span,
     ToMember,
     Verdict,
@@ -125,7 +125,7 @@ class MemberMachine:
         pending_leave: Why this member asked to leave; "" if it did not.
         notice: Last words of the scheduler.
         term: The highest of any scheduler of its chain that this member heard of.
-        observers: Newcomers that are to be served, as the scheduler said last.
+        learners: Newcomers that are to be served, as the scheduler said last.
         closing_is_stable: All members have the closing header, so the last slot may leave the job, too (4).
         stimulus_log: The last (now, event) pairs, large ones in words.
     """
@@ -141,7 +141,7 @@ class MemberMachine:
         self.promised: ViewId = NO_VIEW
         self.waiting_view: View | None = None
         self.contribution: Contribution | None = None
-        self.observers: tuple[str, ...] = ()
+        self.learners: tuple[str, ...] = ()
         self.pending_leave = ""
         self.notice = ""
         self._term = 0
@@ -297,8 +297,8 @@ class MemberMachine:
                 up = self.neighbours.links.get(suspect, False)
                 evidence = "its link stands" if up else "its link is closed"
                 self._emit(ToScheduler(Verdict(suspect, up, evidence)))
-            case Observers():
-                self._on_observers(message)
+            case ServeLearners():
+                self._on_learners(message)
             case Fence(reason, rejoin):
                 self._eject(reason, rejoin=rejoin)
             case Notice(text):
@@ -336,8 +336,8 @@ class MemberMachine:
         elif self.pending_leave:
             self._emit(ToScheduler(Leave(self.pending_leave)))
 
-    def _on_observers(self, message: Observers) -> None:
-        self.observers = message.ids
+    def _on_learners(self, message: ServeLearners) -> None:
+        self.learners = message.ids
         if self.phase is Phase.WAITING:
             self._emit(*self.learning.told(message.view if self.member_id in message.ids else None))
 
@@ -412,7 +412,7 @@ class MemberMachine:
             contributions=box,
             waiting=self._carriable(),
             # The list changes with steps only, so that a newcomer's first header is that of a step.
-            observers=self.observers if kind is Kind.STEP else self.header.observers,
+            learners=self.learners if kind is Kind.STEP else self.header.learners,
         )
 
     def _on_ranges_done(self, view: ViewId, seq: int) -> None:
@@ -463,10 +463,10 @@ class MemberMachine:
         assert header.prev_hash == self.header.hash
         change = header.view_change
         entering, self._entering = self._entering, None
-        observed, self.header = self.header.observers, header
-        for observer in header.observers:
-            if observer not in observed and observer != self.member_id:
-                self._emit(ToPeer(observer, header))
+        observed, self.header = self.header.learners, header
+        for learner in header.learners:
+            if learner not in observed and learner != self.member_id:
+                self._emit(ToPeer(learner, header))
         self._emit(*self.neighbours.settle(self.member_id, self.view))
         self._raw = True
         self.assigning = change or self.view

@@ -35,7 +35,7 @@ NAMED_DIFFERENCES = 3
 _MISSING = "(missing)"
 _HASH = re.compile("[0-9a-f]{16,}")
 
-UNKNOWN_OBSERVERS = (-1, ("?",))
+UNKNOWN_LEARNERS = (-1, ("?",))
 """What a member was told by a scheduler that is gone."""
 
 
@@ -102,8 +102,8 @@ class Peer:
     """"replay" or "pause", once chosen."""
     caught_up: bool = False
     observes_since: float = 0.0
-    observers: tuple[int, tuple[str, ...]] = (-1, ())
-    """The list of observers that it was told last, and on which stream."""
+    learners: tuple[int, tuple[str, ...]] = (-1, ())
+    """The list of learners that it was told last, and on which stream."""
     progress: Progress | None = None
     """Of its transfer, as it told last."""
     kept: Kept | None = None

@@ -10,7 +10,7 @@ from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Chain, Send
 from chaos_lightning.membership.peers import (
     NEWCOMER,
-    UNKNOWN_OBSERVERS,
+    UNKNOWN_LEARNERS,
     Peer,
     Reference,
     Standing,
@@ -60,7 +60,7 @@ class Roster:
         self.vouched = not chain.views
         """The reference is that of somebody who holds the state, or nobody does: a newcomer's is only for now."""
         for member in chain.views[-1].members if chain.views and not chain.finished else ():
-            self.peers[member.id] = Peer(member, Standing.MEMBER, observers=UNKNOWN_OBSERVERS)
+            self.peers[member.id] = Peer(member, Standing.MEMBER, learners=UNKNOWN_LEARNERS)
 
     def send(self, peer: Peer, message: ToMember) -> None:
         if peer.conn is not None:

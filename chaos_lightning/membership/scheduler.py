@@ -220,7 +220,7 @@ class SchedulerMachine:
             raise AssertionError(f"the scheduler turns without end in {self.desk.phase}: {self.snapshot()}")
         self.links.tell_whom_to_dial()
         self.rewiring.seen()
-        self.learners.tell_observers()
+        self.learners.tell()
         return self.desk.out
 
     def _forgive(self, now: float) -> None:

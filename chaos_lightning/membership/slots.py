@@ -139,7 +139,7 @@ def close_slot(
     prev: Header,
     contributions: Mapping[str, Contribution],
     waiting: View | None = None,
-    observers: tuple[str, ...] = (),
+    learners: tuple[str, ...] = (),
 ) -> Header:
     """The header that commits the slot after `prev` for all members of `view`.
 
@@ -148,7 +148,7 @@ def close_slot(
         prev: The header that the root stands on.
         contributions: By member id.
         waiting: A decided view whose predecessor is `view`, not carried yet.
-        observers: Newcomers that are served from this slot on.
+        learners: Newcomers that are served from this slot on.
     """
     ordered = [contributions[m] for m in view.ids()]
     first, kind = leading(view, contributions), kind_of(view, prev, contributions)
@@ -175,7 +175,7 @@ def close_slot(
             layout_hash=prev.layout_hash,
             hyper=prev.hyper,
             error=error,
-            observers=prev.observers,
+            learners=prev.learners,
         )
     change, boundary = carried(kind, waiting)
     return Header(
@@ -195,5 +195,5 @@ def close_slot(
         view_change=change,
         boundary=boundary,
         drifted=drifted(ordered),
-        observers=observers,
+        learners=learners,
     )

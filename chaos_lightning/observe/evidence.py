@@ -203,7 +203,7 @@ class _Gathering:
             witness.head = str(r.get("head", ""))
         elif r.name == "pull_done":
             pulled = Pulled(r.member, witness.head, str(r.get("hash", "")))
-            if not r.get("observed"):  # what an observer reads counts for nothing before the pull that lets it in
+            if not r.get("observed"):  # what a learner reads counts for nothing before the pull that lets it in
                 facts.pulls.append(pulled)
             if pulled.head and pulled.hash:
                 facts.pulled_hashes.append((pulled.head, pulled.member, pulled.hash))

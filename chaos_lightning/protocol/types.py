@@ -230,7 +230,7 @@ class Header:
     error: str = ""
     """Set when members disagree or gather too much: everybody raises DisagreementError with this text, nobody
     applies anything."""
-    observers: tuple[str, ...] = ()
+    learners: tuple[str, ...] = ()
     """Newcomers that replay: members keep the state at the first header that names one of them, and a log from there
     on, until a header names it no more (PROTOCOL.md 15, 18)."""
 
@@ -425,7 +425,7 @@ class NextView:
 
 
 @dataclass(frozen=True, slots=True)
-class Observers:
+class ServeLearners:
     """These newcomers are to be served from the next STEP header on; replaces the list before. Told to members, whose
     commit root writes it into headers, and to the newcomers themselves, who learn from `view` whom to ask."""
 
@@ -525,7 +525,7 @@ FromMember = (
     | RebuildReport
     | Kept
 )
-_Told = Notice | Released | Observers | Pulse | Recall | LinkKeys
+_Told = Notice | Released | ServeLearners | Pulse | Recall | LinkKeys
 ToMember = Welcome | Refused | OpenLinks | NextView | Prepare | Decide | Probe | Fence | _Told
 PeerMessage = Contribution | Header
 

@@ -1,17 +1,17 @@
 """The log: headers and raw reduced bytes of the last slots, kept by members for newcomers that replay (PROTOCOL.md 18).
 
-Theory of operation. From the header that first names an observer on, the I/O thread hands every committed slot to
+Theory of operation. From the header that first names a learner on, the I/O thread hands every committed slot to
 `SlotLog.keep`. Reduced bytes lie in a buffer that the slot after next will use again, so they are copied at once, by a
 thread of the log's own. A step takes longer than that; slots that reduce nothing are over in no time, so the training
 thread waits for the copy before it takes part in one (`settle`), or the newcomer would lack the last step before the
 boundary that lets it in. An entry whose copy still came too late is left out, and other members have it. The log holds
-at most `cap_nbytes`; the oldest entries go first, and an observer that still needed them is let in by a pause.
+at most `cap_nbytes`; the oldest entries go first, and a learner that still needed them is let in by a pause.
 
-Observers ask for entries (bulk requests), nobody sends them unasked: a slow observer holds up nobody, any member can
+Learners ask for entries (bulk requests), nobody sends them unasked: a slow learner holds up nobody, any member can
 give any entry, and who asks for the next one names the header that it must stand on (4a).
 
 If all who observe can read this process's memory (by_reference.py), an entry is there at once and its bytes are read
-where they lie; they are copied only if an observer has not said within `hold_s` that it has them (`taken`).
+where they lie; they are copied only if a learner has not said within `hold_s` that it has them (`taken`).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class SlotLog:
         self._hasty = False
         self._taken: dict[int, set[str]] = {}
         self._sated: set[str] = set()
-        """Observers that read no more."""
+        """Learners that read no more."""
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -199,14 +199,14 @@ class SlotLog:
         return entry if entry is not None and entry.head == head else None
 
     def taken(self, reader: str, seq: int) -> None:
-        """This observer has the bytes of a slot, which this member may have yet to commit."""
+        """This learner has the bytes of a slot, which this member may have yet to commit."""
         self._taken.setdefault(seq, set()).add(reader)
         while len(self._taken) > _REMEMBERED:
             del self._taken[min(self._taken)]
         self._changed.notify_all()
 
     def attend(self, reader: str, *, until: bool = False) -> None:
-        """This observer begins to read bytes in place; `until`: it will read no more."""
+        """This learner begins to read bytes in place; `until`: it will read no more."""
         if until:
             self._sated.add(reader)
             self._changed.notify_all()

@@ -1,10 +1,10 @@
-"""The observer's side of the log: entries in order, their bytes from all members at once.
+"""The learner's side of the log: entries in order, their bytes from all members at once.
 
 Theory of operation. One thread walks the chain: it asks a member for the header that stands on the last one, checks
 that it does, and has the slot's reduced bytes fetched, in stripes: each source a part that is as large as the source
 was quick, over a connection and a thread of its own. Where a source lends its memory (by_reference.py), the bytes are
 read there instead, and all such sources are told so, since they need not keep them then. A source that dies, refuses
-or stalls costs time only: its stripe goes to the others. Entries wait in a queue whose buffers are few, so an observer
+or stalls costs time only: its stripe goes to the others. Entries wait in a queue whose buffers are few, so a learner
 that is slow stops asking, and the members' bounded log decides how long it may be so. When no source can give the next
 entry, `error` says why.
 """
@@ -113,7 +113,7 @@ class LogReader:
         self._pool = ThreadPoolExecutor(max(1, len(sources)), "chaos-log-pull")
         self._thread = threading.Thread(target=self._run, args=(header,), name="chaos-log-reader", daemon=True)
 
-    # ------------------------------------------------------------------ the observer's side
+    # ------------------------------------------------------------------ the learner's side
 
     def start(self) -> None:
         self._thread.start()

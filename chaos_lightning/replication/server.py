@@ -6,8 +6,8 @@ the next slot, so nothing is copied, except tensors that the next forward pass w
 Threads that serve a bulk socket read that memory directly into the socket. The table of hashes is built once, by the
 first thread that needs it.
 
-For observers the state at a header is kept as a copy (`snapshot`), beside what is published live, and slots from there
-on are kept in `log`, until `release` or the end of a lease: a scheduler that died cannot pin them. Observers that can
+For learners the state at a header is kept as a copy (`snapshot`), beside what is published live, and slots from there
+on are kept in `log`, until `release` or the end of a lease: a scheduler that died cannot pin them. Learners that can
 read this process's memory (`lender`) are given some time to do so before anything is copied for them.
 
 A request names header and slot. What this member does not hold for exactly that header is refused by name
@@ -46,7 +46,7 @@ from chaos_lightning.replication.server_config import ServerConfig
 from chaos_lightning.replication.snapshot import Snapshot, available_nbytes
 
 HOLD = 0.6
-"""So much of a usual step observers have for reading a state or sums in place, before a copy is made for them."""
+"""So much of a usual step learners have for reading a state or sums in place, before a copy is made for them."""
 
 
 class StateServer:
@@ -129,7 +129,7 @@ class StateServer:
         *,
         volatile: Collection[str] = (),
         sharers: int = 1,
-        observers: Collection[str] = (),
+        learners: Collection[str] = (),
     ) -> Snapshot:
         """Keep a copy of the state after this header servable until `release`; replaces the one before.
 
@@ -140,7 +140,7 @@ class StateServer:
             manifest: Everything else; encoded here and now.
             volatile: Names of tensors that change before that: they are copied now.
             sharers: Members on this machine that make such a copy at the same time.
-            observers: Whom it is for.
+            learners: Whom it is for.
 
         Raises:
             StateError: It is too large, or the manifest cannot travel; who asks for it hears the reason.
@@ -151,7 +151,7 @@ class StateServer:
             cap_nbytes = self.config.snapshot_cap_nbytes or available_nbytes() // (2 * max(1, sharers))
             with torch.no_grad():
                 attached = [(name, t.detach().clone()) for name, t in encoded.tensors]
-            readers = self._readers(observers) if all(in_place(t) for _, t in attached) else ()
+            readers = self._readers(learners) if all(in_place(t) for _, t in attached) else ()
             copy = Snapshot(
                 tensors, volatile=volatile, cap_nbytes=cap_nbytes, readers=readers, hold_s=HOLD * self.pace.usual_s
             )
@@ -199,14 +199,14 @@ class StateServer:
         spans: Sequence[Span],
         still: Callable[[], bool],
     ) -> None:
-        """Takes a committed slot into the log, for the observers that its header names; see `SlotLog.keep`."""
-        readers = self._readers(header.observers)
+        """Takes a committed slot into the log, for the learners that its header names; see `SlotLog.keep`."""
+        readers = self._readers(header.learners)
         self.log.keep(header, encoded, raw, spans, still, readers=readers, hold_s=HOLD * self.pace.usual_s)
 
-    def _readers(self, observers: Collection[str]) -> Collection[str]:
-        """These observers, if all of them read this process's memory; else nobody."""
+    def _readers(self, learners: Collection[str]) -> Collection[str]:
+        """These learners, if all of them read this process's memory; else nobody."""
         lender = self.lender
-        return observers if lender is not None and all(lender.readable(o) for o in observers) else ()
+        return learners if lender is not None and all(lender.readable(o) for o in learners) else ()
 
     def release(self) -> None:
         """Nobody observes any more: snapshot and log are forgotten."""
@@ -464,7 +464,7 @@ class StateServer:
             raise RefusalError(f"{asked}: {self._refused[1]}")
         if request.type is Type.GET_PLACES and request.length and self._lent is None:
             if self._copying is not None or (self._snapshot is not None and self._snapshot.seq >= request.seq):
-                raise RefusalError(f"{asked} out of memory: observers elsewhere need a copy, or it is no plain memory")
+                raise RefusalError(f"{asked} out of memory: learners elsewhere need a copy, or it is no plain memory")
         elif what == "state" and self._copying is not None and self._snapshot is None:
             return
         newest = max((item.seq for item in held), default=-1)

@@ -20,7 +20,7 @@ class ServerConfig:
     pending_interval_s: float = 0.25
     """How often a waiting peer is told that this donor lives."""
     snapshot_cap_nbytes: int = 0
-    """A larger state is not copied for observers; 0: half of the memory that is available then, shared by the members
+    """A larger state is not copied for learners; 0: half of the memory that is available then, shared by the members
     of this machine."""
     log_cap_nbytes: int = DEFAULT_CAP_NBYTES
     lease_s: float = 600.0

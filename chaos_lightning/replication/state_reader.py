@@ -1,11 +1,11 @@
-"""An observer takes the state at a header out of the memory of a member of its machine (by_reference.py).
+"""A learner takes the state at a header out of the memory of a member of its machine (by_reference.py).
 
 Theory of operation. The state itself is read while it is still, from the front to the back. Every block is followed by
 a look at the donor's generation; once the donor's optimizer is about to write, the rest is read from the copy that it
-made of what nobody had read yet. All donors of this machine are told how far the observer is, so that they copy nothing
+made of what nobody had read yet. All donors of this machine are told how far the learner is, so that they copy nothing
 that it has. If one dies or cannot give the rest, the next one goes on where it ended: they all hold the same.
 
-Nothing is hashed here: an observer's state counts for nothing until it was compared with all members' (PROTOCOL.md 19).
+Nothing is hashed here: a learner's state counts for nothing until it was compared with all members' (PROTOCOL.md 19).
 """
 
 from __future__ import annotations

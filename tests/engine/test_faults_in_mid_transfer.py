@@ -160,7 +160,7 @@ def came_in(job: Job, way: str) -> None:
 @WAYS
 def test_the_newcomers_control_stream_is_cut_for_a_moment(routed_job: Job, way: str) -> None:
     """All links stand, the scheduler lives and nobody is dead: whoever trains goes on, and the newcomer comes in. In a
-    view, it is the same member as before; an observer is nobody yet, and observes anew."""
+    view, it is the same member as before; a learner is nobody yet, and observes anew."""
     job = routed_job
     job.own_stream(NEWCOMER)
     relay = training(job, "ab")

@@ -72,7 +72,7 @@ def test_a_donor_dies_while_it_is_needed(job: Job, victim: str) -> None:
     assert ways(job)["c"] == ["replay"]
 
 
-def test_an_observer_that_dies_leaves_the_others_alone(job: Job) -> None:
+def test_a_learner_that_dies_leaves_the_others_alone(job: Job) -> None:
     two_train(job)
     held_newcomer(job, "c")
     job.harness.kill("c")

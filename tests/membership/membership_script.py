@@ -39,7 +39,6 @@ from chaos_lightning.protocol.types import (
     LinkSpec,
     Member,
     NextView,
-    Observers,
     OpenLinks,
     Prepare,
     Probe,
@@ -47,6 +46,7 @@ from chaos_lightning.protocol.types import (
     Refused,
     Released,
     Report,
+    ServeLearners,
     Settings,
     Source,
     ToMember,
@@ -92,12 +92,12 @@ def contribution(view: View, prev: Header, kind: str, who: str, **fields: object
 
 
 def header_after(
-    view: View, prev: Header, kind: str, waiting: View | None = None, observers: tuple[str, ...] | None = None
+    view: View, prev: Header, kind: str, waiting: View | None = None, learners: tuple[str, ...] | None = None
 ) -> Header:
-    """The header of the slot after `prev`, as the root of `view` makes it; by default it repeats the observers."""
+    """The header of the slot after `prev`, as the root of `view` makes it; by default it repeats the learners."""
     box = {m: contribution(view, prev, kind, m) for m in view.ids()}
-    named = prev.observers if observers is None else observers
-    return close_slot(view=view, prev=prev, contributions=box, waiting=waiting, observers=named)
+    named = prev.learners if learners is None else learners
+    return close_slot(view=view, prev=prev, contributions=box, waiting=waiting, learners=named)
 
 
 class Names:
@@ -109,7 +109,7 @@ class Names:
 
     def define(self, words: list[str]) -> bool:
         """`view NAME ID PREDECESSOR MEMBER MEMBER*... A-B...` (a star: joiner; links, if not every pair has one),
-        `header NAME PREV VIEW KIND [WAITING] [for=OBSERVER,...]` (`for=` alone: nobody observes any more)."""
+        `header NAME PREV VIEW KIND [WAITING] [for=LEARNER,...]` (`for=` alone: nobody observes any more)."""
         match words:
             case ["view", name, view_id, predecessor, *members]:
                 links = [word for word in members if "-" in word]
@@ -139,7 +139,7 @@ class Names:
         if header.view_change is not None:
             words += f", then {header.view_change.id}"
         words += ", boundary please" if header.boundary else ""
-        words += f", for {' and '.join(header.observers)}" if header.observers else ""
+        words += f", for {' and '.join(header.learners)}" if header.learners else ""
         words += f", error: {header.error}" if header.error else ""
         return words + ")"
 
@@ -217,8 +217,8 @@ class MemberScript:
                 return OpenLinks(tuple(member(p) for p in peers))
             case ["next", view]:
                 return NextView(names.views[view])
-            case ["observers", "in", view, *ids]:
-                return Observers(tuple(ids), names.views[view])
+            case ["learners", "in", view, *ids]:
+                return ServeLearners(tuple(ids), names.views[view])
             case ["decide", view, "after", base]:
                 return Decide(names.views[view], names.headers[base], reason="a test")
             case ["decide", view, "hand", "on", base, *sources]:

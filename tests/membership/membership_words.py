@@ -15,7 +15,6 @@ from chaos_lightning.protocol.types import (
     LinkEvent,
     NextView,
     Notice,
-    Observers,
     OpenLinks,
     Prepare,
     Probe,
@@ -23,6 +22,7 @@ from chaos_lightning.protocol.types import (
     Refused,
     Released,
     Report,
+    ServeLearners,
     Verdict,
     View,
     Welcome,
@@ -76,8 +76,8 @@ def message_words(names: Names, message: object) -> str:
             return f"notice{', waiting' if waiting else ''}: {text}"
         case Finished(seq, step):
             return f"finished at {seq}, step {step}"
-        case Observers(ids, view):
-            return f"observers: {' and '.join(ids) or 'nobody'}; members are those of {view_words(view)}"
+        case ServeLearners(ids, view):
+            return f"learners: {' and '.join(ids) or 'nobody'}; members are those of {view_words(view)}"
         case Probe(suspect):
             return f"probe {suspect}"
         case Ready():

@@ -12,7 +12,7 @@ from membership_script import NOT_OFFERED, MemberScript, SchedulerScript, contri
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.peers import Standing
 from chaos_lightning.membership.slots import close_slot
-from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Kind, Observers, View, ViewId
+from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Kind, ServeLearners, View, ViewId
 
 JOB = """
 set max_nodes 16
@@ -62,7 +62,7 @@ def observing(to: SchedulerScript) -> set[str]:
 # ------------------------------------------------------------------ which way
 
 
-def test_one_that_did_not_offer_to_replay_is_no_observer() -> None:
+def test_one_that_did_not_offer_to_replay_is_no_learner() -> None:
     scheduler = script(JOB + "c hello\nc link a up\na link c up\nc ready")
     assert observing(scheduler) == set()
     assert scheduler.machine is not None
@@ -86,12 +86,12 @@ def test_newcomers_of_one_moment_are_one_generation() -> None:
     told = say(scheduler, "view v3 1.3 1.2 a~1 b~2 c~3*\nheader h3 h2 v2 boundary v3\nstored\na entered 1.3 on=h3")
     told += say(scheduler, "b entered 1.3 on=h3\nc entered 1.3 on=h3")
     assert observing(scheduler) == set(names)
-    assert sum(words.startswith("to a: observers") for words in told) == 1
+    assert sum(words.startswith("to a: learners") for words in told) == 1
 
 
 @pytest.mark.parametrize("leaver", ["a", "b"])
 def test_one_of_two_leaves_and_nobody_hurries(leaver: str) -> None:
-    """Somebody stays who holds the state: the observer may take its time."""
+    """Somebody stays who holds the state: the learner may take its time."""
     scheduler = script(JOB + newcomers("c"))
     told = say(scheduler, f"{leaver} leaves")
     assert observing(scheduler) == {"c"}
@@ -111,21 +111,21 @@ b entered 1.3 on=h3
 c entered 1.3 loading on=h3
 beats a b c for=0.3""",
     )
-    assert not any("observers: nobody" in words for words in told)
-    assert "to a: observers: nobody; members are those of view 1.3 after 1.2 [a~1 b~2 c~3]" in say(
+    assert not any("learners: nobody" in words for words in told)
+    assert "to a: learners: nobody; members are those of view 1.3 after 1.2 [a~1 b~2 c~3]" in say(
         scheduler, "c entered 1.3 on=h3"
     )
 
 
 def test_members_of_a_restarted_scheduler_hear_that_nobody_observes() -> None:
-    """Or they would keep a log for observers that only the old one knew, as long as the job lasts."""
+    """Or they would keep a log for learners that only the old one knew, as long as the job lasts."""
     scheduler = script("view v1 1.1 0.0 a~1 b~2\nheader h1 genesis v1 step for=c~3\nchain 1.1 v1")
     told = say(scheduler, "a hello resume=a~1\nb hello resume=b~2\na entered 1.1 on=h1\nb entered 1.1 on=h1")
-    assert [w.partition(";")[0] for w in told if "observers" in w] == [f"to {m}: observers: nobody" for m in "ab"]
+    assert [w.partition(";")[0] for w in told if "learners" in w] == [f"to {m}: learners: nobody" for m in "ab"]
 
 
-def test_first_members_of_a_job_hear_of_no_observers() -> None:
-    assert not any("observers" in words for words in say(SchedulerScript(), JOB))
+def test_first_members_of_a_job_hear_of_no_learners() -> None:
+    assert not any("learners" in words for words in say(SchedulerScript(), JOB))
 
 
 # ------------------------------------------------------------------ headers
@@ -135,8 +135,8 @@ IDS = ("a~1", "b~2")
 VIEW = View(id=ViewId(1, 1), predecessor=NO_VIEW, members=tuple(member(m) for m in IDS))
 
 
-def test_observers_are_part_of_the_headers_hash() -> None:
-    one, other = (header_after(VIEW, GENESIS, "step", observers=names) for names in ((), ("c~3",)))
+def test_learners_are_part_of_the_headers_hash() -> None:
+    one, other = (header_after(VIEW, GENESIS, "step", learners=names) for names in ((), ("c~3",)))
     assert one.hash != other.hash
 
 
@@ -144,18 +144,18 @@ def test_header_with_an_error_names_nobody_new() -> None:
     """Nobody applies that slot, so nobody could keep the state at it."""
     box = {m: contribution(VIEW, GENESIS, "step", m) for m in IDS}
     box["b~2"] = replace(box["b~2"], name="other")
-    header = close_slot(view=VIEW, prev=GENESIS, contributions=box, observers=("c~3",))
+    header = close_slot(view=VIEW, prev=GENESIS, contributions=box, learners=("c~3",))
     assert header.error
-    assert header.observers == ()
+    assert header.learners == ()
 
 
 @pytest.mark.parametrize("kind", [k for k in Kind if k is not Kind.STEP])
-def test_only_steps_name_observers(kind: Kind) -> None:
+def test_only_steps_name_learners(kind: Kind) -> None:
     script = MemberScript()
-    say(script, "view v1 1.1 0.0 a~1\nwelcome a~1 founder\ndecide v1 after genesis\nobservers in v1 c~3")
+    say(script, "view v1 1.1 0.0 a~1\nwelcome a~1 founder\ndecide v1 after genesis\nlearners in v1 c~3")
     told = say(script, f"own {kind}")
     assert script.machine.header.kind is kind
-    assert script.machine.header.observers == ()
+    assert script.machine.header.learners == ()
     assert not any("sends c~3" in words for words in told)
 
 
@@ -177,7 +177,7 @@ WORDS = st.sampled_from(
 
 
 class Watch:
-    """Reads what members are told of observers."""
+    """Reads what members are told of learners."""
 
     def __init__(self) -> None:
         self.script = script("set observe_timeout_s 0.4\nset hang_timeout_s 0.8\n" + JOB)
@@ -200,7 +200,7 @@ class Watch:
 
         def on(now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
             effects = feed(now, event)
-            sent.extend(e for e in effects if isinstance(e, fx.Send) and isinstance(e.message, Observers))
+            sent.extend(e for e in effects if isinstance(e, fx.Send) and isinstance(e.message, ServeLearners))
             return effects
 
         machine.on = on  # type: ignore[method-assign]
@@ -209,7 +209,7 @@ class Watch:
         finally:
             machine.on = feed  # type: ignore[method-assign]
         for effect in sent:
-            assert isinstance(effect.message, Observers)
+            assert isinstance(effect.message, ServeLearners)
             self.told[effect.conn] = effect.message.ids
         self.check()
 

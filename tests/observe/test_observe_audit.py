@@ -252,7 +252,7 @@ def test_5_a_newcomer_whose_first_view_no_header_carried_was_not_put_out(tmp_pat
     assert violations(audit(run.write(tmp_path))) == []
 
 
-def test_4_an_observer_that_the_end_of_the_job_overtook_owes_no_proof(tmp_path: Path) -> None:
+def test_4_a_learner_that_the_end_of_the_job_overtook_owes_no_proof(tmp_path: Path) -> None:
     """It pulled at a header at which no donor had to take a hash, and was never let in."""
     run = copy.deepcopy(STORY)
     run.process("echo", "member-echo-1.jsonl")

@@ -48,8 +48,8 @@ def lending(*members: str, hold_s: float = LIMIT_S) -> Iterator[list[ThreadDonor
         yield started
 
 
-def snapshot(donor: ThreadDonor, state: Any, observers: Sequence[str] = (READER,), **options: Any) -> Snapshot:
-    return donor.server.snapshot(HEAD, SEQ, state.tensors(), state.manifest(), observers=observers, **options)
+def snapshot(donor: ThreadDonor, state: Any, learners: Sequence[str] = (READER,), **options: Any) -> Snapshot:
+    return donor.server.snapshot(HEAD, SEQ, state.tensors(), state.manifest(), learners=learners, **options)
 
 
 class Reading:
@@ -196,11 +196,11 @@ def test_who_may_not_read_is_told_so_and_pulls() -> None:
         assert donor.server.served_nbytes == {READER: report.nbytes}
 
 
-@pytest.mark.parametrize("observers", [(READER, "far away"), ()])
-def test_an_observer_elsewhere_needs_the_copy(observers: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("learners", [(READER, "far away"), ()])
+def test_a_learner_elsewhere_needs_the_copy(learners: tuple[str, ...]) -> None:
     state, mine = numbered(2, 3000, seed=1), numbered(2, 3000, seed=2)
     with lending("a") as (donor,):
-        copy = snapshot(donor, state, observers)
+        copy = snapshot(donor, state, learners)
         copy.settle(LIMIT_S)
         assert copy.whole
         assert Reading([donor], mine).run(1) is None

@@ -1,4 +1,4 @@
-"""The log of committed slots: kept by members, read by observers, and what happens when either cannot keep up."""
+"""The log of committed slots: kept by members, read by learners, and what happens when either cannot keep up."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_a_header_of_another_chain_is_refused(three: list[ThreadDonor]) -> None:
     reader.close()
 
 
-def test_a_slow_observer_asks_for_no_more_than_its_buffers_hold(three: list[ThreadDonor]) -> None:
+def test_a_slow_learner_asks_for_no_more_than_its_buffers_hold(three: list[ThreadDonor]) -> None:
     headers = chain(40)
     for header in headers:
         keep(three[0].server.log, header)
@@ -388,7 +388,7 @@ def test_entries_by_value_and_in_place_leave_no_gap(three: list[ThreadDonor], mo
     monkeypatch.setattr(log_module, "_copy", slow)
     one = Lending(three[0])
     headers = chain(4)
-    keep(one.log, headers[0])  # an observer elsewhere was served, too
+    keep(one.log, headers[0])  # a learner elsewhere was served, too
     for header in headers[1:]:
         one.commit(header, hold_s=0.0)
     assert one.log.newest == -1, "what comes later must not be there sooner"

@@ -60,7 +60,7 @@ class Trap:
     """Stops the process before the `skip`+1-th effect of a kind, from slot `seq` on."""
 
     kind: str
-    """"header", "greeting" (to an observer), "contribution", "committed", "entered", "report", "observe" or "pull"."""
+    """"header", "greeting" (to a learner), "contribution", "committed", "entered", "report", "observe" or "pull"."""
     seq: int
     skip: int
     spring: Callable[[], None]
@@ -70,7 +70,7 @@ class Trap:
             return False
         match effect:
             case fx.ToPeer(peer, Header() as header):
-                greeting = peer in header.observers and header.view_change is None
+                greeting = peer in header.learners and header.view_change is None
                 return self.kind == "header" or (self.kind == "greeting" and greeting)
             case fx.Observe():
                 return self.kind == "observe"

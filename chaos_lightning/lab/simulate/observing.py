@@ -1,7 +1,7 @@
 """Replay joins in a simulated job: what members keep for newcomers, who follow their log (PROTOCOL.md 15-18).
 
 Theory of operation. A `Keeper` is a member's part, as replication/snapshot.py and log.py are a real one's. At the
-first header that names an observer it copies the state: what forward passes change at once, the rest range by range
+first header that names a learner it copies the state: what forward passes change at once, the rest range by range
 during the next step's work, and what is left before that step changes the state. Committed slots go into a bounded
 log, each a moment after its commit; slots that reduce nothing wait for that, and one whose buffer was used again by
 then is left out.
@@ -114,11 +114,11 @@ class Keeper:
         """A slot is committed and applied here."""
         if self._observed:
             self._log(header)
-        if self._observed and not header.observers:
+        if self._observed and not header.learners:
             self.release()
-        if set(header.observers) - set(before.observers) and self.node.spec.memory:
+        if set(header.learners) - set(before.learners) and self.node.spec.memory:
             self.begin_copy(header)
-        self._observed = bool(header.observers)
+        self._observed = bool(header.learners)
 
     def begin_copy(self, header: Header) -> None:
         """The state at `header` is to be kept."""
@@ -159,7 +159,7 @@ class Keeper:
         self.copy = None
         self.entries.clear()
 
-    # ------------------------------------------------------------------ what observers are given
+    # ------------------------------------------------------------------ what learners are given
 
     def state_at(self, header: Header) -> State | None:
         """The copy of the state at exactly this header; None while it is being made.

@@ -2,7 +2,7 @@
 
 Theory of operation. A newcomer's state is compared with the members' when it is let in (19). That makes good whatever
 went wrong before, at the price of a pause; so what breaks 15 and 17 only shows with this proof off: `UnprovenHooks`
-takes the replayed state as it is. Nothing else is to go wrong in those runs (`calm_plan`), for an observer may apply
+takes the replayed state as it is. Nothing else is to go wrong in those runs (`calm_plan`), for a learner may apply
 a slot that is never committed by the survivors of its sender, which the proof makes good, too. A log that is let go
 too early harms nobody's state: it shows as ranges that all members wait for.
 """
@@ -34,7 +34,7 @@ class LateKeeper(Keeper):
     def committed(self, before: Header, header: Header) -> None:
         late, self._waits = self._waits, None
         super().committed(before, header)
-        if late is not None and header.observers:
+        if late is not None and header.learners:
             super().begin_copy(late)
 
     def begin_copy(self, header: Header) -> None:
@@ -83,19 +83,19 @@ class RepeatingObservation(Observation):
 class HastyLearners(Learners):
     """Has nobody served who has caught up."""
 
-    def _observers(self) -> tuple[str, ...]:
-        return tuple(m for m in super()._observers() if not self._roster.peers[m].caught_up)
+    def _named(self) -> tuple[str, ...]:
+        return tuple(m for m in super()._named() if not self._roster.peers[m].caught_up)
 
 
 class PatientLearners(Learners):
-    """Waits for observers for ever."""
+    """Waits for learners for ever."""
 
     def _overdue(self, peer: Peer) -> str:
         return ""
 
 
 class LeisurelyLearners(Learners):
-    """Lets observers take their time although nobody will be left who trains, or holds the state."""
+    """Lets learners take their time although nobody will be left who trains, or holds the state."""
 
     def _too_few(self) -> str:
         return ""
@@ -114,11 +114,11 @@ class UnprovenHooks(TrustingHooks):
         return dict(enumerate(observation.state)) if observation.log.at.seq == header.seq else {}
 
 
-# ------------------------------------------------------------------ 8: an observer's word is no promise
+# ------------------------------------------------------------------ 8: a learner's word is no promise
 
 
 class CountingAdmission(Admission):
-    """Takes any word of an observer for a member's report."""
+    """Takes any word of a learner for a member's report."""
 
     def on_message(self, conn: int, message: FromMember) -> None:
         super().on_message(conn, message)
@@ -148,9 +148,9 @@ def _unproven(what: str, rule: str, plan: Callable[[int], Plan] = calm_plan, **p
 
 
 LEARNER_BUGS: dict[str, Bug] = {
-    "8-observers": Bug(
+    "8-learners": Bug(
         rule="8",
-        what="an observer's word is taken for a member's promise",
+        what="a learner's word is taken for a member's promise",
         hooks=hooks_of(scheduler=with_parts(admission=CountingAdmission)),
         plan=promise_plan,
     ),
@@ -161,19 +161,19 @@ LEARNER_BUGS: dict[str, Bug] = {
     "17-twice": _unproven("entries of the log are applied twice", "17", observation=RepeatingObservation),
     "18-hasty": Bug(
         rule="18",
-        what="the log is let go as soon as an observer has caught up",
+        what="the log is let go as soon as a learner has caught up",
         hooks=hooks_of(scheduler=with_parts(learners=HastyLearners)),
         plan=calm_plan,
     ),
     "18-patient": Bug(
         rule="18",
-        what="observers that say nothing are waited for, and others behind them",
+        what="learners that say nothing are waited for, and others behind them",
         hooks=hooks_of(scheduler=with_parts(learners=PatientLearners)),
         plan=silent_plan,
     ),
     "17-leisurely": Bug(
         rule="17",
-        what="observers take their time though the last member leaves",
+        what="learners take their time though the last member leaves",
         hooks=hooks_of(scheduler=with_parts(learners=LeisurelyLearners)),
         plan=all_leave_plan,
     ),

@@ -49,8 +49,8 @@ def calm_plan(seed: int) -> Plan:
     )
 
 
-def observer_plan(seed: int) -> Plan:
-    """Up to three faults, most of them where observers are named, hear of it, catch up, are announced and let in."""
+def learner_plan(seed: int) -> Plan:
+    """Up to three faults, most of them where learners are named, hear of it, catch up, are announced and let in."""
     random = Random(seed * 101 + 3)
     founders, joins = random.randint(2, 4), random.randint(1, 3)
     moment = random.uniform(0.06, 0.25)
@@ -158,7 +158,7 @@ def flapping_plan(seed: int) -> Plan:
 def patient_plan(seed: int) -> Plan:
     """A long job: whatever happened, whoever stays alive must be in soon after."""
     random = Random(seed * 29 + 3)
-    plan = observer_plan(seed)
+    plan = learner_plan(seed)
     settings = replace(plan.settings, min_nodes=1, max_nodes=16, observe_timeout_s=1.0, reconnect_grace_s=1.0)
     settings = replace(settings, last_holder_timeout_s=6.0)
     newcomers = [n.name for n in plan.nodes if n.name.startswith("j")]
@@ -205,7 +205,7 @@ def promise_plan(seed: int) -> Plan:
 
 
 def silent_plan(seed: int) -> Plan:
-    """An observer is stopped for long, in the middle or when it has caught up; others come after it."""
+    """A learner is stopped for long, in the middle or when it has caught up; others come after it."""
     random = Random(seed * 5 + 9)
     moment = random.uniform(0.06, 0.2)
     plan = _job(seed, random.randint(1, 3), [moment, *(moment + random.uniform(0.02, 0.5) for _ in range(2))])
@@ -221,9 +221,9 @@ def silent_plan(seed: int) -> Plan:
 
 
 JOINING = (
-    observer_plan,
-    observer_plan,
-    observer_plan,
+    learner_plan,
+    learner_plan,
+    learner_plan,
     crowd_plan,
     flapping_plan,
     calm_plan,

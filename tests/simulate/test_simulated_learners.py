@@ -16,7 +16,7 @@ from chaos_lightning.lab.simulate.plans.learners import (
     calm_plan,
     crowd_plan,
     flapping_plan,
-    observer_plan,
+    learner_plan,
     patient_plan,
     promise_plan,
     silent_plan,
@@ -69,7 +69,7 @@ def test_members_train_on_while_it_pulls_and_replays() -> None:
 
 
 @pytest.mark.parametrize("skip", range(3))
-def test_root_dies_while_it_greets_the_observer(skip: int) -> None:
+def test_root_dies_while_it_greets_the_learner(skip: int) -> None:
     """With the header through to some: handed on or done again, and the newcomer gets in."""
     world, outcome = run(
         f"{JOIN}when n0 greeting 1 0 kill n0\nlater j1:replay=yes at 0.1\nwhen n1 greeting 1 {skip} stream n1"
@@ -89,7 +89,7 @@ def test_root_dies_at_any_slot_around_a_replay(kind: str, seq: int) -> None:
 
 @pytest.mark.parametrize("trap", ["observe", "pull", "entered"])
 @pytest.mark.parametrize("how", ["kill j0", "freeze j0 for 1.5", "leave j0", "stream j0", "link j0 n0"])
-def test_observer_comes_to_harm(trap: str, how: str) -> None:
+def test_learner_comes_to_harm(trap: str, how: str) -> None:
     """Nobody else is touched, and members keep nothing for it in the end."""
     world, outcome = run(f"{JOIN}program length 270\nwhen j0 {trap} 0 0 {how}")
     assert all(outcome_of(world, n).startswith("left: the job is finished") for n in ("n0", "n1", "n2"))
@@ -103,7 +103,7 @@ def test_all_donors_but_the_newest_die_while_it_observes() -> None:
     assert outcome_of(world, "j0").startswith("left: the job is finished")
 
 
-def test_last_donor_dies_and_the_observer_founds_the_job_from_its_own_state() -> None:
+def test_last_donor_dies_and_the_learner_founds_the_job_from_its_own_state() -> None:
     """What it had pulled was a state of another beginning; the chain says that the job begins again."""
     world, outcome = run_with(
         "seed 3\nnodes n0\nprogram length 60\nlater j0:replay=yes at 0.1\nat 0.2 kill n0",
@@ -114,14 +114,14 @@ def test_last_donor_dies_and_the_observer_founds_the_job_from_its_own_state() ->
 
 
 def test_scheduler_restarts_while_a_newcomer_observes() -> None:
-    """It knows no observers, nor do members any more; the newcomer knocks again and comes in."""
+    """It knows no learners, nor do members any more; the newcomer knocks again and comes in."""
     world, _ = run(f"{JOIN}program length 200\nwhen n1 greeting 1 0 lag n1 for 0.01\nat 0.16 sched-crash for 0.2")
     assert world.store.term == 2
     assert any(m.startswith("j0~") for m in world.store.views[-1].ids())
-    assert all(n.header.observers == () for n in world.nodes.values() if n.outcome.startswith("left: the job is"))
+    assert all(n.header.learners == () for n in world.nodes.values() if n.outcome.startswith("left: the job is"))
 
 
-def test_below_min_nodes_an_observer_takes_no_more_time() -> None:
+def test_below_min_nodes_a_learner_takes_no_more_time() -> None:
     world, _ = run_with(f"{JOIN}set min_nodes 3\nat 0.2 kill n1", Replaying(pull_s=0.5))
     (first, _), (then, why) = ways(world, "j0")
     assert (first, then) == ("replay", "pause")
@@ -198,7 +198,7 @@ def test_nobody_takes_the_state_along_while_a_newcomer_observes() -> None:
     ("plan", "seeds"),
     [
         (calm_plan, 12),
-        (observer_plan, 30),
+        (learner_plan, 30),
         (crowd_plan, 6),
         (flapping_plan, 10),
         (all_leave_plan, 15),
@@ -216,6 +216,6 @@ def test_first_seeds_hold_all_contracts(plan: Callable[[int], Plan], seeds: int)
 
 def test_families_of_plans_do_come_in_by_replay() -> None:
     """Or clean seeds would prove nothing."""
-    outcomes = [simulate(observer_plan(seed)) for seed in range(40)]
+    outcomes = [simulate(learner_plan(seed)) for seed in range(40)]
     assert sum(o.replays for o in outcomes) >= 20
     assert sum(o.moved for o in outcomes) > 0
