@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from chaos_lightning.control.agent import Agent
+from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.memory_store import MemoryStore, Shelf
 from chaos_lightning.control.server import real_machine
@@ -265,11 +266,9 @@ def test_a_death_is_survived_and_the_open_slot_is_redone() -> None:
         committed = nodes[0].committed(seq + 1)
         assert [s.member for s in committed.header.contributors] == [nodes[0].id]
         assert fetch_status(served.endpoint)["machine"]["phase"] == "running"
-    kinds = [(e.kind, len(e.view.members) if e.view else 0) for e in shelf.entries]
-    print(
-        [(str(e.number), e.view.reason) for e in shelf.entries if e.view],
-        [getattr(x, "message", x) for n in nodes for x in n.effects.seen if not isinstance(x, fx.Committed)][-30:],
-    )
+    with JobChain(MemoryStore(shelf=shelf)) as chain:
+        kinds = [(e.kind, len(e.view.members) if e.view else 0) for e in chain.entries()]
+    print([getattr(x, "message", x) for n in nodes for x in n.effects.seen if not isinstance(x, fx.Committed)][-30:])
     assert kinds == [("view", 1), ("view", 2), ("reserve", 0), ("view", 1)]
 
 
@@ -300,7 +299,7 @@ def test_a_scheduler_restarted_on_its_chain_finds_its_members_again() -> None:
 def test_a_killed_process_is_known_dead_without_waiting_for_heartbeats(number: signal.Signals) -> None:
     """Its heartbeat timeout is far longer than this test's patience: only the closed socket can tell."""
     code = (
-        "import sys, threading; sys.path.insert(0, sys.argv[1])\n"
+        "import sys, threading; sys.path[:0] = sys.argv[1], sys.argv[1] + '/..'\n"
         "from test_with_real_machines import *\n"
         "node = Node(Fabric(), sys.argv[2], 'x'); node.states.wait(lambda s: s == 'connected')\n"
         "print('up', flush=True); threading.Event().wait()"
