@@ -58,6 +58,9 @@ _LOOK_INTERVAL_S = 0.05
 _ODD_LISTENER_PATIENCE_S = 6.0
 TELL_S = 5.0
 """Between two lines of who waits for a scheduler."""
+GAVE_WAY_PAUSE_S = 15.0
+"""Where a hosted scheduler gave the endpoint up, none is hosted for so long: the one that it gave way to needs the
+port, and may still be starting."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +207,8 @@ def ensure_scheduler(
                         logger.warning("job %s waits for the scheduler that its members know: %s", job, words)
                         return None
                     raise SchedulerUnreachableError(f"the scheduler ended at once; {words}")
+                if _gave_way(options):
+                    return None
                 if continue_only and _finished(options):
                     raise RefusedError(f"job {job!r} is finished; nothing is left to do")
                 if chain and (held := _stored(options).chain) != chain:
@@ -298,11 +303,25 @@ def _begins_again(options: SchedulerOptions) -> bool:
         return False  # the scheduler itself says what is wrong with its file
 
 
-def _spawn(options: SchedulerOptions, secret: Credentials) -> HostedScheduler:
+def _log_of(options: SchedulerOptions) -> Path:
+    """Two candidates of one machine may share the folder."""
     path = options.store_path
     folder = path.parent if path is not None else Path(options.log_dir or ".")
-    # Two candidates of one machine may share the folder.
-    log = (folder / f"scheduler-{re.sub(r'[^0-9A-Za-z.]', '_', options.listen)}.log").absolute()
+    return (folder / f"scheduler-{re.sub(r'[^0-9A-Za-z.]', '_', options.listen)}.log").absolute()
+
+
+def _gave_way(options: SchedulerOptions) -> bool:
+    """Whether the last scheduler that anybody hosted here gave the endpoint up, and that a moment ago."""
+    log = _log_of(options)
+    try:
+        ended_s = time.time() - log.stat().st_mtime
+    except OSError:
+        return False
+    return ended_s < GAVE_WAY_PAUSE_S and GAVE_WAY in _last_words(log)
+
+
+def _spawn(options: SchedulerOptions, secret: Credentials) -> HostedScheduler:
+    path, log = options.store_path, _log_of(options)
     command = [
         sys.executable,
         "-m",

@@ -306,6 +306,22 @@ def test_who_started_a_scheduler_that_gave_the_endpoint_up_waits_as_others_do(
     assert len(spawned) == 1
 
 
+def test_nobody_takes_the_port_of_the_scheduler_that_a_hosted_one_gave_way_to(
+    endpoint: str, started: list[HostedScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever finds the endpoint free a moment later: the operator's may still be starting."""
+    stands = {"resume": "a~1", "view": ViewId(1, 7), "term": 1, "chain": "0123456789abcdef", "job": "job"}
+    with attending(endpoint, "a", hello_factory=lambda: hello("a", **stands)):
+        first = ensure_scheduler(options(endpoint))
+        if first is not None:
+            until(lambda: not first.alive(), "the end of the scheduler")
+    for continue_only in (True, False):
+        assert ensure_scheduler(options(endpoint), continue_only=continue_only) is None
+        assert look(endpoint, "job", b"") == "free"
+    monkeypatch.setattr(hosting, "GAVE_WAY_PAUSE_S", 0.0)
+    keep(started, ensure_scheduler(options(endpoint), continue_only=True))
+
+
 def leftover(chain: str) -> MemoryStore:
     """Its chain has one view, whose member is not about."""
     store = MemoryStore()
