@@ -1,6 +1,7 @@
-"""Dataclasses of protocol/types.py to bytes and back.
+"""Dataclasses to bytes and back, by a proto file: the job's own (protocol/types.py), and those of other services.
 
-Theory of operation. For each dataclass a *plan* is made once, from its type hints and from the descriptor of the proto
+Theory of operation. A `Vocabulary` is a set of dataclasses with a proto file that has a message of the same name for
+each. For each dataclass a *plan* is made once, from its type hints and from the descriptor of the proto
 message of the same name: one pair of small functions per field. A field that exists on one side only, or whose types do
 not fit, is a TypeError at import. Encoding is strict about Python types (an `int` where a float is declared would hash
 differently on the other side, and headers are compared by hash); decoding is strict about everything a wire can do
@@ -16,14 +17,14 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, EncodeError
 
 from chaos_lightning.errors import WireError
 from chaos_lightning.protocol import chaos_pb2
-from chaos_lightning.protocol import types as vocabulary
+from chaos_lightning.protocol import types as job_types
 from chaos_lightning.protocol.types import MAX_PEER_NBYTES, FromMember, PeerMessage, ToMember
 
 T = TypeVar("T")
@@ -54,14 +55,17 @@ class _Plan:
         self.message = message
         self.fields: list[_Field] = []
 
-    def build(self) -> None:
+    def build(self, vocabulary: Vocabulary) -> None:
         hints = typing.get_type_hints(self.cls)
         ours = [f.name for f in dataclasses.fields(self.cls)]
         theirs = {f.name: f for f in self.message.DESCRIPTOR.fields}
         if ours != list(theirs):
-            raise TypeError(f"{self.cls.__name__}: dataclass has {ours}, chaos.proto has {list(theirs)}")
+            raise TypeError(f"{self.cls.__name__}: dataclass has {ours}, {vocabulary.proto} has {list(theirs)}")
         for name in ours:
-            self.fields.append(_field(self.cls.__name__, name, hints[name], theirs[name]))
+            try:
+                self.fields.append(_field(vocabulary, name, hints[name], theirs[name]))
+            except TypeError as error:
+                raise TypeError(f"{self.cls.__name__}.{name} {error} ({vocabulary.proto})") from None
 
     def encode(self, value: Any) -> Any:
         values = {}
@@ -117,28 +121,33 @@ def _get_float(value: float) -> float:
     return value
 
 
-def _put_span(value: Any) -> Any:
-    start, stop = value
-    return chaos_pb2.Span(start=_put_int(start), stop=_put_int(stop))
+def _span(message: Any) -> _Codec:
+    def put(value: Any) -> Any:
+        start, stop = value
+        return message(start=_put_int(start), stop=_put_int(stop))
+
+    def get(said: Any) -> tuple[int, int]:
+        start, stop = said.start, said.stop
+        if not 0 <= start <= stop:
+            raise WireError(f"interval [{start}, {stop}) is none")
+        return (start, stop)
+
+    return put, get
 
 
-def _get_span(message: Any) -> tuple[int, int]:
-    start, stop = message.start, message.stop
-    if not 0 <= start <= stop:
-        raise WireError(f"interval [{start}, {stop}) is none")
-    return (start, stop)
+def _pair(message: Any) -> _Codec:
+    def put(value: Any) -> Any:
+        name, text = value
+        return message(name=name, value=text)
 
-
-def _put_pair(value: Any) -> Any:
-    name, text = value
-    return chaos_pb2.NamedText(name=name, value=text)
+    return put, lambda said: (said.name, said.value)
 
 
 def _enum(cls: type[enum.Enum], descriptor: Any) -> _Codec:
     numbers = {member: descriptor.values_by_name[member.name].number for member in cls}
     members = {number: member for member, number in numbers.items()}
     if len(descriptor.values) != len(numbers) + 1 or 0 in members:
-        raise TypeError(f"{cls.__name__}: its values in chaos.proto differ (0 must stay unused)")
+        raise TypeError(f"{cls.__name__}: its values in the proto file differ (0 must stay unused)")
 
     def put(value: Any) -> Any:
         if type(value) is not cls:
@@ -164,52 +173,41 @@ _SCALARS: dict[type, tuple[str, _Codec]] = {
 }
 
 
-def _single(hint: Any, descriptor: Any) -> tuple[_Codec, bool]:
+def _single(vocabulary: Vocabulary, hint: Any, descriptor: Any) -> tuple[_Codec, bool]:
     """Codec of one value of this type, and whether it is a message."""
     if hint in _SCALARS:
         wanted, codec = _SCALARS[hint]
         if descriptor.type != getattr(descriptor, wanted):
-            raise TypeError(f"is a {hint.__name__}, but {wanted} is not its type in chaos.proto")
+            raise TypeError(f"is a {hint.__name__}, but {wanted} is not its type")
         return codec, False
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         if descriptor.enum_type is None or descriptor.enum_type.name != hint.__name__:
-            raise TypeError(f"is the enum {hint.__name__}, chaos.proto disagrees")
+            raise TypeError(f"is the enum {hint.__name__}, and no such enum there")
         return _enum(hint, descriptor.enum_type), False
+    wanted, codec = vocabulary.message(hint)
     name = descriptor.message_type.name if descriptor.message_type is not None else "no message"
-    if hint in (tuple[int, int], _SPAN_HINT):
-        wanted, codec = "Span", (_put_span, _get_span)
-    elif hint == tuple[str, str]:
-        wanted, codec = "NamedText", (_put_pair, lambda message: (message.name, message.value))
-    elif hint in _PLANS:
-        plan = _PLANS[hint]
-        wanted, codec = hint.__name__, (plan.encode, plan.decode)
-    else:
-        raise TypeError(f"has the type {hint}, which has no place in a message")
     if name != wanted:
-        raise TypeError(f"is a {wanted}, in chaos.proto it is {name}")
+        raise TypeError(f"is a {wanted}, and {name} there")
     return codec, True
 
 
-def _field(owner: str, name: str, hint: Any, descriptor: Any) -> _Field:
-    try:
-        arguments = typing.get_args(hint)
-        if isinstance(hint, types.UnionType):
-            (inner,) = (a for a in arguments if a is not type(None))
-            (put, get), message = _single(inner, descriptor)
-            if not message or not descriptor.has_presence:
-                raise TypeError("may be None, so it must be an optional message in chaos.proto")
-            return _Field(name, put, get, True, True)
-        if typing.get_origin(hint) is tuple and arguments[-1] is Ellipsis:
-            if not descriptor.is_repeated:
-                raise TypeError("is a tuple, so it must be repeated in chaos.proto")
-            (put, get), message = _single(arguments[0], descriptor)
-            return _Field(name, _all(put), _every(get, message or arguments[0] in (float,)), False, False)
-        if descriptor.is_repeated:
-            raise TypeError("is repeated in chaos.proto, so it must be a tuple")
-        (put, get), message = _single(hint, descriptor)
-        return _Field(name, put, get, message, False)
-    except TypeError as error:
-        raise TypeError(f"{owner}.{name} {error}") from None
+def _field(vocabulary: Vocabulary, name: str, hint: Any, descriptor: Any) -> _Field:
+    arguments = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        (inner,) = (a for a in arguments if a is not type(None))
+        (put, get), message = _single(vocabulary, inner, descriptor)
+        if not message or not descriptor.has_presence:
+            raise TypeError("may be None, so it must be an optional message")
+        return _Field(name, put, get, True, True)
+    if typing.get_origin(hint) is tuple and arguments[-1] is Ellipsis:
+        if not descriptor.is_repeated:
+            raise TypeError("is a tuple, so it must be repeated")
+        (put, get), message = _single(vocabulary, arguments[0], descriptor)
+        return _Field(name, _all(put), _every(get, message or arguments[0] in (float,)), False, False)
+    if descriptor.is_repeated:
+        raise TypeError("is repeated there, so it must be a tuple")
+    (put, get), message = _single(vocabulary, hint, descriptor)
+    return _Field(name, put, get, message, False)
 
 
 def _all(put: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -232,52 +230,129 @@ def snake(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-# Every dataclass of the vocabulary that has a message of its own; Settings never travels.
-_PLANS: dict[type, _Plan] = {
-    cls: _Plan(cls, getattr(chaos_pb2, name))
-    for name, cls in vars(vocabulary).items()
-    if dataclasses.is_dataclass(cls) and isinstance(cls, type) and hasattr(chaos_pb2, name)
-}
-for _plan in _PLANS.values():
-    _plan.build()
+class Vocabulary:
+    """What one service says: dataclasses, each with a message of its name in a proto file.
+
+    Args:
+        classes: Dataclasses, and anything else, which is left out as are dataclasses that have no message.
+        stubs: The module that protoc made of the proto file. Intervals (tuple[int, int]) are its `Span`, pairs of texts
+            its `NamedText`.
+        known: Vocabularies whose dataclasses may be parts of these; the proto file imports theirs.
+
+    Raises:
+        TypeError: A dataclass and its message differ.
+    """
+
+    def __init__(self, classes: Iterable[Any], stubs: Any, known: Iterable[Vocabulary] = ()) -> None:
+        self.proto = str(stubs.DESCRIPTOR.name).rpartition("/")[2]
+        own = {
+            cls: _Plan(cls, getattr(stubs, cls.__name__))
+            for cls in classes
+            if dataclasses.is_dataclass(cls) and isinstance(cls, type) and hasattr(stubs, cls.__name__)
+        }
+        self._plans: dict[type, _Plan] = {}
+        self._plain: dict[Any, tuple[str, _Codec]] = {}
+        for other in known:
+            self._plans |= other._plans
+            self._plain |= other._plain
+        self._plans |= own
+        if hasattr(stubs, "Span"):
+            self._plain |= dict.fromkeys((tuple[int, int], _SPAN_HINT), ("Span", _span(stubs.Span)))
+        if hasattr(stubs, "NamedText"):
+            self._plain[tuple[str, str]] = ("NamedText", _pair(stubs.NamedText))
+        for plan in own.values():
+            plan.build(self)
+
+    @property
+    def classes(self) -> frozenset[type]:
+        """All dataclasses that can be said."""
+        return frozenset(self._plans)
+
+    def message(self, hint: Any) -> tuple[str, _Codec]:
+        """Name of the message that a value of this type becomes, and how.
+
+        Raises:
+            TypeError: There is none.
+        """
+        if hint in self._plain:
+            return self._plain[hint]
+        plan = self._plans.get(hint)
+        if plan is None:
+            raise TypeError(f"has the type {hint}, which has no place in a message")
+        return plan.cls.__name__, (plan.encode, plan.decode)
+
+    def encode(self, value: object, limit: int = MAX_CONTROL_NBYTES) -> bytes:
+        """Bytes of one of these dataclasses (stores keep views and headers this way).
+
+        Raises:
+            TypeError: It has no message, or a field of another type.
+            WireError: More than `limit` bytes.
+        """
+        plan = self._plans.get(type(value))
+        if plan is None:
+            raise TypeError(f"{type(value).__name__} has no message in {self.proto}")
+        return _serialize(plan.encode(value), limit)
+
+    def decode(self, cls: type[T], data: bytes | bytearray | memoryview, limit: int = MAX_CONTROL_NBYTES) -> T:
+        """The dataclass `cls` back from `encode`'s bytes.
+
+        Raises:
+            WireError: These bytes are no such message.
+        """
+        plan = self._plans[cls]
+        result: T = plan.decode(_parse(plan.message, data, limit))
+        return result
+
+    def envelope(self, union: Any, message: Any, limit: int = MAX_CONTROL_NBYTES) -> Envelope:
+        """For one of several of these dataclasses.
+
+        Args:
+            union: All of them.
+            message: Its proto message has a oneof `message` with a field for each (`snake`).
+            limit: Most bytes.
+
+        Raises:
+            TypeError: They differ.
+        """
+        fields = {cls: snake(cls.__name__) for cls in typing.get_args(union)}
+        there = {f.name: f.message_type.name for f in message.DESCRIPTOR.oneofs_by_name["message"].fields}
+        if there != {field: cls.__name__ for cls, field in fields.items()}:
+            raise TypeError(
+                f"{message.DESCRIPTOR.name}: {self.proto} has {sorted(there)}, the union {sorted(fields.values())}"
+            )
+        return Envelope(message, limit, {cls: (field, self._plans[cls]) for cls, field in fields.items()})
 
 
-def _members(union: Any, envelope: Any) -> dict[type, str]:
-    """Field of the envelope's oneof for each member of the union; both must have the same."""
-    fields = {cls: snake(cls.__name__) for cls in typing.get_args(union)}
-    there = {f.name: f.message_type.name for f in envelope.DESCRIPTOR.oneofs_by_name["message"].fields}
-    if there != {field: cls.__name__ for cls, field in fields.items()}:
-        raise TypeError(
-            f"{envelope.DESCRIPTOR.name}: chaos.proto has {sorted(there)}, types.py {sorted(fields.values())}"
-        )
-    return fields
+class Envelope:
+    """One of several messages; `Vocabulary.envelope` makes it."""
 
-
-class _Envelope:
-    """One of several messages."""
-
-    def __init__(self, union: Any, message: Any, limit: int) -> None:
-        self.message = message
-        self.limit = limit
-        self._fields = _members(union, message)
-        self._plans = {field: _PLANS[cls] for cls, field in self._fields.items()}
+    def __init__(self, message: Any, limit: int, plans: dict[type, tuple[str, _Plan]]) -> None:
+        self._message = message
+        self._limit = limit
+        self._plans = plans
+        self._by_field = dict(plans.values())
 
     def wrap(self, value: Any) -> Any:
-        field = self._fields.get(type(value))
-        if field is None:
-            raise TypeError(f"{type(value).__name__} is no message of {self.message.DESCRIPTOR.name}")
-        return self.message(**{field: self._plans[field].encode(value)})
+        """The proto message around this one."""
+        field, plan = self._plans.get(type(value), ("", None))
+        if plan is None:
+            raise TypeError(f"{type(value).__name__} is no message of {self._message.DESCRIPTOR.name}")
+        return self._message(**{field: plan.encode(value)})
 
     def unwrap(self, envelope: Any) -> Any:
+        """Back from `wrap`; WireError on anything odd."""
         field = envelope.WhichOneof("message")
         if field is None:
-            raise WireError(f"{self.message.DESCRIPTOR.name} without a known message")
-        return self._plans[field].decode(getattr(envelope, field))
+            raise WireError(f"{self._message.DESCRIPTOR.name} without a known message")
+        return self._by_field[field].decode(getattr(envelope, field))
 
+    def encode(self, value: Any) -> bytes:
+        """The bytes of `wrap`."""
+        return _serialize(self.wrap(value), self._limit)
 
-_FROM_MEMBER = _Envelope(FromMember, chaos_pb2.FromMemberEnvelope, MAX_CONTROL_NBYTES)
-_TO_MEMBER = _Envelope(ToMember, chaos_pb2.ToMemberEnvelope, MAX_CONTROL_NBYTES)
-_PEER = _Envelope(PeerMessage, chaos_pb2.PeerEnvelope, MAX_PEER_NBYTES)
+    def decode(self, data: bytes | bytearray | memoryview) -> Any:
+        """Back from `encode`; WireError on anything odd."""
+        return self.unwrap(_parse(self._message, data, self._limit))
 
 
 def _serialize(message: Any, limit: int) -> bytes:
@@ -299,33 +374,24 @@ def _parse(cls: Any, data: bytes | bytearray | memoryview, limit: int) -> Any:
         raise WireError(f"{len(data)} bytes are no {cls.DESCRIPTOR.name}: {error}") from error
 
 
-def encode(value: object, limit: int = MAX_CONTROL_NBYTES) -> bytes:
-    """Bytes of any dataclass of the vocabulary (stores keep views and headers this way)."""
-    plan = _PLANS.get(type(value))
-    if plan is None:
-        raise TypeError(f"{type(value).__name__} has no message in chaos.proto")
-    return _serialize(plan.encode(value), limit)
+# --- what the members and the scheduler of a job say ----------------------------------------------------------------
 
+JOB = Vocabulary(vars(job_types).values(), chaos_pb2)  # Settings never travels
+_FROM_MEMBER = JOB.envelope(FromMember, chaos_pb2.FromMemberEnvelope)
+_TO_MEMBER = JOB.envelope(ToMember, chaos_pb2.ToMemberEnvelope)
+_PEER = JOB.envelope(PeerMessage, chaos_pb2.PeerEnvelope, MAX_PEER_NBYTES)
 
-def decode(cls: type[T], data: bytes | bytearray | memoryview, limit: int = MAX_CONTROL_NBYTES) -> T:
-    """The dataclass `cls` back from `encode`'s bytes.
-
-    Raises:
-        WireError: These bytes are no such message.
-    """
-    plan = _PLANS[cls]
-    result: T = plan.decode(_parse(plan.message, data, limit))
-    return result
+encode, decode = JOB.encode, JOB.decode
 
 
 def encode_peer(message: PeerMessage) -> bytes:
     """A Contribution or Header for another member."""
-    return _serialize(_PEER.wrap(message), MAX_PEER_NBYTES)
+    return _PEER.encode(message)
 
 
 def decode_peer(data: bytes | bytearray | memoryview) -> PeerMessage:
     """Back from `encode_peer`; WireError on anything odd."""
-    message: PeerMessage = _PEER.unwrap(_parse(_PEER.message, data, MAX_PEER_NBYTES))
+    message: PeerMessage = _PEER.decode(data)
     return message
 
 

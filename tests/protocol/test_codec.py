@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -175,7 +176,7 @@ def test_odd_but_parsable_bytes_are_named(change: Any, words: str) -> None:
 
 def test_a_message_of_another_direction_is_refused() -> None:
     with pytest.raises(TypeError, match="Heartbeat is no message of ToMemberEnvelope"):
-        codec.wrap_to_member(Heartbeat(ViewId(), 0, 0))  # type: ignore[arg-type]
+        codec.wrap_to_member(Heartbeat(ViewId(), 0, 0))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_surrogates_are_a_wire_error() -> None:
 def test_sizes_are_limited_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     big = replace(CONTRIBUTION, payload=bytes(2000))
     data = codec.encode_peer(big)
-    monkeypatch.setattr(codec, "MAX_PEER_NBYTES", 1000)
+    monkeypatch.setattr(codec._PEER, "_limit", 1000)
     with pytest.raises(WireError, match="the limit is 1000"):
         codec.encode_peer(big)
     with pytest.raises(WireError, match="the limit is 1000"):
@@ -223,8 +224,8 @@ class Odd:
         ({"term": int}, chaos_pb2.ViewId, "dataclass has .'term'., chaos.proto has .'term', 'number'."),
         ({"term": float, "number": int}, chaos_pb2.ViewId, r"\.term is a float"),
         ({"reason": tuple[str, ...]}, chaos_pb2.Leave, r"\.reason is a tuple, so it must be repeated"),
-        ({"streams": Spent}, chaos_pb2.Ledger, r"\.streams is repeated in chaos.proto"),
-        ({"peers": tuple[View, ...]}, chaos_pb2.OpenLinks, r"\.peers is a View, in chaos.proto it is Member"),
+        ({"streams": Spent}, chaos_pb2.Ledger, r"\.streams is repeated there"),
+        ({"peers": tuple[View, ...]}, chaos_pb2.OpenLinks, r"\.peers is a View, and Member there \(chaos\.proto\)"),
         ({"view": View | None}, chaos_pb2.NextView, None),
         ({"reason": str | None}, chaos_pb2.Leave, r"\.reason may be None"),
         ({"reason": complex}, chaos_pb2.Leave, r"\.reason has the type"),
@@ -234,10 +235,10 @@ def test_a_drifted_dataclass_is_found_at_import(hints: dict[str, Any], message: 
     cls = dataclasses.make_dataclass("Drifted", hints.items())
     plan = codec._Plan(cls, message)
     if words is None:
-        plan.build()
+        plan.build(codec.JOB)
         return
     with pytest.raises(TypeError, match=words):
-        plan.build()
+        plan.build(codec.JOB)
 
 
 def test_a_drifted_enum_or_union_is_found_at_import() -> None:
@@ -245,7 +246,68 @@ def test_a_drifted_enum_or_union_is_found_at_import() -> None:
     with pytest.raises(TypeError, match="Kind: its values"):
         codec._enum(Kind, few)
     with pytest.raises(TypeError, match=r"PeerEnvelope: chaos\.proto has"):
-        codec._members(Contribution | LinkEvent, chaos_pb2.PeerEnvelope)
+        codec.JOB.envelope(Contribution | LinkEvent, chaos_pb2.PeerEnvelope)
+
+
+@dataclass(frozen=True)
+class Push:
+    """What another service than the job's scheduler might be told."""
+
+    view: ViewId
+    spans: tuple[tuple[int, int], ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Applied:
+    version: int
+
+
+def other_stubs() -> SimpleNamespace:
+    """What protoc would make of a second proto file, which imports the job's."""
+    file = descriptor_pb2.FileDescriptorProto(
+        name="elsewhere/other.proto", package="other", syntax="proto3", dependency=[chaos_pb2.DESCRIPTOR.name]
+    )
+    fields = descriptor_pb2.FieldDescriptorProto
+    one, many = fields.LABEL_OPTIONAL, fields.LABEL_REPEATED
+
+    def add(name: str, *of: tuple[str, int, int, str]) -> Any:
+        made = file.message_type.add(name=name)
+        for number, (field, label, kind, message) in enumerate(of, 1):
+            made.field.add(name=field, number=number, label=label, type=kind, type_name=message or None)
+        return made
+
+    job = f".{chaos_pb2.DESCRIPTOR.package}."
+    message, double, integer = fields.TYPE_MESSAGE, fields.TYPE_DOUBLE, fields.TYPE_INT64
+    views, spans = ("view", one, message, f"{job}ViewId"), ("spans", many, message, f"{job}Span")
+    add("Push", views, spans, ("values", many, double, ""))
+    add("Applied", ("version", one, integer, ""))
+    envelope = add("Envelope", ("push", one, message, ".other.Push"), ("applied", one, message, ".other.Applied"))
+    envelope.oneof_decl.add(name="message")
+    for field in envelope.field:
+        field.oneof_index = 0
+    pool = descriptor_pool.Default()
+    pool.Add(file)
+    found = pool.FindFileByName(file.name)
+    classes = {name: message_factory.GetMessageClass(d) for name, d in found.message_types_by_name.items()}
+    return SimpleNamespace(DESCRIPTOR=found, **classes)
+
+
+def test_another_service_has_a_vocabulary_of_its_own() -> None:
+    stubs = other_stubs()
+    other = codec.Vocabulary([Push, Applied, Odd], stubs, known=[codec.JOB])
+    said = Push(ViewId(2, 7), ((0, 8), (16, 24)), (0.5, -1.0))
+    assert other.decode(Push, other.encode(said)) == said
+    envelope = other.envelope(Push | Applied, stubs.Envelope, limit=100)
+    assert [envelope.decode(envelope.encode(x)) for x in (said, Applied(3))] == [said, Applied(3)]
+    with pytest.raises(TypeError, match=r"Push has no message in chaos\.proto"):
+        codec.encode(said)
+    with pytest.raises(WireError, match="the limit is 100"):
+        envelope.encode(replace(said, values=(1.0,) * 20))
+    with pytest.raises(WireError, match="interval"):
+        other.decode(Push, other.encode(replace(said, spans=((8, 0),))))
+    with pytest.raises(TypeError, match=r"Push\.view has the type .*ViewId.*, which has no place in a message \(other"):
+        codec.Vocabulary([Push], stubs)
 
 
 @pytest.mark.parametrize("name", ["LinkEvent", "Decide", "OpenLinks"])
