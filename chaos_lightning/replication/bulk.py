@@ -17,6 +17,7 @@ On a protected connection (transport/sealing.py) all of this travels in sealed r
 from __future__ import annotations
 
 import enum
+import hashlib
 import os
 import socket
 import struct
@@ -156,6 +157,11 @@ def head_bytes(head: str) -> bytes:
     if len(head) != 16 or head != head.lower():
         raise ValueError(f"a head is 16 lower-case hex digits (Header.hash), got {head!r}")
     return bytes.fromhex(head)
+
+
+def named_head(name: str) -> str:
+    """The head that stands for a state by this name, which no header of a job has but by chance (2**-64)."""
+    return hashlib.blake2b(f"state:{name}".encode(), digest_size=8).hexdigest()
 
 
 def decode(data: bytes | bytearray | memoryview) -> Frame:

@@ -56,6 +56,8 @@ class StateServer:
         self.config = config or ServerConfig()
         self._changed = threading.Condition()
         self._state: Published | None = None
+        self._named: dict[str, dict[int, Published]] = {}
+        """Versions of other states, by the head that stands for the state's name."""
         self._results: list[Published] = []
         self._snapshot: Published | None = None
         self._copying: Snapshot | None = None
@@ -99,6 +101,54 @@ class StateServer:
             manifest: Everything else; encoded here and now. Tensors in it that are none of `tensors` are copied.
             copies: Names of tensors that will change before the withdrawal: they are copied now.
         """
+        item = self._described(head, seq, tensors, manifest, copies)
+        with self._changed:
+            self._state = item
+            self._changed.notify_all()
+
+    def hold(
+        self,
+        name: str,
+        version: int,
+        tensors: Sequence[tuple[str, Tensor]],
+        manifest: Mapping[str, object],
+        *,
+        copies: Collection[str] = (),
+    ) -> None:
+        """Make a version of another state than the member's own servable until `drop`, beside all others.
+
+        Who pulls it asks for the head `bulk.named_head(name)` and the slot `version`; who asks for a version that is
+        still ahead waits for it, as for a header's state.
+
+        Args:
+            name: Of the state, any text.
+            version: Not negative.
+            tensors: In their fixed order. They must not change until the version is dropped.
+            manifest: Everything else, as in `publish`.
+            copies: Names of tensors that will change before: they are copied now.
+        """
+        head = bulk.named_head(name)
+        item = self._described(head, version, tensors, manifest, copies)
+        with self._changed:
+            self._named.setdefault(head, {})[version] = item
+            self._changed.notify_all()
+
+    def drop(self, name: str, before: int | None = None) -> None:
+        """Stop serving versions of this state below `before` (all if None). After this their memory may change."""
+        with self._changed:
+            versions = self._named.pop(bulk.named_head(name), {})
+            kept = {v: item for v, item in versions.items() if before is not None and v >= before}
+            if kept:
+                self._named[bulk.named_head(name)] = kept
+
+    @staticmethod
+    def _described(
+        head: str,
+        seq: int,
+        tensors: Sequence[tuple[str, Tensor]],
+        manifest: Mapping[str, object],
+        copies: Collection[str],
+    ) -> Published:
         bulk.head_bytes(head)
         unknown = set(copies) - {name for name, _ in tensors}
         if unknown:
@@ -116,9 +166,7 @@ class StateServer:
                 f"the manifest has {len(item.manifest)} bytes, the limit is {bulk.MAX_CONTROL_NBYTES}: keep large "
                 "values of callbacks and schedulers in tensors or numpy arrays"
             )
-        with self._changed:
-            self._state = item
-            self._changed.notify_all()
+        return item
 
     def snapshot(
         self,
@@ -272,6 +320,7 @@ class StateServer:
             self._state = self._snapshot = self._copying = None
             self._forget_lent()
             self._results = []
+            self._named = {}
             sockets = list(self._sockets)
             self._changed.notify_all()
         if self.forwarder is not None:
@@ -427,6 +476,8 @@ class StateServer:
     def _held(self, what: str, request: Frame) -> list[Published]:
         if request.type is Type.GET_PLACES and request.length:
             return [] if self._lent is None else [self._lent]
+        if what == "state" and request.head in self._named:
+            return list(self._named[request.head].values())
         if what == "state":
             return [item for item in (self._state, self._snapshot) if item is not None]
         entry = self.log.at(request.head, request.seq)

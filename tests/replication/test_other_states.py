@@ -1,0 +1,93 @@
+"""States beside the member's own: several versions of several, by name; and a donor that nobody can dial."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import closing
+
+import pytest
+import torch
+from replication_support import LIMIT_S, Plain, dial, listen, numbered, start_donor
+
+from chaos_lightning.errors import ChaosError, StateError
+from chaos_lightning.member.connection_pool import ConnectionPool
+from chaos_lightning.replication import Endpoint, PullConfig, ServerConfig, StateServer, pull_state, state_hash
+from chaos_lightning.replication.bulk import named_head
+
+CONFIG = PullConfig(deadline_s=LIMIT_S, request_nbytes=1 << 16)
+
+
+def pulled(endpoint: Endpoint, name: str, version: int) -> Plain:
+    mine = numbered(3, 20_000, seed=99)
+    pull_state([endpoint], dial, head=named_head(name), seq=version, state=mine, config=CONFIG)
+    return mine
+
+
+def test_several_versions_of_several_states_are_served_side_by_side() -> None:
+    """As a parameter server would: outer parameters of two models, while slower clusters still pull older ones."""
+    states = {(name, v): numbered(3, 20_000, seed=10 * v + len(name)) for name in ("outer", "teacher") for v in (0, 1)}
+    donor = start_donor("server", ServerConfig(publish_timeout_s=0.3))
+    with closing(donor):
+        for (name, version), state in states.items():
+            donor.server.hold(name, version, state.tensors(), state.manifest())
+        for (name, version), state in states.items():
+            assert state_hash(pulled(donor.endpoint, name, version).tensors()) == state_hash(state.tensors())
+        donor.server.drop("outer", before=1)
+        with pytest.raises(StateError, match=r"this member serves the state at header .* \(slot 1\)"):
+            pulled(donor.endpoint, "outer", 0)
+        pulled(donor.endpoint, "outer", 1)
+        donor.server.drop("teacher")
+        with pytest.raises(StateError, match=r"was not published within 0\.3 s"):
+            pulled(donor.endpoint, "teacher", 1)
+
+
+def test_a_version_that_is_still_ahead_is_waited_for_and_may_be_overwritten_once_it_was_copied() -> None:
+    donor = start_donor("server")
+    with closing(donor):
+        weights = torch.zeros(1000)
+        donor.server.hold("outer", 0, [("w", weights)], {}, copies=["w"])
+        weights += 1
+        found: list[Plain] = []
+        waiting = threading.Thread(target=lambda: found.append(pulled_weights(donor.endpoint, 1)))
+        waiting.start()
+        assert torch.equal(pulled_weights(donor.endpoint, 0).named[0][1], torch.zeros(1000))
+        donor.server.hold("outer", 1, [("w", weights)], {})
+        waiting.join(LIMIT_S)
+        assert torch.equal(found[0].named[0][1], torch.ones(1000))
+
+
+def pulled_weights(endpoint: Endpoint, version: int) -> Plain:
+    mine = Plain([("w", torch.full((1000,), 7.0))])
+    pull_state([endpoint], dial, head=named_head("outer"), seq=version, state=mine, config=CONFIG)
+    return mine
+
+
+def test_a_donor_that_cannot_be_dialled_serves_over_a_connection_that_it_made_itself() -> None:
+    """Behind a firewall: it dials whoever is to pull, which parks the connection until it needs it."""
+    theirs, mine = numbered(3, 20_000), numbered(3, 20_000, seed=1)
+    server, behind = StateServer(), Endpoint("donor", "192.0.2.1", 9)  # TEST-NET-1: nobody's
+    server.hold("outer", 4, theirs.tensors(), theirs.manifest())
+
+    def nobody(endpoint: Endpoint) -> socket.socket:
+        raise ChaosError(f"{endpoint.address} cannot be dialled")
+
+    pool = ConnectionPool(nobody)
+    with listen() as listener:
+        dialled = socket.create_connection(listener.getsockname())
+        pool.put(behind, listener.accept()[0])
+    serving = threading.Thread(target=server.serve, args=(dialled, "puller"))
+    serving.start()
+    pull_state(
+        [behind],
+        lambda endpoint: pool.take(endpoint) or nobody(endpoint),
+        head=named_head("outer"),
+        seq=4,
+        state=mine,
+        config=CONFIG,
+    )
+    assert state_hash(mine.tensors()) == state_hash(theirs.tensors())
+    server.close()
+    pool.close()
+    serving.join(LIMIT_S)
+    assert not serving.is_alive()
