@@ -22,7 +22,8 @@ from benchmarks.paper.delays import image_joins
 from benchmarks.paper.figure import Claim, FigureResult, Scale, canvas, progress, settled
 from benchmarks.paper.states import GPT2, IMAGES, MIB, TEXTS, Model
 from benchmarks.paper.sweep import chosen
-from chaos_lightning.planning.shards import Neighbour, SharePlan, bound_s, even, greedy, optimal
+from chaos_lightning.planning.baselines import even, greedy, optimal
+from chaos_lightning.planning.shards import Neighbour, SharePlan, bound_s
 
 SYNC_S = 0.1
 """All-reduces end up to so much after the first, at random."""

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.paper.clusters import LATENCY_S, Join
-from chaos_lightning.planning import shards
+from chaos_lightning.planning import baselines, shards
 from chaos_lightning.replication import Job, PolicyOptions, make_policy
 from chaos_lightning.replication.policy import Request, TransferPolicy
 from chaos_lightning.replication.table import PIECE_NBYTES
@@ -215,7 +215,7 @@ def pull(join: Join, nbytes: int, policy: str, *, layer_nbytes: Sequence[int] = 
     made = make_policy(policy, join.estimates(), options)
     routes: Mapping[str, Sequence[str]] = {name: (name,) for name in join.near}
     if several:
-        routes = shards.shortest_routes(links, join.newcomer, PIECE_NBYTES)
+        routes = baselines.shortest_routes(links, join.newcomer, PIECE_NBYTES)
     return Pull(join, nbytes, made, routes).run()
 
 
@@ -231,7 +231,7 @@ def hop_by_hop_s(join: Join, nbytes: int) -> float:
     The same shares and routes as the policy's; each link on a route carries all that uses it before the next begins.
     """
     links = {pair: (LATENCY_S, 8 / rate) for pair, rate in join.rates().items()}
-    plan = shards.multi_source(nbytes, links, join.newcomer)
+    plan = baselines.multi_source(nbytes, links, join.newcomer)
     ways = {
         source: list(zip(plan.routes[source], (join.newcomer, *plan.routes[source][:-1]), strict=True))
         for source in plan.shares

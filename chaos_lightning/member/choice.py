@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos_lightning.planning.shards import Links, shortest_routes
+from chaos_lightning.planning.shards import Links
 from chaos_lightning.protocol.types import Member, View
 from chaos_lightning.replication.checkpoint import CheckpointWriter
 from chaos_lightning.replication.policies import PolicyOptions, make_policy
@@ -113,5 +113,7 @@ def overlay(now: Situation) -> Links:
     links |= {(link.a, link.b): usual for link in now.view.links if {link.a, link.b} <= holders}
     if not beside:
         return {}
+    from chaos_lightning.planning.baselines import shortest_routes  # multi_source alone needs it
+
     reached = {now.me, *shortest_routes(links, now.me, PIECE_NBYTES)}
     return {ends: cost for ends, cost in links.items() if set(ends) <= reached}

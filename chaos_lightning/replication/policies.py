@@ -11,7 +11,8 @@
     stop_resume   through a checkpoint file that the oldest donor writes (Pollux).
     shared        a shared queue without estimates, stealing or duplicates.
 
-Where shares are fixed only a failure moves work: what a lost source was to send is taken by whoever has room.
+Where shares are fixed only a failure moves work: what a lost source was to send is taken by whoever has room. All but
+adaptive and shared are there to be compared with (baselines.py).
 
 Theory of operation. A fixed share is a run of jobs in address order. The slower a source, the less may its share be
 rounded up: shares are cut from the slowest to the fastest source, each rounded down to whole jobs, and the fastest
@@ -22,24 +23,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.planning import shards
 from chaos_lightning.planning.shards import POLICIES, Links, Neighbour, SharePlan
 from chaos_lightning.replication.policy import (
     MIN_REQUEST_NBYTES,
-    Assignment,
-    Checkpoint,
     Job,
     Queue,
     Request,
     SharedQueue,
+    Shares,
     SourceStats,
     TransferPolicy,
 )
-from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.table import PIECE_NBYTES
 
 Estimates = Mapping[str, tuple[float, float]]
@@ -91,7 +90,7 @@ class PolicyOptions:
         return 8 / self.ingress_bps if self.ingress_bps else 0.0
 
 
-class _Estimated(TransferPolicy):
+class Estimated(TransferPolicy):
     """What the policies that plan from estimates share."""
 
     def __init__(self, estimates: Estimates | None, options: PolicyOptions) -> None:
@@ -140,20 +139,20 @@ class _Estimated(TransferPolicy):
         return {m: run for m, run in given.items() if run}
 
 
-class Adaptive(_Estimated):
+class Adaptive(Estimated):
     """Planned first, corrected by what is measured."""
 
     name = "adaptive"
     recheck_s = 0.02
 
-    def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Assignment:
+    def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Shares:
         nbytes = sum(job.nbytes for job in jobs)
         if not any(self.estimates.get(m, (0.0, 0.0))[1] for m in sources):
-            return Assignment(reason="no estimates: whoever has room takes the next bytes")
+            return Shares(reason="no estimates: whoever has room takes the next bytes")
         found, note = self.neighbours(sources)
         self.plan = shards.closed_form(nbytes, found, ingress_s_per_byte=self.options.ingress_s_per_byte)
         speeds = {n.member: 1 / n.s_per_byte for n in found}
-        return Assignment(self.cut(jobs, self.plan.shares, speeds), self.plan.reason + note)
+        return Shares(self.cut(jobs, self.plan.shares, speeds), self.plan.reason + note)
 
     def request_nbytes(self, stats: SourceStats, now: float, limit: int) -> int:
         return min(limit, int(stats.rate(now) * _QUANTUM_S))
@@ -207,114 +206,6 @@ class Adaptive(_Estimated):
         return best[1]
 
 
-Planner = Callable[[int, Sequence[Neighbour], PolicyOptions], SharePlan]
-
-
-class Fixed(_Estimated):
-    """A plan that is carried out as it is."""
-
-    patient = True
-
-    def __init__(self, name: str, planner: Planner, estimates: Estimates | None, options: PolicyOptions) -> None:
-        super().__init__(estimates, options)
-        self.name = name
-        self.barrier = options.barrier and name == "single"
-        self._planner = planner
-
-    def request_nbytes(self, stats: SourceStats, now: float, limit: int) -> int:
-        return limit
-
-    def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Assignment:
-        found, note = self.neighbours(sources)
-        self.plan = self._planner(sum(job.nbytes for job in jobs), found, self.options)
-        speeds = {n.member: 1 / n.s_per_byte for n in found}
-        return Assignment(self.cut(jobs, self.plan.shares, speeds), self.plan.reason + note)
-
-
-class MultiSource(_Estimated):
-    """The same from all nodes of the overlay; those that are no neighbours are reached through neighbours' servers."""
-
-    name = "multi_source"
-    patient = True
-
-    def __init__(self, estimates: Estimates | None, options: PolicyOptions) -> None:
-        super().__init__(estimates, options)
-        if not options.links or not options.newcomer:
-            raise ConfigurationError("multi_source needs the overlay: give `links` and `newcomer`")
-        self._routes = shards.shortest_routes(options.links, options.newcomer, PIECE_NBYTES)
-
-    def prior(self, source: str) -> tuple[float, float] | None:
-        return None
-
-    def request_nbytes(self, stats: SourceStats, now: float, limit: int) -> int:
-        return limit
-
-    def sources(self, donors: Sequence[Endpoint]) -> list[Endpoint]:
-        """The donors given are the neighbours; everybody else is asked through them."""
-        near = {e.member: e for e in donors}
-        unreachable = sorted(m for m, route in self._routes.items() if route[0] not in near)
-        if unreachable:
-            raise ConfigurationError(
-                f"multi_source: {', '.join(unreachable)} lie behind members that are no donors; donors are "
-                f"{', '.join(near)}"
-            )
-        order = [*(m for m in near if m in self._routes), *sorted(set(self._routes) - set(near))]
-        routes = [self._routes[m] for m in order]
-        return [near[r[-1]] if len(r) == 1 else replace(near[r[0]], member=r[-1], route=r) for r in routes]
-
-    def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Assignment:
-        nbytes = sum(job.nbytes for job in jobs)
-        options = self.options
-        self.plan = shards.multi_source(
-            nbytes, options.links, options.newcomer, ingress_s_per_byte=options.ingress_s_per_byte
-        )
-        shares = {m: share for m, share in self.plan.shares.items() if m in sources}
-        return Assignment(self.cut(jobs, shares, {}), self.plan.reason)
-
-
-class StopResume(TransferPolicy):
-    """The oldest donor writes a checkpoint, the newcomer reads it."""
-
-    name = "stop_resume"
-    patient = True
-    barrier = True
-
-    def __init__(self, options: PolicyOptions) -> None:
-        if not options.folder:
-            raise ConfigurationError("stop_resume needs `folder`: where the donors' checkpoints can be read")
-        self.options = options
-
-    def may_take(self, source: str, stats: Mapping[str, SourceStats]) -> bool:
-        return source == next(iter(stats))
-
-    def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Assignment:
-        writer = sources[0]
-        folder = self.options.folder
-        return Assignment({writer: list(jobs)}, f"{writer} writes a checkpoint to {folder}, this member reads it there")
-
-    @property
-    def checkpoint(self) -> Checkpoint:  # type: ignore[override]
-        return Checkpoint(self.options.folder, self.options.disk_bps)
-
-
-_PLANNERS: dict[str, Planner] = {
-    "greedy": lambda nbytes, found, o: shards.greedy(
-        nbytes,
-        found,
-        layer_nbytes=o.layer_nbytes,
-        shard_nbytes=o.shard_nbytes,
-        ingress_s_per_byte=o.ingress_s_per_byte,
-    ),
-    "optimal": lambda nbytes, found, o: shards.optimal(
-        nbytes, found, shard_nbytes=o.shard_nbytes or shards.SHARD_NBYTES, ingress_s_per_byte=o.ingress_s_per_byte
-    ),
-    "even": lambda nbytes, found, o: shards.even(nbytes, found, ingress_s_per_byte=o.ingress_s_per_byte),
-    "single": lambda nbytes, found, o: shards.single(
-        nbytes, found, barrier=o.barrier, ingress_s_per_byte=o.ingress_s_per_byte
-    ),
-}
-
-
 def make_policy(
     name: str = "adaptive", estimates: Estimates | None = None, options: PolicyOptions | None = None
 ) -> TransferPolicy:
@@ -332,15 +223,13 @@ def make_policy(
     options = options or PolicyOptions()
     if name == "adaptive":
         return Adaptive(estimates, options)
-    if name in _PLANNERS:
-        return Fixed(name, _PLANNERS[name], estimates, options)
-    if name == "multi_source":
-        return MultiSource(estimates, options)
-    if name == "stop_resume":
-        return StopResume(options)
     if name == "shared":
         return SharedQueue()
+    if name in POLICIES:
+        from chaos_lightning.replication.baselines import make_baseline  # for comparison: no usual transfer loads it
+
+        return make_baseline(name, estimates, options)
     raise ConfigurationError(f"unknown transfer policy {name!r}: expected one of {', '.join(POLICIES)}")
 
 
-__all__ = ["POLICIES", "Adaptive", "Estimates", "Fixed", "MultiSource", "PolicyOptions", "StopResume", "make_policy"]
+__all__ = ["POLICIES", "Adaptive", "Estimated", "Estimates", "PolicyOptions", "make_policy"]

@@ -165,7 +165,7 @@ class Queue:
 
 
 @dataclass(frozen=True)
-class Assignment:
+class Shares:
     """Who is to send what, with the reason in words."""
 
     jobs: Mapping[str, Sequence[Job]] = field(default_factory=dict)
@@ -210,9 +210,9 @@ class TransferPolicy:
         """Size of a job: a small state is cut so that every donor gets some of it, and the fast ones more."""
         return min(request_nbytes, max(MIN_REQUEST_NBYTES, nbytes // (REQUESTS_PER_DONOR * max(1, sources))))
 
-    def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Assignment:
+    def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Shares:
         """Who sends what at first; jobs left out are spare. Sources are in the order of the donors."""
-        return Assignment(reason="whoever has room takes the next bytes")
+        return Shares(reason="whoever has room takes the next bytes")
 
     def may_take(self, source: str, stats: Mapping[str, SourceStats]) -> bool:
         """Whether this source may have spare jobs now. If all are kept idle, whoever asks gets one all the same."""

@@ -17,7 +17,8 @@ from benchmarks.paper.idle import idle_s
 from benchmarks.paper.states import ALEXNET, GPT2, GPT2_LARGE, GPT2_MEDIUM, IMAGES, MIB, RESNET101, TEXTS, VGG11
 from benchmarks.paper.sweep import Plan, Point
 from benchmarks.world import Step
-from chaos_lightning.planning.shards import Neighbour, bound_s, greedy, optimal
+from chaos_lightning.planning.baselines import greedy, optimal
+from chaos_lightning.planning.shards import Neighbour, bound_s
 
 SEED = 7
 

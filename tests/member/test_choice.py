@@ -6,7 +6,7 @@ import pytest
 
 from chaos_lightning.member.choice import USUAL_LINK, Situation, TransferChoice, overlay
 from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, Member, View, ViewId
-from chaos_lightning.replication.policies import MultiSource
+from chaos_lightning.replication.baselines import MultiSource
 from chaos_lightning.replication.policy import Job
 
 

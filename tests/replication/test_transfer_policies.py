@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -481,3 +483,14 @@ def test_an_overlay_behind_a_member_that_is_no_donor_is_refused(tmp_path: Path) 
         policy = make_policy("multi_source", None, options(tmp_path))
         with pytest.raises(ConfigurationError, match="b, c, d lie behind members that are no donors; donors are a"):
             pull([started[0].endpoint], numbered(1, 1), policy=policy)
+
+
+def test_policies_of_others_are_loaded_where_one_is_named_only() -> None:
+    code = (
+        "import sys; from chaos_lightning.replication import make_policy; import chaos_lightning.member.transfer; "
+        "make_policy('adaptive'); make_policy('shared'); "
+        "found = lambda: sorted(m for m in sys.modules if m.endswith('.baselines')); print(found()); "
+        "make_policy('greedy'); print(len(found()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines() == ["[]", "2"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from chaos_lightning.errors import StateError
 from chaos_lightning.replication.memory import DeviceRegion, HostRegion, StridedRegion
-from chaos_lightning.replication.policy import Assignment, Job, Queue, Request, SourceStats, TransferPolicy
+from chaos_lightning.replication.policy import Job, Queue, Request, Shares, SourceStats, TransferPolicy
 from chaos_lightning.replication.pull import StateSink
 from chaos_lightning.replication.table import Piece
 from chaos_lightning.replication.work_queue import WorkQueue
@@ -24,8 +24,8 @@ SIZE = 8
 class Eager(TransferPolicy):
     """Everything to the first source; others steal one job at a time, and duplicate whatever is under way."""
 
-    def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Assignment:
-        return Assignment({sources[0]: list(jobs)}, "all to the first")
+    def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Shares:
+        return Shares({sources[0]: list(jobs)}, "all to the first")
 
     def steal(
         self, thief: str, queues: Mapping[str, Queue], stats: Mapping[str, SourceStats], now: float
