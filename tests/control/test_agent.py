@@ -18,11 +18,11 @@ from served import PATIENCE_S, Client, Facts, attending, hello, serving, welcome
 
 from chaos_lightning.control import agent as agents
 from chaos_lightning.control.agent import Agent
-from chaos_lightning.control.channel import SilentError, StandbyError
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.machine import forks
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership import leader_search
 from chaos_lightning.protocol.types import (
     NO_VIEW,
     Fence,
@@ -164,7 +164,7 @@ def test_something_else_at_the_port_fails_after_the_timeout() -> None:
 
 
 def test_a_scheduler_that_accepts_but_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.control.agent._ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("chaos_lightning.membership.leader_search._ANSWER_TIMEOUT_S", 0.2)
 
     def rule(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
         return []
@@ -172,38 +172,6 @@ def test_a_scheduler_that_accepts_but_never_answers_is_given_up(monkeypatch: pyt
     with serving(rule) as served, attending(served.endpoint, connect_timeout_s=0.5) as client:
         state = client.states.wait(lambda s: s.startswith("failed"))
         assert "did not answer within 0.2 s" in state
-
-
-def test_one_of_several_that_is_silent_is_asked_again_soon_and_then_more_seldom(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It may have been busy for a moment; and until the lease of a frozen one ends, the others name it."""
-    clock = [100.0]
-    monkeypatch.setattr(agents.time, "monotonic", lambda: clock[0])
-    one = Agent(
-        endpoints=["x:1", "y:2"],
-        token=b"",
-        hello_factory=lambda: hello("a"),
-        on_message=lambda message: None,
-        on_state=lambda state: None,
-        heartbeat=lambda: Heartbeat(NO_VIEW, 0, 0),
-    )
-    patient_s, times = one._answer_timeout_s(), []
-    for _ in range(4):
-        assert one._endpoint == "x:1"
-        assert not one._turn(SilentError("x:1 was silent"))
-        assert one._endpoint == "y:2"
-        since = clock[0]
-        while not one._turn(StandbyError("y:2 stands by", "x:1")):
-            one._at = 1  # it is the only other one, and is asked again
-            clock[0] += 0.01
-        times.append((round(clock[0] - since, 1), one._answer_timeout_s()))
-    assert [away for away, _ in times] == [0.3, 2.0, 2.0, 2.0]
-    assert [patience for _, patience in times] == [0.7, patient_s, patient_s, patient_s]
-    one._answered = True
-    one._turn(SchedulerUnreachableError("its stream ended"))
-    one._answered, one._leader = False, "x:1"
-    assert one._answer_timeout_s() == patient_s, "it has answered since"
 
 
 def test_refused_for_now_tries_again() -> None:
@@ -457,8 +425,9 @@ def test_heartbeats_do_not_pile_up_before_a_scheduler_that_does_not_read(monkeyp
 def test_a_scheduler_that_cannot_start_is_tried_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is wrong is said once."""
     tried: list[float] = []
-    for name, seconds in (("_FIRST_PAUSE_S", 0.001), ("LONGEST_PAUSE_S", 0.002), ("_FIRST_REVIVE_PAUSE_S", 0.05)):
-        monkeypatch.setattr(agents, name, seconds)
+    for name, seconds in (("_FIRST_PAUSE_S", 0.001), ("LONGEST_PAUSE_S", 0.002)):
+        monkeypatch.setattr(leader_search, name, seconds)
+    monkeypatch.setattr(agents, "_FIRST_REVIVE_PAUSE_S", 0.05)
     enough = threading.Event()
 
     def revive() -> None:

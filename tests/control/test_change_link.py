@@ -120,7 +120,7 @@ def test_status_shows_links_and_the_plan(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_machine_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos_lightning.control.server._ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("chaos_lightning.control.driver._ANSWER_TIMEOUT_S", 0.05)
     with serving() as served, pytest.raises(RefusedError, match="did not get to it within"):
         change_link(served.endpoint, "a", "b", add=True)
 

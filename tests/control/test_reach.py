@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.control import agent, reach
+from chaos_lightning.control import reach
 from chaos_lightning.control.election import Candidate, Election
 from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.control.leader_line import LeaderLine
 from chaos_lightning.control.reach import LASTING_S, Asked, Reach
+from chaos_lightning.membership import leader_search
 
 PATIENCE_S = 30.0
 
@@ -64,7 +65,7 @@ def test_members_that_come_after_a_while_end_the_count() -> None:
 
 
 def test_a_leader_is_patient_until_members_that_shunned_it_ask_it_again() -> None:
-    assert LASTING_S >= agent._SHUN_S + 1.0
+    assert LASTING_S >= leader_search._SHUN_S + 1.0
 
 
 def test_who_asked_is_forgotten_after_a_while_and_no_flood_of_names_is_kept() -> None:

@@ -11,7 +11,6 @@ from chaos_lightning.planning.trees import (
     SMALLEST_CHUNK,
     check_plan,
     chunk_of,
-    commit_tree,
     edges,
     expand,
     fewest_hops,
@@ -90,10 +89,9 @@ def test_a_tiny_section_is_one_chunk_and_is_made_up_for_later():
     assert abs(share - (1 << 19)) <= 128
 
 
-def test_links_and_commit_tree_are_those_of_the_trees():
+def test_links_and_shares_are_those_of_the_trees():
     spec = trees(2.0, 1.0)
     assert edges(spec, NAMES) == {("a", "b"), ("b", "c"), ("c", "d"), ("b", "d")}
-    assert commit_tree(spec, NAMES, "d").parent == {"c": "d", "b": "c", "a": "b"}
     assert [round(part, 3) for _, part in shares(spec, NAMES)] == [0.667, 0.333]
     assert [part for _, part in shares(PlanSpec(), NAMES)] == [0.25] * 4
     user = PlanSpec("user", trees=(TreeSpec(0, 64, NAMES, SHAPES[0]), TreeSpec(64, 256, NAMES, SHAPES[1])))

@@ -19,10 +19,10 @@ def joined_by_replay(job: Job, name: str) -> tuple[int, int]:
     return sum(int(r.get("steps")) for r in replayed), int(pulled[-1].get("nbytes"))
 
 
-def three(job: Job, join_by: str, **common: Any) -> None:
-    """Two members train; a third one comes, and they are held up only until its way in is chosen."""
+def three(job: Job, join_by: str, *, steps: int = 1, **common: Any) -> None:
+    """Two members train; a third one comes, and one of them is held up after `steps` until its way in is chosen."""
     job.fresh(min_nodes=2)
-    job.start("a", gates={1: job.gate("a")}, **common)  # before a step, everybody would come in by a pause
+    job.start("a", gates={steps: job.gate("a")}, **common)  # before a step, everybody would come in by a pause
     job.start("b", **common)
     admitted = job.harness.wait_for("view", lambda r: len(r.get("members") or ()) == 2)
     job.start("c", **common, options={"join_by": join_by})
@@ -52,7 +52,7 @@ def test_newcomer_replays_while_the_others_train(job: Job, model: str, extra: di
 
 def test_what_cannot_be_replayed_comes_in_by_a_pause_and_says_why(job: Job) -> None:
     common = {"model": "Gan", "epochs": 4, "samples": 48}
-    three(job, "auto", **common)
+    three(job, "auto", steps=2, **common)
     job.finish("a", "b", "c")
     way = next(r for r in job.harness.records if r.name == "way_in" and r.member.startswith("c~"))
     assert way.get("way") == "pause"

@@ -86,7 +86,7 @@ def test_nodes_learn_the_products_own_settings() -> None:
     assert EngineConfig(neighbours=" a+b , c-0 ").neighbour_names == ("a", "b", "c-0")
     assert EngineConfig().neighbour_names == ()
     for wrong in ("a/b", "me"):
-        with pytest.raises(ConfigurationError, match=f"neighbours '{wrong}'"):
+        with pytest.raises(ConfigurationError, match=f"neighbours='{wrong}'"):
             EngineConfig(neighbours=wrong, name="me")
     here = host_identity()
     with emulating(host=environment[HOST]):
