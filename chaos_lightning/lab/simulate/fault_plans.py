@@ -26,7 +26,7 @@ from chaos_lightning.protocol.types import Header, Kind
 
 _DONE_BY = {
     Action.LEAVE: "leave",
-    Action.SIGTERM: "leave",  # strategies/signals.py: as Ctrl+C
+    Action.SIGTERM: "leave",  # machine/signals.py: as Ctrl+C
     Action.SIGKILL: "kill",
     Action.SIGSTOP: "freeze",
     Action.CUT: "link",

@@ -4,7 +4,7 @@ Theory of operation. This is to the simulator what member/shell.py and member/en
 events go into the `MemberMachine`, its effects are carried out in order, and the training thread does what the last
 header says. A *trap* stops or kills the process right before one chosen effect, which is how "the root dies after it
 sent the header to one member" is made to happen. Variants of the behaviour that a planted bug replaces are methods of
-their own (`lab/simulate/bugs.py` overrides them).
+their own (`lab/simulate/bugs/` overrides them).
 """
 
 from __future__ import annotations
