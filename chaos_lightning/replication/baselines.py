@@ -11,7 +11,7 @@ from dataclasses import replace
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.planning import baselines
 from chaos_lightning.planning.shards import SHARD_NBYTES, Neighbour, SharePlan
-from chaos_lightning.replication.policies import Estimated, Estimates, PolicyOptions
+from chaos_lightning.replication.policies import Estimates, LinkEstimates, PolicyOptions, cut_runs, planned_grain_nbytes
 from chaos_lightning.replication.policy import Checkpoint, Job, Shares, SourceStats, TransferPolicy
 from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.table import PIECE_NBYTES
@@ -19,41 +19,52 @@ from chaos_lightning.replication.table import PIECE_NBYTES
 Planner = Callable[[int, Sequence[Neighbour], PolicyOptions], SharePlan]
 
 
-class Fixed(Estimated):
+class Fixed(TransferPolicy):
     """A plan that is carried out as it is."""
 
     patient = True
 
     def __init__(self, name: str, planner: Planner, estimates: Estimates | None, options: PolicyOptions) -> None:
-        super().__init__(estimates, options)
         self.name = name
+        self.options = options
+        self.plan: SharePlan | None = None
+        """The last plan that was made."""
+        self._links = LinkEstimates(estimates)
         self.barrier = options.barrier and name == "single"
         self._planner = planner
+
+    def prior(self, source: str) -> tuple[float, float] | None:
+        return self._links.prior(source)
+
+    def grain_nbytes(self, nbytes: int, sources: int, request_nbytes: int) -> int:
+        return planned_grain_nbytes(nbytes, sources, request_nbytes)
 
     def request_nbytes(self, stats: SourceStats, now: float, limit: int) -> int:
         return limit
 
     def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Shares:
-        found, note = self.neighbours(sources)
+        found, note = self._links.neighbours(sources)
         self.plan = self._planner(sum(job.nbytes for job in jobs), found, self.options)
         speeds = {n.member: 1 / n.s_per_byte for n in found}
-        return Shares(self.cut(jobs, self.plan.shares, speeds), self.plan.reason + note)
+        return Shares(cut_runs(jobs, self.plan.shares, speeds), self.plan.reason + note)
 
 
-class MultiSource(Estimated):
+class MultiSource(TransferPolicy):
     """The same from all nodes of the overlay; those that are no neighbours are reached through neighbours' servers."""
 
     name = "multi_source"
     patient = True
 
-    def __init__(self, estimates: Estimates | None, options: PolicyOptions) -> None:
-        super().__init__(estimates, options)
+    def __init__(self, options: PolicyOptions) -> None:
+        self.options = options
+        self.plan: SharePlan | None = None
+        """The last plan that was made."""
         if not options.links or not options.newcomer:
             raise ConfigurationError("multi_source needs the overlay: give `links` and `newcomer`")
         self._routes = baselines.shortest_routes(options.links, options.newcomer, PIECE_NBYTES)
 
-    def prior(self, source: str) -> tuple[float, float] | None:
-        return None
+    def grain_nbytes(self, nbytes: int, sources: int, request_nbytes: int) -> int:
+        return planned_grain_nbytes(nbytes, sources, request_nbytes)
 
     def request_nbytes(self, stats: SourceStats, now: float, limit: int) -> int:
         return limit
@@ -78,7 +89,7 @@ class MultiSource(Estimated):
             nbytes, options.links, options.newcomer, ingress_s_per_byte=options.ingress_s_per_byte
         )
         shares = {m: share for m, share in self.plan.shares.items() if m in sources}
-        return Shares(self.cut(jobs, shares, {}), self.plan.reason)
+        return Shares(cut_runs(jobs, shares, {}), self.plan.reason)
 
 
 class StopResume(TransferPolicy):
@@ -127,7 +138,7 @@ _PLANNERS: dict[str, Planner] = {
 def make_baseline(name: str, estimates: Estimates | None, options: PolicyOptions) -> TransferPolicy:
     """One of these by name; see `policies.make_policy`."""
     if name == "multi_source":
-        return MultiSource(estimates, options)
+        return MultiSource(options)
     if name == "stop_resume":
         return StopResume(options)
     return Fixed(name, _PLANNERS[name], estimates, options)

@@ -90,69 +90,90 @@ class PolicyOptions:
         return 8 / self.ingress_bps if self.ingress_bps else 0.0
 
 
-class Estimated(TransferPolicy):
-    """What the policies that plan from estimates share."""
+class LinkEstimates:
+    """What is known of a newcomer's links before a pull, for planners.
 
-    def __init__(self, estimates: Estimates | None, options: PolicyOptions) -> None:
-        self.options = options
-        self.estimates = dict(estimates or {})
-        for member, (latency_s, rate_bps) in self.estimates.items():
+    Args:
+        estimates: By member.
+
+    Raises:
+        ConfigurationError: They are no rates.
+    """
+
+    def __init__(self, estimates: Estimates | None) -> None:
+        self.by_member = dict(estimates or {})
+        for member, (latency_s, rate_bps) in self.by_member.items():
             if not (math.isfinite(latency_s) and latency_s >= 0 and math.isfinite(rate_bps) and rate_bps >= 0):
                 raise ConfigurationError(
                     f"the link to {member} is estimated at {latency_s} s and {rate_bps} bps: expected finite numbers "
                     "that are not negative"
                 )
-        self.plan: SharePlan | None = None
-        """The last plan that was made."""
 
     def prior(self, source: str) -> tuple[float, float] | None:
-        known = self.estimates.get(source)
+        """Of the link to this member, if it carries anything; as `TransferPolicy.prior`."""
+        known = self.by_member.get(source)
         return known if known is not None and known[1] else None
-
-    def grain_nbytes(self, nbytes: int, sources: int, request_nbytes: int) -> int:
-        return min(PIECE_NBYTES, max(MIN_REQUEST_NBYTES, nbytes // (16 * max(1, sources))), request_nbytes)
 
     def neighbours(self, sources: Sequence[str]) -> tuple[list[Neighbour], str]:
         """The sources as the planner wants them; who is not estimated is taken for an average one."""
-        known = {m: e for m, e in self.estimates.items() if e[1]}
+        known = {m: e for m, e in self.by_member.items() if e[1]}
         rates = [known[m][1] for m in sources if m in known]
         latencies = [known[m][0] for m in sources if m in known]
         usual = (statistics.median(latencies), statistics.median(rates)) if rates else (0.0, 1e9)
-        usable = [m for m in sources if m not in self.estimates or self.estimates[m][1]] or list(sources)
+        usable = [m for m in sources if m not in self.by_member or self.by_member[m][1]] or list(sources)
         # A request has to go there before its bytes can come: two latencies.
         found = [Neighbour(m, 2 * known.get(m, usual)[0], 8 / known.get(m, usual)[1]) for m in usable]
         guessed = [m for m in usable if m not in known]
         return found, f"; no estimate of {', '.join(guessed)}, taken as usual" if guessed else ""
 
-    def cut(self, jobs: Sequence[Job], shares: Mapping[str, int], speeds: Mapping[str, float]) -> dict[str, list[Job]]:
-        """Runs of jobs of about these sizes; `speeds` says who may better take what rounding leaves."""
-        order = sorted(shares, key=lambda m: speeds.get(m, 0.0))
-        scale = sum(job.nbytes for job in jobs) / max(1, sum(shares.values()))
-        given: dict[str, list[Job]] = {m: [] for m in order}
-        at = 0
-        for member in order:
-            left = shares[member] * scale if member != order[-1] else math.inf
-            while at < len(jobs) and jobs[at].nbytes <= left + 0.5:
-                given[member].append(jobs[at])
-                left -= jobs[at].nbytes
-                at += 1
-        return {m: run for m, run in given.items() if run}
+
+def planned_grain_nbytes(nbytes: int, sources: int, request_nbytes: int) -> int:
+    """Jobs of this size let planned shares come out to a sixteenth of the smallest; see
+    `TransferPolicy.grain_nbytes`."""
+    return min(PIECE_NBYTES, max(MIN_REQUEST_NBYTES, nbytes // (16 * max(1, sources))), request_nbytes)
 
 
-class Adaptive(Estimated):
+def cut_runs(jobs: Sequence[Job], shares: Mapping[str, int], speeds: Mapping[str, float]) -> dict[str, list[Job]]:
+    """Runs of jobs of about these sizes; `speeds` says who may better take what rounding leaves."""
+    order = sorted(shares, key=lambda m: speeds.get(m, 0.0))
+    scale = sum(job.nbytes for job in jobs) / max(1, sum(shares.values()))
+    given: dict[str, list[Job]] = {m: [] for m in order}
+    at = 0
+    for member in order:
+        left = shares[member] * scale if member != order[-1] else math.inf
+        while at < len(jobs) and jobs[at].nbytes <= left + 0.5:
+            given[member].append(jobs[at])
+            left -= jobs[at].nbytes
+            at += 1
+    return {m: run for m, run in given.items() if run}
+
+
+class Adaptive(TransferPolicy):
     """Planned first, corrected by what is measured."""
 
     name = "adaptive"
     recheck_s = 0.02
 
+    def __init__(self, estimates: Estimates | None, options: PolicyOptions) -> None:
+        self.options = options
+        self.plan: SharePlan | None = None
+        """The last plan that was made."""
+        self._links = LinkEstimates(estimates)
+
+    def prior(self, source: str) -> tuple[float, float] | None:
+        return self._links.prior(source)
+
+    def grain_nbytes(self, nbytes: int, sources: int, request_nbytes: int) -> int:
+        return planned_grain_nbytes(nbytes, sources, request_nbytes)
+
     def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Shares:
         nbytes = sum(job.nbytes for job in jobs)
-        if not any(self.estimates.get(m, (0.0, 0.0))[1] for m in sources):
+        if not any(self._links.prior(m) for m in sources):
             return Shares(reason="no estimates: whoever has room takes the next bytes")
-        found, note = self.neighbours(sources)
+        found, note = self._links.neighbours(sources)
         self.plan = shards.closed_form(nbytes, found, ingress_s_per_byte=self.options.ingress_s_per_byte)
         speeds = {n.member: 1 / n.s_per_byte for n in found}
-        return Shares(self.cut(jobs, self.plan.shares, speeds), self.plan.reason + note)
+        return Shares(cut_runs(jobs, self.plan.shares, speeds), self.plan.reason + note)
 
     def request_nbytes(self, stats: SourceStats, now: float, limit: int) -> int:
         return min(limit, int(stats.rate(now) * _QUANTUM_S))
@@ -232,4 +253,4 @@ def make_policy(
     raise ConfigurationError(f"unknown transfer policy {name!r}: expected one of {', '.join(POLICIES)}")
 
 
-__all__ = ["POLICIES", "Adaptive", "Estimated", "Estimates", "PolicyOptions", "make_policy"]
+__all__ = ["POLICIES", "Adaptive", "Estimates", "LinkEstimates", "PolicyOptions", "make_policy"]
