@@ -49,7 +49,8 @@ class Job:
         if name in self._paths:
             endpoint = self._paths[name].address
             spec["settings"] = {**spec.get("settings", {}), "host_scheduler": False}
-        full = {"name": member or name, "endpoint": endpoint, "report": str(self.folder / f"{name}.pt"), **spec}
+        report, enough = str(self.folder / f"{name}.pt"), str(self.folder / "enough")
+        full = {"name": member or name, "endpoint": endpoint, "report": report, "enough": enough, **spec}
         self.harness.start_function(name, engine_members.train, full, env=env, preload=PRELOAD)
 
     @property
@@ -125,13 +126,23 @@ class Job:
         ]
 
     def finish(self, *names: str) -> list[dict[str, Any]]:
-        """The reports of these members, which all end by themselves with exit code 0; the audit must find nothing."""
+        """The reports of these members, which all end by themselves with exit code 0; the audit must find nothing.
+
+        Those that train until it is enough are told so, once all of these are in.
+        """
+        for name in names:
+            self.harness.wait_until(lambda name=name: self._was_in(name), f"{name} to be in, or at its end")
+        (self.folder / "enough").touch()
         for name in names:
             assert self.harness.wait_exit(name) == 0
         for finding in self.harness.audit():
             assert finding.verdict != "violated", self.harness.dump() + f"\n{finding}"
         assert [text for r in self.harness.records for text in problems(r.name, r.fields)] == []
         return [self.report(name) for name in names]
+
+    def _was_in(self, name: str) -> bool:
+        came = any(r.name == "joined" and r.node == name for r in self.harness.records)
+        return came or not self.harness.children[name].running
 
     def report(self, name: str) -> dict[str, Any]:
         """How a member that has ended says that it ended."""

@@ -22,6 +22,11 @@ from chaos_lightning.replication.replay import ModuleReplay
 from chaos_lightning.replication.table import state_hash
 from chaos_lightning.trainer import Trainer, capture_exit_event
 
+UNTIL_ENOUGH = 0
+"""So many epochs: a job trains on until its test has seen all that it waits for."""
+ASKED_EVERY = 20
+"""Steps."""
+
 
 def network(width: int = 32) -> nn.Sequential:
     """What all members train."""
@@ -32,7 +37,8 @@ def train(spec: dict[str, Any]) -> None:
     """One member.
 
     Args:
-        spec: name, endpoint, report (file), samples, batch, epochs, width, settings, gates {step: fifo},
+        spec: name, endpoint, report (file), samples, batch, epochs (UNTIL_ENOUGH: until the file `enough` is there),
+            width, settings, gates {step: fifo},
             drift_at (step), die_at {"when": "after_first_header", "world": members}, load_gate (fifo), load (which of
             its pulls waits there), apply_gate (fifo), step_s (what a step computes beside its own little work), kept
             {field of the state server's ServerConfig: value}, late_log (it never copies a slot in time for its log),
@@ -62,7 +68,7 @@ def train(spec: dict[str, Any]) -> None:
         model = network(width)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         loader = DataLoader(data, spec.get("batch", 4), shuffle=True, num_workers=spec.get("workers", 0))
-        for x, y in trainer.prepare(model, optimizer, loader, epochs=spec.get("epochs", 2)):
+        for x, y in trainer.prepare(model, optimizer, loader, epochs=spec.get("epochs", 2) or 1_000_000):
             optimizer.zero_grad()
             loss = (model(x) - y).square().mean()
             loss.backward()
@@ -88,6 +94,12 @@ def train(spec: dict[str, Any]) -> None:
             if gate is not None:
                 with open(gate) as opened:
                     opened.read()
+            if (
+                spec.get("epochs") == UNTIL_ENOUGH
+                and trainer.step % ASKED_EVERY == 0
+                and is_enough(trainer, spec["enough"])
+            ):
+                break
             if capture_exit_event() or trainer.step == spec.get("exit_at"):
                 trainer.request_node_exit()
                 break
@@ -101,6 +113,12 @@ def train(spec: dict[str, Any]) -> None:
             "out": trainer.engine.out,
         }
     torch.save(report, spec["report"])
+
+
+def is_enough(trainer: Trainer, file: str) -> bool:
+    """Whether any member has seen that the test needs no more steps; all of them hear the same."""
+    seen = b"enough" if os.path.exists(file) else b""
+    return any(answer for _, answer in trainer.engine.gather("all_gather", seen))
 
 
 def hold_the_lock(seconds: float) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from engine_job import Job
+from engine_members import UNTIL_ENOUGH
 from test_members_come_go_and_die import same
 
 from chaos_lightning.events.events import Record
@@ -78,19 +79,20 @@ def test_stopped_member_on_another_machine_is_told_by_its_machine_and_not_by_its
         {},
         min_nodes=2,
         rules={"silence_timeout_s": 600, "hang_timeout_s": 600, "last_holder_timeout_s": 600},
-        epochs=60,
+        epochs=UNTIL_ENOUGH,
     )
     job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="a")
     job.harness.stop("b")
     assert STOPPED in str(left_out(job, "b")["evidence"])
     job.harness.cont("b")
-    job.harness.wait_for("rejoin", node="b")
+    again = job.harness.wait_for("rejoin", node="b")
+    job.harness.wait_for("joined", node="b", after=again)
     end(job, "abc")
 
 
 def test_where_no_machine_tells_silence_does(job: Job) -> None:
     """Its watcher is killed: a short hold of the lock is still no death, a stop still is one."""
-    start_apart(job, "abc", {"b": {20: 0.9}}, min_nodes=2, epochs=60)
+    start_apart(job, "abc", {"b": {20: 0.9}}, min_nodes=2, epochs=UNTIL_ENOUGH)
     job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="a")
     (watcher,) = job.harness.wait_until(lambda: watchers(job, "b"), "a watcher beside b")
     os.kill(watcher, signal.SIGKILL)
@@ -99,7 +101,8 @@ def test_where_no_machine_tells_silence_does(job: Job) -> None:
     job.harness.stop("b")
     assert "last heard" in str(left_out(job, "b", held)["evidence"])
     job.harness.cont("b")
-    job.harness.wait_for("rejoin", node="b")
+    again = job.harness.wait_for("rejoin", node="b")
+    job.harness.wait_for("joined", node="b", after=again)
     end(job, "abc")
 
 
@@ -118,7 +121,7 @@ def test_only_member_is_killed_and_its_machine_proves_it(job: Job) -> None:
 
 
 def test_no_watcher_outlives_its_member_for_long(job: Job) -> None:
-    start_apart(job, "ab", {}, min_nodes=2, epochs=60)
+    start_apart(job, "ab", {}, min_nodes=2, epochs=UNTIL_ENOUGH)
     job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="a")
     for name in "ab":
         job.harness.wait_until(lambda name=name: watchers(job, name), f"a watcher beside {name}")

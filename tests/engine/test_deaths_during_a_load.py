@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine_job import Job
+from engine_members import UNTIL_ENOUGH
 
 
 @pytest.mark.parametrize("when", ["a view is decided without it", "the pull begins"])
@@ -13,10 +14,10 @@ def test_a_third_member_dies_while_a_newcomer_loads(job: Job, victim: str, when:
     gate, first = job.gate("d"), job.gate("a")
     for name in "abc":
         gates = {5: first} if name == "a" else {}
-        job.start(name, settings={"min_nodes": 3 if name == "a" else 1}, epochs=20, gates=gates)
+        job.start(name, settings={"min_nodes": 3 if name == "a" else 1}, epochs=UNTIL_ENOUGH, gates=gates)
         job.harness.wait_for("welcomed", node=name)
     job.harness.wait_step(5)
-    job.start("d", epochs=20, load_gate=gate)
+    job.start("d", epochs=UNTIL_ENOUGH, load_gate=gate)
     job.harness.wait_for("welcomed", node="d")
     job.open(first)
     job.harness.wait_for("notice", lambda r: r.get("text") == "about to pull", node="d")
@@ -39,13 +40,13 @@ def test_who_has_just_loaded_hands_the_state_on_when_its_only_donor_dies(job: Jo
     gate = job.gate("c")
     for name in "abc":
         given = {"load_gate": gate} if name == "c" else {}
-        job.start(name, settings={"min_nodes": 3 if name == "a" else 1}, epochs=20, **given)
+        job.start(name, settings={"min_nodes": 3 if name == "a" else 1}, epochs=UNTIL_ENOUGH, **given)
         job.harness.wait_for("welcomed", node=name)
     job.harness.wait_for("joined", node="b")
     job.harness.wait_for("notice", lambda r: r.get("text") == "about to pull", node="c")
     job.harness.kill("a")
     death = job.harness.wait_for("death", lambda r: r.member.startswith("a~"))
-    job.start("d", epochs=20)
+    job.start("d", epochs=UNTIL_ENOUGH)
     job.harness.wait_for("decide", node="default", after=death)
     job.open(gate)
     job.harness.wait_for("joined", node="c")

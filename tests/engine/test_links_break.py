@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 from engine_job import Job
+from engine_members import UNTIL_ENOUGH
 
 from chaos_lightning.events.events import Record
 from chaos_lightning.lab.faults import FaultPlan
 
 
-def founded(job: Job, *, epochs: int = 20, gate: str = "") -> Record:
+def founded(job: Job, *, gate: str = "") -> Record:
     """Three members; a is the root, c dials both others. With a gate, a waits there after step 5."""
     for name in "abc":
         gates = {5: gate} if gate and name == "a" else {}
-        job.start(name, settings={"min_nodes": 3}, epochs=epochs, gates=gates)
+        job.start(name, settings={"min_nodes": 3}, epochs=UNTIL_ENOUGH, gates=gates)
         job.harness.wait_for("welcomed", node=name)
     view = job.harness.wait_for("view", lambda r: len(r.get("members") or ()) == 3, node="default")
     job.harness.wait_step(5)
@@ -62,7 +63,7 @@ def test_a_cut_link_is_dialled_again_and_the_open_step_redone(routed_job: Job, e
 @pytest.mark.slow
 def test_a_link_that_is_cut_again_and_again_stops_nobody_for_good(routed_job: Job) -> None:
     job = routed_job
-    view = founded(job, epochs=60)
+    view = founded(job)
     for one, other in ("ab", "bc", "ac", "ab"):
         job.harness.cut(one, other)
         job.harness.wait_for("link_down", lambda r: str(r.get("evidence")).startswith("closed"), node=other, after=view)
@@ -75,7 +76,7 @@ def test_a_link_that_is_cut_again_and_again_stops_nobody_for_good(routed_job: Jo
 def test_a_stalled_link_is_noticed_though_nobody_closes_it(routed_job: Job) -> None:
     """A black hole between b and c, while all processes and all control streams live."""
     job = routed_job
-    view = founded(job, epochs=60)
+    view = founded(job)
     job.harness.stall("b", "c")
     for here, there in ("bc", "cb"):
         down = job.harness.wait_for("link_down", node=here, after=view)
@@ -92,7 +93,7 @@ def test_a_stalled_link_is_noticed_though_nobody_closes_it(routed_job: Job) -> N
 def test_a_short_stall_is_waited_out(routed_job: Job) -> None:
     """TCP loses nothing in it, so the same step goes on in the same view."""
     job = routed_job
-    founded(job, epochs=40)
+    founded(job)
     job.harness.stall("a", "b", seconds=0.3)
     restored = job.harness.wait_for("fault_injected", lambda r: r.get("kind") == "restore")
     job.harness.wait_for("committed", node="b", after=restored)
@@ -103,7 +104,7 @@ def test_a_short_stall_is_waited_out(routed_job: Job) -> None:
 def test_a_link_that_stays_away_is_done_without_and_comes_back_with_a_header(routed_job: Job) -> None:
     """Nobody waits for `step_timeout_s`: contributions and headers go by way of the third member meanwhile."""
     job = routed_job
-    view = founded(job, epochs=60)
+    view = founded(job)
     job.harness.cut("a", "b")
     decided = job.harness.wait_for("decide", lambda r: "and both live" in str(r.get("reason")), node="default")
     gone = job.harness.wait_for("view", lambda r: len(r.get("links") or ()) == 2, node="b", after=view)

@@ -8,6 +8,7 @@ from typing import Any
 import engine_members
 import pytest
 from engine_job import Job
+from engine_members import UNTIL_ENOUGH
 
 
 def same(reports: list[dict[str, Any]]) -> None:
@@ -37,10 +38,10 @@ def test_newcomers_initial_weights_do_not_matter(job: Job) -> None:
 @pytest.mark.slow
 def test_two_newcomers_at_once(job: Job) -> None:
     gate = job.gate("a")
-    job.start("a", gates={5: gate}, epochs=20)  # long enough for both on a busy machine
+    job.start("a", gates={5: gate}, epochs=UNTIL_ENOUGH)
     job.harness.wait_step(5)
-    job.start("b", epochs=20)
-    job.start("c", epochs=20)
+    job.start("b", epochs=UNTIL_ENOUGH)
+    job.start("c", epochs=UNTIL_ENOUGH)
     job.harness.wait_for("welcomed", node="b")
     job.harness.wait_for("welcomed", node="c")
     job.open(gate)
@@ -49,16 +50,16 @@ def test_two_newcomers_at_once(job: Job) -> None:
 
 @pytest.mark.parametrize("victim", ["root", "leaf"])
 def test_sigkill_of_one_of_three(job: Job, victim: str) -> None:
-    job.start("a", settings={"min_nodes": 3}, epochs=30)  # long enough for the newcomer on a busy machine
+    job.start("a", settings={"min_nodes": 3}, epochs=UNTIL_ENOUGH)
     job.harness.wait_for("welcomed", node="a")
     for name in "bc":
-        job.start(name, settings={"min_nodes": 3}, epochs=30)
+        job.start(name, settings={"min_nodes": 3}, epochs=UNTIL_ENOUGH)
     # Deaths inside the members are told to the harness by name; the first welcomed is the root.
     dead, alive = ("a", "bc") if victim == "root" else ("c", "ab")
     job.harness.wait_step(3)
     job.harness.kill(dead)
     job.harness.wait_for("death", lambda r: r.member.startswith(f"{dead}~"))
-    job.start("d", epochs=30)
+    job.start("d", epochs=UNTIL_ENOUGH)
     same(job.finish(*alive, "d"))
 
 
@@ -66,13 +67,13 @@ def test_sigkill_of_one_of_three(job: Job, victim: str) -> None:
 def test_two_of_four_die_at_once(job: Job) -> None:
     gate = job.gate("a")
     for name in "abcd":
-        job.start(name, settings={"min_nodes": 2}, epochs=20, gates={60: gate} if name == "a" else {})
+        job.start(name, settings={"min_nodes": 2}, epochs=UNTIL_ENOUGH, gates={60: gate} if name == "a" else {})
     job.harness.wait_for("view", lambda r: len(r.get("members") or ()) == 4)
     job.harness.wait_step(3)
     job.harness.kill("b")
     job.harness.kill("c")
     for name in "ef":
-        job.start(name, epochs=20)
+        job.start(name, epochs=UNTIL_ENOUGH)
     for name in "ef":
         job.harness.wait_for("welcomed", node=name)
     job.open(gate)
@@ -82,11 +83,11 @@ def test_two_of_four_die_at_once(job: Job) -> None:
 @pytest.mark.slow
 def test_root_dies_after_its_header_reached_one_member(job: Job) -> None:
     """The hand-on path: the result that one survivor holds is given to the other verbatim (PROTOCOL.md 9)."""
-    job.start("a", settings={"min_nodes": 2}, die_at={"when": "after_first_header", "world": 3}, epochs=30)
+    job.start("a", settings={"min_nodes": 2}, die_at={"when": "after_first_header", "world": 3}, epochs=UNTIL_ENOUGH)
     job.harness.declare("a")
     job.harness.wait_for("welcomed", node="a")
     for name in "bc":
-        job.start(name, epochs=30)
+        job.start(name, epochs=UNTIL_ENOUGH)
     handed = job.harness.wait_for("hand_on")
     assert handed.get("base") is not None
     same(job.finish("b", "c"))
@@ -94,14 +95,15 @@ def test_root_dies_after_its_header_reached_one_member(job: Job) -> None:
 
 def test_frozen_member_is_fenced_and_joins_again_in_the_same_process(job: Job) -> None:
     for name in "abc":
-        job.start(name, settings={"min_nodes": 2}, epochs=60)
+        job.start(name, settings={"min_nodes": 2}, epochs=UNTIL_ENOUGH)
     job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="a")  # nobody is still loading
     pid = job.harness.children["b"].pid
     job.harness.stop("b")
     death = job.harness.wait_for("death", lambda r: r.member.startswith("b~"))
     job.harness.wait_for("committed", node="a", after=death)
     job.harness.cont("b")
-    job.harness.wait_for("rejoin", node="b")
+    again = job.harness.wait_for("rejoin", node="b")
+    job.harness.wait_for("joined", node="b", after=again)
     reports = job.finish("a", "b", "c")
     same(reports)
     assert reports[1]["pid"] == pid
@@ -147,8 +149,8 @@ def test_only_member_is_killed(job: Job, heir: str) -> None:
 
 def test_sigterm_leaves_after_the_step_with_exit_code_0(job: Job) -> None:
     for name in "abc":
-        job.start(name, settings={"min_nodes": 2}, epochs=30)
-    job.harness.wait_for("view", lambda r: len(r.get("members") or ()) == 3)
+        job.start(name, settings={"min_nodes": 2}, epochs=UNTIL_ENOUGH)
+    job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="a")
     job.harness.terminate("b", number=signal.SIGINT)
     assert job.harness.wait_exit("b") == 0
     same(job.finish("a", "c"))
@@ -170,11 +172,11 @@ def test_who_leaves_after_the_last_step_ends_with_the_others(job: Job, leaver: s
 def test_who_leaves_hands_newcomers_the_state_that_the_others_have(job: Job) -> None:
     """It takes a step without its script, and then a newcomer comes in and pulls from the oldest member, the leaver."""
     gate = job.gate("a")
-    job.start("a", epochs=20, settings={"min_nodes": 2}, gates={5: gate}, exit_at=5)
+    job.start("a", epochs=UNTIL_ENOUGH, settings={"min_nodes": 2}, gates={5: gate}, exit_at=5)
     job.harness.wait_for("welcomed", node="a")
-    job.start("b", epochs=20, settings={"min_nodes": 2})
+    job.start("b", epochs=UNTIL_ENOUGH, settings={"min_nodes": 2})
     job.harness.wait_step(5)
-    job.start("c", epochs=20)
+    job.start("c", epochs=UNTIL_ENOUGH)
     job.admitted("c")
     job.open(gate)
     reports = job.finish("a", "b", "c")
@@ -184,9 +186,9 @@ def test_who_leaves_hands_newcomers_the_state_that_the_others_have(job: Job) -> 
 
 @pytest.mark.slow
 def test_leaver_is_the_writer_and_root(job: Job) -> None:
-    job.start("a", epochs=30)
+    job.start("a", epochs=UNTIL_ENOUGH)
     job.harness.wait_for("welcomed", node="a")
-    job.start("b", epochs=30)
+    job.start("b", epochs=UNTIL_ENOUGH)
     job.harness.wait_for("view", lambda r: len(r.get("members") or ()) == 2)
     job.harness.terminate("a")
     assert job.harness.wait_exit("a") == 0
@@ -219,7 +221,7 @@ def test_workers_of_a_killed_member_do_not_hide_its_death(job: Job) -> None:
     """DataLoader workers inherit sockets; the survivors must see the death at once all the same."""
     for name in "abc":
         job.start(name, settings={"min_nodes": 2}, epochs=4, workers=1, samples=480)
-    job.harness.wait_for("view", lambda r: len(r.get("members") or ()) == 3)
+    job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="a")
     job.harness.kill("b")
     death = job.harness.wait_for("death", lambda r: r.member.startswith("b~"), deadline_s=5)
     assert "closed" in str(death.get("evidence"))

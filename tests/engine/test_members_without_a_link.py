@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from engine_job import Job
+from engine_members import UNTIL_ENOUGH
 
 from chaos_lightning.lab.emulation import RATES
 
@@ -64,7 +65,7 @@ def test_the_member_that_messages_pass_through_is_killed(job: Job, dead: str) ->
     """A ring a - b - c - d: a, the root, and c have no link, and b, being older than d, is between them. Then d is."""
     named = {"a": "b,d", "b": "a,c", "c": "b,d", "d": "a,c"}
     for name, neighbours in named.items():
-        job.start(name, settings={"min_nodes": 3, "neighbours": neighbours}, epochs=60)
+        job.start(name, settings={"min_nodes": 3, "neighbours": neighbours}, epochs=UNTIL_ENOUGH)
         job.harness.wait_for("welcomed", node=name)
     joined = job.harness.wait_for("joined", node="d")
     job.harness.wait_for("committed", node="a", after=joined)

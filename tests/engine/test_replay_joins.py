@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from engine_job import Job
+from engine_members import UNTIL_ENOUGH
 from test_members_come_go_and_die import same
 
 BY_REPLAY = {"join_by": "replay"}
@@ -27,9 +28,9 @@ def pulls(job: Job, name: str) -> list[dict[str, Any]]:
 
 def test_a_newcomer_replays_while_the_others_train(job: Job) -> None:
     for name in "ab":
-        job.start(name, settings={"min_nodes": 2}, epochs=60, width=300, step_s=0.01)
+        job.start(name, settings={"min_nodes": 2}, epochs=UNTIL_ENOUGH, width=300, step_s=0.01)
     job.harness.wait_step(10)
-    job.start("c", seed=2, epochs=60, width=300, step_s=0.01, settings=BY_REPLAY)
+    job.start("c", seed=2, epochs=UNTIL_ENOUGH, width=300, step_s=0.01, settings=BY_REPLAY)
     caught = job.harness.wait_for("caught_up")
     assert caught.member.startswith("c~")
     same(job.finish("a", "b", "c"))

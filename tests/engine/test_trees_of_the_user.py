@@ -9,6 +9,7 @@ from typing import Any
 import engine_members
 import pytest
 from engine_job import Job
+from engine_members import UNTIL_ENOUGH
 
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.member.training import reduced_buffers
@@ -40,9 +41,11 @@ def test_a_fourth_member_does_not_fit_into_the_trees_of_three(job: Job) -> None:
     plan = written(job, trees(0, 1024, gradient_nbytes()))
     gate = job.gate("a")
     for name in "abc":
-        job.start(name, settings={"min_nodes": 3, "plan": plan}, epochs=20, gates={5: gate} if name == "a" else {})
+        job.start(
+            name, settings={"min_nodes": 3, "plan": plan}, epochs=UNTIL_ENOUGH, gates={5: gate} if name == "a" else {}
+        )
     job.harness.wait_step(5)
-    job.start("d", epochs=20)
+    job.start("d", epochs=UNTIL_ENOUGH)
     joining = job.harness.wait_for("view", lambda r: len(r.get("members") or ()) == 4, node="default")
     assert "plan: rotating instead: tree 0 does not span ['d~" in str(joining.get("reason"))
     job.open(gate)
