@@ -83,7 +83,11 @@ def train(spec: dict[str, Any]) -> None:
                 with torch.no_grad():
                     model[0].weight += 1e-3
             trainer.update()
+            # Before a newcomer can come in, which would not be asked at this step.
+            enough = asks(spec, trainer.step) and is_enough(trainer, spec["enough"])
             trainer.check_state_replication()
+            if enough:
+                break
             if spec.get("gather_at") == trainer.step:
                 try:
                     trainer.engine.gather("all_gather", bytes(spec["gather_nbytes"]))
@@ -94,12 +98,6 @@ def train(spec: dict[str, Any]) -> None:
             if gate is not None:
                 with open(gate) as opened:
                     opened.read()
-            if (
-                spec.get("epochs") == UNTIL_ENOUGH
-                and trainer.step % ASKED_EVERY == 0
-                and is_enough(trainer, spec["enough"])
-            ):
-                break
             if capture_exit_event() or trainer.step == spec.get("exit_at"):
                 trainer.request_node_exit()
                 break
@@ -113,6 +111,10 @@ def train(spec: dict[str, Any]) -> None:
             "out": trainer.engine.out,
         }
     torch.save(report, spec["report"])
+
+
+def asks(spec: dict[str, Any], step: int) -> bool:
+    return spec.get("epochs") == UNTIL_ENOUGH and step % ASKED_EVERY == 0
 
 
 def is_enough(trainer: Trainer, file: str) -> bool:
