@@ -9,6 +9,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 # Processes that share the tests; 0 runs them in one, as a debugger wants it
 JOBS ?= 2
+# Tests start a thousand processes: each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 # A checkout of Lightning, or the folder with its tests_pytorch/
 LIGHTNING ?=
 # A commit that make size compares with

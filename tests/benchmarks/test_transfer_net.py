@@ -82,6 +82,7 @@ def test_a_layout_has_the_size_it_was_made_for(state_mib: float) -> None:
     assert all(size > 0 and size % 4 == 0 for size in layout)
 
 
+@pytest.mark.slow
 def test_a_pull_over_the_emulated_edge(tmp_path) -> None:  # type: ignore[no-untyped-def]
     links = {("a", transfer.NEW): 100e6, ("b", transfer.NEW): 200e6, ("b", "c"): 100e6}
     with Network(links, transfer.NEW, disk_bps=0.0, folder=tmp_path) as net:

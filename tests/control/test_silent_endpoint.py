@@ -86,7 +86,9 @@ def exhaust(process: subprocess.Popen[str]) -> Callable[[], None]:
     return lambda: resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize(("hurt", "words"), [(freeze, "which is stopped"), (exhaust, "files open")])
+@pytest.mark.parametrize(
+    ("hurt", "words"), [(freeze, "which is stopped"), pytest.param(exhaust, "files open", marks=pytest.mark.slow)]
+)
 def test_a_scheduler_that_stands_still_is_waited_for_by_name(
     scheduler: subprocess.Popen[str],
     said: Said,

@@ -175,7 +175,7 @@ class Finishing(ScriptedMachine):
         return {**super().snapshot(), "chain": self.chain.id, "view": ""}
 
 
-@pytest.mark.parametrize("gone_on", [False, True])
+@pytest.mark.parametrize("gone_on", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_end_of_a_job_is_carried_to_the_next_time_that_this_process_leads(
     tmp_path: Path, job: str, *, gone_on: bool
 ) -> None:

@@ -57,7 +57,7 @@ def left_out(job: Job, name: str, after: Record | None = None) -> Record:
     return death
 
 
-@pytest.mark.parametrize("name", ["a", "c"])
+@pytest.mark.parametrize("name", [pytest.param("a", marks=pytest.mark.slow), "c"])
 def test_member_that_holds_the_interpreters_lock_on_another_machine_is_not_put_out(job: Job, name: str) -> None:
     """For 0.7 s, again and again: as commit root, and as one of the others."""
     start_apart(job, "abc", {name: dict.fromkeys(range(5, 25, 4), 0.7)})

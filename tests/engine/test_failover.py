@@ -66,7 +66,7 @@ def equal(job: Job, names: str, after: Record) -> None:
         assert alike["hash"] == hashed["hash"], name
 
 
-@pytest.mark.parametrize("how", ["kill", "stop", "resign"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.slow), "resign"])
 def test_another_one_leads_at_once_and_nobody_is_put_out(job: Job, etcd: EtcdServers, how: str) -> None:
     places = stand_by(job, etcd, 3)
     before = train(job, *"ab")
@@ -103,7 +103,7 @@ def test_a_leader_that_freezes_when_it_has_just_welcomed_a_member_is_left(job: J
     job.leave("a")
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.slow), "stop"])
 def test_a_member_dies_with_the_leader_and_the_others_go_on(job: Job, etcd: EtcdServers, how: str) -> None:
     places = stand_by(job, etcd, 2)
     before = train(job, *"abc")
@@ -131,6 +131,7 @@ def test_etcds_leader_dies_with_the_leader(job: Job, etcd: EtcdServers) -> None:
     job.leave(*"abc")
 
 
+@pytest.mark.slow
 def test_a_candidate_that_does_not_lead_names_the_one_that_does(job: Job, etcd: EtcdServers) -> None:
     places = stand_by(job, etcd, 2)
     train(job, "a")

@@ -36,7 +36,7 @@ def test_newcomer_is_told_to_leave_as_it_is_about_to_pull_the_state(job: Job) ->
 
 def test_vain_wait_says_for_what_where_and_what_to_do(job: Job) -> None:
     job.harness.declare("a")
-    job.start("a", settings={"min_nodes": 2, "join_timeout_s": 8.0})
+    job.start("a", settings={"min_nodes": 2, "join_timeout_s": 4.0})
     assert job.harness.wait_exit("a") == 1
     words = job.harness.children["a"].tail().splitlines()[-1]
     for part in (
@@ -53,7 +53,7 @@ def test_founders_between_whom_no_link_leads_are_told_so(job: Job) -> None:
     """Enough of them are here, so it would not help to start another one."""
     job.harness.declare("a", "b")
     for name, neighbour in (("a", "x"), ("b", "y")):
-        job.start(name, settings={"min_nodes": 2, "join_timeout_s": 8.0, "neighbours": neighbour})
+        job.start(name, settings={"min_nodes": 2, "join_timeout_s": 4.0, "neighbours": neighbour})
         job.harness.wait_for("welcomed", node=name)
     assert [job.harness.wait_exit(name) for name in "ab"] == [1, 1]
     words = job.harness.children["a"].tail().splitlines()[-1]

@@ -125,6 +125,7 @@ def test_keys_are_rotated_while_two_members_train(job: Job, keys: Path) -> None:
     job.leave(*"abcd")
 
 
+@pytest.mark.slow
 def test_another_scheduler_leads_and_members_find_it_with_tls(job: Job, keys: Path, tmp_path: Path) -> None:
     try:
         etcd = EtcdServers(tmp_path / "etcd", 1)

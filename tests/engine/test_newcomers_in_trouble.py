@@ -12,7 +12,7 @@ from chaos_lightning.events.events import Record
 
 SPEC: dict[str, Any] = {"epochs": 1000, "width": 300, "step_s": 0.01}
 HASHED = {"state_hash_every": 10}
-WAYS = pytest.mark.parametrize("way", ["pause", "replay"])
+WAYS = pytest.mark.parametrize("way", [pytest.param("pause", marks=pytest.mark.slow), "replay"])
 
 
 def two_train(job: Job, **more: Any) -> None:

@@ -109,7 +109,7 @@ def test_a_routed_message_is_the_same_at_the_other_end(to: str, source: str, hop
 
 
 @given(st.binary(max_size=64))
-def test_bytes_that_are_no_letter_are_an_error(data: bytes) -> None:
+def test_bytes_that_are_no_routed_message_are_an_error(data: bytes) -> None:
     try:
         routed = unpacked(memoryview(data))
     except WireError:
@@ -120,6 +120,6 @@ def test_bytes_that_are_no_letter_are_an_error(data: bytes) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"\x05\x01", b"\x05\x00\x00\x01\x00a", b"\x05\x09\x00\x09\x00ab", b"\x05\x01\x00\x01\x00\xff\xffx"]
 )
-def test_a_broken_letter_says_what_is_wrong(data: bytes) -> None:
+def test_a_broken_routed_message_says_what_is_wrong(data: bytes) -> None:
     with pytest.raises(WireError, match="routed message"):
         unpacked(memoryview(data))

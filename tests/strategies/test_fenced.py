@@ -41,7 +41,15 @@ def places(slots: list[str]) -> list[int]:
     return [at + 1 for at, way in enumerate(ways) if way not in ways[:at] or way not in ways[at + 1 :]]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("epochs", marks=pytest.mark.slow),
+        pytest.param("steps", marks=pytest.mark.slow),
+        "accumulation",
+        "manual",
+    ],
+)
 def test_fenced_at_any_slot(tmp_path: Path, double: Any, case: str) -> None:
     plain, reference, engine = run(tmp_path, double, case, -1)
     slots = [header.name for header in engine.log]

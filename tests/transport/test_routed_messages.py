@@ -254,7 +254,7 @@ def test_a_message_that_fits_no_frame_with_its_address_is_dropped_and_told(
 
 
 @pytest.mark.parametrize("data", [b"", b"\x01\x09\x00\x09\x00abc", b"\xff" * 40])
-def test_a_damaged_letter_breaks_the_link_that_it_came_over(build: Build, data: bytes) -> None:
+def test_a_damaged_routed_message_breaks_the_link_that_it_came_over(build: Build, data: bytes) -> None:
     (a,) = build("a").values()
     with Stuck(a, "x") as stranger:
         checksum = payload_checksum((memoryview(data),))
