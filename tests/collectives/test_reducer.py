@@ -176,6 +176,26 @@ def test_members_without_samples_add_nothing(cluster, kind, empty, by_reference)
 
 
 @pytest.mark.parametrize("by_reference", [False, True])
+def test_gradients_that_lie_in_several_places_are_added_where_they_belong(cluster, by_reference):
+    """Large gradients are read from where autograd put them, between those in the member's own memory."""
+    nodes = cluster(3, chunk=1 << 20, by_reference=by_reference)
+    view = a_view([n.me for n in nodes], PlanSpec("chain", 1 << 20))
+    expected = torch.zeros_like(nodes[0].memory.own.view(torch.float32))
+    for i, node in enumerate(nodes):
+        whole = node.fill(i)
+        expected += whole.view(torch.float32)
+        for index in (0, 2, 4):
+            lent = node.memory.view(whole, index).clone()
+            node.memory.view(node.memory.own, index).fill_(float("nan"))
+            node.memory.lend(index, lent)
+    for node in nodes:
+        node.run(view, 1)
+    for node in nodes:
+        node.wait(view, 1)
+        assert torch.allclose(node.flat(1, torch.float32), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("by_reference", [False, True])
 def test_a_step_is_reduced_again_by_survivors_from_kept_gradients(cluster, by_reference):
     nodes = cluster(3, by_reference=by_reference)
     first = a_view([n.me for n in nodes], PlanSpec("rotating", 32768))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from chaos_lightning.configs.schema import ChaosStrategyConfig, OptionsConfig
 from chaos_lightning.control import scheduler_main
 from chaos_lightning.control.options import HOSTED, MEMORY, SchedulerOptions, change_settings, settings_from_json
-from chaos_lightning.declared import Setting, declared
+from chaos_lightning.declared import Setting, at_least, declared, positive
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.protocol.types import Settings
 from chaos_lightning.rendezvous.options import MEMBER_OPTIONS, OPTIONS, SETTING_OPTIONS, conf_help, read_options
@@ -251,3 +252,15 @@ def test_the_page_tells_each_setting() -> None:
     if os.environ.get("CHAOS_REWRITE"):
         PAGE.write_text(text)
     assert PAGE.read_text() == text, "docs/settings.md is of yesterday; CHAOS_REWRITE=1 writes it again"
+
+
+@pytest.mark.parametrize(
+    ("value", "fits"), [(0, False), (-1, False), (1e-9, True), (math.inf, False), (math.nan, False)]
+)
+def test_a_positive_number_is_above_zero_and_finite(value: float, fits: bool) -> None:
+    assert positive("seconds")(value) == ("" if fits else "expected a positive number of seconds")
+
+
+@pytest.mark.parametrize(("value", "fits"), [(2, True), (1.9, False), (math.inf, False), (math.nan, False)])
+def test_at_least_takes_its_bound(value: float, fits: bool) -> None:
+    assert at_least(2, "2 or more")(value) == ("" if fits else "expected 2 or more")

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from chain_support import decide, etcd_chain
 from etcd_for_tests import servers
@@ -27,10 +28,13 @@ from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.control.options import Owed, SchedulerOptions, ServerConfig
 from chaos_lightning.control.server import CANNOT_LEAD
+from chaos_lightning.control.service_pb2_grpc import SchedulerStub
 from chaos_lightning.control.store import Store
 from chaos_lightning.control.streams import Stream, Streams
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.protocol import chaos_pb2
 from chaos_lightning.protocol.types import Settings, ViewId
+from chaos_lightning.security.access import LEADER_KEY
 
 
 class PlainCandidacy:
@@ -65,7 +69,7 @@ class PlainCandidacy:
         return False
 
     def leader(self) -> str:
-        return ""
+        return str(self.told.get("leader", ""))
 
     def trouble(self) -> str:
         return ""
@@ -253,6 +257,24 @@ def test_a_standby_that_does_not_know_who_leads_is_no_reason_not_to_ask_the_othe
         assert fetch_status(places)["endpoint"] == second.endpoint
         assert fetch_status(first.endpoint)["endpoint"] == first.endpoint, "nobody else to ask"
         assert fetch_status(places, follow=False)["endpoint"] == first.endpoint
+
+
+@pytest.mark.parametrize(
+    ("call", "request_"),
+    [
+        ("Drain", chaos_pb2.DrainRequest(name="x")),
+        ("ChangeLink", chaos_pb2.LinkChangeRequest(a="x", b="y")),
+        ("Reset", chaos_pb2.ResetRequest()),
+    ],
+)
+def test_a_standby_decides_nothing_and_names_the_leader(call: str, request_: Any) -> None:
+    waits = PlainCandidacy()
+    waits.told = {"leader": "a:1"}
+    with serving(candidacy=waits) as served, grpc.insecure_channel(served.endpoint) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            getattr(SchedulerStub(channel), call)(request_, timeout=PATIENCE_S)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert dict(caught.value.trailing_metadata())[LEADER_KEY] == "a:1"
 
 
 def test_one_among_the_endpoints_that_refuses_does_not_hide_what_a_standby_says() -> None:
