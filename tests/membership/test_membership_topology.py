@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from membership_script import SchedulerScript
 
 from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.membership.topology import (
@@ -190,6 +192,23 @@ def test_removed_link_stays_removed_for_the_next_incarnation() -> None:
     topology.removed[pair("a", "b")] = "removed"
     topology.forget("b~2")
     assert not topology.wants(peer("a~1", "b"), peer("b~7", "a"))
+
+
+def test_a_link_that_an_operator_adds_has_never_failed() -> None:
+    """Or the next view would leave it out for as long as one that fails again and again."""
+    script = SchedulerScript()
+    written = Path(__file__).parent / "scenarios" / "scheduler_link_removed_and_added.txt"
+    for line in (line[2:].split() for line in written.read_text().splitlines() if line.startswith("> ")):
+        if line == "operator link add b a".split():
+            break
+        script.line(line)
+    assert script.machine is not None
+    fact = script.machine.topology.fact("a~1", "b~2")
+    fact.failures = 4
+    script.line("operator link remove a c".split())
+    assert fact.failures == 4
+    script.line("operator link add b a".split())
+    assert fact.failures == 0
 
 
 # ------------------------------------------------------------------ plans over links
