@@ -15,7 +15,7 @@ the scheduler again on its file. Steps have a pause that stands for heavier comp
 else runs on this machine.
 
 A standby that has watched a leader for three seconds knows that it follows the job's own chain, and leads at once. One
-that was elected sooner first listens for members that know more than its store (PROTOCOL.md 14a). So a strike comes
+that was elected sooner first listens for members that know more than its store (protocol.md 14a). So a strike comes
 when standbys have watched for as long, but for the cases "soon after an election".
 
 Peers in the same run (benchmarks/peers/coordinators.py): torchrun with its c10d store, torchft with its lighthouse.

@@ -129,7 +129,7 @@ class EngineConfig:
         "adaptive",
         f"Which member sends this one which part of the state: {', '.join(POLICIES)}. adaptive is planned by what is "
         "known of the links and corrected by what is measured; the others are as in the paper Chaos and in what it "
-        "compares with (docs/transfer.md).",
+        "compares with, but for shared, where whoever has room takes the next piece (docs/transfer.md).",
         check=one_of(POLICIES),
     )
     ingress_bps: float = setting(

@@ -1,4 +1,4 @@
-"""Lightning's small collectives as numbered slots of the job (PROTOCOL.md 28).
+"""Lightning's small collectives as numbered slots of the job (protocol.md 28).
 
 Theory of operation. Each collective is one gather: every member sends its value, gets everybody's in rank order, and
 computes the answer by itself, so that all get the same bits. The slot's name says which call it is, so members that

@@ -123,7 +123,7 @@ class TrainLoader:
         self._batches = None
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints: what is spent (PROTOCOL.md 27)."""
+        """For checkpoints: what is spent (protocol.md 27)."""
         return self.elastic.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

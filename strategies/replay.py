@@ -1,4 +1,4 @@
-"""Replay under Lightning: which fits can be replayed, and a step as Lightning would have taken it (PROTOCOL.md 17).
+"""Replay under Lightning: which fits can be replayed, and a step as Lightning would have taken it (protocol.md 17).
 
 Theory of operation. After our average Lightning's automatic optimization runs hooks, clips by the precision plugin
 with the Trainer's own rule, and steps the optimizer. Replay does the clipping and the step and leaves the hooks out, so

@@ -1,6 +1,6 @@
 """Checkpoint files: what is added to them, and how they are written.
 
-A checkpoint says of which committed step it is: the number and the hash of the header (PROTOCOL.md 4, 4a). The data's
+A checkpoint says of which committed step it is: the number and the hash of the header (protocol.md 4, 4a). The data's
 ledger is in it by the training loader's state, which lies with ours and not where Lightning puts it: with another
 strategy the loader has no state, and Lightning refuses a checkpoint that brings one. A local file is written beside its
 place under a name with that hash and then moved, so that a reader never sees half a file and two writers (one of them

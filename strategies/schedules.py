@@ -5,7 +5,7 @@ which a job takes the fewer the more members it has. Samples it uses the same nu
 So `BySamples` walks a schedule that was written for one machine, which takes a step after each `samples_per_step`
 samples: after an optimizer step of the job it goes as many steps as the samples in it are worth, and what is left over
 counts next time. How many samples a committed step used is the difference of two headers' ledgers, the same on all
-members (PROTOCOL.md 25, 27); the sum is part of the schedule's state, which checkpoints and newcomers get.
+members (protocol.md 25, 27); the sum is part of the schedule's state, which checkpoints and newcomers get.
 """
 
 from __future__ import annotations

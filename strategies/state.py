@@ -1,4 +1,4 @@
-"""The training state of a Lightning fit, as donors publish it and newcomers take it over (PROTOCOL.md 15, 21).
+"""The training state of a Lightning fit, as donors publish it and newcomers take it over (protocol.md 15, 21).
 
 Theory of operation. Tensors: the module's parameters and buffers, the optimizers' state, and modules that callbacks
 average. Everything else is the manifest: optimizer layout, schedulers, gradient scaler, loops' counters, callbacks,

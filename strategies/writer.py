@@ -4,7 +4,7 @@ Theory of operation. Rank 0 writes. Everybody sets up as rank 1, so becoming the
 the job's first member and for one whose writer has died or left: loggers open, hyperparameters are logged, the
 progress bar is switched on where the loops stand, and callbacks that write once at set-up get a second chance.
 
-Logged values leave the job only when the step they belong to is stable (PROTOCOL.md 4): with other members, calls of
+Logged values leave the job only when the step they belong to is stable (protocol.md 4): with other members, calls of
 `log_metrics` wait until the next slot has committed. A writer that dies in between has logged nothing that others redo.
 """
 

@@ -5,7 +5,7 @@ the leading scheduler gets SIGKILL, or SIGSTOP for some seconds; an etcd server 
 does, gets SIGKILL. Each comes back after a while, and only then is the next card drawn: etcd keeps its majority, and
 somebody can lead. Members must notice nothing of it but that joins and recoveries wait for moments.
 
-Three more cards put a store in the chain's place that does not know what the job has come to (PROTOCOL.md 14a), and
+Three more cards put a store in the chain's place that does not know what the job has come to (protocol.md 14a), and
 take it away again. *old_snapshot*: all of etcd's data are replaced by a copy that was made some views earlier.
 *old_store*: one scheduler, on a copy of the chain as it was some views earlier, in place of the candidates.
 *empty_scheduler*: one scheduler, on an empty file. None of them may decide anything: members train on, and who comes or

@@ -4,7 +4,7 @@ Theory of operation. A hook on every parameter fires when its gradient of this b
 times the member's coefficient, is copied into own memory (cache-hot), and grid cells whose parameters are all there are
 given to the reducer at once, while backward goes on. No DDP wrapper: its constructor and its bucket rebuild are
 collectives that a newcomer cannot join. What no hook reported is settled by `flush`: a gradient from an earlier pass is
-copied then, a parameter without one contributes zeros and an absent bit (PROTOCOL.md 5). On an accelerator copies run
+copied then, a parameter without one contributes zeros and an absent bit (protocol.md 5). On an accelerator copies run
 asynchronously into pinned memory; a thread waits for their events so that autograd never does.
 """
 

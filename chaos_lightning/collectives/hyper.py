@@ -1,4 +1,4 @@
-"""Hyperparameters in words: what members compare with every step, and what replay sets (PROTOCOL.md 17, 23)."""
+"""Hyperparameters in words: what members compare with every step, and what replay sets (protocol.md 17, 23)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Theory of operation. Sections (one per optimizer, then one for reduced buffers) follow each other; in a section
 parameters stand in reverse order, since backward finishes the last layers first; each parameter is aligned, so a chunk
 can be viewed in its type. A *run* is a maximal stretch of one type in one section; chunk borders never cross runs, so
-chunks are summed in one type. The layout's hash is part of every contribution (PROTOCOL.md 20).
+chunks are summed in one type. The layout's hash is part of every contribution (protocol.md 20).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The three flat buffers of a member: its own gradients, and two for results that alternate (PROTOCOL.md 3).
+"""The three flat buffers of a member: its own gradients, and two for results that alternate (protocol.md 3).
 
 Theory of operation. A member's raw contribution is kept until the step is committed, so that it can be reduced again
 over other trees: large gradients where autograd put them (`lend`), small or scaled ones copied into `own`. Results of

@@ -1,6 +1,6 @@
 """The data plane of a step: chunks climb their trees, are summed on the way and come back down.
 
-Theory of operation. An *attempt* is one (view, slot): bytes of different attempts never meet (PROTOCOL.md 1). For each
+Theory of operation. An *attempt* is one (view, slot): bytes of different attempts never meet (protocol.md 1). For each
 chunk a member waits until its own gradient and every child's partial sum are there, adds them in a fixed order (its own
 first, then children as the tree lists them: the sum does not depend on arrival), and passes the partial sum up; at the
 root it is complete, is marked and sent down. Leaves send straight from gradient memory; what comes down is received

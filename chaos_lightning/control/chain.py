@@ -1,4 +1,4 @@
-"""A job's decisions in a store: a chain of views, kept so that no scheduler can fork it (PROTOCOL.md 7, 14a).
+"""A job's decisions in a store: a chain of views, kept so that no scheduler can fork it (protocol.md 7, 14a).
 
 Theory of operation. A job's log (control/store.py) has records of four kinds: a number that is reserved, a view that is
 decided, a wish about a link that is granted, the end of the job. The log sees to it that one scheduler writes, and that

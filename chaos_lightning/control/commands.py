@@ -65,7 +65,7 @@ def status(
     _show(printable(facts))
 
 
-USUAL = {"connected": True, "loaded": True, "leaving": False, "dead": False}
+USUAL = {"connected": True, "loaded": True, "leaving": "", "dead": "", "way": "", "progress": "", "step_time_s": 0.0}
 """Columns that `status` leaves out while every member has this value: a line per member fits 80 columns."""
 
 
@@ -98,7 +98,7 @@ def _show(facts: dict[str, Any]) -> None:
     columns = [
         key
         for key in dict.fromkeys(key for row in rows for key in row)
-        if key not in USUAL or any(row.get(key) is not USUAL[key] for row in rows)
+        if key not in USUAL or any(row.get(key) != USUAL[key] for row in rows)
     ]
     table = Table(box=None, padding=(0, 1, 0, 0))
     for column in columns:

@@ -235,7 +235,7 @@ class ServerConfig:
         settings: Rules of the job.
         tick_s: Seconds between ticks of the machine; 0 for a quarter of the heartbeat interval, 10 to 50 ms.
         idle_timeout_s: End after so long without any member's stream; 0 never.
-        rebuild: The chain is lost: begin it anew from what members report (PROTOCOL.md 14a).
+        rebuild: The chain is lost: begin it anew from what members report (protocol.md 14a).
         gives_way: It was started by a member, on a store that may not be the job's: it ends where members know
             what the store lacks and none of its own is here, so that one on the right store can have the endpoint.
         hello_timeout_s: A stream that has said no Hello by then is closed: it takes a place of somebody who would.

@@ -5,7 +5,7 @@ Theory of operation. It is put together of parts: the streams of members (stream
 (auth_interceptor.py). Here is what they are for: when members are let in, when another one begins anew, when it ends.
 
 A scheduler that lost its term (another one took the chain) or whose store fails for good ends itself; members go on
-training without it until one is back (PROTOCOL.md 13).
+training without it until one is back (protocol.md 13).
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class SchedulerServer:
             self.config = replace(self.config, settings=self._candidacy.rules(self.config.settings))
 
     def _hears_s(self, chain: fx.Chain) -> float:
-        """How long members that know more than this chain may take to find this scheduler (PROTOCOL.md 14a)."""
+        """How long members that know more than this chain may take to find this scheduler (protocol.md 14a)."""
         if self._candidacy is not None:
             return 0.0 if self._candidacy.watched() else HEARS_SEVERAL_S if chain.views else HEARS_EMPTY_S
         if chain.views:

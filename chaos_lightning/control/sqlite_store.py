@@ -1,4 +1,4 @@
-"""A log in one SQLite file on its writer's host: durable, one authority (PROTOCOL.md 14a).
+"""A log in one SQLite file on its writer's host: durable, one authority (protocol.md 14a).
 
 Theory of operation. Every write is one transaction that is on the disk when it returns (`synchronous=FULL`; in WAL mode
 that is one fsync, and the WAL is folded into the file when the last connection closes). Compare-and-set happens inside

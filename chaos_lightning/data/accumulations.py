@@ -1,7 +1,7 @@
 """Which micro-batch comes next: accumulations, the headers they rest on, and what is still uncommitted.
 
 Theory of operation. An *accumulation* is what one optimizer step uses: `view.accumulate` micro-batches. Its assignment
-is fixed when its first micro-batch is asked for, from the last committed header (PROTOCOL.md 10), and stays whatever
+is fixed when its first micro-batch is asked for, from the last committed header (protocol.md 10), and stays whatever
 happens to the view until a step commits. Three cases at each micro-batch:
 
 - `header.step` has grown: the step committed. A new accumulation begins on the new header. (Also if the accumulation

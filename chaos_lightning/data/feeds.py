@@ -6,7 +6,7 @@ every step commits as assigned. It never blocks; where the forecast ends, it end
 remembered in a queue of tags (epoch, positions), in the order in which batches come out. At the beginning of an
 accumulation that is not as forecast, `resync` compares the queue with the new forecast: what no longer fits is marked
 stale and thrown away when it comes out, and the sampler goes on with what the truth demands next. If the
-DataLoader's iterator has ended, because an epoch seemed to be over and was not, another one is opened (PROTOCOL.md
+DataLoader's iterator has ended, because an epoch seemed to be over and was not, another one is opened (protocol.md
 25, 26). So a sample is delivered exactly when its tag is asked for.
 
 With num_workers=0 nothing is ahead: the sampler is asked when the batch is.
@@ -221,7 +221,7 @@ class MapFeed:
         return DataLoader(loader.dataset, batch_sampler=sampler, **kwargs)
 
     def _open(self) -> Iterator[Any]:
-        # One number per (job, member, epoch, iterator) is where torch derives its workers' seeds from (PROTOCOL.md 22).
+        # One number per (job, member, epoch, iterator) is where torch derives its workers' seeds from (protocol.md 22).
         seed = orders.key("workers", self._seed, self._who, self._opened)
         self._generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
         self._init.arm()

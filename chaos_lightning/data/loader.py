@@ -189,7 +189,7 @@ class ElasticLoader:
         return words | {"data.seed": str(self._seed)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data stand by the last header: for checkpoints (PROTOCOL.md 27) and for joiners. Plain values."""
+        """Where the data stand by the last header: for checkpoints (protocol.md 27) and for joiners. Plain values."""
         ruling = self._source.ruling_view or self._resumed.ruling(self._source.header)
         stands = self._stands()
         return {

@@ -89,7 +89,7 @@ class Engine:
 
     Attributes:
         view: The view that rules the coming slot.
-        ruling_view: The view that the last header named: it assigns the coming step (PROTOCOL.md 10).
+        ruling_view: The view that the last header named: it assigns the coming step (protocol.md 10).
         header: Last committed header.
         role: "founder" or "joiner", after `join`.
         resumed: This founder went on from a state that the last member of the job had kept in a file.
@@ -382,7 +382,7 @@ class Engine:
         return header
 
     def gather(self, name: str, payload: bytes, *, yields: bool = False) -> list[tuple[str, bytes]]:
-        """A numbered collective: every member's payload, in rank order (PROTOCOL.md 28).
+        """A numbered collective: every member's payload, in rank order (protocol.md 28).
 
         Args:
             name: Which one; equal at all members.
@@ -479,7 +479,7 @@ class Engine:
 
     def keep(self, state: StateAccess) -> None:
         """This member goes, and no header lets it go: others that hold the state may be gone, too. So it keeps its own
-        in a file, from which the job can be founded again (PROTOCOL.md 14c).
+        in a file, from which the job can be founded again (protocol.md 14c).
 
         Args:
             state: It stands on `header`; what forward passes since then did to reduced buffers is undone here.
@@ -512,7 +512,7 @@ class Engine:
             mail.wait(lambda: bool(mail.left), "release", time.monotonic() + timeout_s, tells=False)
 
     def rejoin(self, state: StateAccess) -> Header:
-        """After FencedError: forget everything and join again in this process (PROTOCOL.md 11).
+        """After FencedError: forget everything and join again in this process (protocol.md 11).
 
         Raises:
             DepartedError: It was asked to leave: it has nothing to come back for.
@@ -527,7 +527,7 @@ class Engine:
         return self.join(**whose, state=state, replay=self._replay, loaded=self._loaded)  # type: ignore[arg-type]
 
     def _forget(self) -> None:
-        """Back to before the hello: a fresh machine, no view, no published state (PROTOCOL.md 11)."""
+        """Back to before the hello: a fresh machine, no view, no published state (protocol.md 11)."""
         if self._agent is not None:  # first: what the scheduler said to who this member was does not concern the next
             self._agent.close()
             self._agent = None

@@ -62,7 +62,7 @@ class Entrance:
         mail: What was decided about this newcomer.
         transfer: Pulls the state.
         accumulation: Turns logged sums into gradients.
-        load: Brings a state that was kept at this header (PROTOCOL.md 14c).
+        load: Brings a state that was kept at this header (protocol.md 14c).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One member's part in a state that the last one keeps in a file (PROTOCOL.md 14c): where, when, and whether it fits.
+"""One member's part in a state that the last one keeps in a file (protocol.md 14c): where, when, and whether it fits.
 
 Theory of operation. The folder is the job's on this machine: beside the chain's file, or where `on_last_exit` says.
 Each keeper has a folder of its own in there, so that two that go at once do not write over each other. Views compare

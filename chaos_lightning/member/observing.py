@@ -1,6 +1,6 @@
 """A newcomer observes: it pulls a state that stands still while others train on, and replays what they committed since.
 
-Theory of operation (PROTOCOL.md 15-19). In the training thread, before the first view: (1) the snapshot at the first
+Theory of operation (protocol.md 15-19). In the training thread, before the first view: (1) the snapshot at the first
 header that names this newcomer is read out of the memory of a member on this machine, if one lends it, or else pulled
 from all members at once, while a reader already collects their log. (2) Each
 logged step is applied: the raw sums become averages in `.grad`, as at any member, and `Replay` does what training did

@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.collectives.reducer import Reducer
@@ -122,7 +123,7 @@ class Shell:
         self.loop.call(self.beat)
 
     def reset(self) -> None:
-        """A fresh machine: the member joins again with nothing (PROTOCOL.md 11)."""
+        """A fresh machine: the member joins again with nothing (protocol.md 11)."""
         self.machine = self.machine.anew()
         self.reducer.restart("")
         self.transfer.arrived()
@@ -148,7 +149,7 @@ class Shell:
 
     def heartbeat(self) -> Heartbeat:
         """For the agent's thread: values may be one slot old."""
-        return self.machine.heartbeat()
+        return replace(self.machine.heartbeat(), step_time_s=self.server.pace.usual_s)
 
     # ------------------------------------------------------------------ events
 
@@ -200,7 +201,7 @@ class Shell:
         self.events.emit("welcomed", id=me, role=message.role, reason=message.reason, chain=message.chain)
 
     def _offer_partial(self, base: Header) -> None:
-        """Others may need the ranges of the handed-on slot that this member holds in part (PROTOCOL.md 9)."""
+        """Others may need the ranges of the handed-on slot that this member holds in part (protocol.md 9)."""
         held = self.reducer.held((base.view, base.seq))
         if held and needs_bytes(base):
             self.server.publish_result(base.seq, base.hash, self.memory.result_bytes[base.seq % 2], held)
@@ -213,7 +214,7 @@ class Shell:
         if not evidence:
             now = time.monotonic()
             silence = self.links.silence_s(suspect, now)
-            # Who was frozen itself has heard nobody; that is nobody's silence (PROTOCOL.md 12).
+            # Who was frozen itself has heard nobody; that is nobody's silence (protocol.md 12).
             alive = silence < 2.5 * PING_INTERVAL_S or (self.links.up(suspect) and now - self._beat_at > silence / 2)
             evidence = "no link" if silence == float("inf") else f"last heard {silence * 1000:.0f} ms ago"
             told = self.links.sight(suspect)
@@ -337,7 +338,7 @@ class Shell:
             self._viewed(view)
 
     def _log(self, header: Header) -> None:
-        """Slots after the first header that names a learner are kept for it (PROTOCOL.md 18)."""
+        """Slots after the first header that names a learner are kept for it (protocol.md 18)."""
         if self._observed:
             machine, reduced = self.machine, needs_bytes(header)
             self.server.keep(

@@ -22,7 +22,7 @@ from chaos_lightning.replication.table import state_hash
 
 
 def reduced_buffers(module: nn.Module, names: Iterable[str] = (), *, named_by: str = "") -> list[tuple[str, Tensor]]:
-    """Buffers that forward passes change and that are averaged with each step (PROTOCOL.md 21).
+    """Buffers that forward passes change and that are averaged with each step (protocol.md 21).
 
     Args:
         module: The model; running statistics of its normalisation layers are among these buffers.
@@ -88,7 +88,7 @@ def is_sharded(optimizer: Optimizer) -> bool:
 
 def proof(engine: Engine, state: StateAccess) -> str:
     """Every so many steps, at a safe point: the hash of the replicated state, to be compared with the others' in the
-    coming step (PROTOCOL.md 24); "" in between.
+    coming step (protocol.md 24); "" in between.
 
     Args:
         engine: In the job, between two steps. A forward pass would have changed reduced buffers.

@@ -148,7 +148,7 @@ class Transfer:
         return dial(donor.address, donor.port, greeting, token=self._secret.tokens(), keys=self._keys)
 
     def publish(self, header: Header, state: StateAccess, layout: Layout) -> None:
-        """Makes the state at `header` servable until the next slot commits (PROTOCOL.md 15).
+        """Makes the state at `header` servable until the next slot commits (protocol.md 15).
 
         Nothing is copied but the buffers that the next forward pass changes: all else is still until that commit.
         """
@@ -159,7 +159,7 @@ class Transfer:
         self._events.emit("published", seq=header.seq, head=header.hash)
 
     def snapshot(self, header: Header, view: View | None, state: StateAccess, layout: Layout) -> None:
-        """Keeps a copy of the state at `header` for learners, made while training goes on (PROTOCOL.md 15).
+        """Keeps a copy of the state at `header` for learners, made while training goes on (protocol.md 15).
 
         Args:
             header: A committed one; the optimizer has stepped on it, and not on a later one.
@@ -369,7 +369,7 @@ class Transfer:
         memory: Memory,
         done: Callable[[], None],
     ) -> None:
-        """Fetches a handed-on slot's raw bytes in an own thread, then calls `done` (PROTOCOL.md 9).
+        """Fetches a handed-on slot's raw bytes in an own thread, then calls `done` (protocol.md 9).
 
         Args:
             header: The slot's header.

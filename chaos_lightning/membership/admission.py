@@ -115,8 +115,8 @@ class Admission:
             case Ready():
                 if peer.standing is Standing.LINKING:
                     peer.standing = Standing.READY
-            case Heartbeat(_, seq, step):
-                peer.seq, peer.step = seq, step
+            case Heartbeat(_, seq, step, step_time_s):
+                peer.seq, peer.step, peer.step_time_s = seq, step, step_time_s
                 self._book.reached = max(self._book.reached, step)
             case LinkEvent(other, up, evidence):
                 self._links.on_link(peer, other, up, evidence)

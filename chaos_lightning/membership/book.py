@@ -1,4 +1,4 @@
-"""The chain of decided views as the store has it, and the one write that may be on its way there (PROTOCOL.md 7)."""
+"""The chain of decided views as the store has it, and the one write that may be on its way there (protocol.md 7)."""
 
 from __future__ import annotations
 

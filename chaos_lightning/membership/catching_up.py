@@ -1,4 +1,4 @@
-"""When a newcomer that replays the others' steps has caught up with them, and when it never will (PROTOCOL.md 17).
+"""When a newcomer that replays the others' steps has caught up with them, and when it never will (protocol.md 17).
 
 Theory of operation. After each entry of the log that it applies, a newcomer looks at how many slots it is behind. It
 has caught up when nothing lies ready to be applied and it is less than `NEAR_SLOTS` behind: further slots keep coming

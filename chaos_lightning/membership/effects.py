@@ -306,7 +306,7 @@ class Close:
 class LinkWish:
     """A granted wish for or against the link of two members, by their names: it holds until the opposite is granted.
 
-    Whoever comes or goes meanwhile, the scheduler included (PROTOCOL.md 14a).
+    Whoever comes or goes meanwhile, the scheduler included (protocol.md 14a).
     """
 
     a: str
@@ -383,9 +383,9 @@ class Chain:
     changes: tuple[ViewId, ...] = ()
     """Those of the views that a header was to carry: whom such a one lacks had asked to leave, or was drained."""
     rebuild: bool = False
-    """The chain is lost, or this store lacks its end: rebuild it from what members report (PROTOCOL.md 14a)."""
+    """The chain is lost, or this store lacks its end: rebuild it from what members report (protocol.md 14a)."""
     id: str = ""
-    """Drawn with the chain's first record, and kept by every copy of it (PROTOCOL.md 7)."""
+    """Drawn with the chain's first record, and kept by every copy of it (protocol.md 7)."""
     numbers: tuple[ViewId, ...] = ()
     """All that were ever reserved or decided. What a member knows beyond them this store lacks (14a)."""
     hears_s: float = 0.0

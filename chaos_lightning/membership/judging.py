@@ -1,4 +1,4 @@
-"""Whom the scheduler takes for dead, and whom it waits for instead (PROTOCOL.md 12, 12a).
+"""Whom the scheduler takes for dead, and whom it waits for instead (protocol.md 12, 12a).
 
 Theory of operation. The detector tells deaths, and says of each whether it is proven. One without proof counts only
 while somebody else holds the training state: before the job is founded again, such deaths of members that may hold it

@@ -1,4 +1,4 @@
-"""The scheduler's part in a state that the last member keeps in a file (PROTOCOL.md 14c).
+"""The scheduler's part in a state that the last member keeps in a file (protocol.md 14c).
 
 Theory of operation. Who goes as the last one that holds the training state writes it down before it closes its control
 stream, and says so (`Kept`); who comes says in its Hello which state lies on its machine. While a member that was let

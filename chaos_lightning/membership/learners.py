@@ -1,4 +1,4 @@
-"""Which way newcomers come in, and who is served as a learner (PROTOCOL.md 15-18).
+"""Which way newcomers come in, and who is served as a learner (protocol.md 15-18).
 
 Theory of operation. A newcomer that is READY gets a *way*, once, with its reason. By *pause* it waits for the next
 view. By *replay* it is made a learner first: the list of learners is told to all members, whose commit root writes

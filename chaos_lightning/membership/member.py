@@ -8,7 +8,7 @@ A member passes through these phases: OUT (no id yet), WAITING (welcomed: a newc
 view, pulling the state), ACTIVE, then LEAVING or CLOSED (a header let it go or closed the job; it lingers until
 released) and GONE. While ACTIVE it stands on `header` (slot `seq`) in `view` and works on slot seq+1:
 
-- `Contribute` is kept in `contribution` until that slot commits, so that a new view can have it again (PROTOCOL.md 1,
+- `Contribute` is kept in `contribution` until that slot commits, so that a new view can have it again (protocol.md 1,
   3).
 - The commit root collects one contribution of every member and, for a STEP, `RangesDone`; then it makes the header
   (slots.close_slot), sends it to all others and commits. The others commit with header and `RangesDone` (2).
@@ -118,7 +118,7 @@ class MemberMachine:
         phase: See the module.
         member_id: Given by the scheduler; "" before Welcome.
         view: The view entered; None before the first.
-        assigning: The view that `header` named: the assignment of the open slot is its function (PROTOCOL.md 10).
+        assigning: The view that `header` named: the assignment of the open slot is its function (protocol.md 10).
         header: The last committed header.
         pending: Header of the next slot, for want of reduced bytes not committed.
         promised: Nothing older than this is looked at.
@@ -244,7 +244,7 @@ class MemberMachine:
         return max(self._known, self.promised, waiting, self._entered_id)
 
     def anew(self) -> Self:
-        """The machine with which the same process joins again (PROTOCOL.md 11).
+        """The machine with which the same process joins again (protocol.md 11).
 
         It holds nothing and has promised nothing, but knows still what was in the job's store: it may be the only one
         to tell that to a scheduler on an older copy, which takes it for a member (14a).
@@ -312,7 +312,7 @@ class MemberMachine:
     def _on_welcome(self, message: Welcome) -> None:
         self.role = message.role
         if self.view is None and message.chain != self._chain:
-            # Of another chain than the scheduler before: numbers of that one mean nothing here (PROTOCOL.md 7).
+            # Of another chain than the scheduler before: numbers of that one mean nothing here (protocol.md 7).
             self._chain, self._term, self._known = message.chain, 0, NO_VIEW
             self.promised, self.waiting_view = NO_VIEW, None
         self._term = max(self._term, message.term)
@@ -378,7 +378,7 @@ class MemberMachine:
         if sum(map(len, self._inbox.values())) >= MAX_EARLY:
             self._note("dropped", what="contribution", member=contribution.member, reason="too many wait already")
             return
-        # One entry per member: a contribution that comes twice is counted once (PROTOCOL.md 28).
+        # One entry per member: a contribution that comes twice is counted once (protocol.md 28).
         self._inbox.setdefault(key, {})[contribution.member] = contribution
         self._try_close()
 
@@ -417,7 +417,7 @@ class MemberMachine:
 
     def _on_ranges_done(self, view: ViewId, seq: int) -> None:
         if self.prepared or view != self._entered_id or seq != self.seq + 1:
-            return  # promised: what completes now completes for nobody (PROTOCOL.md 8)
+            return  # promised: what completes now completes for nobody (protocol.md 8)
         self._complete = (view, seq)
         self._try_close()
         self._try_commit()
@@ -533,7 +533,7 @@ class MemberMachine:
     # ------------------------------------------------------------------ joining
 
     def _consider_admission(self, header: Header) -> None:
-        """A header that names this member as a joiner: fetch the state at that header (PROTOCOL.md 15, 17 'pause')."""
+        """A header that names this member as a joiner: fetch the state at that header (protocol.md 15, 17 'pause')."""
         change = header.view_change
         if change is None or self.member_id not in change.joiners or change.id <= self._entered_id:
             return

@@ -2,7 +2,7 @@
 
 Theory of operation. A member has links to its neighbours in the view, and to whom the scheduler named: newcomers, and
 links that may come back. Those of the view before stay until the first slot of this one commits, since then every
-member has all that came over them (PROTOCOL.md 1).
+member has all that came over them (protocol.md 1).
 """
 
 from __future__ import annotations

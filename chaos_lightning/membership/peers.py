@@ -69,6 +69,8 @@ class Peer:
     """Of a reporter: the chain that it is of."""
     seq: int = 0
     step: int = 0
+    step_time_s: float = 0.0
+    """As it says; 0: not known yet."""
     head: str = ""
     loaded: bool = False
     leaving: str = ""
@@ -76,7 +78,7 @@ class Peer:
     dead: str = ""
     """Why it is taken for dead; a word from it clears this until a view excludes it."""
     proven: bool = False
-    """It is dead beyond doubt, or was waited for long enough: its state counts no more (PROTOCOL.md 12a)."""
+    """It is dead beyond doubt, or was waited for long enough: its state counts no more (protocol.md 12a)."""
     condemned: str = ""
     """Why it must go although it may live; nothing clears this."""
     report: Report | None = None

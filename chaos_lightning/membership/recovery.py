@@ -1,6 +1,6 @@
 """What to do after a failure: from the survivors' reports to base header, hand-on or redo, and who goes on.
 
-Theory of operation (PROTOCOL.md 8, 9). Every reporter has promised to ignore what is older than the prepared number, so
+Theory of operation (protocol.md 8, 9). Every reporter has promised to ignore what is older than the prepared number, so
 the reports are a consistent cut: nothing can be committed behind the ruling's back. The *base* is the report with the
 highest entered view, then the highest slot. Three outcomes:
 
@@ -79,7 +79,7 @@ def _covers(have: Sequence[Span], wanted: Sequence[Span]) -> bool:
 
 
 def counts(sender: str, report: Report, chain: Sequence[View]) -> bool:
-    """Whether the sender is a member of every decided view after the one it entered (PROTOCOL.md 9)."""
+    """Whether the sender is a member of every decided view after the one it entered (protocol.md 9)."""
     return all(v.find(sender) is not None for v in chain if v.id > report.entered)
 
 

@@ -10,7 +10,7 @@ Theory of operation. Three moves, none of which moves training state:
 - The graph falls apart. Nobody goes on for `CUT_PATIENCE_S` if a link that is dialled could mend it; then one part
   goes on (`_side`). It holds the training state and reaches min_nodes, with newcomers if need be, or all wait. Of
   several it is the one with the most members, and of equal ones that with the oldest member. All members have
-  promised by then (PROTOCOL.md 8), so the others cannot go on: they are put out, throw their state away, and come in
+  promised by then (protocol.md 8), so the others cannot go on: they are put out, throw their state away, and come in
   again as newcomers when a link of theirs stands (11, 14b).
 
 The scheduler decides all this alone and stores it first, as any view (7). Members that it does not reach are judged by

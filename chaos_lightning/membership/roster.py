@@ -67,7 +67,7 @@ class Roster:
             self._desk.out.append(Send(peer.conn, message))
 
     def next_number(self) -> ViewId:
-        """Never issued before, above every number in any report (PROTOCOL.md 7, 9)."""
+        """Never issued before, above every number in any report (protocol.md 7, 9)."""
         promised = [p.report.number.number for p in self.peers.values() if p.report is not None]
         self._book.highest = ViewId(self._book.term, max([self._book.highest.number, *promised]) + 1)
         return self._book.highest
@@ -137,7 +137,7 @@ class Roster:
         return [p for p in self.peers.values() if p.standing in (*NEWCOMER, Standing.STANDBY)]
 
     def forget_terms(self) -> None:
-        """What the job is, the dead do not say: where nobody holds its state, who is here does (PROTOCOL.md 12b)."""
+        """What the job is, the dead do not say: where nobody holds its state, who is here does (protocol.md 12b)."""
         if not self.peers or (self._desk.phase is Phase.FOUNDING and not self.newcomers()):
             self.reference = None
 
@@ -179,6 +179,7 @@ class Roster:
             "view": str(peer.entered),
             "seq": peer.seq,
             "step": peer.step,
+            "step_time_s": round(peer.step_time_s, 6),
             "loaded": peer.loaded,
             "way": peer.way,
             "progress": in_words(peer.progress) if peer.progress is not None and not peer.loaded else "",

@@ -1,7 +1,7 @@
 """The scheduler's side of the protocol, as a pure state machine.
 
 Theory of operation. `on(now, event)` takes an event in, judges who is alive, and then turns until nothing is left to do
-(`_turn`): one decision at a time, each persisted before anybody hears of it (PROTOCOL.md 7). While a `Persist` is out
+(`_turn`): one decision at a time, each persisted before anybody hears of it (protocol.md 7). While a `Persist` is out
 nothing else is decided; events meanwhile only change the facts on which the next turn acts. Phases:
 
 - FOUNDING: nobody holds the state. As soon as min_nodes newcomers are ready, the first view is decided.
@@ -224,7 +224,7 @@ class SchedulerMachine:
         return self.desk.out
 
     def _forgive(self, now: float) -> None:
-        """A gap in this process's own clock is nobody's silence (PROTOCOL.md 12)."""
+        """A gap in this process's own clock is nobody's silence (protocol.md 12)."""
         first, before = self.desk.clock is None, self.desk.clock if self.desk.clock is not None else now
         self.desk.clock = now
         gap = now - before
@@ -503,7 +503,7 @@ class SchedulerMachine:
         return self._turn_decide(ruling, ruling.base)
 
     def rule(self, reports: Mapping[str, Report]) -> Ruling:
-        """Base, hand-on or redo, and who goes on (PROTOCOL.md 9)."""
+        """Base, hand-on or redo, and who goes on (protocol.md 9)."""
         return rule(self.book.views, reports)
 
     def _turn_decide(self, ruling: Ruling, base: Header) -> bool:

@@ -1,7 +1,7 @@
 """Closing a slot: from one contribution per member to the header that commits them.
 
 Theory of operation. `close_slot` is what the commit root computes once it holds a contribution of every member of the
-view (PROTOCOL.md 1, 2). It is a pure function: members that disagree in anything that must be equal (4a, 20, 23) give a
+view (protocol.md 1, 2). It is a pure function: members that disagree in anything that must be equal (4a, 20, 23) give a
 header whose `error` names the member, the field and both values; nothing else in that header changes anything, so that
 all members raise the same words and none applies the slot. So does a collective whose payloads do not fit into one
 header (`too_large`): nobody could send it. Otherwise weights, presence bits, spent sample ranges and payloads are
@@ -36,7 +36,7 @@ def disagreement(contributions: Sequence[Contribution]) -> str:
     """Words about the first field in which members differ, or "" if they agree.
 
     The first contribution (of the oldest member that does not yield) is the reference, as the first view's state is the
-    first member's (PROTOCOL.md 14).
+    first member's (protocol.md 14).
     """
     reference = contributions[0]
     for name in EQUAL_FIELDS:

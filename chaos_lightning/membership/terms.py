@@ -1,4 +1,4 @@
-"""What the job is, and who can say so (PROTOCOL.md 12b).
+"""What the job is, and who can say so (protocol.md 12b).
 
 Theory of operation. Every member must equal a *reference*: what the job's first member said of itself. Where nobody who
 holds the state answers, a newcomer's is only for now: whoever differs waits, and is turned away or founds the job.
@@ -41,7 +41,7 @@ class Terms:
         return [p for p in self._roster.living() if p.conn is not None and p.id not in self._detector.suspicions]
 
     def turn_terms(self) -> bool:
-        """Newcomers of another program than that of a job whose members do not answer (PROTOCOL.md 12b).
+        """Newcomers of another program than that of a job whose members do not answer (protocol.md 12b).
 
         They are turned away as soon as anybody can say what the job is. Where nobody holds its state, and nobody else
         is about to found it, theirs is the job.

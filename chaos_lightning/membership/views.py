@@ -30,7 +30,7 @@ def founding_view(
     chain_id: str = "",
     state: str = "",
 ) -> View:
-    """The first view: the first member's state is the job's, the others receive what differs (PROTOCOL.md 14).
+    """The first view: the first member's state is the job's, the others receive what differs (protocol.md 14).
 
     `state` says what becomes of the state that the job had, if it is founded again.
     """

@@ -228,7 +228,7 @@ def check_members(run: JobRun, entries: Mapping[str, str] | None = None) -> Iter
 
 
 def check_contributors(run: JobRun, views: Mapping[tuple[int, int], Collection[str]]) -> Iterator[Problem]:
-    """One attempt has one set of contributors, all members of its view, and only contributors commit (PROTOCOL.md 1).
+    """One attempt has one set of contributors, all members of its view, and only contributors commit (protocol.md 1).
 
     Args:
         run: The run.
@@ -320,7 +320,7 @@ class Usage:
 def check_samples(
     run: JobRun, *, start: Mapping[Stream, Spans] | None = None
 ) -> tuple[dict[Stream, Usage], list[Problem]]:
-    """Every position was used at most once per epoch, and the ledger says exactly what was used (PROTOCOL.md 25).
+    """Every position was used at most once per epoch, and the ledger says exactly what was used (protocol.md 25).
 
     Args:
         run: The run.
@@ -401,7 +401,7 @@ def check_hashes(claims: Iterable[tuple[str, str, str]]) -> tuple[int, list[Prob
 
 
 def check_stable(run: JobRun, left: Iterable[tuple[str, str]]) -> Iterator[Problem]:
-    """Only stable steps leave the job (PROTOCOL.md 4): their header has a successor, or is the closing one.
+    """Only stable steps leave the job (protocol.md 4): their header has a successor, or is the closing one.
 
     Args:
         run: The run.

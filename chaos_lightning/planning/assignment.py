@@ -1,4 +1,4 @@
-"""Who takes which samples in the next step (PROTOCOL.md 10, 25, 26).
+"""Who takes which samples in the next step (protocol.md 10, 25, 26).
 
 Theory of operation. The assignment of step s+1 is a function of header s alone: its ledger says what is unspent, the
 view that it names (`ruling_view`) says among whom to assign. The first unspent positions go out micro-batch by
@@ -47,7 +47,7 @@ class Assignment:
 def ruling_view(header: Header, known: Iterable[View]) -> View | None:
     """The view that rules the assignment after `header`, out of those this member knows.
 
-    It is the one the header names, even if a later view was decided since (PROTOCOL.md 10: a view change reassigns
+    It is the one the header names, even if a later view was decided since (protocol.md 10: a view change reassigns
     nothing). The genesis header names none: there the view rules that founded the job, or founded it again when nobody
     of the views before was left. No recovery lets a newcomer in before slot 1, so of the views in which a member stands
     at genesis the founding one is the oldest; it has a predecessor if the job was founded again.

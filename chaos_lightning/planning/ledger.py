@@ -1,4 +1,4 @@
-"""Arithmetic of spent positions (PROTOCOL.md 25, 27).
+"""Arithmetic of spent positions (protocol.md 25, 27).
 
 Theory of operation. An epoch of a sample stream is an order of positions [0, length); what a position means (a
 sample, or a batch of a custom batch sampler) and which sample lies there is the business of `planning/orders.py`

@@ -1,4 +1,4 @@
-"""The order of an epoch: a permutation that is a function of (seed, epoch, stream) alone (PROTOCOL.md 10, 22).
+"""The order of an epoch: a permutation that is a function of (seed, epoch, stream) alone (protocol.md 10, 22).
 
 Theory of operation. Positions are assigned, samples are trained on; the order says which sample lies at which
 position. All members must hold the same order, a joiner must find it without having lived through earlier epochs,

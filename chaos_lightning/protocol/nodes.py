@@ -1,5 +1,5 @@
 """Counting nodes: `min_nodes` and `max_nodes` mean machines that a user started something on, however many workers each
-has (PROTOCOL.md 14)."""
+has (protocol.md 14)."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """A learner tells how far it is (PROTOCOL.md 17, 18)."""
+    """A learner tells how far it is (protocol.md 17, 18)."""
 
     seq: int
     """Last slot that is applied to its state."""

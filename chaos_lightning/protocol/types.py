@@ -3,7 +3,7 @@
 Theory of operation. Training is a chain of *committed slots*. A slot is either an optimizer step (gradients are
 reduced) or one of Lightning's small collectives (a payload per member is gathered); both are numbered by one counter,
 `seq`, and committed the same way: every member of the view contributes, the commit root sends the `Header`, and
-who holds the header (and, for a step, all reduced bytes) commits. One mechanism therefore serves PROTOCOL.md 1-10 and
+who holds the header (and, for a step, all reduced bytes) commits. One mechanism therefore serves protocol.md 1-10 and
 28. Everything here is an immutable value without behaviour beyond its own hash; `protocol/codec.py` maps each dataclass
 field by field on the message of the same name in `chaos.proto`.
 """
@@ -41,7 +41,7 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 @dataclass(frozen=True, slots=True, order=True)
 class ViewId:
-    """Number of a view; a higher term outranks every lower one (PROTOCOL.md 7)."""
+    """Number of a view; a higher term outranks every lower one (protocol.md 7)."""
 
     term: int = 0
     number: int = 0
@@ -126,7 +126,7 @@ class View:
     links: tuple[LinkSpec, ...] = ()
     """The links among the members; empty: every pair has one."""
     chain: str = ""
-    """Id of the chain that it is of (PROTOCOL.md 7): its number means something within that one only."""
+    """Id of the chain that it is of (protocol.md 7): its number means something within that one only."""
 
     def ids(self) -> tuple[str, ...]:
         return tuple(m.id for m in self.members)
@@ -151,7 +151,7 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What is committed of the current epoch, per stream (PROTOCOL.md 25, 27); arithmetic is in planning/ledger.py."""
+    """What is committed of the current epoch, per stream (protocol.md 25, 27); arithmetic is in planning/ledger.py."""
 
     streams: tuple[Spent, ...] = ()
 
@@ -188,9 +188,9 @@ class Contribution:
     payload: bytes = b""
     layout_hash: str = ""
     hyper: str = ""
-    """Hyperparameters in words, such as "opt0.lr=0.1;opt0.momentum=0.9"; compared at the root (PROTOCOL.md 23)."""
+    """Hyperparameters in words, such as "opt0.lr=0.1;opt0.momentum=0.9"; compared at the root (protocol.md 23)."""
     state_hash: str = ""
-    """Every n steps; empty otherwise (PROTOCOL.md 24)."""
+    """Every n steps; empty otherwise (protocol.md 24)."""
     yields: bool = False
     """Whatever kind of slot the others close, this member goes along: it is on its way out, or has no samples."""
 
@@ -204,7 +204,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Header:
-    """What commits a slot. Each header names its predecessor's hash (PROTOCOL.md 4a)."""
+    """What commits a slot. Each header names its predecessor's hash (protocol.md 4a)."""
 
     seq: int
     kind: Kind
@@ -226,13 +226,13 @@ class Header:
     boundary: bool = False
     """Asks all members for a BOUNDARY slot at the end of this accumulation: somebody waits to join."""
     drifted: tuple[str, ...] = ()
-    """Members whose state hash differed from the majority; they pull the state again (PROTOCOL.md 24)."""
+    """Members whose state hash differed from the majority; they pull the state again (protocol.md 24)."""
     error: str = ""
     """Set when members disagree or gather too much: everybody raises DisagreementError with this text, nobody
     applies anything."""
     learners: tuple[str, ...] = ()
     """Newcomers that replay: members keep the state at the first header that names one of them, and a log from there
-    on, until a header names it no more (PROTOCOL.md 15, 18)."""
+    on, until a header names it no more (protocol.md 15, 18)."""
 
     @cached_property
     def hash(self) -> str:
@@ -257,7 +257,7 @@ GENESIS = Header(seq=0, kind=Kind.BOUNDARY, step=0, view=NO_VIEW, prev_hash="", 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A training state that lies in a file since the last member that held it went (PROTOCOL.md 14c).
+    """A training state that lies in a file since the last member that held it went (protocol.md 14c).
 
     `header` is what a job stands on that is founded from it: as GENESIS, it names no next view.
     """
@@ -309,7 +309,7 @@ class Hello:
     resume: str = ""
     """Member id of an earlier connection of this very process (the stream broke, the process lives)."""
     replay: str = "it did not offer to replay"
-    """Why this newcomer cannot come in by replay (PROTOCOL.md 17); "" if it can."""
+    """Why this newcomer cannot come in by replay (protocol.md 17); "" if it can."""
     view: ViewId = NO_VIEW
     """The view that it stands in."""
     term: int = 0
@@ -335,6 +335,7 @@ class Heartbeat:
     seq: int
     step: int
     step_time_s: float = 0.0
+    """Median of the last steps; 0: not known yet."""
     chain: str = ""
     """As in `Hello`, and so is the next one."""
     known: ViewId | None = None
@@ -342,7 +343,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Answer to Prepare; its sender has promised to ignore everything older than `number` (PROTOCOL.md 8, 9)."""
+    """Answer to Prepare; its sender has promised to ignore everything older than `number` (protocol.md 8, 9)."""
 
     number: ViewId
     entered: ViewId
@@ -449,7 +450,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Decide:
-    """A decided view after a failure, or the first one (PROTOCOL.md 9).
+    """A decided view after a failure, or the first one (protocol.md 9).
 
     `base` is the header everybody in the view stands on before going on: hand-on if some member has yet to commit it
     (then `sources` hold its raw bytes), redo of slot base.seq+1 otherwise.

@@ -26,7 +26,7 @@ from chaos_lightning.replication.table import DTYPES, StateTable, dtype_name
 
 @runtime_checkable
 class StateAccess(Protocol):
-    """The replicated state of one training process (PROTOCOL.md 21)."""
+    """The replicated state of one training process (protocol.md 21)."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Parameters, buffers, optimizer tensors: live references, in an order that is equal on all members."""

@@ -3,7 +3,7 @@
 Theory of operation. A bulk socket is a connected, already authenticated, blocking TCP socket. The asking side sends
 requests, headers without payload (but for ROUTE); the serving side answers each in order, so they can be pipelined and
 need no number of their own. A header has a fixed size of `HEADER_NBYTES` bytes: magic, version, type, flags, slot,
-head (the 8 bytes of a header's hash, PROTOCOL.md 4a), offset and length in bytes, an xxh3-64 checksum of the payload
+head (the 8 bytes of a header's hash, protocol.md 4a), offset and length in bytes, an xxh3-64 checksum of the payload
 and one of the header itself. `length` is the range's length in a request and the payload's in a reply.
 
 Whatever arrives is checked in full, its length against the type's limit, before a byte is allocated for it; control

@@ -196,7 +196,7 @@ class Buffers:
 
 
 def deliver(donor: Donor, work_queue: WorkQueue, sink: Sink) -> None:
-    """A donor's jobs (policy.Deliver): read out of its memory where that is possible, else by requests.
+    """A donor's jobs (client.Deliver): read out of its memory where that is possible, else by requests.
 
     What was read counts after the sink has verified it.
     """

@@ -1,4 +1,4 @@
-"""A training state in a file: what the last member leaves behind, and a founder goes on from (PROTOCOL.md 14c).
+"""A training state in a file: what the last member leaves behind, and a founder goes on from (protocol.md 14c).
 
 Theory of operation. The bytes are written as a checkpoint for a newcomer is (checkpoint.py): all tensors end to end,
 flushed and renamed into place. Beside it, and after it, comes a *record*: one JSON document with the table of tensors

@@ -1,4 +1,4 @@
-"""The log: headers and raw reduced bytes of the last slots, kept by members for newcomers that replay (PROTOCOL.md 18).
+"""The log: headers and raw reduced bytes of the last slots, kept by members for newcomers that replay (protocol.md 18).
 
 Theory of operation. From the header that first names a learner on, the I/O thread hands every committed slot to
 `SlotLog.keep`. Reduced bytes lie in a buffer that the slot after next will use again, so they are copied at once, by a

@@ -2,17 +2,17 @@
 
 Theory of operation. (1) *Survey*: every donor is asked for the hash of its state at the header. What most of them
 have is taken; of several equally frequent ones that of the donor listed first, which is the older member. Who differs
-is not used and is named in the report (PROTOCOL.md 24). Who stands on another header refuses by itself (PROTOCOL.md
+is not used and is named in the report (protocol.md 24). Who stands on another header refuses by itself (protocol.md
 11, 15). (2) The *lead*, one of those, gives the manifest and the table of piece hashes. (3) `state.prepare` makes the
-tensors, the pieces that are here already are found by hash and skipped (PROTOCOL.md 16). (4) All donors deliver the
+tensors, the pieces that are here already are found by hash and skipped (protocol.md 16). (4) All donors deliver the
 rest, a thread each, pipelined, straight into tensor memory; each piece is verified on arrival. A donor that dies,
 stalls or sends wrong bytes costs time only; how the work is shared is the transfer policy's (policies.py). If the
 donors of the attached tensors are gone, a new round starts with another lead, and what arrived is skipped. (5)
-`state.adopt`, and the whole state is hashed again where it now lies (PROTOCOL.md 19).
+`state.adopt`, and the whole state is hashed again where it now lies (protocol.md 19).
 
 If a pull fails the tensors hold a mixture: the caller must not contribute, and may only pull again.
 
-`pull_result` does the same for raw reduced bytes (a hand-on, PROTOCOL.md 9), which have no table: frames carry
+`pull_result` does the same for raw reduced bytes (a hand-on, protocol.md 9), which have no table: frames carry
 checksums.
 """
 
@@ -242,7 +242,7 @@ class _StatePull:
     def _adopt_early(self, asked: Future[bytes]) -> tuple[StateTable, str] | None:
         """While donors hash: adopt that manifest, then hash what lies here; with the manifest's own hash.
 
-        If all of it is what the donors have, this is the proof (PROTOCOL.md 19). None: not without their table.
+        If all of it is what the donors have, this is the proof (protocol.md 19). None: not without their table.
         """
         try:
             text = asked.result(min(EARLY_S, max(0.0, self.session.deadline - time.monotonic())))
@@ -338,7 +338,7 @@ class _StatePull:
         )
 
     def _prove(self, table: StateTable) -> None:
-        """The state as it now lies in the joiner has the donors' hash (PROTOCOL.md 19)."""
+        """The state as it now lies in the joiner has the donors' hash (protocol.md 19)."""
         tensors = self.state.tensors()
         theirs = [e for e in table.entries if not e.attached]
         same = [(e.name, e.dtype, e.shape) for e in theirs] == [
@@ -372,7 +372,7 @@ def _control(donor: Donor) -> tuple[StateTable, bytes]:
 
 
 def _missing(table: StateTable, hashes: Sequence[Hashes]) -> list[Piece]:
-    """The pieces that differ from what lies here (PROTOCOL.md 16)."""
+    """The pieces that differ from what lies here (protocol.md 16)."""
     mine = (digest for here in hashes for digest in here)
     return [piece for piece, digest in zip(table.pieces(), mine, strict=True) if piece.digest != digest]
 
@@ -429,7 +429,7 @@ def pull_result(
     progress: Progress | None = None,
     abandoned: Callable[[], bool] | None = None,
 ) -> PullReport:
-    """Pull raw reduced bytes of a slot (a hand-on, PROTOCOL.md 9).
+    """Pull raw reduced bytes of a slot (a hand-on, protocol.md 9).
 
     Args:
         donors: Who holds some of them.

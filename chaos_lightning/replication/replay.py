@@ -1,4 +1,4 @@
-"""Replay: what training did with a committed step's averages, done again by a newcomer (PROTOCOL.md 17).
+"""Replay: what training did with a committed step's averages, done again by a newcomer (protocol.md 17).
 
 Theory of operation. A newcomer that holds the state at header s and gets the raw sums of s+1, s+2, ... reaches the
 members' state without a forward pass, because what an optimizer does is a pure function of its state, the averaged
@@ -12,7 +12,7 @@ What is no such function cannot be replayed, and `replayable` says so in words b
 newcomer comes in by a pause. Optimizers are judged by their exact class, since a subclass may do anything. A module may
 vouch for what this page does not know by `chaos_replay = True`, and may forbid replay by `chaos_replay = False`. A
 mistake costs time, never correctness: a replayed state is compared by hash with the members', and what differs is
-fetched (PROTOCOL.md 19).
+fetched (protocol.md 19).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ on are kept in `log`, until `release` or the end of a lease: a scheduler that di
 read this process's memory (`lender`) are given some time to do so before anything is copied for them.
 
 A request names header and slot. What this member does not hold for exactly that header is refused by name
-(PROTOCOL.md 11, 15): another header of the same slot is a fork, an older slot is gone. Only a slot that is still
+(protocol.md 11, 15): another header of the same slot is a fork, an older slot is gone. Only a slot that is still
 ahead is waited for, for a bounded time, since a donor may be on its way to the boundary that the joiner heard of
 already; PENDING frames tell the joiner that this donor lives. Withdrawing waits for nobody: a range on its way may
 then carry newer bytes, which the joiner's piece hashes (or the frame's checksum) refuse.
@@ -281,12 +281,12 @@ class StateServer:
         return over
 
     def publish_result(self, seq: int, head: str, memory: Tensor | memoryview, spans: Sequence[Span]) -> None:
-        """Make raw reduced bytes of a slot servable for a hand-on (PROTOCOL.md 9).
+        """Make raw reduced bytes of a slot servable for a hand-on (protocol.md 9).
 
         Args:
             seq: The slot.
             head: Hash of its header.
-            memory: Flat uint8, immutable until withdrawn (PROTOCOL.md 3); referred to, not copied.
+            memory: Flat uint8, immutable until withdrawn (protocol.md 3); referred to, not copied.
             spans: Byte ranges of it that are completely reduced.
         """
         bulk.head_bytes(head)

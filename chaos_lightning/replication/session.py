@@ -105,7 +105,7 @@ class PullReport:
     """Pieces that arrived with wrong bytes and were pulled again."""
     state_hash: str = ""
     disagreeing: tuple[str, ...] = ()
-    """Donors whose state differs from the one taken (PROTOCOL.md 24)."""
+    """Donors whose state differs from the one taken (protocol.md 24)."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Donors that fell out, with the reason."""
     rounds: int = 1

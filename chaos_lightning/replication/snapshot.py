@@ -1,4 +1,4 @@
-"""A copy of the training state at one header, made while training goes on (PROTOCOL.md 15).
+"""A copy of the training state at one header, made while training goes on (protocol.md 15).
 
 Theory of operation. Between the optimizer's step and its next one the state is still, except for what a forward pass
 writes. So the training thread copies only that, and a thread of the snapshot's own copies the rest during forward and

@@ -5,7 +5,7 @@ a look at the donor's generation; once the donor's optimizer is about to write, 
 made of what nobody had read yet. All donors of this machine are told how far the learner is, so that they copy nothing
 that it has. If one dies or cannot give the rest, the next one goes on where it ended: they all hold the same.
 
-Nothing is hashed here: a learner's state counts for nothing until it was compared with all members' (PROTOCOL.md 19).
+Nothing is hashed here: a learner's state counts for nothing until it was compared with all members' (protocol.md 19).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The training state as byte ranges: names, shapes, and a hash for each piece.
 
 Theory of operation. The state is an ordered list of named tensors, laid end to end in one address space of bytes. The
-first ones are *replicated* (PROTOCOL.md 21): equal on all members. After them come *attached* ones, tensors that a
+first ones are *replicated* (protocol.md 21): equal on all members. After them come *attached* ones, tensors that a
 manifest refers to (a callback's running average, say), which only the donor of that manifest is sure to hold. Each
 tensor is cut into pieces of at most `PIECE_NBYTES`; pieces never cross tensors and each has an xxh3-128 hash. The
 state hash covers names, types, shapes and piece hashes of the replicated tensors, so it is equal exactly where the
-bytes are (PROTOCOL.md 19), and a piece whose hash a joiner already has is not sent (PROTOCOL.md 16).
+bytes are (protocol.md 19), and a piece whose hash a joiner already has is not sent (protocol.md 16).
 
 xxh3 hashes 11-18 GB/s here, 200 MiB in 18 ms; pieces of 1 MiB stay in the core's cache between arriving and being
 verified, and cost 32 bytes of table each. It guards against accidents, not against a member that lies.
@@ -219,12 +219,12 @@ def build_table(
 
 
 def state_hash(tensors: Named) -> str:
-    """32 hex digits, equal exactly where names, types, shapes and bytes are (PROTOCOL.md 19, 24)."""
+    """32 hex digits, equal exactly where names, types, shapes and bytes are (protocol.md 19, 24)."""
     return build_table(tensors).state_hash
 
 
 def layout_hash(tensors: Named, groups: Iterable[Iterable[str]] = ()) -> str:
-    """16 hex digits over names, shapes and types in order, and the groups of names (PROTOCOL.md 20)."""
+    """16 hex digits over names, shapes and types in order, and the groups of names (protocol.md 20)."""
     rows = []
     for name, tensor in tensors:
         check_tensor(name, tensor)

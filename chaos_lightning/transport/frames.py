@@ -1,7 +1,7 @@
 """The frame: a fixed header of 44 bytes, then the payload.
 
 Theory of operation. A link is a TCP stream of frames. Every frame carries the view and the slot it belongs to, so that
-bytes of an older attempt are recognised and diverted (PROTOCOL.md 1, 11), a checksum of its payload and one of the
+bytes of an older attempt are recognised and diverted (protocol.md 1, 11), a checksum of its payload and one of the
 header itself, so that a damaged length is found before anything is allocated or awaited.
 """
 

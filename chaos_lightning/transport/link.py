@@ -2,7 +2,7 @@
 
 Theory of operation. Received payloads go where the owner says before they arrive (`target`): straight into result
 memory, into a scratch buffer, or - when their view is over - into a bin. Sent payloads are not copied: the owner
-guarantees that the memory is still until the frame's view is over (PROTOCOL.md 3). Between processes of one machine
+guarantees that the memory is still until the frame's view is over (protocol.md 3). Between processes of one machine
 that can read each other's memory, chunks are sent as references (transport/reference.py). A link that breaks says so
 once, with the evidence, and is then dead for good; a new connection makes a new link. One that is not wanted any more
 is finished: what is queued still goes, then a BYE, and only the peer closes it.

@@ -203,7 +203,7 @@ class Links:
             self._told.notify_all()
 
     def opened(self, seq: int) -> None:
-        """Slot `seq` is open: results of the slot before the last are overwritten from now on (PROTOCOL.md 3)."""
+        """Slot `seq` is open: results of the slot before the last are overwritten from now on (protocol.md 3)."""
         for link, (peer, since, first) in list(self._finishing.items()):
             if first < 0:
                 self._finishing[link] = (peer, since, seq)
@@ -212,7 +212,7 @@ class Links:
                 del self._finishing[link]
 
     def abandon(self) -> None:
-        """Forgets all peers and closes all links at once: this member begins anew (PROTOCOL.md 11)."""
+        """Forgets all peers and closes all links at once: this member begins anew (protocol.md 11)."""
         for link in [*self._links.values(), *self._finishing]:
             link.close(bye=True)
         for peer, link in self._links.items():
@@ -505,7 +505,7 @@ class Links:
         now = time.monotonic()
         gap, self._pinged_at = now - self._pinged_at, now
         for peer, link in list(self._links.items()):
-            # Who was frozen itself has heard nobody; that is nobody's silence (PROTOCOL.md 12).
+            # Who was frozen itself has heard nobody; that is nobody's silence (protocol.md 12).
             link.heard_at += gap if gap > SILENCE_S / 2 else 0.0
             silence = now - link.heard_at
             if silence > ASK_S:

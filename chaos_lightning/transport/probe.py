@@ -366,7 +366,7 @@ class Probes:
         def over() -> None:
             if not self._current(run) or run.waits != wait:
                 return
-            # Who was frozen itself has heard nobody (PROTOCOL.md 12); and what the job sent before goes first.
+            # Who was frozen itself has heard nobody (protocol.md 12); and what the job sent before goes first.
             goes_on = run.link.delivered_nbytes - before >= _GOES_ON_NBYTES
             held_up = self._clock() - due > 0.5 or goes_on
             if held_up and run.extensions < _EXTENSIONS:

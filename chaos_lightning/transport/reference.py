@@ -3,7 +3,7 @@ them out of the sender's memory in one copy (process_vm_readv), straight to wher
 
 Theory of operation. Over loopback TCP each byte is copied twice by the kernel and passes its network stack; that, not
 the sums, is most of what an all-reduce costs among members of one machine. A sender's chunks lie still long enough for
-reading instead: its own gradient until the slot commits, results until the header after (PROTOCOL.md 3), and neither
+reading instead: its own gradient until the slot commits, results until the header after (protocol.md 3), and neither
 happens before the receiver has read, or the receiver is out. Who is out may read late; so each process keeps a
 `Generation`, the attempt that it has open, sets it before that attempt's bytes overwrite others, and the receiver reads
 it *after* the bytes: bytes that were not still any more are recognised and dropped (`intact`).

@@ -3,7 +3,7 @@
 Theory of operation. The own watcher is started with the first neighbour on another machine; on one machine the process
 table is at hand. Whoever greets hands the neighbour's connection over (`add`) and keeps none. When a link falls
 silent its neighbour is asked about (`ask`); the answer counts for `FRESH_S`. Where there is no watcher - it cannot be
-started, it was killed, its connection broke - there is no answer, and silence is all there is (PROTOCOL.md 12). Who
+started, it was killed, its connection broke - there is no answer, and silence is all there is (protocol.md 12). Who
 greeted is told of a broken connection, so that it makes another.
 """
 

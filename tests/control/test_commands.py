@@ -147,7 +147,15 @@ def test_status_has_a_line_per_member_in_80_columns(monkeypatch: pytest.MonkeyPa
 
         def snapshot(self) -> dict[str, Any]:
             peer = {"host": host, "standing": "member", "connected": True, "view": "1.12", "seq": 1234, "step": 1230}
-            peer |= {"loaded": True, "leaving": False, "dead": False, "silent_s": 0.25}
+            peer |= {
+                "loaded": True,
+                "step_time_s": 0.0,
+                "way": "",
+                "progress": "",
+                "leaving": "",
+                "dead": "",
+                "silent_s": 0.25,
+            }
             members = [{"id": f"node-8-{i}~1", **peer} for i in range(3)]
             return {"phase": "running", "view": "1.7", "reason": "", "members": members, "others": []}
 

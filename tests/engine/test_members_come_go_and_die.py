@@ -82,7 +82,7 @@ def test_two_of_four_die_at_once(job: Job) -> None:
 
 @pytest.mark.slow
 def test_root_dies_after_its_header_reached_one_member(job: Job) -> None:
-    """The hand-on path: the result that one survivor holds is given to the other verbatim (PROTOCOL.md 9)."""
+    """The hand-on path: the result that one survivor holds is given to the other verbatim (protocol.md 9)."""
     job.start("a", settings={"min_nodes": 2}, die_at={"when": "after_first_header", "world": 3}, epochs=UNTIL_ENOUGH)
     job.harness.declare("a")
     job.harness.wait_for("welcomed", node="a")
@@ -110,7 +110,7 @@ def test_frozen_member_is_fenced_and_joins_again_in_the_same_process(job: Job) -
 
 
 def test_only_member_is_frozen_while_a_newcomer_waits(job: Job) -> None:
-    """Nobody else holds the state, so nobody may begin anew while its process may wake up (PROTOCOL.md 12a)."""
+    """Nobody else holds the state, so nobody may begin anew while its process may wake up (protocol.md 12a)."""
     gate, hang_s = job.gate("a"), 2.0  # on a busy machine a newcomer that loads may be silent for half a second
     job.start("a", seed=1, gates={5: gate}, rules={"hang_timeout_s": hang_s})
     job.harness.wait_step(5)
@@ -230,7 +230,7 @@ def test_workers_of_a_killed_member_do_not_hide_its_death(job: Job) -> None:
 
 @pytest.mark.slow
 def test_member_whose_state_drifts_pulls_it_again(job: Job) -> None:
-    """A bit that flipped in memory, say: hashes are compared, the odd one out joins again (PROTOCOL.md 24)."""
+    """A bit that flipped in memory, say: hashes are compared, the odd one out joins again (protocol.md 24)."""
     settings = {"min_nodes": 3, "state_hash_every": 5}
     for name in "ab":
         job.start(name, settings=settings, epochs=20)

@@ -1,4 +1,4 @@
-"""Members and a store that is not the job's, or not its latest, as the scheduler sees it (PROTOCOL.md 7, 14a)."""
+"""Members and a store that is not the job's, or not its latest, as the scheduler sees it (protocol.md 7, 14a)."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_a_job_for_two_nodes_does_not_begin_with_two_workers_of_one() -> None:
     assert [m.name for m in decision.view.members] == ["a-0", "a-1", "b-0"]
 
 
-# --------------------------------------------------------------------------------- the last exit (PROTOCOL.md 14c)
+# --------------------------------------------------------------------------------- the last exit (protocol.md 14c)
 
 
 def left_alone(settings: Settings | None = None) -> tuple[Room, Kept]:

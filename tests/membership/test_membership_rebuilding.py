@@ -1,4 +1,4 @@
-"""A lost chain, as the scheduler sees it: who is waited for, what is gone on from, who is put out (PROTOCOL.md 14a)."""
+"""A lost chain, as the scheduler sees it: who is waited for, what is gone on from, who is put out (protocol.md 14a)."""
 
 from __future__ import annotations
 

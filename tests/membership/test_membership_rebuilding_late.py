@@ -1,4 +1,4 @@
-"""A lost chain: reporters that come, answer or fall silent late, and those that cannot go on (PROTOCOL.md 14a)."""
+"""A lost chain: reporters that come, answer or fall silent late, and those that cannot go on (protocol.md 14a)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ruling after a failure (PROTOCOL.md 9): base, hand-on or redo, and who goes on."""
+"""The ruling after a failure (protocol.md 9): base, hand-on or redo, and who goes on."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_founders_that_load_when_a_recovery_comes_load_on() -> None:
 
 
 def test_founder_that_loads_on_assigns_the_first_slot_by_the_founding_view() -> None:
-    """As those do that had the state (PROTOCOL.md 10)."""
+    """As those do that had the state (protocol.md 10)."""
     founder = MemberScript()
     lines = """
         view v1 1.1 0.0 a~1 b~2* c~3*

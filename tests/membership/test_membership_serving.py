@@ -1,4 +1,4 @@
-"""Which way newcomers come in, and whom members serve, in whatever order things happen (PROTOCOL.md 15-18)."""
+"""Which way newcomers come in, and whom members serve, in whatever order things happen (protocol.md 15-18)."""
 
 from __future__ import annotations
 

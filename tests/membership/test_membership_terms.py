@@ -1,4 +1,4 @@
-"""What the job is, its living members say; the dead refuse nobody, and an operator ends their job (PROTOCOL.md 12b)."""
+"""What the job is, its living members say; the dead refuse nobody, and an operator ends their job (protocol.md 12b)."""
 
 from __future__ import annotations
 

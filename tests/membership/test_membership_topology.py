@@ -199,15 +199,15 @@ def test_a_link_that_an_operator_adds_has_never_failed() -> None:
     script = SchedulerScript()
     written = Path(__file__).parent / "scenarios" / "scheduler_link_removed_and_added.txt"
     for line in (line[2:].split() for line in written.read_text().splitlines() if line.startswith("> ")):
-        if line == "operator link add b a".split():
+        if line == ["operator", "link", "add", "b", "a"]:
             break
         script.line(line)
     assert script.machine is not None
     fact = script.machine.topology.fact("a~1", "b~2")
     fact.failures = 4
-    script.line("operator link remove a c".split())
+    script.line(["operator", "link", "remove", "a", "c"])
     assert fact.failures == 4
-    script.line("operator link add b a".split())
+    script.line(["operator", "link", "add", "b", "a"])
     assert fact.failures == 0
 
 

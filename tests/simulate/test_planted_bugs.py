@@ -1,4 +1,4 @@
-"""Each starred rule of PROTOCOL.md, broken on purpose, is noticed; with only the masking guard off, nothing is."""
+"""Each starred rule of protocol.md, broken on purpose, is noticed; with only the masking guard off, nothing is."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_planted_bug_that_does_not_show_is_failure(capsys: pytest.CaptureFixture
 
 def test_bugs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list-bugs"]) == 0
-    assert "PROTOCOL.md 4a" in capsys.readouterr().out
+    assert "protocol.md 4a" in capsys.readouterr().out
 
 
 def test_scenario_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

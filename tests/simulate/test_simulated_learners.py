@@ -1,4 +1,4 @@
-"""Newcomers come in by replay, and one thing goes wrong meanwhile: one simulated job each (PROTOCOL.md 15-19)."""
+"""Newcomers come in by replay, and one thing goes wrong meanwhile: one simulated job each (protocol.md 15-19)."""
 
 from __future__ import annotations
 

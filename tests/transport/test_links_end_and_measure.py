@@ -95,7 +95,7 @@ def test_a_link_that_was_let_go_still_takes_what_the_peer_had_sent(build: Build)
 
 
 def test_a_link_that_was_let_go_ends_when_its_bytes_are_overwritten(build: Build) -> None:
-    """Who leaves does not hold up the others: the buffer is used again two slots later (PROTOCOL.md 3)."""
+    """Who leaves does not hold up the others: the buffer is used again two slots later (protocol.md 3)."""
     nodes = build("a")
     a = nodes["a"]
     a.expect("x~9")

@@ -87,7 +87,7 @@ class _Server:
 
     def check(self) -> bool:
         """Whether it goes on. A member may make it end in two ways, in good order: it was the last of a job and has
-        finished, or it says that there is a later term (PROTOCOL.md 7).
+        finished, or it says that there is a later term (protocol.md 7).
         """
         try:
             facts = json.loads(self._status(b"", timeout=PATIENCE_S).json)

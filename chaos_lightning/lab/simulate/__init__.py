@@ -2,5 +2,5 @@
 
 `python -m chaos_lightning.lab.simulate --help`. The machines of membership/ run unchanged; network, processes, store,
 data plane and training are simulated (world.py ties them together), oracle.py says what must hold, bugs/ breaks each
-rule of PROTOCOL.md once to show that it would be noticed.
+rule of protocol.md once to show that it would be noticed.
 """

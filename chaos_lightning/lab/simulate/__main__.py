@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     if options.list_bugs:
         for name, bug in BUGS.items():
-            print(f"{name:16} PROTOCOL.md {bug.rule:4} {bug.what}")
+            print(f"{name:16} protocol.md {bug.rule:4} {bug.what}")
         return 0
     plan, hooks = behaviour(options.bug, options.family)
     if options.scenario is not None:

@@ -329,7 +329,7 @@ class Node(Connected):
         return self.world.program.next_kind(self.header)
 
     def samples(self) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """(epoch, positions): the assignment of the coming step, a function of the last header (PROTOCOL.md 10)."""
+        """(epoch, positions): the assignment of the coming step, a function of the last header (protocol.md 10)."""
         return self.world.program.share(self.assigning, self.machine.member_id, self.header.ledger)
 
     def _arm(self, uid: int, life: int) -> None:
@@ -409,13 +409,13 @@ class Node(Connected):
             self._begin()
 
     def externalise(self, before: Header, header: Header) -> None:
-        """Header s+1 is seen, so slot s is stable and may leave the job (PROTOCOL.md 4)."""
+        """Header s+1 is seen, so slot s is stable and may leave the job (protocol.md 4)."""
         self.world.oracle.externalised(self.machine.member_id, self.lineage, before)
 
     # ------------------------------------------------------------------ serving others
 
     def publish(self, header: Header) -> None:
-        """A snapshot at this header (PROTOCOL.md 15)."""
+        """A snapshot at this header (protocol.md 15)."""
         self.published = (header.hash, self.state)
 
     def serve_state(self, header: Header) -> State | None:
@@ -472,7 +472,7 @@ class Node(Connected):
         self.timer(self.kernel.between(0.01, 0.05), self.connect)
 
     def restart(self) -> None:
-        """Thrown out: all training state goes, the same process joins again (PROTOCOL.md 11)."""
+        """Thrown out: all training state goes, the same process joins again (protocol.md 11)."""
         self.life += 1
         if self._pull is not None:
             self._pull.stop()

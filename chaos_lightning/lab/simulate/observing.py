@@ -1,4 +1,4 @@
-"""Replay joins in a simulated job: what members keep for newcomers, who follow their log (PROTOCOL.md 15-18).
+"""Replay joins in a simulated job: what members keep for newcomers, who follow their log (protocol.md 15-18).
 
 Theory of operation. A `Keeper` is a member's part, as replication/snapshot.py and log.py are a real one's. At the
 first header that names a learner it copies the state: what forward passes change at once, the rest range by range
@@ -407,7 +407,7 @@ def check_founding(world: World, founder: Node) -> None:
 
 
 class Patience:
-    """Watches that newcomers get in, whatever happened before (liveness from states in mid-run, PROTOCOL.md 18).
+    """Watches that newcomers get in, whatever happened before (liveness from states in mid-run, protocol.md 18).
 
     Args:
         world: The job; its plan says how long a newcomer may wait once the last fault is over.

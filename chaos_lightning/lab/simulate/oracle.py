@@ -3,7 +3,7 @@
 Theory of operation. The oracle sees everything: every contribution made, every header committed by anyone with the
 state it led to, every slot that somebody treated as stable, every ejection and every join. Headers form a tree (a
 slot that a dead member committed may be committed differently by the survivors); the externalised ones must form a
-path of it. Each check names the rule of PROTOCOL.md or the contract of DESIGN.md that it stands for.
+path of it. Each check names the rule of protocol.md or the contract of DESIGN.md that it stands for.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ class Oracle:
         """The job begins, or begins again; `holders` live, if only frozen, and hold an earlier beginning's state."""
         if holders and lineage != self.lineage:
             words = f"view {lineage} founds the job again although {holders[0]} holds its state"
-            raise Violation(f"{words} (contract 5, PROTOCOL.md 12a)")
+            raise Violation(f"{words} (contract 5, protocol.md 12a)")
         self.lineage = lineage
         key = (lineage, GENESIS.hash)
         if self.states.setdefault(key, state) != state:
-            raise Violation(f"two members founded view {lineage} with different states (PROTOCOL.md 14)")
+            raise Violation(f"two members founded view {lineage} with different states (protocol.md 14)")
         self.headers[key] = GENESIS
 
     def loaded(self, who: str, lineage: str, header: Header, state: State) -> None:
-        """A joiner says that its state is complete (contract 4, PROTOCOL.md 15, 19)."""
+        """A joiner says that its state is complete (contract 4, protocol.md 15, 19)."""
         self.joins += 1
         expected = self.states.get((lineage, header.hash))
         if expected != state:
@@ -153,11 +153,11 @@ class Oracle:
         if len(positions) != len(set(positions)) or before_left - after_left != set(positions):
             raise Violation(
                 f"slot {header.seq}: its ledger spends {sorted(before_left - after_left)}, its members used "
-                f"{sorted(positions)} (contract 3, PROTOCOL.md 25)"
+                f"{sorted(positions)} (contract 3, protocol.md 25)"
             )
 
     def _check_progress(self, lineage: str, before: Header, header: Header) -> None:
-        """No step is empty while there are samples for every member that the assigning view names (PROTOCOL.md 10)."""
+        """No step is empty while there are samples for every member that the assigning view names (protocol.md 10)."""
         named = str(before.next_view) if before.seq else lineage
         view = next((v for v in self.views if str(v.id) == named), None)
         if view is None or any(s.weight for s in header.contributors):
@@ -181,7 +181,7 @@ class Oracle:
                 raise Violation(f"slot {header.seq}: {share.member} never voted {answer!r} (28)")
 
     def externalised(self, who: str, lineage: str, header: Header) -> None:
-        """`who` lets this slot leave the job: a checkpoint, a log line, a decision (contract 2, PROTOCOL.md 4)."""
+        """`who` lets this slot leave the job: a checkpoint, a log line, a decision (contract 2, protocol.md 4)."""
         key = (lineage, header.seq)
         first, witness = self.external.setdefault(key, (header.hash, who))
         if first != header.hash:
@@ -218,7 +218,7 @@ class Oracle:
 
 
 def check_chain(views: Sequence[View]) -> None:
-    """The stored chain is well-formed (PROTOCOL.md 7)."""
+    """The stored chain is well-formed (protocol.md 7)."""
     for before, view in pairwise(views):
         if view.predecessor != before.id or not view.id > before.id or view.id.number <= before.id.number:
             raise Violation(f"view {view.id} with predecessor {view.predecessor} follows {before.id} (7)")

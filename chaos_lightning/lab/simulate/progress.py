@@ -2,7 +2,7 @@
 
 Theory of operation. Three things must hold in every run, whatever goes wrong:
 
-- *Numbers without a slot* (PROTOCOL.md 31). Each attempt to go on takes a number from the store. Between two slots that
+- *Numbers without a slot* (protocol.md 31). Each attempt to go on takes a number from the store. Between two slots that
   are new to the job no more may be taken than what went wrong meanwhile explains, a few at once, and from then on
   fewer and fewer a minute (membership/backoff.py).
 - *Views without a cause.* Over a whole run views may not outnumber what they can be about: processes that came, faults

@@ -2,7 +2,7 @@
 
 Theory of operation. Ranges are asked for one by one, each from a source chosen by chance; a source that is dead,
 frozen or without these very bytes does not answer (or answers later), and the range is asked for elsewhere. Some
-transfers are damaged on the way; a state is accepted only if its hash equals the donors' (PROTOCOL.md 19). Requests
+transfers are damaged on the way; a state is accepted only if its hash equals the donors' (protocol.md 19). Requests
 reach whom any way over links that can be made leads to: transfers are relayed hop by hop.
 """
 

@@ -298,7 +298,7 @@ class Schedulers:
             self._start(rebuild=True)
 
     def can_spare(self, node: Client) -> bool:
-        """Whether a lost chain can be rebuilt without this node (PROTOCOL.md 14a).
+        """Whether a lost chain can be rebuilt without this node (protocol.md 14a).
 
         So it is if of the last view that somebody stands in, and of a later one that a header may carry, more than half
         of the members live and hold the state.

@@ -137,7 +137,7 @@ class World:
         return self._counters.uid
 
     def holders(self, besides: Node, founding: str) -> list[str]:
-        """Members whose state the founding view forgets though it is there (contract 5, PROTOCOL.md 12a).
+        """Members whose state the founding view forgets though it is there (contract 5, protocol.md 12a).
 
         Those that have not been in trouble lately, and all that live, stopped ones included, in the view before it. Who
         was asked to go holds nothing, nor does who was silent for longer than anybody is waited for.

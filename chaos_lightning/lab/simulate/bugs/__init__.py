@@ -1,8 +1,8 @@
-"""Planted bugs: for every starred rule of PROTOCOL.md that these machines implement, that rule broken on purpose.
+"""Planted bugs: for every starred rule of protocol.md that these machines implement, that rule broken on purpose.
 
 Theory of operation. A simulator that never finds anything proves nothing; so each rule is taken away once, and a run
 must show it (tests/simulate/test_planted_bugs.py). A bug is a `Hooks` whose classes override one method each;
-production code has no switches for it. Some guards mask each other (PROTOCOL.md 12 and 12a, 15 and 19): such a bug
+production code has no switches for it. Some guards mask each other (protocol.md 12 and 12a, 15 and 19): such a bug
 comes with the other guard off, and with a *control*, the same plans with only that other guard off, which must run
 clean. The plans of a bug draw from the faults that its rule is about.
 """

@@ -23,7 +23,7 @@ class Bug:
     """One rule, broken.
 
     Attributes:
-        rule: Number in PROTOCOL.md.
+        rule: Number in protocol.md.
         what: In words.
         hooks: Makes the broken behaviour.
         plan: The runs in which it must show.

@@ -1,4 +1,4 @@
-"""Planted bugs of replay joins (PROTOCOL.md 8, 15, 17, 18, 19).
+"""Planted bugs of replay joins (protocol.md 8, 15, 17, 18, 19).
 
 Theory of operation. A newcomer's state is compared with the members' when it is let in (19). That makes good whatever
 went wrong before, at the price of a pause; so what breaks 15 and 17 only shows with this proof off: `UnprovenHooks`

@@ -98,7 +98,7 @@ def wired_plan(seed: int, kinds: tuple[str, ...] = OTHERS) -> Plan:
         unlinked = [e for e in combinations(names, 2) if frozenset(e) not in there]
     faults = [f for _ in range(random.randint(1, 3)) for f in _link_faults(random, edges, names)]
     cuts = [f.at for f in faults if f.action in ("cut", "split")]
-    # A stream and a link that break together are a death, whoever lives (PROTOCOL.md 12, docs/LOG.md).
+    # A stream and a link that break together are a death, whoever lives (protocol.md 12, docs/LOG.md).
     faults += [
         f
         for f in plan.faults
@@ -301,7 +301,7 @@ def _newcomers(random: Random, names: list[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _calm(faults: list[Fault]) -> list[Fault]:
-    """Without streams that break beside a link: both together are a death, whoever lives (PROTOCOL.md 12)."""
+    """Without streams that break beside a link: both together are a death, whoever lives (protocol.md 12)."""
     links = [f for f in faults if f.action in ("cut", "split", "mute", "mute-one", "flap", "link")]
 
     def beside(fault: Fault) -> bool:

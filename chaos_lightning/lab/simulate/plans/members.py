@@ -231,7 +231,7 @@ def forgetful_plan(seed: int) -> Plan:
 
 
 def edited_plan(seed: int) -> Plan:
-    """All members die, and an edited script comes in their place; the scheduler may die meanwhile (PROTOCOL.md 12b)."""
+    """All members die, and an edited script comes in their place; the scheduler may die meanwhile (protocol.md 12b)."""
     random = Random(seed * 37 + 19)
     plan = random_plan(seed, ("join",), damage=0.0)
     old, new = [f"n{i}" for i in range(random.choice((1, 2)))], [f"j{i}" for i in range(random.choice((1, 2)))]
