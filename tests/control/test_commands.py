@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from chaos_lightning.control import scheduler_main
 from chaos_lightning.control.options import MEMORY, SchedulerOptions
 from chaos_lightning.errors import RefusedError
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.protocol.types import Settings, Welcome
+from chaos_lightning.membership.scheduler import SchedulerMachine
+from chaos_lightning.protocol.types import NO_VIEW, Decide, Entered, Heartbeat, Hello, Ready, Settings, Welcome
 from chaos_lightning.security.credentials import Credentials, KeyFolder
 from chaos_lightning.security.keyfiles import NODES
 
@@ -135,37 +137,50 @@ def test_status_shows_members(tmp_path: Path) -> None:
         assert json.loads(result.output)["machine"]["view"] == "1.7"
 
 
+class Trains:
+    """The real machine, with three members on one machine that train."""
+
+    HOST = "0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0/pid:[4026531836]"
+
+    def __init__(self, settings: Settings, _: fx.Chain) -> None:
+        self._real = SchedulerMachine(replace(settings, min_nodes=3), fx.Chain(1, NO_VIEW, id="c"))
+        decided: dict[int, Decide] = {}
+        for number in range(3):
+            hello = Hello("default", f"node-8-{number}", self.HOST, "127.0.0.1", 1, number + 1, 1, 1, 1, "0", ())
+            for event in (fx.Opened(number), fx.MessageIn(number, hello), fx.MessageIn(number, Ready())):
+                self._feed(event, decided)
+        for number, said in list(decided.items()):
+            self._feed(fx.MessageIn(number, Entered(said.view.id, said.base.seq, 0, said.base.hash)), decided)
+            self._feed(fx.MessageIn(number, Heartbeat(said.view.id, 1234, 1230, 0.0125)), decided)
+
+    def _feed(self, event: fx.SchedulerEvent, decided: dict[int, Decide]) -> None:
+        for effect in self._real.on(0.0, event):
+            match effect:
+                case fx.Persist(token):
+                    self._feed(fx.Stored(token, True), decided)
+                case fx.Send(conn, Decide() as said):
+                    decided[conn] = said
+
+    def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
+        return []
+
+    def snapshot(self) -> dict[str, Any]:
+        return self._real.snapshot()
+
+
 def test_status_has_a_line_per_member_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    host = "0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0/pid:[4026531836]"
-
-    class Machine:
-        def __init__(self, settings: Settings, chain: fx.Chain) -> None: ...
-
-        def on(self, now: float, event: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
-            return []
-
-        def snapshot(self) -> dict[str, Any]:
-            peer = {"host": host, "standing": "member", "connected": True, "view": "1.12", "seq": 1234, "step": 1230}
-            peer |= {
-                "loaded": True,
-                "step_time_s": 0.0,
-                "way": "",
-                "progress": "",
-                "leaving": "",
-                "dead": "",
-                "silent_s": 0.25,
-            }
-            members = [{"id": f"node-8-{i}~1", **peer} for i in range(3)]
-            return {"phase": "running", "view": "1.7", "reason": "", "members": members, "others": []}
-
-    with serving(machine=Machine) as served:
+    with serving(machine=Trains) as served:
         result = run("status", "--endpoint", served.endpoint)
         assert result.exit_code == 0, result.output
-        head, *lines = result.output.splitlines()[1:]
-        assert head.split() == ["id", "host", "standing", "view", "seq", "step", "silent"]
-        assert [x.split()[:2] for x in lines] == [[f"node-8-{i}~1", "0f1e2d3c/1836"] for i in range(3)], result.output
-        assert host in run("status", "--endpoint", served.endpoint, "--json").output
+        lines = result.output.splitlines()
+        head = next(i for i, line in enumerate(lines) if line.startswith("id "))
+        assert lines[head].split() == ["id", "host", "standing", "view", "seq", "step", "step_time", "silent"]
+        rows = [line.split()[:3] for line in lines[head + 1 : head + 4]]
+        assert rows == [[f"node-8-{i}~{i + 1}", "0f1e2d3c/1836", "member"] for i in range(3)], result.output
+        told = run("status", "--endpoint", served.endpoint, "--json").output
+        assert Trains.HOST in told
+        assert json.loads(told)["machine"]["members"][0]["step_time_s"] == 0.0125
 
 
 def test_status_of_an_empty_job() -> None:
