@@ -208,6 +208,7 @@ class Trainer:
         epoch = loader.epoch
         while epoch < epochs and not self.engine.out:
             loader.set_epoch(epoch)
+            training.tell_epoch(self.engine, loader, epoch)
             for batch in loader:
                 self._arm()
                 if self.engine.out:

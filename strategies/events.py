@@ -1,9 +1,8 @@
-"""Events of a training loop: its epochs and validations, what it writes for the outside, what it goes on from."""
+"""Events of a training loop: its validations, what it writes for the outside, what it goes on from."""
 
 from chaos_lightning.events.registry import Event
 
 EVENTS = (
-    Event("epoch", "an epoch begins", {"stream": "name", "epoch": "which", "length": "samples in it"}),
     Event("validation", "a validation is over", {"seconds": "s"}),
     Event("checkpoint", "a checkpoint was written", {"path": "file", "step": "of its state", "head": "header hash"}),
     Event("resumed", "the whole job goes on from a checkpoint", {"step": "of its state", "ledger": "spent samples"}),

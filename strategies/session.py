@@ -31,8 +31,8 @@ from torch.optim import Optimizer
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import DepartedError, FencedError, RefusedError, UnsupportedError
 from chaos_lightning.machine.signals import ExitSignals, aside, say
+from chaos_lightning.member import training
 from chaos_lightning.member.engine import Engine
-from chaos_lightning.member.training import switch_quickly
 from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies.collectives import Collectives
@@ -188,11 +188,9 @@ class Session:
             self._loader.warn_of_lost_place()
 
     def begin_pass(self, epoch: int) -> None:
-        """The loader begins an epoch: the log says how long it is, so that an audit sees whether all of it was used."""
-        units = self.elastic._units
-        if units is not None and self.entered and self.trainer.limit_train_batches == 1.0:
-            stream = "" if self._data == "shared" else self.engine.name
-            self.engine.events.emit("epoch", stream=stream, epoch=epoch, length=units.length(epoch))
+        """The loader begins an epoch."""
+        if self.entered and self.trainer.limit_train_batches == 1.0:
+            training.tell_epoch(self.engine, self.elastic, epoch)
 
     def note_checkpoint(self, path: str) -> None:
         """A file of this member's state leaves the job."""
@@ -220,7 +218,7 @@ class Session:
             self._pass_is_over,
         )
         self._samples = SampleCount(trainer.lr_scheduler_configs)
-        self._switch_as_before = switch_quickly()
+        self._switch_as_before = training.switch_quickly()
         engine.prepare(sections=self._stepper.sections, buffers=self._stepper.buffers)
         epoch = epoch_of(trainer)
         if self._options.leave_on_signals:

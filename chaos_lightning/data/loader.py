@@ -140,6 +140,10 @@ class ElasticLoader:
         """The ledger's name of this member's samples: "" if they are shared."""
         return self._stream
 
+    def length(self, epoch: int) -> int | None:
+        """Samples of this member's stream in an epoch (batches, if it has a batch sampler); None: its end will tell."""
+        return self._units.length(epoch) if self._units is not None else None
+
     @property
     def at_safe_point(self) -> bool:
         """Everything yielded is committed: a joiner may come in here."""
@@ -270,9 +274,8 @@ class ElasticLoader:
         return self._loaded[1] if self._loaded is not None and self._loaded[0] == epoch else 0
 
     def _make_accumulations(self, epoch: int) -> Accumulations:
-        if self._units is not None:
-            length = self._units.length(epoch)
-        else:
+        length = self.length(epoch)
+        if length is None:
             said = ledger.announced_length(self.ledger, self._source.name, epoch)
             length = UNKNOWN_LENGTH if said is None else said
         return Accumulations(

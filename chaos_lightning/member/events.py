@@ -17,6 +17,7 @@ EVENTS = (
     ),
     Event("rejoin", "it joins again, as a newcomer", {"old_id": "who it was"}, {"reason": "why"}),
     Event("scheduler", "its control stream has changed", {"state": "words"}),
+    Event("epoch", "an epoch of its data begins", {"stream": "name", "epoch": "which", "length": "samples in it"}),
     # --- views and slots
     Event("next_view", "a view is announced that a header is to carry", {"id": '"term.number"'}),
     Event(

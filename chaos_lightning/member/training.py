@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import StateError
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.replication.access import StateAccess, unique
@@ -100,6 +101,19 @@ def proof(engine: Engine, state: StateAccess) -> str:
     found = state_hash(state.tensors())
     engine.events.emit("state_hash", seq=header.seq, step=header.step, head=header.hash, hash=found)
     return found
+
+
+def tell_epoch(engine: Engine, loader: ElasticLoader, epoch: int) -> None:
+    """An epoch begins: the log says how long it is, so that a report sees whether all of it was used.
+
+    Args:
+        engine: In the job.
+        loader: The data; what runs dry at an unknown point is not told.
+        epoch: Which.
+    """
+    length = loader.length(epoch)
+    if length is not None:
+        engine.events.emit("epoch", stream=loader.stream, epoch=epoch, length=length)
 
 
 _SWITCH_INTERVAL_S = 5e-4

@@ -10,6 +10,10 @@ import pytest
 from engine_job import Job
 from engine_members import UNTIL_ENOUGH
 
+from chaos_lightning.events.reader import read_events
+from chaos_lightning.observe import folds
+from chaos_lightning.observe.timeline import Timeline
+
 
 def same(reports: list[dict[str, Any]]) -> None:
     assert len({r["hash"] for r in reports}) == 1, reports
@@ -24,6 +28,8 @@ def test_three_founders_end_alike(job: Job, plan: str, by_reference: bool) -> No
     reports = job.finish("a", "b", "c")
     same(reports)
     assert reports[0]["step"] == 40
+    epochs = folds.samples(Timeline.of(read_events(job.harness.logs)))
+    assert [use.complete for use in epochs.values()] == [True, True]
 
 
 def test_newcomers_initial_weights_do_not_matter(job: Job) -> None:
