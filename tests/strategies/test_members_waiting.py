@@ -81,13 +81,15 @@ def test_waiting_is_told_once_on_the_terminal(job: Job) -> None:
 def test_pause_below_min_nodes_is_told_on_the_terminal(job: Job) -> None:
     """Its neighbour dies: training stops, which looks like hanging to who is not told; and then it goes on."""
     needs_two(job)
-    job.start("a", gates={3: job.gate("a")})
+    job.start("a", gates={3: job.gate("a"), 5: job.gate("late")})
     job.start("b")
     job.harness.wait_step(3)
     job.harness.kill("b")
     job.open("a")
     job.harness.wait_for("notice", lambda r: "training waits: 1 of min_nodes=2" in str(r.get("text")))
     job.start("c")
+    job.wait_admitted("c")
+    job.open("late")
     job.finish("a", "c")
     words = job.harness.children["a"].tail()
     assert words.count("training waits: 1 of min_nodes=2 nodes are here") == 1
