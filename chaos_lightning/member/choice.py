@@ -16,7 +16,8 @@ from pathlib import Path
 from chaos_lightning.planning.shards import Links
 from chaos_lightning.protocol.types import Member, View
 from chaos_lightning.replication.checkpoint import CheckpointWriter
-from chaos_lightning.replication.policies import PolicyOptions, make_policy
+from chaos_lightning.replication.planned import PolicyOptions
+from chaos_lightning.replication.policies import make_policy
 from chaos_lightning.replication.policy import TransferPolicy
 from chaos_lightning.replication.table import PIECE_NBYTES
 from chaos_lightning.settings import EngineConfig

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.planning import baselines
-from chaos_lightning.planning.shards import SHARD_NBYTES, Neighbour, SharePlan
-from chaos_lightning.replication.policies import Estimates, LinkEstimates, PolicyOptions, cut_runs, planned_grain_nbytes
+from chaos_lightning.planning.shards import SHARD_NBYTES, SharePlan
+from chaos_lightning.replication.planned import (
+    Estimates,
+    LinkEstimates,
+    Planner,
+    PolicyOptions,
+    cut_runs,
+    planned_grain_nbytes,
+)
 from chaos_lightning.replication.policy import Checkpoint, Job, Shares, SourceStats, TransferPolicy
 from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.table import PIECE_NBYTES
-
-Planner = Callable[[int, Sequence[Neighbour], PolicyOptions], SharePlan]
 
 
 class Fixed(TransferPolicy):
@@ -24,13 +30,9 @@ class Fixed(TransferPolicy):
 
     patient = True
 
-    def __init__(self, name: str, planner: Planner, estimates: Estimates | None, options: PolicyOptions) -> None:
-        self.name = name
-        self.options = options
-        self.plan: SharePlan | None = None
-        """The last plan that was made."""
+    def __init__(self, name: str, planner: Planner, estimates: Estimates | None, *, barrier: bool) -> None:
+        self.name, self.barrier = name, barrier
         self._links = LinkEstimates(estimates)
-        self.barrier = options.barrier and name == "single"
         self._planner = planner
 
     def prior(self, source: str) -> tuple[float, float] | None:
@@ -43,10 +45,7 @@ class Fixed(TransferPolicy):
         return limit
 
     def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Shares:
-        found, note = self._links.neighbours(sources)
-        self.plan = self._planner(sum(job.nbytes for job in jobs), found, self.options)
-        speeds = {n.member: 1 / n.s_per_byte for n in found}
-        return Shares(cut_runs(jobs, self.plan.shares, speeds), self.plan.reason + note)
+        return self._links.shares(jobs, sources, self._planner)
 
 
 class MultiSource(TransferPolicy):
@@ -57,8 +56,6 @@ class MultiSource(TransferPolicy):
 
     def __init__(self, options: PolicyOptions) -> None:
         self.options = options
-        self.plan: SharePlan | None = None
-        """The last plan that was made."""
         if not options.links or not options.newcomer:
             raise ConfigurationError("multi_source needs the overlay: give `links` and `newcomer`")
         self._routes = baselines.shortest_routes(options.links, options.newcomer, PIECE_NBYTES)
@@ -85,11 +82,11 @@ class MultiSource(TransferPolicy):
     def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Shares:
         nbytes = sum(job.nbytes for job in jobs)
         options = self.options
-        self.plan = baselines.multi_source(
+        plan = baselines.multi_source(
             nbytes, options.links, options.newcomer, ingress_s_per_byte=options.ingress_s_per_byte
         )
-        shares = {m: share for m, share in self.plan.shares.items() if m in sources}
-        return Shares(cut_runs(jobs, shares, {}), self.plan.reason)
+        shares = {m: share for m, share in plan.shares.items() if m in sources}
+        return Shares(cut_runs(jobs, shares, {}), plan.reason)
 
 
 class StopResume(TransferPolicy):
@@ -117,28 +114,17 @@ class StopResume(TransferPolicy):
         return Checkpoint(self.options.folder, self.options.disk_bps)
 
 
-_PLANNERS: dict[str, Planner] = {
-    "greedy": lambda nbytes, found, o: baselines.greedy(
-        nbytes,
-        found,
-        layer_nbytes=o.layer_nbytes,
-        shard_nbytes=o.shard_nbytes,
-        ingress_s_per_byte=o.ingress_s_per_byte,
-    ),
-    "optimal": lambda nbytes, found, o: baselines.optimal(
-        nbytes, found, shard_nbytes=o.shard_nbytes or SHARD_NBYTES, ingress_s_per_byte=o.ingress_s_per_byte
-    ),
-    "even": lambda nbytes, found, o: baselines.even(nbytes, found, ingress_s_per_byte=o.ingress_s_per_byte),
-    "single": lambda nbytes, found, o: baselines.single(
-        nbytes, found, barrier=o.barrier, ingress_s_per_byte=o.ingress_s_per_byte
-    ),
-}
-
-
 def make_baseline(name: str, estimates: Estimates | None, options: PolicyOptions) -> TransferPolicy:
     """One of these by name; see `policies.make_policy`."""
     if name == "multi_source":
         return MultiSource(options)
     if name == "stop_resume":
         return StopResume(options)
-    return Fixed(name, _PLANNERS[name], estimates, options)
+    planners: dict[str, Callable[..., SharePlan]] = {
+        "greedy": partial(baselines.greedy, layer_nbytes=options.layer_nbytes, shard_nbytes=options.shard_nbytes),
+        "optimal": partial(baselines.optimal, shard_nbytes=options.shard_nbytes or SHARD_NBYTES),
+        "even": baselines.even,
+        "single": partial(baselines.single, barrier=options.barrier),
+    }
+    planner = partial(planners[name], ingress_s_per_byte=options.ingress_s_per_byte)
+    return Fixed(name, planner, estimates, barrier=options.barrier and name == "single")
