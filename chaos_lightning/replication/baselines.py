@@ -1,17 +1,28 @@
 """Transfer policies of others, to be compared with by name; what a job does by itself never loads them.
 
 What each does and where it comes from: policies.py, and planning/baselines.py for the plans.
+
+Theory of operation. All but `stop_resume` carry out a plan as it is. With `stop_resume` a donor writes its state to a
+file (checkpoint.py). The newcomer reads the file of that name in the folder that it was told of by its own user (never
+a path that came over the wire), at a disk's rate if one is given, and verifies each piece by hash as it would verify
+what a connection brings.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
-from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.errors import ConfigurationError, StateError, WireError
 from chaos_lightning.planning import baselines
 from chaos_lightning.planning.shards import SHARD_NBYTES, SharePlan
+from chaos_lightning.replication.bulk import Frame, Type
+from chaos_lightning.replication.checkpoint import DiskThrottle, file_name
+from chaos_lightning.replication.client import Deliver, Donor, Sink
 from chaos_lightning.replication.planned import (
     Estimates,
     LinkEstimates,
@@ -20,9 +31,10 @@ from chaos_lightning.replication.planned import (
     cut_runs,
     planned_grain_nbytes,
 )
-from chaos_lightning.replication.policy import Checkpoint, Job, Shares, SourceStats, TransferPolicy
+from chaos_lightning.replication.policy import Job, Shares, SourceStats, TransferPolicy
 from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.table import PIECE_NBYTES
+from chaos_lightning.replication.work_queue import WorkQueue
 
 
 class Fixed(TransferPolicy):
@@ -109,9 +121,63 @@ class StopResume(TransferPolicy):
         folder = self.options.folder
         return Shares({writer: list(jobs)}, f"{writer} writes a checkpoint to {folder}, this member reads it there")
 
-    @property
-    def checkpoint(self) -> Checkpoint:  # type: ignore[override]
-        return Checkpoint(self.options.folder, self.options.disk_bps)
+    def way(self) -> Deliver:
+        return reader(Path(self.options.folder), self.options.disk_bps)
+
+
+def reader(folder: Path, disk_bps: float) -> Deliver:
+    """How a joiner gets bytes from a donor through its checkpoint.
+
+    Args:
+        folder: Where the donor's checkpoints can be read.
+        disk_bps: Reading is held to this rate in bits per second; 0: as fast as the disk is.
+    """
+
+    def deliver(donor: Donor, work_queue: WorkQueue, sink: Sink) -> None:
+        request = work_queue.take(donor.member, depth=1, wait=True, deadline=donor.deadline)
+        if request is None:
+            return
+        name = _saved(donor.ask(Type.SAVE, Type.SAVED), file_name(donor.head, donor.seq))
+        try:
+            file = (folder / name).open("rb", buffering=0)
+        except OSError as error:
+            raise ConfigurationError(
+                f"{donor.member} has written the checkpoint {name}, but it cannot be read in {folder} here ({error}): "
+                "stop_resume needs a folder that both see"
+            ) from error
+        throttle = DiskThrottle(disk_bps)
+        with file:
+            while request is not None:
+                job = request.job
+                buffers = sink.land(job)
+                at = job.start
+                for buffer in buffers:
+                    got = os.preadv(file.fileno(), [buffer], at)
+                    at += got
+                    work_queue.arrived(request, got)
+                    if got != len(buffer):
+                        raise StateError(f"the checkpoint {name} ends at byte {at}, expected were {job.stop}")
+                frame = Frame(Type.DATA, donor.head, donor.seq, job.start, job.nbytes, sink.flags)
+                bad = sink.landed(job, buffers, frame, in_place=True)
+                if bad is None or bad:
+                    work_queue.wrong(request, bad or ())
+                else:
+                    work_queue.done(request, buffers)
+                throttle.passed(job.nbytes)
+                request = work_queue.take(donor.member, depth=1, wait=True, deadline=donor.deadline)
+
+    return deliver
+
+
+def _saved(data: bytes, expected: str) -> str:
+    try:
+        document = json.loads(data)
+        name = document["name"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise WireError(f"malformed answer to SAVE: {error!r}") from error
+    if name != expected:
+        raise WireError(f"the donor saved {name!r}, expected was {expected!r}")
+    return expected
 
 
 def make_baseline(name: str, estimates: Estimates | None, options: PolicyOptions) -> TransferPolicy:

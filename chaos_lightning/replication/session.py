@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from chaos_lightning.errors import DeadlineError, NoDonorError, StateError
 from chaos_lightning.protocol.types import SourceProgress
 from chaos_lightning.replication import bulk, by_reference
-from chaos_lightning.replication.client import Deliver, Donor, PullConfig, Sink
+from chaos_lightning.replication.client import Donor, PullConfig, Sink
 from chaos_lightning.replication.policy import Job, SourceStats, TransferPolicy
 from chaos_lightning.replication.source import Dial, Endpoint, reason_of
 from chaos_lightning.replication.work_queue import WorkQueue
@@ -253,7 +252,7 @@ class Session:
         size = self.config.request_nbytes
         work_queue = WorkQueue(jobs, policy, sink.place, on_done=account, request_nbytes=size)
         self._work_queue, self.policy = work_queue, policy
-        how = self._way(policy)
+        how = policy.way() or (by_reference.deliver if self.config.by_reference else None)
 
         def enlist(member: str) -> None:
             donor = self.donors[member]
@@ -294,14 +293,6 @@ class Session:
         if work_queue.error is not None:
             raise work_queue.error
         return work_queue
-
-    def _way(self, policy: TransferPolicy) -> Deliver | None:
-        """How bytes get here, if not by requests."""
-        if policy.checkpoint is not None:
-            from chaos_lightning.replication.checkpoint import reader  # for comparison: no usual transfer loads it
-
-            return reader(Path(policy.checkpoint.folder), policy.checkpoint.disk_bps)
-        return by_reference.deliver if self.config.by_reference else None
 
     def _let_go(self, work_queue: WorkQueue) -> None:
         """Nobody writes any more when this returns; donors that only dial, or wait, are not waited for."""
