@@ -25,7 +25,7 @@ from chaos_lightning.replication.policies import POLICIES, make_policy
 from chaos_lightning.replication.policy import Job, SharedQueue, SourceStats, TransferPolicy
 from chaos_lightning.replication.pull import PullReport, pull_result, pull_state
 from chaos_lightning.replication.server import ServerConfig, StateServer
-from chaos_lightning.replication.session import Progress, PullProgress, SourceReport
+from chaos_lightning.replication.session import SourceReport
 from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.table import StateTable, build_table, decode_table, layout_hash, state_hash
 
@@ -35,9 +35,7 @@ __all__ = [
     "Job",
     "ModuleState",
     "PolicyOptions",
-    "Progress",
     "PullConfig",
-    "PullProgress",
     "PullReport",
     "ServerConfig",
     "SharedQueue",

@@ -41,7 +41,7 @@ from chaos_lightning.replication.memory import Region, region
 from chaos_lightning.replication.policies import make_policy
 from chaos_lightning.replication.policy import Job, SharedQueue, TransferPolicy, cut_jobs
 from chaos_lightning.replication.published import merge_spans
-from chaos_lightning.replication.session import Meter, Progress, PullReport, Session
+from chaos_lightning.replication.session import Meter, PullReport, Session, Tell
 from chaos_lightning.replication.source import Dial, Endpoint
 from chaos_lightning.replication.table import (
     Piece,
@@ -174,7 +174,7 @@ class _StatePull:
         session: Session,
         state: StateAccess,
         policy: TransferPolicy,
-        progress: Progress | None,
+        progress: Tell | None,
         replayed: bool,
     ) -> None:
         self.session = session
@@ -386,7 +386,7 @@ def pull_state(
     state: StateAccess,
     config: PullConfig | None = None,
     policy: TransferPolicy | None = None,
-    progress: Progress | None = None,
+    progress: Tell | None = None,
     abandoned: Callable[[], bool] | None = None,
     replayed: bool = False,
 ) -> PullReport:
@@ -426,7 +426,7 @@ def pull_result(
     wanted: Sequence[Span] | None = None,
     config: PullConfig | None = None,
     policy: TransferPolicy | None = None,
-    progress: Progress | None = None,
+    progress: Tell | None = None,
     abandoned: Callable[[], bool] | None = None,
 ) -> PullReport:
     """Pull raw reduced bytes of a slot (a hand-on, protocol.md 9).

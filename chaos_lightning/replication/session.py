@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chaos_lightning.errors import DeadlineError, NoDonorError, StateError
-from chaos_lightning.protocol.types import SourceProgress
+from chaos_lightning.protocol.types import Progress, SourceProgress
 from chaos_lightning.replication import bulk, by_reference
 from chaos_lightning.replication.client import Donor, PullConfig, Sink
 from chaos_lightning.replication.policy import Job, SourceStats, TransferPolicy
@@ -28,21 +28,7 @@ from chaos_lightning.replication.work_queue import WorkQueue
 _PATIENCE_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class PullProgress:
-    """How far a pull is."""
-
-    done_nbytes: int
-    """Bytes here, those that were here before included."""
-    total_nbytes: int
-    rate_bps: float
-    """Bits per second of late, all sources together; 0: nothing is known yet."""
-    remaining_s: float
-    """At this rate; infinite if nothing is known yet."""
-    sources: tuple[SourceProgress, ...] = ()
-
-
-Progress = Callable[[PullProgress], None]
+Tell = Callable[[Progress], None]
 """Called whenever something was verified; one call at a time, from any thread, briefly."""
 
 
@@ -347,9 +333,9 @@ class Session:
 
 
 class Meter:
-    """Turns verified bytes into `PullProgress`."""
+    """Turns verified bytes into `Progress`."""
 
-    def __init__(self, total_nbytes: int, here_nbytes: int, tell: Progress | None) -> None:
+    def __init__(self, total_nbytes: int, here_nbytes: int, tell: Tell | None) -> None:
         self._total, self._here, self._tell = total_nbytes, here_nbytes, tell
 
     def __call__(self, nbytes: int, stats: Mapping[str, SourceStats]) -> None:
@@ -359,6 +345,4 @@ class Meter:
         now = time.monotonic()
         sources = tuple(SourceProgress(m, s.nbytes, 8 * s.rate(now)) for m, s in list(stats.items()))
         rate = sum((s.rate_bps for s in sources), 0.0)
-        left = self._total - self._here
-        remaining = 8 * left / rate if rate else (float("inf") if left else 0.0)
-        self._tell(PullProgress(self._here, self._total, rate, remaining, sources))
+        self._tell(Progress("pull", self._here, self._total, rate, sources=sources))
