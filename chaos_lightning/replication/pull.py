@@ -30,6 +30,7 @@ import xxhash
 from torch import Tensor
 
 from chaos_lightning.errors import ChaosError, StateError, WireError
+from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import Span
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.access import StateAccess
@@ -40,7 +41,6 @@ from chaos_lightning.replication.manifest import decode_values, fitting
 from chaos_lightning.replication.memory import Region, region
 from chaos_lightning.replication.policies import make_policy
 from chaos_lightning.replication.policy import Job, SharedQueue, TransferPolicy, cut_jobs
-from chaos_lightning.replication.published import merge_spans
 from chaos_lightning.replication.session import Meter, PullReport, Session, Tell
 from chaos_lightning.replication.source import Dial, Endpoint
 from chaos_lightning.replication.table import (
@@ -451,12 +451,12 @@ def pull_result(
     flat = memory if isinstance(memory, Tensor) else torch.frombuffer(memory.cast("B"), dtype=torch.uint8)
     if flat.dtype is not torch.uint8 or flat.dim() != 1 or not flat.is_contiguous():
         raise ValueError(f"reduced bytes must be flat contiguous uint8, got {flat.dtype}{list(flat.shape)}")
-    needed = merge_spans(wanted if wanted is not None else [(0, flat.numel())])
+    needed = union(wanted if wanted is not None else [(0, flat.numel())])
     if needed and (needed[0][0] < 0 or needed[-1][1] > flat.numel()):
         raise ValueError(f"spans {list(needed)} are not within the {flat.numel()} reduced bytes")
     with Session(donors, dial, what="result", head=head, seq=seq, config=config) as session:
         session.abandoned = abandoned
-        held = {e.member: merge_spans(spans.get(e.member, ())) for e in donors}
+        held = {e.member: union(spans.get(e.member, ())) for e in donors}
         jobs = _result_jobs(needed, held, session.config.request_nbytes)
         total = sum(stop - start for start, stop in needed)
         target = region("reduced bytes", flat)

@@ -32,6 +32,7 @@ import xxhash
 from torch import Tensor
 
 from chaos_lightning.errors import StateError, WireError
+from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import Header, Span
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
@@ -42,7 +43,7 @@ from chaos_lightning.replication.log import DEFAULT_CAP_NBYTES, Entry, SlotLog
 from chaos_lightning.replication.manifest import encode_manifest
 from chaos_lightning.replication.memory import in_place, region, synchronize
 from chaos_lightning.replication.pace import Pace
-from chaos_lightning.replication.published import Published, RefusalError, lay_out, merge_spans
+from chaos_lightning.replication.published import Published, RefusalError, lay_out
 from chaos_lightning.replication.snapshot import Snapshot, available_nbytes
 
 HOLD = 0.6
@@ -326,7 +327,7 @@ class StateServer:
             raise ValueError(f"spans {list(spans)} are not within the {flat.numel()} reduced bytes")
         synchronize([flat])
         item = lay_out(head, seq, [region("reduced bytes", flat)])
-        item.spans = merge_spans(spans)
+        item.spans = union(spans)
         with self._changed:
             kept = [r for r in self._results if r.seq != seq]
             self._results = sorted([*kept, item], key=lambda r: r.seq)[-self.config.results_kept :]
