@@ -73,16 +73,6 @@ class TransferChoice:
     def of(cls, config: EngineConfig) -> TransferChoice:
         return cls(config.transfer, config.ingress_bps, config.transfer_folder)
 
-    @property
-    def in_place(self) -> bool:
-        """A state may be read out of a member's memory. These two are about the way that it takes."""
-        return self.policy not in ("multi_source", "stop_resume")
-
-    @property
-    def fixes_shares(self) -> bool:
-        """Who sends what is planned from estimates, and not corrected."""
-        return self.policy in ("greedy", "optimal", "single")
-
     def writer(self) -> CheckpointWriter | None:
         """What lets others have checkpoints written by this member."""
         return CheckpointWriter(Path(self.folder)) if self.folder else None

@@ -21,6 +21,7 @@ from chaos_lightning.member.choice import Situation, TransferChoice, endpoint, e
 from chaos_lightning.member.connection_pool import ConnectionPool
 from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.mailbox import Mailbox
+from chaos_lightning.planning.shards import POLICIES
 from chaos_lightning.protocol.types import Header, Member, Progress, Span, View
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.bulk import BulkSocket
@@ -213,16 +214,17 @@ class Transfer:
         """
         sources = [m for m in view.members if m.id not in view.joiners]
         given_up, proves = superseded or self._superseded, superseded is None and self._observed
-        if self._choice.fixes_shares and not proves:  # there is nothing to share out, as a rule, and all wait
+        kind = POLICIES[self._choice.policy]
+        if kind.by_estimates and not proves:  # there is nothing to share out, as a rule, and all wait
             self._await_estimates({source.id for source in sources}, deadline, given_up)
-        near, in_place = self._links.near(), self._choice.in_place
+        near = self._links.near()
         donors, watched = endpoints(sources, view, near), self._watched(header, state)
-        config = PullConfig(deadline_s=max(0.1, deadline - time.monotonic()), by_reference=in_place)
+        config = PullConfig(deadline_s=max(0.1, deadline - time.monotonic()), by_reference=kind.in_place)
         policy = self._policy(sources, view, near, state)
         self._events.emit("pull_started", seq=header.seq, head=header.hash, sources=[m.id for m in sources])
         try:
             report = None
-            if in_place and superseded is not None:
+            if kind.in_place and superseded is not None:
                 report = self._read(donors, header, watched, config, superseded)
             report = report or pull_state(
                 donors,
