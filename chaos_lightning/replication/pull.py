@@ -37,22 +37,14 @@ from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.bulk import Frame, Type
 from chaos_lightning.replication.client import Digest, Donor, PullConfig
 from chaos_lightning.replication.hashing import Hashes, Own, hash_regions
+from chaos_lightning.replication.landing import Landing
 from chaos_lightning.replication.manifest import decode_values, fitting
 from chaos_lightning.replication.memory import Region, region
 from chaos_lightning.replication.policies import make_policy
 from chaos_lightning.replication.policy import Job, SharedQueue, TransferPolicy, cut_jobs
 from chaos_lightning.replication.session import Meter, PullReport, Session, Tell
 from chaos_lightning.replication.source import Dial, Endpoint
-from chaos_lightning.replication.table import (
-    Piece,
-    StateTable,
-    build_table,
-    check_layout,
-    decode_table,
-    dtype_name,
-    make_attached,
-    placeholder,
-)
+from chaos_lightning.replication.table import Piece, StateTable, build_table, decode_table, dtype_name
 from chaos_lightning.replication.work_queue import WorkQueue
 
 EARLY_S = 1.0
@@ -209,12 +201,12 @@ class _StatePull:
                 continue
             table, text = asked
             try:
-                self._prepare(table, text)
+                landing = Landing(self.state, table, text, self.session.config.max_attached_nbytes)
             except WireError as error:
                 self.session.drop(lead, str(error))
                 continue
             rounds += 1
-            work_queue = self._round(lead, table, text)
+            work_queue = self._round(lead, table, landing)
             if work_queue is None:
                 break
         return self._report(head, seq, lead, table.nbytes, rounds)
@@ -284,21 +276,10 @@ class _StatePull:
             return None
         return found
 
-    def _prepare(self, table: StateTable, text: bytes) -> None:
-        """Make the tensors; those of the table that are not there yet have a shape but no memory in the manifest."""
-        shapes = {e.name: placeholder(e) for e in table.entries}
-        manifest = decode_values(text, {**shapes, **dict(self.state.tensors())})
-        with fitting():
-            self.state.prepare(manifest, table)
-
-    def _round(self, lead: str, table: StateTable, text: bytes) -> WorkQueue | None:
+    def _round(self, lead: str, table: StateTable, landing: Landing) -> WorkQueue | None:
         """Deliver and adopt; the work queue if donors ran out before everything arrived."""
-        tensors = self.state.tensors()
-        check_layout(table, tensors)
-        attached = make_attached(table, self.session.config.max_attached_nbytes)
-        named = [*tensors, *attached.items()]
-        regions = [region(name, tensor) for name, tensor in named]
-        hashes = hash_regions(regions) if self._own is None else self._own.of(named, regions)
+        regions = landing.regions
+        hashes = hash_regions(regions) if self._own is None else self._own.of(landing.named, regions)
         self._own = None  # another round finds other bytes here
         missing = _missing(table, hashes)
         missing_nbytes = sum(p.nbytes for p in missing)
@@ -307,11 +288,7 @@ class _StatePull:
         work_queue = self._deliver(lead, table, regions, missing, missing_nbytes)
         if work_queue.left_nbytes:
             return work_queue
-        for item in regions:
-            item.finish()
-        manifest = decode_values(text, {**dict(tensors), **attached})
-        with fitting():
-            self.state.adopt(manifest)
+        landing.finish()
         self._prove(table)
         return None
 

@@ -38,8 +38,6 @@ class SourceReport:
 
     nbytes: int = 0
     """Verified and used."""
-    rate_bps: float = 0.0
-    """Bits per second while something was asked of it; duplicates included."""
     busy_s: float = 0.0
     requests: int = 0
     duplicated: int = 0
@@ -51,19 +49,18 @@ class SourceReport:
 
     @classmethod
     def of(cls, stats: SourceStats) -> SourceReport:
-        moved = stats.nbytes + stats.duplicated
-        rate = 8 * moved / stats.busy_s if stats.busy_s else 0.0
-        account = (stats.nbytes, rate, stats.busy_s, stats.jobs, stats.duplicated, stats.stolen, stats.retries)
-        return cls(*account)
+        return cls(stats.nbytes, stats.busy_s, stats.jobs, stats.duplicated, stats.stolen, stats.retries)
+
+    @property
+    def rate_bps(self) -> float:
+        """Bits per second while something was asked of it; duplicates included."""
+        return 8 * (self.nbytes + self.duplicated) / self.busy_s if self.busy_s else 0.0
 
     def plus(self, other: SourceReport) -> SourceReport:
         """Both rounds of a pull together."""
-        busy = self.busy_s + other.busy_s
-        rate = (self.rate_bps * self.busy_s + other.rate_bps * other.busy_s) / busy if busy else 0.0
         return SourceReport(
             self.nbytes + other.nbytes,
-            rate,
-            busy,
+            self.busy_s + other.busy_s,
             self.requests + other.requests,
             self.duplicated + other.duplicated,
             self.stolen + other.stolen,
