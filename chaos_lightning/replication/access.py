@@ -169,20 +169,14 @@ def optimizer_manifest(optimizer: Optimizer) -> dict[str, Any]:
     return {"kind": type(optimizer).__qualname__, "groups": groups, "state": state}
 
 
-def restore_optimizer(
-    optimizer: Optimizer,
-    manifest: Mapping[str, Any],
-    tensors: Mapping[str, Tensor] | None = None,
-    *,
-    prefix: str = "optim0",
-) -> None:
+def restore_optimizer(optimizer: Optimizer, manifest: Mapping[str, Any], *, prefix: str = "optim0") -> None:
     """Make the optimizer match a manifest: hyperparameters, state values, and tensors of the right type and shape.
+
+    Tensors that are new here hold zeros until somebody fills them.
 
     Args:
         optimizer: Of the same kind, with the same groups; its state may still be empty.
         manifest: From `optimizer_manifest`.
-        tensors: Bytes to copy in, by the names of `optimizer_tensors(optimizer, prefix)`. Without it, tensors that are
-            new here hold zeros until somebody fills them.
         prefix: Names this optimizer in messages and tensor names.
     """
     _check_groups(optimizer, manifest, prefix)
@@ -206,12 +200,6 @@ def restore_optimizer(
         beside = target if isinstance(target, Tensor) else None
         current = optimizer.state.get(target)
         optimizer.state[target] = _rebuild(tree, current, beside, f"{prefix}.{key}")
-    if tensors is not None:
-        with torch.no_grad():
-            for name, tensor in optimizer_tensors(optimizer, prefix):
-                if name not in tensors:
-                    raise StateError(f"no bytes were given for the optimizer's tensor {name!r}")
-                tensor.copy_(tensors[name])
 
 
 def restore_optimizers(optimizers: Sequence[Optimizer], given: Sequence[Mapping[str, Any]]) -> None:

@@ -402,9 +402,6 @@ def pull_result(
     spans: Mapping[str, Sequence[Span]],
     wanted: Sequence[Span] | None = None,
     config: PullConfig | None = None,
-    policy: TransferPolicy | None = None,
-    progress: Tell | None = None,
-    abandoned: Callable[[], bool] | None = None,
 ) -> PullReport:
     """Pull raw reduced bytes of a slot (a hand-on, protocol.md 9).
 
@@ -417,12 +414,9 @@ def pull_result(
         spans: The byte ranges that each donor holds, by member id.
         wanted: The byte ranges that are needed here; all if None.
         config: Waits and sizes.
-        policy: Which donor sends what.
-        progress: Told of bytes that arrived.
-        abandoned: Asked now and then; True ends the pull.
 
     Raises:
-        StateError: Some wanted bytes have no donor (any more), or the pull was abandoned.
+        StateError: Some wanted bytes have no donor (any more).
         DeadlineError: The deadline passed.
     """
     flat = memory if isinstance(memory, Tensor) else torch.frombuffer(memory.cast("B"), dtype=torch.uint8)
@@ -432,13 +426,12 @@ def pull_result(
     if needed and (needed[0][0] < 0 or needed[-1][1] > flat.numel()):
         raise ValueError(f"spans {list(needed)} are not within the {flat.numel()} reduced bytes")
     with Session(donors, dial, what="result", head=head, seq=seq, config=config) as session:
-        session.abandoned = abandoned
         held = {e.member: union(spans.get(e.member, ())) for e in donors}
         jobs = _result_jobs(needed, held, session.config.request_nbytes)
         total = sum(stop - start for start, stop in needed)
         target = region("reduced bytes", flat)
         work_queue = session.deliver(
-            jobs, ResultSink(target), session.order, policy=policy or SharedQueue(), on_bytes=Meter(total, 0, progress)
+            jobs, ResultSink(target), session.order, policy=SharedQueue(), on_bytes=lambda nbytes, stats: None
         )
         if work_queue.left_nbytes:
             raise session.exhausted(work_queue)
