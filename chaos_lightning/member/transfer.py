@@ -351,14 +351,7 @@ class Transfer:
 
     def _superseded(self) -> bool:
         """Whether a newer decision (or this member's end) has made the present pull pointless."""
-        mail = self._mail
-        return (
-            mail.pull is not None
-            or mail.ejected is not None
-            or mail.crash is not None
-            or mail.giving_up
-            or bool(mail.left)
-        )
+        return self._mail.pull is not None or self._mail.over
 
     def hand_on(
         self,
