@@ -145,7 +145,7 @@ def endpoints(sources: Sequence[Member], view: View, near: Collection[str]) -> l
 def _route(to: str, view: View, near: Collection[str]) -> tuple[str, ...]:
     """Hops from a neighbour to `to`, both included; empty if the links do not lead there."""
     graph = neighbours(view.ids(), [(link.a, link.b) for link in view.links])
-    ways = breadth_first("", {**graph, "": [m for m in view.ids() if m in near]})
+    ways = breadth_first("", {**graph, "": [m for m in view.ids() if m in near]}, "")
     route: list[str] = []
     while to and to in ways:
         route.insert(0, to)
