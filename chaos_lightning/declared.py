@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from chaos_lightning.errors import ConfigurationError
@@ -157,6 +157,6 @@ def at_least(least: float, what: str) -> Check:
     return lambda value: "" if least <= value < math.inf else f"expected {what}"
 
 
-def one_of(names: Sequence[str]) -> Check:
+def one_of(names: Collection[str]) -> Check:
     """One of these words."""
     return lambda value: "" if value in names else f"expected one of {', '.join(names)}"

@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
+from chaos_lightning.data.feeds import alike
 from chaos_lightning.errors import UnsupportedError
 from chaos_lightning.strategies import results
 from chaos_lightning.strategies.collectives import Collectives
@@ -193,23 +194,8 @@ class EvalLoader:
         loader = self._loader
         assert loader.batch_sampler is not None
         every = list(loader.batch_sampler)
-        kwargs: dict[str, Any] = {"num_workers": loader.num_workers}
-        if loader.num_workers:
-            kwargs |= {
-                "prefetch_factor": loader.prefetch_factor,
-                "multiprocessing_context": loader.multiprocessing_context,
-                "worker_init_fn": loader.worker_init_fn,
-                "timeout": loader.timeout,
-            }
-        self._batches = iter(
-            DataLoader(
-                loader.dataset,
-                batch_sampler=[every[number] for number in wanted],
-                collate_fn=loader.collate_fn,
-                pin_memory=loader.pin_memory,
-                **kwargs,
-            )
-        )
+        batches = [every[number] for number in wanted]
+        self._batches = iter(DataLoader(loader.dataset, batch_sampler=batches, **alike(loader)))
         self._left = len(wanted)
 
     def _meet(self) -> bool:

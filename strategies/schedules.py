@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.planning.ledger import count, is_length_stream
+from chaos_lightning.planning.ledger import is_length_stream
+from chaos_lightning.protocol.spans import count
 from chaos_lightning.protocol.types import Ledger
 
 

@@ -26,12 +26,10 @@ from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import StateError
 from chaos_lightning.replication.access import (
     module_extra,
-    module_tensors,
     optimizer_manifest,
-    optimizer_tensors,
     restore_module_extra,
-    restore_optimizer,
-    unique,
+    restore_optimizers,
+    state_tensors,
 )
 from chaos_lightning.replication.table import StateTable
 from chaos_lightning.strategies import results
@@ -90,12 +88,7 @@ class LightningState:
         return found
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        named = module_tensors(self._trainer.lightning_module)
-        for name, module in self._averages().items():
-            named += module_tensors(module, f"{name}.")
-        for number, optimizer in enumerate(self._trainer.optimizers):
-            named += optimizer_tensors(optimizer, f"optim{number}")
-        return unique(named)
+        return state_tensors(self._trainer.lightning_module, self._averages(), self._trainer.optimizers)
 
     # ------------------------------------------------------------------ the rest, at the donor
 
@@ -147,17 +140,12 @@ class LightningState:
     # ------------------------------------------------------------------ the newcomer
 
     def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
-        theirs, mine = manifest["optimizers"], self._trainer.optimizers
-        if len(theirs) != len(mine):
-            raise StateError(f"the donor has {len(theirs)} optimizers, this member {len(mine)}")
-        for number, (optimizer, wanted) in enumerate(zip(mine, theirs, strict=True)):
-            restore_optimizer(optimizer, wanted, prefix=f"optim{number}")
+        restore_optimizers(self._trainer.optimizers, manifest["optimizers"])
 
     def adopt(self, manifest: Mapping[str, Any]) -> None:
         trainer = self._trainer
         module = trainer.lightning_module
-        for number, (optimizer, wanted) in enumerate(zip(trainer.optimizers, manifest["optimizers"], strict=True)):
-            restore_optimizer(optimizer, wanted, prefix=f"optim{number}")
+        restore_optimizers(trainer.optimizers, manifest["optimizers"])
         modules = {"": module, **self._averages()}
         for name, extra in manifest["modules"].items():
             if name not in modules:

@@ -24,8 +24,8 @@ from typing import Any
 
 from benchmarks.common import MIB
 from benchmarks.workers import Worker, context
+from chaos_lightning.transport.pacing import pace
 
-SO_MAX_PACING_RATE = 47
 JOB = "transfer"
 HEAD = "00c0ffee00c0ffee"
 _READ_NBYTES = 1 << 16
@@ -39,11 +39,6 @@ SHARED = Path("/dev/shm")
 
 Layout = Sequence[int]
 """Sizes of the tensors in bytes, in order."""
-
-
-def pace(sock: socket.socket, rate_bps: float) -> None:
-    """Hold what this socket sends to a rate. Packed, for as an int it overflows above 2^31 bytes per second."""
-    sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("Q", max(1, int(rate_bps / 8))))
 
 
 class Shaper:
@@ -72,8 +67,7 @@ class Shaper:
             return
         busy = [s for s in living if _unsent(s)] or living
         for sock in living:
-            with contextlib.suppress(OSError):
-                pace(sock, self._rates[peer] / (len(busy) if sock in busy else len(busy) + 1))
+            pace(sock, self._rates[peer] / (len(busy) if sock in busy else len(busy) + 1))
 
     def _divide(self) -> None:
         while True:

@@ -26,6 +26,7 @@ from typing import TypedDict
 
 from chaos_lightning.data.source import AssignmentSource, MicroBatch
 from chaos_lightning.planning import assignment, ledger
+from chaos_lightning.protocol.spans import count, normalise, subtract
 from chaos_lightning.protocol.types import NO_VIEW, Header, Ledger, Member, Span, Spent, View
 
 UNKNOWN_LENGTH = 1 << 62
@@ -116,7 +117,7 @@ class Accumulations:
         self._taken.extend(spans)
         if last and self._assignment is not None:
             self._taken.extend(self._assignment.dropped)
-        return MicroBatch(self.epoch, self.stream, self._number, index, index == 0, last, spans, ledger.count(spans))
+        return MicroBatch(self.epoch, self.stream, self._number, index, index == 0, last, spans, count(spans))
 
     def failed(self, spans: Part) -> None:
         """What was handed out last could not be fetched: it is not spent, the next accumulation assigns it again."""
@@ -137,7 +138,7 @@ class Accumulations:
         if (stood := ledger.epoch_of(now, self.stream)) is not None and stood > self.epoch:
             return ()
         gone = ledger.spent_spans(now, self.stream, self.epoch)
-        spans = ledger.subtract(ledger.normalise(self._taken, what=f"stream {self.stream!r} handed out"), gone)
+        spans = subtract(normalise(self._taken, what=f"stream {self.stream!r} handed out"), gone)
         return (Spent(self.stream, self.epoch, spans),) if spans else ()
 
     @property

@@ -104,6 +104,22 @@ class _Draws:
         return self._draw()
 
 
+def alike(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Arguments of a DataLoader that makes batches as this one does; of which samples is for the caller to say."""
+    kwargs: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "pin_memory_device": loader.pin_memory_device,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+    }
+    if loader.num_workers:
+        kwargs["prefetch_factor"] = loader.prefetch_factor
+        kwargs["multiprocessing_context"] = loader.multiprocessing_context
+    return kwargs
+
+
 class MapFeed:
     """Batches of a map-style data set by position."""
 
@@ -202,19 +218,11 @@ class MapFeed:
                 "in_order=False is not honoured: batches must come in the order in which they were assigned",
                 stacklevel=4,
             )
-        kwargs: dict[str, Any] = {
-            "num_workers": loader.num_workers,
-            "collate_fn": loader.collate_fn,
-            "pin_memory": loader.pin_memory,
-            "timeout": loader.timeout,
+        kwargs = alike(loader) | {
             "worker_init_fn": self._init,
             "generator": self._generator,
             "persistent_workers": loader.persistent_workers,
-            "pin_memory_device": loader.pin_memory_device,
         }
-        if loader.num_workers:
-            kwargs["prefetch_factor"] = loader.prefetch_factor
-            kwargs["multiprocessing_context"] = loader.multiprocessing_context
         sampler = _Sampler(self._draw)
         if self._units.unit == "item":
             return DataLoader(loader.dataset, batch_size=None, sampler=sampler, **kwargs)

@@ -32,6 +32,7 @@ from chaos_lightning.data.order import Orders
 from chaos_lightning.data.source import AssignmentSource, MicroBatch, Stats
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.planning import ledger, orders
+from chaos_lightning.protocol.spans import normalise
 from chaos_lightning.protocol.types import NO_VIEW, Ledger, Member, Spent, View
 
 _log = logging.getLogger(__name__)
@@ -229,10 +230,7 @@ class ElasticLoader:
                     "that it calls spent would be other samples here. Resume with the same data set, sampler and seed."
                 )
         spent = Ledger(
-            tuple(
-                Spent(stream, epoch, ledger.normalise((a, b) for a, b in spans))
-                for stream, epoch, spans in state["ledger"]
-            )
+            tuple(Spent(stream, epoch, normalise((a, b) for a, b in spans)) for stream, epoch, spans in state["ledger"])
         )
         ruling = state["ruling"]
         view = None

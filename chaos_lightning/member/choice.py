@@ -1,6 +1,12 @@
-"""Which transfer policy a member's pulls follow, and what that policy gets to know.
+"""Whom a member asks for bytes, and by which transfer policy.
 
-Theory of operation. The configuration names the policy. What it wants to know beside estimates of the links comes from
+Theory of operation. Where every pair of members has a link, all are neighbours. In a sparse graph (View.links) this
+member asks those that it has a link to, as Chaos, section II, does: all hold the same state, so a way over several hops
+brings nothing but traffic. Only when none of them is a source (the founder of a job is the only one that holds
+anything) a route is taken: the fewest hops over the view's links, each relayed by a member's state server
+(replication/forward.py).
+
+The configuration names the policy. What it wants to know beside estimates of the links comes from
 where it is known: sizes of layers from the training state, the overlay from the view, folder and access from the
 configuration. `multi_source` asks members that this one has no link to, through those that it has one to; what lies
 between others is not measured here and counts as a usual link, so routes are those of fewest hops.
@@ -13,11 +19,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from chaos_lightning.planning.graph import breadth_first, neighbours
 from chaos_lightning.planning.shards import Links
 from chaos_lightning.protocol.types import Member, View
 from chaos_lightning.replication.checkpoint import CheckpointWriter
-from chaos_lightning.replication.policies import PolicyOptions, make_policy
+from chaos_lightning.replication.planned import PolicyOptions
+from chaos_lightning.replication.policies import make_policy
 from chaos_lightning.replication.policy import TransferPolicy
+from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.table import PIECE_NBYTES
 from chaos_lightning.settings import EngineConfig
 
@@ -64,16 +73,6 @@ class TransferChoice:
     def of(cls, config: EngineConfig) -> TransferChoice:
         return cls(config.transfer, config.ingress_bps, config.transfer_folder)
 
-    @property
-    def in_place(self) -> bool:
-        """A state may be read out of a member's memory. These two are about the way that it takes."""
-        return self.policy not in ("multi_source", "stop_resume")
-
-    @property
-    def fixes_shares(self) -> bool:
-        """Who sends what is planned from estimates, and not corrected."""
-        return self.policy in ("greedy", "optimal", "single")
-
     def writer(self) -> CheckpointWriter | None:
         """What lets others have checkpoints written by this member."""
         return CheckpointWriter(Path(self.folder)) if self.folder else None
@@ -117,3 +116,38 @@ def overlay(now: Situation) -> Links:
 
     reached = {now.me, *shortest_routes(links, now.me, PIECE_NBYTES)}
     return {ends: cost for ends, cost in links.items() if set(ends) <= reached}
+
+
+def endpoint(source: Member, view: View, near: Collection[str]) -> Endpoint:
+    """The way to one source.
+
+    Args:
+        source: Who holds something.
+        view: Its members and links may be used.
+        near: Members that this one has a link to.
+    """
+    direct = Endpoint(source.id, source.address, source.port)
+    if not view.links or source.id in near:
+        return direct
+    route = _route(source.id, view, near)
+    first = view.find(route[0]) if route else None
+    if first is None:
+        return direct  # no way is known: dialling says what is wrong
+    return Endpoint(source.id, first.address, first.port, route=route)
+
+
+def endpoints(sources: Sequence[Member], view: View, near: Collection[str]) -> list[Endpoint]:
+    """The ways to those sources that are to be asked: neighbours, or all if none of them is one."""
+    beside = [s for s in sources if s.id in near] if view.links else []
+    return [endpoint(s, view, near) for s in beside or sources]
+
+
+def _route(to: str, view: View, near: Collection[str]) -> tuple[str, ...]:
+    """Hops from a neighbour to `to`, both included; empty if the links do not lead there."""
+    graph = neighbours(view.ids(), [(link.a, link.b) for link in view.links])
+    ways = breadth_first("", {**graph, "": [m for m in view.ids() if m in near]}, "")
+    route: list[str] = []
+    while to and to in ways:
+        route.insert(0, to)
+        to = ways[to][0]
+    return tuple(route)

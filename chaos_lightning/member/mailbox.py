@@ -62,6 +62,11 @@ class Mailbox:
     def who(self) -> str:
         return self.member.id if self.member is not None else self.name
 
+    @property
+    def over(self) -> bool:
+        """This member is out of the job, or is to go."""
+        return self.ejected is not None or self.crash is not None or self.giving_up or bool(self.left)
+
     def check(self) -> None:
         """Raises what ended this member, if anything did."""
         if self.crash is not None:

@@ -146,10 +146,7 @@ class Observation:
             or mail.pull is not None
             or mail.observe is not None
             or mail.view is not None
-            or mail.ejected is not None
-            or mail.crash is not None
-            or mail.giving_up
-            or bool(mail.left)
+            or mail.over
         )
 
     def _give_up(self, at: Header, reason: str) -> None:

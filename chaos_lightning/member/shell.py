@@ -25,8 +25,8 @@ from chaos_lightning.member.transfer import Transfer
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.recovery import needs_bytes, with_scope
-from chaos_lightning.planning.ledger import subtract
 from chaos_lightning.protocol.codec import decode_peer, encode, encode_peer
+from chaos_lightning.protocol.spans import subtract
 from chaos_lightning.protocol.types import (
     NO_VIEW,
     Contribution,

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -16,20 +17,18 @@ from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.errors import ChaosError, DeadlineError, NoDonorError, StateError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.process_table import host_identity
-from chaos_lightning.member.choice import Situation, TransferChoice
+from chaos_lightning.member.choice import Situation, TransferChoice, endpoint, endpoints
 from chaos_lightning.member.connection_pool import ConnectionPool
 from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.mailbox import Mailbox
-from chaos_lightning.member.sources import endpoint, endpoints
-from chaos_lightning.protocol.types import Header, Member, Span, View
-from chaos_lightning.protocol.types import Progress as ProgressMessage
+from chaos_lightning.planning.shards import POLICIES
+from chaos_lightning.protocol.types import Header, Member, Progress, Span, View
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.bulk import BulkSocket
 from chaos_lightning.replication.client import PullConfig
 from chaos_lightning.replication.policy import TransferPolicy
 from chaos_lightning.replication.pull import PullReport, pull_result, pull_state
 from chaos_lightning.replication.server import StateServer
-from chaos_lightning.replication.session import PullProgress
 from chaos_lightning.replication.snapshot import Snapshot
 from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.state_reader import StateReader
@@ -93,7 +92,7 @@ class Transfer:
         choice: TransferChoice,
         links: Links,
         keys: Keyring,
-        tell: Callable[[ProgressMessage], None],
+        tell: Callable[[Progress], None],
     ) -> None:
         self.server = StateServer()
         self.server.checkpoints = choice.writer()
@@ -117,7 +116,7 @@ class Transfer:
         self._events = events
 
     def ways(self, sources: Sequence[Member], view: View) -> list[Endpoint]:
-        """To those of these members that are to be asked for something (see sources.py)."""
+        """To those of these members that are to be asked for something (see choice.py)."""
         return endpoints(sources, view, self._links.near())
 
     def dial(self, donor: Endpoint) -> socket.socket:
@@ -215,16 +214,17 @@ class Transfer:
         """
         sources = [m for m in view.members if m.id not in view.joiners]
         given_up, proves = superseded or self._superseded, superseded is None and self._observed
-        if self._choice.fixes_shares and not proves:  # there is nothing to share out, as a rule, and all wait
+        kind = POLICIES[self._choice.policy]
+        if kind.by_estimates and not proves:  # there is nothing to share out, as a rule, and all wait
             self._await_estimates({source.id for source in sources}, deadline, given_up)
-        near, in_place = self._links.near(), self._choice.in_place
+        near = self._links.near()
         donors, watched = endpoints(sources, view, near), self._watched(header, state)
-        config = PullConfig(deadline_s=max(0.1, deadline - time.monotonic()), by_reference=in_place)
+        config = PullConfig(deadline_s=max(0.1, deadline - time.monotonic()), by_reference=kind.in_place)
         policy = self._policy(sources, view, near, state)
         self._events.emit("pull_started", seq=header.seq, head=header.hash, sources=[m.id for m in sources])
         try:
             report = None
-            if in_place and superseded is not None:
+            if kind.in_place and superseded is not None:
                 report = self._read(donors, header, watched, config, superseded)
             report = report or pull_state(
                 donors,
@@ -328,11 +328,11 @@ class Transfer:
             step=header.step,
         )
 
-    def _progress(self, phase: str) -> Callable[[PullProgress], None]:
+    def _progress(self, phase: str) -> Callable[[Progress], None]:
         """Tells log and scheduler about once a second how far the pull is."""
         told = time.monotonic()
 
-        def tell(now: PullProgress) -> None:
+        def tell(now: Progress) -> None:
             nonlocal told
             if time.monotonic() - told < TOLD_EVERY_S:
                 return
@@ -345,20 +345,13 @@ class Transfer:
                 remaining_s=round(min(now.remaining_s, 1e9), 1),
                 sources={s.member: s.nbytes for s in now.sources},
             )
-            self._tell(ProgressMessage(phase, now.done_nbytes, now.total_nbytes, now.rate_bps, 0, now.sources))
+            self._tell(replace(now, phase=phase))
 
         return tell
 
     def _superseded(self) -> bool:
         """Whether a newer decision (or this member's end) has made the present pull pointless."""
-        mail = self._mail
-        return (
-            mail.pull is not None
-            or mail.ejected is not None
-            or mail.crash is not None
-            or mail.giving_up
-            or bool(mail.left)
-        )
+        return self._mail.pull is not None or self._mail.over
 
     def hand_on(
         self,

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import NO_VIEW, Header, Kind, Report, Source, Span, View
 
 
@@ -47,17 +48,6 @@ class Ruling:
 def needs_bytes(header: Header) -> bool:
     """Whether committing this header takes reduced bytes beside it."""
     return header.kind is Kind.STEP and not header.error
-
-
-def union(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Sorted, disjoint, non-empty spans that cover the same positions."""
-    merged: list[Span] = []
-    for start, stop in sorted(s for s in spans if s[1] > s[0]):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
 
 
 def with_scope(held: Iterable[Span], scope: Iterable[Span]) -> tuple[Span, ...]:

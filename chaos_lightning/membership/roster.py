@@ -245,9 +245,8 @@ def in_words(progress: Progress) -> str:
     """A newcomer's transfer in one line."""
     if progress.phase == "replay":
         return f"replays, {progress.lag} behind"
-    left = max(0, progress.total_nbytes - progress.done_nbytes)
     words = f"{progress.done_nbytes / 2**20:.1f} of {progress.total_nbytes / 2**20:.1f} MiB"
     if progress.rate_bps > 0:
-        words += f" at {progress.rate_bps / 1e6:.0f} Mbps, {8 * left / progress.rate_bps:.0f} s left"
+        words += f" at {progress.rate_bps / 1e6:.0f} Mbps, {progress.remaining_s:.0f} s left"
     sources = ", ".join(f"{s.member} {s.nbytes / 2**20:.1f} MiB" for s in progress.sources)
     return f"{words} ({sources})" if sources else words

@@ -52,7 +52,7 @@ def next_hops(me: str, members: Sequence[str], links: Iterable[LinkSpec]) -> dic
         return {member: member for member in members if member != me}
     everybody = members if me in members else [*members, me]
     hops: dict[str, str] = {}
-    for member, (before, _) in breadth_first(me, neighbours(everybody, pairs)).items():
+    for member, (before, _) in breadth_first(me, neighbours(everybody, pairs), "").items():
         if member != me:
             hops[member] = member if before == me else hops[before]
     return hops

@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from chaos_lightning.planning.ledger import SHARED, announced_length, count, remaining
+from chaos_lightning.planning.ledger import SHARED, announced_length, remaining
+from chaos_lightning.protocol.spans import count
 from chaos_lightning.protocol.types import NO_VIEW, Header, Ledger, Member, Span, View
 
 

@@ -197,6 +197,7 @@ def shortest_routes(links: Links, newcomer: str, unit_nbytes: float) -> dict[str
         for x, y in ((a, b), (b, a)):
             if (x, y) == (a, b) or (b, a) not in links:
                 beside.setdefault(y, {})[x] = latency_s + unit_nbytes * s_per_byte  # data flows from x to y
+    # Not packing.nearest: links have a direction here, and of ways that are alike the names of all their hops decide.
     routes: dict[str, tuple[str, ...]] = {}
     heap: list[tuple[float, int, tuple[str, ...]]] = [(0.0, 0, ())]
     while heap:

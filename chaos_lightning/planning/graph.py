@@ -6,8 +6,10 @@ choice, rank order decides, so that all members decide alike.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
+Node = TypeVar("Node", bound=Hashable)
 Pair = tuple[str, str]
 
 
@@ -23,7 +25,7 @@ def connected_parts(members: Sequence[str], near: Mapping[str, Sequence[str]]) -
     seen: set[str] = set()
     for name in members:
         if name not in seen:
-            part = set(breadth_first(name, near))
+            part = set(breadth_first(name, near, ""))
             seen |= part
             parts.append([m for m in members if m in part])
     return parts
@@ -42,9 +44,12 @@ def pairs_in_words(pairs: Iterable[Pair]) -> str:
     return ", ".join(f"{a}-{b}" for a, b in pairs)
 
 
-def breadth_first(root: str, near: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, int]]:
-    """(parent, depth) of all that can be reached from `root`; fewest hops, then the parent that is found first."""
-    found = {root: ("", 0)}
+def breadth_first(root: Node, near: Mapping[Node, Sequence[Node]], above: Node) -> dict[Node, tuple[Node, int]]:
+    """(parent, depth) of all that can be reached from `root`; fewest hops, then the parent that is found first.
+
+    `above` is given as the root's own parent.
+    """
+    found = {root: (above, 0)}
     queue = [root]
     for name in queue:
         for other in near[name]:

@@ -16,61 +16,15 @@ function of the ledger and the view (`local_over`), although no member knows the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
+from chaos_lightning.protocol.spans import count, in_words, normalise, subtract
 from chaos_lightning.protocol.types import Ledger, Span, Spent, View
 
 SHARED = ""
 """Name of the stream that all members share."""
 
 _LENGTH = "/length"
-
-
-def normalise(spans: Iterable[Span], *, what: str = "spans") -> tuple[Span, ...]:
-    """Sorted, coalesced, without empty spans.
-
-    Raises:
-        ValueError: a span is reversed or negative, or two spans overlap; `what` names their owner.
-    """
-    ordered = sorted(span for span in spans if span[0] != span[1])
-    out: list[Span] = []
-    for start, stop in ordered:
-        if start < 0 or stop < start:
-            raise ValueError(f"{what}: ({start}, {stop}) is no span; expected 0 <= start <= stop")
-        if out and start < out[-1][1]:
-            overlap = (start, min(stop, out[-1][1]))
-            raise ValueError(
-                f"{what}: positions {_words(overlap)} are named twice; every position is spent exactly once"
-            )
-        if out and start == out[-1][1]:
-            out[-1] = (out[-1][0], stop)
-        else:
-            out.append((start, stop))
-    return tuple(out)
-
-
-def count(spans: Iterable[Span]) -> int:
-    """Number of positions in normal spans."""
-    return sum(stop - start for start, stop in spans)
-
-
-def subtract(spans: Iterable[Span], gone: Sequence[Span]) -> tuple[Span, ...]:
-    """What of `spans` is not in `gone` (both normal); linear in their lengths."""
-    out: list[Span] = []
-    i = 0
-    for start, stop in spans:
-        while i < len(gone) and gone[i][1] <= start:
-            i += 1
-        k = i
-        while start < stop:
-            if k == len(gone) or gone[k][0] >= stop:
-                out.append((start, stop))
-                break
-            if gone[k][0] > start:
-                out.append((start, gone[k][0]))
-            start = gone[k][1]
-            k += 1
-    return tuple(out)
 
 
 def union(one: Ledger, other: Ledger) -> Ledger:
@@ -135,15 +89,11 @@ def _join(old: tuple[Span, ...], new: tuple[Span, ...], stream: str, epoch: int)
     left = count(subtract(new, old))
     if left != count(new):
         twice = subtract(new, subtract(new, old))
-        words = ", ".join(_words(span) for span in twice[:4])
+        words = ", ".join(in_words(span) for span in twice[:4])
         raise ValueError(
             f"stream {stream!r} epoch {epoch}: positions {words} are spent already; each is spent exactly once"
         )
     return normalise((*old, *new))
-
-
-def _words(span: Span) -> str:
-    return f"[{span[0]}, {span[1]})"
 
 
 def epoch_of(ledger: Ledger, stream: str = SHARED) -> int | None:

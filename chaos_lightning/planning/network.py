@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.planning.graph import Pair, connected_parts, neighbours, not_connected
+from chaos_lightning.planning.graph import Pair, breadth_first, connected_parts, neighbours, not_connected
 from chaos_lightning.planning.trees import Shape, chunk_of, shares
 from chaos_lightning.protocol.types import PlanSpec, TreeSpec
 
@@ -165,19 +165,9 @@ class Network:
         for i, j in edges:
             near[i].append(j)
             near[j].append(i)
-        trees = [self._hung(root, near) for root in range(len(self.ids))]
+        ways = [breadth_first(root, near, -1) for root in near]
+        trees = [tuple(found[i][0] for i in near) for found in ways]
         return min(trees, key=lambda parents: (self.fill_s(parents, chunk_nbytes), parents.index(-1)))
-
-    @staticmethod
-    def _hung(root: int, near: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
-        parents = {root: -1}
-        queue = [root]
-        for i in queue:
-            for j in near[i]:
-                if j not in parents:
-                    parents[j] = i
-                    queue.append(j)
-        return tuple(parents[i] for i in range(len(near)))
 
     def fill_s(self, parents: Sequence[int], chunk_nbytes: int) -> float:
         """Seconds from the moment when all have the first chunk to the moment when all have its sum."""

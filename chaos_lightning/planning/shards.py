@@ -21,7 +21,28 @@ from dataclasses import dataclass, field
 
 from chaos_lightning.errors import PlanError
 
-POLICIES = ("adaptive", "greedy", "optimal", "even", "single", "multi_source", "stop_resume", "shared")
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What a job has to know of a transfer policy before it makes one."""
+
+    in_place: bool = True
+    """A state may be read out of a member's memory instead: the policy is not about the way that bytes take."""
+    by_estimates: bool = False
+    """Shares follow from estimates of the links and are not corrected, so estimates are waited for. What gives every
+    source the same does not need them."""
+
+
+POLICIES: Mapping[str, Policy] = {
+    "adaptive": Policy(),
+    "greedy": Policy(by_estimates=True),
+    "optimal": Policy(by_estimates=True),
+    "even": Policy(),
+    "single": Policy(by_estimates=True),
+    "multi_source": Policy(in_place=False),
+    "stop_resume": Policy(in_place=False),
+    "shared": Policy(),
+}
 """What the setting `transfer` may be; replication/policies.py carries each of them out."""
 SHARD_NBYTES = 1 << 20
 """Default shard of `optimal`, and of `greedy` where no layers are given: the piece that is hashed and sent as one."""

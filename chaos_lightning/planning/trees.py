@@ -246,7 +246,7 @@ def fewest_hops(members: Sequence[str], links: Collection[Pair]) -> PlanSpec:
     parts = connected_parts(names, near)
     if len(parts) > 1:
         raise PlanError(not_connected(parts))
-    trees = [breadth_first(root, near) for root in names]
+    trees = [breadth_first(root, near, "") for root in names]
     heights = [len({depth for _, depth in tree.values()}) for tree in trees]
     best = min(range(len(names)), key=lambda i: (heights[i], i))
     parents = tuple(trees[best][name][0] for name in names)

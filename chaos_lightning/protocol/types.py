@@ -13,24 +13,13 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
+import math
 import re
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 from chaos_lightning.declared import at_least, check_each, setting
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.protocol.keys import LinkKey as LinkKey
-from chaos_lightning.protocol.keys import LinkKeys as LinkKeys
-from chaos_lightning.protocol.reports import MADE_ANEW as MADE_ANEW
-from chaos_lightning.protocol.reports import CatchUp as CatchUp
-from chaos_lightning.protocol.reports import Finished as Finished
-from chaos_lightning.protocol.reports import Leave as Leave
-from chaos_lightning.protocol.reports import LinkEvent as LinkEvent
-from chaos_lightning.protocol.reports import LinkReport as LinkReport
-from chaos_lightning.protocol.reports import LinkRequest as LinkRequest
-from chaos_lightning.protocol.reports import Progress as Progress
-from chaos_lightning.protocol.reports import SourceProgress as SourceProgress
-from chaos_lightning.protocol.reports import Verdict as Verdict
 
 Span = tuple[int, int]
 """Half-open interval [start, stop)."""
@@ -385,6 +374,105 @@ class RebuildReport:
     promised: ViewId = NO_VIEW
 
 
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """A learner tells how far it is (protocol.md 17, 18)."""
+
+    seq: int
+    """Last slot that is applied to its state."""
+    able: bool = True
+    """False: it cannot catch up, or lost the log, and asks to be let in by a pause."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceProgress:
+    member: str
+    nbytes: int
+    rate_bps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A newcomer's transfer, told about once a second."""
+
+    phase: str
+    """"pull", "replay" or "prove"."""
+    done_nbytes: int
+    """Bytes here, those that were here before included."""
+    total_nbytes: int
+    rate_bps: float
+    """Bits per second of late, all sources together; 0: nothing is known yet."""
+    lag: int = 0
+    """Steps of the log that are not applied yet."""
+    sources: tuple[SourceProgress, ...] = ()
+
+    @property
+    def remaining_s(self) -> float:
+        """At this rate, in seconds; infinite if nothing is known yet."""
+        left = max(0, self.total_nbytes - self.done_nbytes)
+        return 8 * left / self.rate_bps if self.rate_bps > 0 else (math.inf if left else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """What a member measured on its link to `peer`, or that the link carries nothing (rate 0)."""
+
+    peer: str
+    latency_s: float
+    """Half a round trip."""
+    rate_bps: float
+    """Bits per second that this member can send to the peer."""
+    evidence: str
+    """"probe" or "transfer", and why it was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRequest:
+    """The primitives connect-link and disconnect-link (Chaos, Fig. 4c and 4d), asked for by a member."""
+
+    peer: str
+    add: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEvent:
+    peer: str
+    up: bool
+    evidence: str
+    """"connected", MADE_ANEW, "closed" (EOF or reset: a fact), "silent", "refused", "timeout"."""
+
+
+MADE_ANEW = "closed, and connected anew"
+"""Of a link that stands, but has not stood all the time since its member entered its view. One word for both: said in
+turn, the first would be taken for evidence against a neighbour whose own stream is being replaced just then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    suspect: str
+    alive: bool
+    evidence: str
+    certain: bool = False
+    """The process table of the suspect's own machine says that its process is gone or has died."""
+    seen: bool = False
+    """Said by that process table, whatever it says; else nothing but a link's silence tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The job's closing header is committed here."""
+
+    seq: int
+    step: int
+
+
 # --- control messages: scheduler -> member -----------------------------------------------------------------------
 
 
@@ -505,6 +593,36 @@ class Released:
     """You were to leave, by your own wish or by the operator's; else the job is finished."""
     keep: bool = False
     """You may be the last one with the training state: keep it in a file, say so, then close the stream (14c)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkKey:
+    """A key that two members share. `name` is no secret, and the same at both."""
+
+    peer: str
+    """Member id of the other end."""
+    name: str
+    key: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkKeys:
+    """How links are protected in this job, and new keys of the receiver's own links; older ones hold until void.
+
+    The state machines never see them (control/link_keys.py, member/keyring.py).
+    """
+
+    rule: str
+    """The job's setting `links`."""
+    remote: str
+    """The least protection (transport/sealing.py, Level) of a link between machines."""
+    local: str
+    """The same within a machine."""
+    keyed: bool
+    """Links have keys: whoever knows none of them is a stranger, at any level."""
+    keys: tuple[LinkKey, ...] = ()
+    void: tuple[str, ...] = ()
+    """Members that are gone."""
 
 
 # --- between members, beside the reduced bytes -------------------------------------------------------------------

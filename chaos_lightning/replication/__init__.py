@@ -20,11 +20,12 @@ from chaos_lightning.replication.access import (
 )
 from chaos_lightning.replication.client import PullConfig
 from chaos_lightning.replication.manifest import decode_manifest, encode_manifest
-from chaos_lightning.replication.policies import POLICIES, PolicyOptions, make_policy
+from chaos_lightning.replication.planned import PolicyOptions
+from chaos_lightning.replication.policies import POLICIES, make_policy
 from chaos_lightning.replication.policy import Job, SharedQueue, SourceStats, TransferPolicy
 from chaos_lightning.replication.pull import PullReport, pull_result, pull_state
 from chaos_lightning.replication.server import ServerConfig, StateServer
-from chaos_lightning.replication.session import Progress, PullProgress, SourceReport
+from chaos_lightning.replication.session import SourceReport
 from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.table import StateTable, build_table, decode_table, layout_hash, state_hash
 
@@ -34,9 +35,7 @@ __all__ = [
     "Job",
     "ModuleState",
     "PolicyOptions",
-    "Progress",
     "PullConfig",
-    "PullProgress",
     "PullReport",
     "ServerConfig",
     "SharedQueue",

@@ -169,20 +169,14 @@ def optimizer_manifest(optimizer: Optimizer) -> dict[str, Any]:
     return {"kind": type(optimizer).__qualname__, "groups": groups, "state": state}
 
 
-def restore_optimizer(
-    optimizer: Optimizer,
-    manifest: Mapping[str, Any],
-    tensors: Mapping[str, Tensor] | None = None,
-    *,
-    prefix: str = "optim0",
-) -> None:
+def restore_optimizer(optimizer: Optimizer, manifest: Mapping[str, Any], *, prefix: str = "optim0") -> None:
     """Make the optimizer match a manifest: hyperparameters, state values, and tensors of the right type and shape.
+
+    Tensors that are new here hold zeros until somebody fills them.
 
     Args:
         optimizer: Of the same kind, with the same groups; its state may still be empty.
         manifest: From `optimizer_manifest`.
-        tensors: Bytes to copy in, by the names of `optimizer_tensors(optimizer, prefix)`. Without it, tensors that are
-            new here hold zeros until somebody fills them.
         prefix: Names this optimizer in messages and tensor names.
     """
     _check_groups(optimizer, manifest, prefix)
@@ -206,12 +200,14 @@ def restore_optimizer(
         beside = target if isinstance(target, Tensor) else None
         current = optimizer.state.get(target)
         optimizer.state[target] = _rebuild(tree, current, beside, f"{prefix}.{key}")
-    if tensors is not None:
-        with torch.no_grad():
-            for name, tensor in optimizer_tensors(optimizer, prefix):
-                if name not in tensors:
-                    raise StateError(f"no bytes were given for the optimizer's tensor {name!r}")
-                tensor.copy_(tensors[name])
+
+
+def restore_optimizers(optimizers: Sequence[Optimizer], given: Sequence[Mapping[str, Any]]) -> None:
+    """`restore_optimizer` for all of a member's; they are called optim0, optim1, ..."""
+    if len(given) != len(optimizers):
+        raise StateError(f"the donor has {len(given)} optimizers, this member {len(optimizers)}")
+    for number, (optimizer, manifest) in enumerate(zip(optimizers, given, strict=True)):
+        restore_optimizer(optimizer, manifest, prefix=f"optim{number}")
 
 
 def _check_groups(optimizer: Optimizer, manifest: Mapping[str, Any], prefix: str) -> None:
@@ -229,6 +225,18 @@ def _check_groups(optimizer: Optimizer, manifest: Mapping[str, Any], prefix: str
             raise StateError(
                 f"{prefix}: parameter {at} of group {number} is {words[0]} at the donor and {words[1]} here"
             )
+
+
+def state_tensors(
+    module: nn.Module, copies: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]
+) -> list[tuple[str, Tensor]]:
+    """Of a model, of averaged copies of it (by the names they are known by), and of optimizers; each memory once."""
+    named = module_tensors(module)
+    for name, copy in copies.items():
+        named += module_tensors(copy, f"{name}.")
+    for number, optimizer in enumerate(optimizers):
+        named += optimizer_tensors(optimizer, f"optim{number}")
+    return unique(named)
 
 
 # --- plain PyTorch ---------------------------------------------------------------------------------------------------
@@ -257,23 +265,20 @@ class ModuleState:
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise StateError(f"extra state {name!r} ({type(value).__qualname__}) lacks state_dict/load_state_dict")
 
+    def _copies(self) -> dict[str, nn.Module]:
+        return {name: value for name, value in self.extra.items() if isinstance(value, nn.Module)}
+
     def tensors(self) -> list[tuple[str, Tensor]]:
-        named = module_tensors(self.module)
-        for name, value in self.extra.items():
-            if isinstance(value, nn.Module):
-                named += module_tensors(value, f"{name}.")
-        for number, optimizer in enumerate(self.optimizers):
-            named += optimizer_tensors(optimizer, f"optim{number}")
-        return unique(named)
+        return state_tensors(self.module, self._copies(), self.optimizers)
 
     def volatile(self) -> list[str]:
         """Names of tensors that a forward pass may write: a donor that goes on has to publish copies of these."""
-        modules = {"": self.module, **{f"{n}.": v for n, v in self.extra.items() if isinstance(v, nn.Module)}}
+        modules = {"": self.module, **{f"{name}.": copy for name, copy in self._copies().items()}}
         buffers = {f"{prefix}buffer.{name}" for prefix, module in modules.items() for name, _ in module.named_buffers()}
         return [name for name, _ in self.tensors() if name in buffers]
 
     def manifest(self) -> dict[str, object]:
-        modules = {"": self.module, **{n: v for n, v in self.extra.items() if isinstance(v, nn.Module)}}
+        modules = {"": self.module, **self._copies()}
         return {
             "optimizers": [optimizer_manifest(o) for o in self.optimizers],
             "extra": {n: v.state_dict() for n, v in self.extra.items() if not isinstance(v, nn.Module)},
@@ -281,15 +286,10 @@ class ModuleState:
         }
 
     def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
-        theirs = manifest["optimizers"]
-        if len(theirs) != len(self.optimizers):
-            raise StateError(f"the donor has {len(theirs)} optimizers, this member {len(self.optimizers)}")
-        for number, (optimizer, wanted) in enumerate(zip(self.optimizers, theirs, strict=True)):
-            restore_optimizer(optimizer, wanted, prefix=f"optim{number}")
+        restore_optimizers(self.optimizers, manifest["optimizers"])
 
     def adopt(self, manifest: Mapping[str, Any]) -> None:
-        for number, (optimizer, wanted) in enumerate(zip(self.optimizers, manifest["optimizers"], strict=True)):
-            restore_optimizer(optimizer, wanted, prefix=f"optim{number}")
+        restore_optimizers(self.optimizers, manifest["optimizers"])
         for name, state in manifest["extra"].items():
             target = self.extra.get(name)
             if target is None:

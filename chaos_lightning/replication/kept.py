@@ -21,20 +21,14 @@ import torch
 from chaos_lightning.errors import StateError, WireError
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.checkpoint import CheckpointWriter
-from chaos_lightning.replication.manifest import decode_values, encode_manifest, fitting
+from chaos_lightning.replication.landing import Landing
+from chaos_lightning.replication.manifest import encode_manifest
 from chaos_lightning.replication.memory import region, synchronize
 from chaos_lightning.replication.parts import part_of, sweep
 from chaos_lightning.replication.policy import cut_jobs
 from chaos_lightning.replication.published import lay_out
 from chaos_lightning.replication.pull import StateSink
-from chaos_lightning.replication.table import (
-    StateTable,
-    build_table,
-    check_layout,
-    decode_table,
-    make_attached,
-    placeholder,
-)
+from chaos_lightning.replication.table import StateTable, build_table, decode_table
 
 RECORD = "kept.json"
 _VERSION = 1
@@ -130,24 +124,15 @@ def load(record: Record, state: StateAccess) -> None:
     """
     try:
         table = decode_table(record.table.encode())
-        text = record.manifest.encode("utf-8", "surrogatepass")
-        shapes = {e.name: placeholder(e) for e in table.entries}
-        manifest = decode_values(text, {**shapes, **dict(state.tensors())})
-        with fitting():
-            state.prepare(manifest, table)
-        tensors = state.tensors()
-        check_layout(table, tensors)
-        attached = make_attached(table, MAX_ATTACHED_NBYTES)
-        _fill(record, table, [*tensors, *attached.items()])
-        with fitting():
-            state.adopt(decode_values(text, {**dict(tensors), **attached}))
+        manifest = record.manifest.encode("utf-8", "surrogatepass")
+        landing = Landing(state, table, manifest, MAX_ATTACHED_NBYTES)
+        _fill(record, table, StateSink(landing.regions))
+        landing.finish()
     except (WireError, OSError) as error:
         raise StateError(f"{record.path} is not what was kept: {error}") from error
 
 
-def _fill(record: Record, table: StateTable, named: list[tuple[str, torch.Tensor]]) -> None:
-    regions = [region(name, tensor) for name, tensor in named]
-    sink = StateSink(regions)
+def _fill(record: Record, table: StateTable, sink: StateSink) -> None:
     frame: Any = None  # pieces have their own hashes
     with record.path.open("rb", buffering=0) as file, torch.no_grad():
         for job in cut_jobs(table, list(table.pieces()), 1 << 20, attached=frozenset()):
@@ -157,8 +142,6 @@ def _fill(record: Record, table: StateTable, named: list[tuple[str, torch.Tensor
             bad = sink.landed(job, buffers, frame, in_place=True)
             if at != job.stop or bad:
                 raise StateError(f"{record.path}: bytes [{job.start}, {job.stop}) are not those that were kept")
-    for item in regions:
-        item.finish()
 
 
 def remove(folder: Path) -> None:

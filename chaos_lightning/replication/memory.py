@@ -24,9 +24,6 @@ class Region(Protocol):
     """Bytes [0, nbytes) of one tensor."""
 
     nbytes: int
-    direct: bool
-    """Whether what is received lies in the tensor at once, so that verifying the received bytes verifies the tensor."""
-
     address: int
     """Where they lie in this process, as they travel; 0 if they do not lie in host memory."""
 
@@ -92,8 +89,6 @@ def host_view(flat: Tensor) -> memoryview:
 class HostRegion:
     """Contiguous host memory: no copy in either direction."""
 
-    direct = True
-
     def __init__(self, tensor: Tensor) -> None:
         self._view = host_view(as_bytes(tensor))
         self.nbytes = len(self._view)
@@ -111,25 +106,13 @@ class HostRegion:
         pass
 
 
-class StridedRegion:
+class StridedRegion(HostRegion):
     """A host tensor with other strides than row-major: a contiguous copy stands in for it."""
-
-    direct = False
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self._copy = tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
-        self._view = host_view(as_bytes(self._copy))
-        self.nbytes = len(self._view)
-        self.address = self._copy.data_ptr()
-
-    def read(self, start: int, stop: int) -> memoryview:
-        return self._view[start:stop]
-
-    land = read
-
-    def landed(self, start: int, stop: int, landing: memoryview) -> None:
-        pass
+        super().__init__(self._copy)
 
     def finish(self) -> None:
         with torch.no_grad():
@@ -139,7 +122,6 @@ class StridedRegion:
 class DeviceRegion:
     """A tensor on an accelerator: bytes are staged through pinned host memory, a range at a time."""
 
-    direct = False
     address = 0
 
     def __init__(self, tensor: Tensor) -> None:

@@ -13,24 +13,19 @@
 
 Where shares are fixed only a failure moves work: what a lost source was to send is taken by whoever has room. All but
 adaptive and shared are there to be compared with (baselines.py).
-
-Theory of operation. A fixed share is a run of jobs in address order. The slower a source, the less may its share be
-rounded up: shares are cut from the slowest to the fastest source, each rounded down to whole jobs, and the fastest
-takes the rest.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.planning import shards
-from chaos_lightning.planning.shards import POLICIES, Links, Neighbour, SharePlan
+from chaos_lightning.planning.shards import POLICIES
+from chaos_lightning.replication.planned import Estimates, LinkEstimates, PolicyOptions, planned_grain_nbytes
 from chaos_lightning.replication.policy import (
-    MIN_REQUEST_NBYTES,
     Job,
     Queue,
     Request,
@@ -39,10 +34,6 @@ from chaos_lightning.replication.policy import (
     SourceStats,
     TransferPolicy,
 )
-from chaos_lightning.replication.table import PIECE_NBYTES
-
-Estimates = Mapping[str, tuple[float, float]]
-"""(latency in seconds, rate in bits per second) of the link to each member; at a rate of 0 it carries nothing."""
 
 _QUANTUM_S = 0.02
 """A request is as large as a source sends in this time: what is under way cannot be taken from it any more."""
@@ -56,98 +47,6 @@ _SILENT_S = 0.25
 _MOST_COPIES = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyOptions:
-    """What some policies want to know."""
-
-    ingress_bps: float = 0.0
-    """The newcomer's own access link, in bits per second; 0: no limit of its own."""
-    layer_nbytes: tuple[int, ...] = ()
-    """greedy: sizes of the layers, between whose extremes Algorithm 1 searches the shard size."""
-    shard_nbytes: int = 0
-    """greedy, optimal: a fixed shard size; 0: searched, or 1 MiB."""
-    links: Links = field(default_factory=dict)
-    """multi_source: the overlay, as {(a, b): (latency in seconds, seconds per byte)}."""
-    newcomer: str = ""
-    """multi_source: this member's name in `links`."""
-    barrier: bool = False
-    """single: EDL+ makes everybody wait; recorded in the reason."""
-    folder: str = ""
-    """stop_resume: where the donor's checkpoints can be read."""
-    disk_bps: float = 0.0
-    """stop_resume: reading is held to this rate in bits per second; 0: as fast as the disk is."""
-
-    def __post_init__(self) -> None:
-        for name in ("ingress_bps", "disk_bps"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigurationError(f"{name} must be finite and not negative, got {value}")
-        if self.shard_nbytes < 0:
-            raise ConfigurationError(f"shard_nbytes must not be negative, got {self.shard_nbytes}")
-
-    @property
-    def ingress_s_per_byte(self) -> float:
-        return 8 / self.ingress_bps if self.ingress_bps else 0.0
-
-
-class LinkEstimates:
-    """What is known of a newcomer's links before a pull, for planners.
-
-    Args:
-        estimates: By member.
-
-    Raises:
-        ConfigurationError: They are no rates.
-    """
-
-    def __init__(self, estimates: Estimates | None) -> None:
-        self.by_member = dict(estimates or {})
-        for member, (latency_s, rate_bps) in self.by_member.items():
-            if not (math.isfinite(latency_s) and latency_s >= 0 and math.isfinite(rate_bps) and rate_bps >= 0):
-                raise ConfigurationError(
-                    f"the link to {member} is estimated at {latency_s} s and {rate_bps} bps: expected finite numbers "
-                    "that are not negative"
-                )
-
-    def prior(self, source: str) -> tuple[float, float] | None:
-        """Of the link to this member, if it carries anything; as `TransferPolicy.prior`."""
-        known = self.by_member.get(source)
-        return known if known is not None and known[1] else None
-
-    def neighbours(self, sources: Sequence[str]) -> tuple[list[Neighbour], str]:
-        """The sources as the planner wants them; who is not estimated is taken for an average one."""
-        known = {m: e for m, e in self.by_member.items() if e[1]}
-        rates = [known[m][1] for m in sources if m in known]
-        latencies = [known[m][0] for m in sources if m in known]
-        usual = (statistics.median(latencies), statistics.median(rates)) if rates else (0.0, 1e9)
-        usable = [m for m in sources if m not in self.by_member or self.by_member[m][1]] or list(sources)
-        # A request has to go there before its bytes can come: two latencies.
-        found = [Neighbour(m, 2 * known.get(m, usual)[0], 8 / known.get(m, usual)[1]) for m in usable]
-        guessed = [m for m in usable if m not in known]
-        return found, f"; no estimate of {', '.join(guessed)}, taken as usual" if guessed else ""
-
-
-def planned_grain_nbytes(nbytes: int, sources: int, request_nbytes: int) -> int:
-    """Jobs of this size let planned shares come out to a sixteenth of the smallest; see
-    `TransferPolicy.grain_nbytes`."""
-    return min(PIECE_NBYTES, max(MIN_REQUEST_NBYTES, nbytes // (16 * max(1, sources))), request_nbytes)
-
-
-def cut_runs(jobs: Sequence[Job], shares: Mapping[str, int], speeds: Mapping[str, float]) -> dict[str, list[Job]]:
-    """Runs of jobs of about these sizes; `speeds` says who may better take what rounding leaves."""
-    order = sorted(shares, key=lambda m: speeds.get(m, 0.0))
-    scale = sum(job.nbytes for job in jobs) / max(1, sum(shares.values()))
-    given: dict[str, list[Job]] = {m: [] for m in order}
-    at = 0
-    for member in order:
-        left = shares[member] * scale if member != order[-1] else math.inf
-        while at < len(jobs) and jobs[at].nbytes <= left + 0.5:
-            given[member].append(jobs[at])
-            left -= jobs[at].nbytes
-            at += 1
-    return {m: run for m, run in given.items() if run}
-
-
 class Adaptive(TransferPolicy):
     """Planned first, corrected by what is measured."""
 
@@ -155,10 +54,8 @@ class Adaptive(TransferPolicy):
     recheck_s = 0.02
 
     def __init__(self, estimates: Estimates | None, options: PolicyOptions) -> None:
-        self.options = options
-        self.plan: SharePlan | None = None
-        """The last plan that was made."""
         self._links = LinkEstimates(estimates)
+        self._planner = partial(shards.closed_form, ingress_s_per_byte=options.ingress_s_per_byte)
 
     def prior(self, source: str) -> tuple[float, float] | None:
         return self._links.prior(source)
@@ -167,13 +64,9 @@ class Adaptive(TransferPolicy):
         return planned_grain_nbytes(nbytes, sources, request_nbytes)
 
     def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Shares:
-        nbytes = sum(job.nbytes for job in jobs)
         if not any(self._links.prior(m) for m in sources):
             return Shares(reason="no estimates: whoever has room takes the next bytes")
-        found, note = self._links.neighbours(sources)
-        self.plan = shards.closed_form(nbytes, found, ingress_s_per_byte=self.options.ingress_s_per_byte)
-        speeds = {n.member: 1 / n.s_per_byte for n in found}
-        return Shares(cut_runs(jobs, self.plan.shares, speeds), self.plan.reason + note)
+        return self._links.shares(jobs, sources, self._planner)
 
     def request_nbytes(self, stats: SourceStats, now: float, limit: int) -> int:
         return min(limit, int(stats.rate(now) * _QUANTUM_S))
@@ -253,4 +146,4 @@ def make_policy(
     raise ConfigurationError(f"unknown transfer policy {name!r}: expected one of {', '.join(POLICIES)}")
 
 
-__all__ = ["POLICIES", "Adaptive", "Estimates", "LinkEstimates", "PolicyOptions", "make_policy"]
+__all__ = ["POLICIES", "Adaptive", "make_policy"]

@@ -13,7 +13,7 @@ The base class decides nothing: first come, first served, in address order.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from chaos_lightning.replication.source import Endpoint
@@ -172,19 +172,6 @@ class Shares:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """Bytes come through a file that a donor writes (checkpoint.py).
-
-    Attributes:
-        folder: Where donors write, as seen from here.
-        disk_bps: Reading is held to this rate in bits per second; 0: as fast as the disk is.
-    """
-
-    folder: str
-    disk_bps: float = 0.0
-
-
 class TransferPolicy:
     """First come, first served, in address order: fast sources simply come more often."""
 
@@ -195,12 +182,14 @@ class TransferPolicy:
     """How long an idle source waits before it is considered again, if nothing changes meanwhile."""
     barrier = False
     """Whether everybody is meant to wait for the end of the transfer; recorded."""
-    checkpoint: Checkpoint | None = None
-    """Through which bytes get here, if not over connections."""
 
     def sources(self, donors: Sequence[Endpoint]) -> list[Endpoint]:
         """Whom to ask, given the donors that can be dialled."""
         return list(donors)
+
+    def way(self) -> Callable[..., None] | None:
+        """How a donor's bytes get here (client.Deliver), if the policy has them come another way than usual."""
+        return None
 
     def prior(self, source: str) -> tuple[float, float] | None:
         """(latency in seconds, rate in bits per second) as estimated before the transfer; None if unknown."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -54,10 +55,7 @@ class Published:
         """Memory of address range [start, stop), in order."""
         if not 0 <= start < stop <= self.nbytes:
             raise RefusalError(f"bytes [{start}, {stop}) are outside the {self.nbytes} bytes of this state")
-        low, high = 0, len(self.starts)
-        while high - low > 1:  # the last region that starts at or before `start`
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.starts[middle] <= start else (low, middle)
+        low = bisect_right(self.starts, start) - 1  # the last region that starts at or before `start`
         views: list[memoryview] = []
         while start < stop:
             base, source = self.starts[low], self.regions[low]
@@ -76,16 +74,3 @@ def lay_out(head: str, seq: int, regions: list[Region]) -> Published:
         starts.append(offset)
         offset += item.nbytes
     return Published(head, seq, regions, starts, offset)
-
-
-def merge_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Sorted, without overlaps, neighbours joined, empty ones dropped."""
-    merged: list[Span] = []
-    for start, stop in sorted(spans):
-        if stop <= start:
-            continue
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
-        else:
-            merged.append((start, stop))
-    return tuple(merged)

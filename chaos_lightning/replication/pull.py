@@ -30,29 +30,21 @@ import xxhash
 from torch import Tensor
 
 from chaos_lightning.errors import ChaosError, StateError, WireError
+from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import Span
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.bulk import Frame, Type
 from chaos_lightning.replication.client import Digest, Donor, PullConfig
 from chaos_lightning.replication.hashing import Hashes, Own, hash_regions
+from chaos_lightning.replication.landing import Landing
 from chaos_lightning.replication.manifest import decode_values, fitting
 from chaos_lightning.replication.memory import Region, region
 from chaos_lightning.replication.policies import make_policy
 from chaos_lightning.replication.policy import Job, SharedQueue, TransferPolicy, cut_jobs
-from chaos_lightning.replication.published import merge_spans
-from chaos_lightning.replication.session import Meter, Progress, PullReport, Session
+from chaos_lightning.replication.session import Meter, PullReport, Session, Tell
 from chaos_lightning.replication.source import Dial, Endpoint
-from chaos_lightning.replication.table import (
-    Piece,
-    StateTable,
-    build_table,
-    check_layout,
-    decode_table,
-    dtype_name,
-    make_attached,
-    placeholder,
-)
+from chaos_lightning.replication.table import Piece, StateTable, build_table, decode_table, dtype_name
 from chaos_lightning.replication.work_queue import WorkQueue
 
 EARLY_S = 1.0
@@ -174,7 +166,7 @@ class _StatePull:
         session: Session,
         state: StateAccess,
         policy: TransferPolicy,
-        progress: Progress | None,
+        progress: Tell | None,
         replayed: bool,
     ) -> None:
         self.session = session
@@ -209,12 +201,12 @@ class _StatePull:
                 continue
             table, text = asked
             try:
-                self._prepare(table, text)
+                landing = Landing(self.state, table, text, self.session.config.max_attached_nbytes)
             except WireError as error:
                 self.session.drop(lead, str(error))
                 continue
             rounds += 1
-            work_queue = self._round(lead, table, text)
+            work_queue = self._round(lead, table, landing)
             if work_queue is None:
                 break
         return self._report(head, seq, lead, table.nbytes, rounds)
@@ -284,21 +276,10 @@ class _StatePull:
             return None
         return found
 
-    def _prepare(self, table: StateTable, text: bytes) -> None:
-        """Make the tensors; those of the table that are not there yet have a shape but no memory in the manifest."""
-        shapes = {e.name: placeholder(e) for e in table.entries}
-        manifest = decode_values(text, {**shapes, **dict(self.state.tensors())})
-        with fitting():
-            self.state.prepare(manifest, table)
-
-    def _round(self, lead: str, table: StateTable, text: bytes) -> WorkQueue | None:
+    def _round(self, lead: str, table: StateTable, landing: Landing) -> WorkQueue | None:
         """Deliver and adopt; the work queue if donors ran out before everything arrived."""
-        tensors = self.state.tensors()
-        check_layout(table, tensors)
-        attached = make_attached(table, self.session.config.max_attached_nbytes)
-        named = [*tensors, *attached.items()]
-        regions = [region(name, tensor) for name, tensor in named]
-        hashes = hash_regions(regions) if self._own is None else self._own.of(named, regions)
+        regions = landing.regions
+        hashes = hash_regions(regions) if self._own is None else self._own.of(landing.named, regions)
         self._own = None  # another round finds other bytes here
         missing = _missing(table, hashes)
         missing_nbytes = sum(p.nbytes for p in missing)
@@ -307,11 +288,7 @@ class _StatePull:
         work_queue = self._deliver(lead, table, regions, missing, missing_nbytes)
         if work_queue.left_nbytes:
             return work_queue
-        for item in regions:
-            item.finish()
-        manifest = decode_values(text, {**dict(tensors), **attached})
-        with fitting():
-            self.state.adopt(manifest)
+        landing.finish()
         self._prove(table)
         return None
 
@@ -386,7 +363,7 @@ def pull_state(
     state: StateAccess,
     config: PullConfig | None = None,
     policy: TransferPolicy | None = None,
-    progress: Progress | None = None,
+    progress: Tell | None = None,
     abandoned: Callable[[], bool] | None = None,
     replayed: bool = False,
 ) -> PullReport:
@@ -425,9 +402,6 @@ def pull_result(
     spans: Mapping[str, Sequence[Span]],
     wanted: Sequence[Span] | None = None,
     config: PullConfig | None = None,
-    policy: TransferPolicy | None = None,
-    progress: Progress | None = None,
-    abandoned: Callable[[], bool] | None = None,
 ) -> PullReport:
     """Pull raw reduced bytes of a slot (a hand-on, protocol.md 9).
 
@@ -440,28 +414,24 @@ def pull_result(
         spans: The byte ranges that each donor holds, by member id.
         wanted: The byte ranges that are needed here; all if None.
         config: Waits and sizes.
-        policy: Which donor sends what.
-        progress: Told of bytes that arrived.
-        abandoned: Asked now and then; True ends the pull.
 
     Raises:
-        StateError: Some wanted bytes have no donor (any more), or the pull was abandoned.
+        StateError: Some wanted bytes have no donor (any more).
         DeadlineError: The deadline passed.
     """
     flat = memory if isinstance(memory, Tensor) else torch.frombuffer(memory.cast("B"), dtype=torch.uint8)
     if flat.dtype is not torch.uint8 or flat.dim() != 1 or not flat.is_contiguous():
         raise ValueError(f"reduced bytes must be flat contiguous uint8, got {flat.dtype}{list(flat.shape)}")
-    needed = merge_spans(wanted if wanted is not None else [(0, flat.numel())])
+    needed = union(wanted if wanted is not None else [(0, flat.numel())])
     if needed and (needed[0][0] < 0 or needed[-1][1] > flat.numel()):
         raise ValueError(f"spans {list(needed)} are not within the {flat.numel()} reduced bytes")
     with Session(donors, dial, what="result", head=head, seq=seq, config=config) as session:
-        session.abandoned = abandoned
-        held = {e.member: merge_spans(spans.get(e.member, ())) for e in donors}
+        held = {e.member: union(spans.get(e.member, ())) for e in donors}
         jobs = _result_jobs(needed, held, session.config.request_nbytes)
         total = sum(stop - start for start, stop in needed)
         target = region("reduced bytes", flat)
         work_queue = session.deliver(
-            jobs, ResultSink(target), session.order, policy=policy or SharedQueue(), on_bytes=Meter(total, 0, progress)
+            jobs, ResultSink(target), session.order, policy=SharedQueue(), on_bytes=lambda nbytes, stats: None
         )
         if work_queue.left_nbytes:
             raise session.exhausted(work_queue)

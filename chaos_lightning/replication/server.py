@@ -25,28 +25,58 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import xxhash
 from torch import Tensor
 
 from chaos_lightning.errors import StateError, WireError
+from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import Header, Span
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
 from chaos_lightning.replication.by_reference import Lender, refuse_unless
 from chaos_lightning.replication.checkpoint import CheckpointWriter
 from chaos_lightning.replication.forward import Forwarder
-from chaos_lightning.replication.log import Entry, SlotLog
+from chaos_lightning.replication.log import DEFAULT_CAP_NBYTES, Entry, SlotLog
 from chaos_lightning.replication.manifest import encode_manifest
 from chaos_lightning.replication.memory import in_place, region, synchronize
 from chaos_lightning.replication.pace import Pace
-from chaos_lightning.replication.published import Published, RefusalError, lay_out, merge_spans
-from chaos_lightning.replication.server_config import ServerConfig
+from chaos_lightning.replication.published import Published, RefusalError, lay_out
 from chaos_lightning.replication.snapshot import Snapshot, available_nbytes
 
 HOLD = 0.6
 """So much of a usual step learners have for reading a state or sums in place, before a copy is made for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Waits of the serving side, in seconds."""
+
+    publish_timeout_s: float = 30.0
+    """How long a request waits for a header that this member has yet to commit."""
+    idle_timeout_s: float = 120.0
+    """A connection without a request for so long is closed."""
+    stall_timeout_s: float = 10.0
+    """A peer that neither sends nor takes a byte for so long in mid-frame is given up."""
+    pending_interval_s: float = 0.25
+    """How often a waiting peer is told that this donor lives."""
+    snapshot_cap_nbytes: int = 0
+    """A larger state is not copied for learners; 0: half of the memory that is available then, shared by the members
+    of this machine."""
+    log_cap_nbytes: int = DEFAULT_CAP_NBYTES
+    lease_s: float = 600.0
+    """A snapshot nobody asked anything of for so long is given up."""
+    results_kept: int = 2
+    """Reduced slots kept servable: the last one, and the one before until everybody is known to hold the last."""
+
+    def __post_init__(self) -> None:
+        for name in ("publish_timeout_s", "idle_timeout_s", "stall_timeout_s", "pending_interval_s", "lease_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.results_kept < 1:
+            raise ValueError(f"results_kept must be at least 1, got {self.results_kept}")
 
 
 class StateServer:
@@ -297,7 +327,7 @@ class StateServer:
             raise ValueError(f"spans {list(spans)} are not within the {flat.numel()} reduced bytes")
         synchronize([flat])
         item = lay_out(head, seq, [region("reduced bytes", flat)])
-        item.spans = merge_spans(spans)
+        item.spans = union(spans)
         with self._changed:
             kept = [r for r in self._results if r.seq != seq]
             self._results = sorted([*kept, item], key=lambda r: r.seq)[-self.config.results_kept :]

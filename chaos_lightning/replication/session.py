@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from chaos_lightning.errors import DeadlineError, NoDonorError, StateError
-from chaos_lightning.protocol.types import SourceProgress
+from chaos_lightning.protocol.types import Progress, SourceProgress
 from chaos_lightning.replication import bulk, by_reference
-from chaos_lightning.replication.client import Deliver, Donor, PullConfig, Sink
+from chaos_lightning.replication.client import Donor, PullConfig, Sink
 from chaos_lightning.replication.policy import Job, SourceStats, TransferPolicy
 from chaos_lightning.replication.source import Dial, Endpoint, reason_of
 from chaos_lightning.replication.work_queue import WorkQueue
@@ -29,21 +28,7 @@ from chaos_lightning.replication.work_queue import WorkQueue
 _PATIENCE_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class PullProgress:
-    """How far a pull is."""
-
-    done_nbytes: int
-    """Bytes here, those that were here before included."""
-    total_nbytes: int
-    rate_bps: float
-    """Bits per second of late, all sources together; 0: nothing is known yet."""
-    remaining_s: float
-    """At this rate; infinite if nothing is known yet."""
-    sources: tuple[SourceProgress, ...] = ()
-
-
-Progress = Callable[[PullProgress], None]
+Tell = Callable[[Progress], None]
 """Called whenever something was verified; one call at a time, from any thread, briefly."""
 
 
@@ -53,8 +38,6 @@ class SourceReport:
 
     nbytes: int = 0
     """Verified and used."""
-    rate_bps: float = 0.0
-    """Bits per second while something was asked of it; duplicates included."""
     busy_s: float = 0.0
     requests: int = 0
     duplicated: int = 0
@@ -66,19 +49,18 @@ class SourceReport:
 
     @classmethod
     def of(cls, stats: SourceStats) -> SourceReport:
-        moved = stats.nbytes + stats.duplicated
-        rate = 8 * moved / stats.busy_s if stats.busy_s else 0.0
-        account = (stats.nbytes, rate, stats.busy_s, stats.jobs, stats.duplicated, stats.stolen, stats.retries)
-        return cls(*account)
+        return cls(stats.nbytes, stats.busy_s, stats.jobs, stats.duplicated, stats.stolen, stats.retries)
+
+    @property
+    def rate_bps(self) -> float:
+        """Bits per second while something was asked of it; duplicates included."""
+        return 8 * (self.nbytes + self.duplicated) / self.busy_s if self.busy_s else 0.0
 
     def plus(self, other: SourceReport) -> SourceReport:
         """Both rounds of a pull together."""
-        busy = self.busy_s + other.busy_s
-        rate = (self.rate_bps * self.busy_s + other.rate_bps * other.busy_s) / busy if busy else 0.0
         return SourceReport(
             self.nbytes + other.nbytes,
-            rate,
-            busy,
+            self.busy_s + other.busy_s,
             self.requests + other.requests,
             self.duplicated + other.duplicated,
             self.stolen + other.stolen,
@@ -253,7 +235,7 @@ class Session:
         size = self.config.request_nbytes
         work_queue = WorkQueue(jobs, policy, sink.place, on_done=account, request_nbytes=size)
         self._work_queue, self.policy = work_queue, policy
-        how = self._way(policy)
+        how = policy.way() or (by_reference.deliver if self.config.by_reference else None)
 
         def enlist(member: str) -> None:
             donor = self.donors[member]
@@ -294,14 +276,6 @@ class Session:
         if work_queue.error is not None:
             raise work_queue.error
         return work_queue
-
-    def _way(self, policy: TransferPolicy) -> Deliver | None:
-        """How bytes get here, if not by requests."""
-        if policy.checkpoint is not None:
-            from chaos_lightning.replication.checkpoint import reader  # for comparison: no usual transfer loads it
-
-            return reader(Path(policy.checkpoint.folder), policy.checkpoint.disk_bps)
-        return by_reference.deliver if self.config.by_reference else None
 
     def _let_go(self, work_queue: WorkQueue) -> None:
         """Nobody writes any more when this returns; donors that only dial, or wait, are not waited for."""
@@ -356,9 +330,9 @@ class Session:
 
 
 class Meter:
-    """Turns verified bytes into `PullProgress`."""
+    """Turns verified bytes into `Progress`."""
 
-    def __init__(self, total_nbytes: int, here_nbytes: int, tell: Progress | None) -> None:
+    def __init__(self, total_nbytes: int, here_nbytes: int, tell: Tell | None) -> None:
         self._total, self._here, self._tell = total_nbytes, here_nbytes, tell
 
     def __call__(self, nbytes: int, stats: Mapping[str, SourceStats]) -> None:
@@ -368,6 +342,4 @@ class Meter:
         now = time.monotonic()
         sources = tuple(SourceProgress(m, s.nbytes, 8 * s.rate(now)) for m, s in list(stats.items()))
         rate = sum((s.rate_bps for s in sources), 0.0)
-        left = self._total - self._here
-        remaining = 8 * left / rate if rate else (float("inf") if left else 0.0)
-        self._tell(PullProgress(self._here, self._total, rate, remaining, sources))
+        self._tell(Progress("pull", self._here, self._total, rate, sources=sources))

@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-
-from torch import Tensor
 
 from chaos_lightning.errors import ChaosError, RefusedError, StateError, WireError
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
 from chaos_lightning.replication.by_reference import Places
 from chaos_lightning.replication.client import PullConfig
-from chaos_lightning.replication.manifest import decode_manifest
-from chaos_lightning.replication.memory import Region, region
+from chaos_lightning.replication.landing import Landing
+from chaos_lightning.replication.memory import Region
 from chaos_lightning.replication.session import PullReport, SourceReport
 from chaos_lightning.replication.source import Dial, Endpoint, Source, reason_of
-from chaos_lightning.replication.table import check_layout, make_attached, placeholder
+from chaos_lightning.replication.table import StateTable
 
 BLOCK_NBYTES = 16 << 20
 """So much is read between two looks at the generation and words to the donors."""
@@ -72,8 +70,7 @@ class StateReader:
         self._failed: dict[str, str] = {}
         self._sources: dict[str, SourceReport] = {}
         self._others: dict[str, Future[BulkSocket | None]] = {}
-        self._attached: Mapping[str, Tensor] = {}
-        self._regions: list[Region] = []
+        self._landing: Landing | None = None
         self._at = 0
 
     def run(self) -> PullReport | None:
@@ -143,9 +140,11 @@ class StateReader:
             while True:
                 request = Frame(Type.GET_PLACES, self._head, self._seq, 0, 1)
                 places = Places(channel.ask(request, Type.PLACES, self._go_on))
-                self._prepare(places)
-                if self._read(places, member, channel):
-                    self._finish(places)
+                if self._landing is None:  # every donor describes the same
+                    limit = self._config.max_attached_nbytes
+                    self._landing = Landing(self._state, places.table, places.manifest, limit)
+                if self._read(places, self._landing.regions, member, channel):
+                    self._landing.finish()
                     self._spare(member, channel)
                     return places
         except RefusedError as error:
@@ -159,20 +158,19 @@ class StateReader:
             raise
         return None
 
-    def _read(self, places: Places, member: str, channel: BulkSocket) -> bool:
+    def _read(self, places: Places, regions: Sequence[Region], member: str, channel: BulkSocket) -> bool:
         """Block by block; False if the state did not stay still: what was copied of it lies elsewhere."""
         total = places.table.nbytes
         while self._at < total:
             self._go_on()
             began = time.monotonic()
-            parts = list(self._landing(places, self._at, min(total, self._at + BLOCK_NBYTES)))
+            parts = list(_parts(places.table, regions, self._at, min(total, self._at + BLOCK_NBYTES)))
             if not places.read(self._at, [buffer for _, _, _, buffer in parts]):
                 return False
             for target, start, stop, buffer in parts:
                 target.landed(start, stop, buffer)
             nbytes = sum(stop - start for _, start, stop, _ in parts)
-            took = max(time.monotonic() - began, 1e-9)
-            done = SourceReport(nbytes, 8 * nbytes / took, took, 1)
+            done = SourceReport(nbytes, max(time.monotonic() - began, 1e-9), 1)
             self._sources[member] = self._sources.get(member, SourceReport()).plus(done)
             self._at += nbytes
             self._tell(channel)
@@ -182,31 +180,6 @@ class StateReader:
     def _go_on(self) -> None:
         if self._abandoned():
             raise StateError(f"reading the state of slot {self._seq} was abandoned: something else was decided")
-
-    def _landing(self, places: Places, low: int, high: int) -> Iterator[tuple[Region, int, int, memoryview]]:
-        """Region, range within it, and memory for what lies in [low, high)."""
-        for entry, target in zip(places.table.entries, self._regions, strict=True):
-            start, stop = max(low, entry.offset) - entry.offset, min(high, entry.stop) - entry.offset
-            if start < stop:
-                yield target, start, stop, target.land(start, stop)
-
-    def _prepare(self, places: Places) -> None:
-        """Make the tensors, once: every donor describes the same."""
-        if self._regions:
-            return
-        table = places.table
-        shapes = {e.name: placeholder(e) for e in table.entries}
-        self._state.prepare(decode_manifest(places.manifest, {**shapes, **dict(self._state.tensors())}), table)
-        named = self._state.tensors()
-        check_layout(table, named)
-        self._attached = make_attached(table, self._config.max_attached_nbytes)
-        self._regions = [region(name, t) for name, t in (*named, *self._attached.items())]
-
-    def _finish(self, places: Places) -> None:
-        for target in self._regions:
-            target.finish()
-        tensors = dict(self._state.tensors())
-        self._state.adopt(decode_manifest(places.manifest, {**tensors, **self._attached}))
 
     def _report(self, places: Places) -> PullReport:
         by_source = {m: s.nbytes for m, s in self._sources.items()}
@@ -225,3 +198,13 @@ class StateReader:
             moving_s=sum(s.busy_s for s in self._sources.values()),
             sources=dict(self._sources),
         )
+
+
+def _parts(
+    table: StateTable, regions: Sequence[Region], low: int, high: int
+) -> Iterator[tuple[Region, int, int, memoryview]]:
+    """Region, range within it, and memory for what lies in [low, high)."""
+    for entry, target in zip(table.entries, regions, strict=True):
+        start, stop = max(low, entry.offset) - entry.offset, min(high, entry.stop) - entry.offset
+        if start < stop:
+            yield target, start, stop, target.land(start, stop)

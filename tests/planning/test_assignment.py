@@ -7,7 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from chaos_lightning.planning.assignment import after_step, assign_step, local_steps_left, ruling_view, steps_left
-from chaos_lightning.planning.ledger import announce_length, count, is_spent, merge, normalise, remaining
+from chaos_lightning.planning.ledger import announce_length, is_spent, merge, remaining
+from chaos_lightning.protocol.spans import count, normalise
 from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, Ledger, Member, Spent, View, ViewId
 
 

@@ -7,16 +7,14 @@ from hypothesis import strategies as st
 from chaos_lightning.planning.ledger import (
     announce_length,
     announced_length,
-    count,
     is_spent,
     local_over,
     merge,
-    normalise,
     remaining,
     spent_spans,
-    subtract,
     union,
 )
+from chaos_lightning.protocol.spans import count, normalise, subtract
 from chaos_lightning.protocol.types import NO_VIEW, Ledger, Member, Spent, View
 
 position_sets = st.sets(st.integers(0, 60))

@@ -93,6 +93,16 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "BLOCK_NBYTES", 9000)
 
 
+@pytest.mark.parametrize("when", ["prepare", "adopt"])
+def test_a_state_of_another_program_is_refused_in_words(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, mine = numbered(3, 5000, seed=1), numbered(3, 5000, seed=2)
+    monkeypatch.setattr(mine, when, lambda manifest, *_: manifest["callbacks"])
+    with lending("a") as started:
+        snapshot(started[0], state)
+        with pytest.raises(StateError, match="the donor's manifest does not fit what is trained here"):
+            Reading(started, mine).run(0)
+
+
 def test_a_state_that_stays_still_is_read_and_never_copied() -> None:
     state, mine = numbered(3, 5000, seed=1), numbered(3, 5000, seed=2)
     with lending("a", "b") as started:

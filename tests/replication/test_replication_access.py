@@ -20,7 +20,6 @@ from chaos_lightning.replication import (
     decode_manifest,
     encode_manifest,
     optimizer_manifest,
-    optimizer_tensors,
     restore_optimizer,
     state_hash,
     unique,
@@ -144,16 +143,6 @@ def test_memory_format_of_the_parameter_is_kept() -> None:
     carry(theirs, mine)
     moments = dict(mine.tensors())
     assert moments["optim0.0.exp_avg"].is_contiguous(memory_format=torch.channels_last)
-
-
-def test_restore_with_bytes() -> None:
-    theirs, mine = build("adam", 1), build("adam", 2)
-    step(theirs, 0)
-    source, target = theirs.optimizers[0], mine.optimizers[0]
-    restore_optimizer(target, optimizer_manifest(source), dict(optimizer_tensors(source)))
-    assert state_hash(optimizer_tensors(target)) == state_hash(optimizer_tensors(source))
-    with pytest.raises(StateError, match="no bytes were given for the optimizer's tensor 'optim0"):
-        restore_optimizer(target, optimizer_manifest(source), {})
 
 
 def test_state_under_other_keys_travels() -> None:

@@ -9,7 +9,8 @@ import pytest
 from replication_support import HEAD, LIMIT_S, SEQ, numbered, publishing
 
 from chaos_lightning.lab.edge.relay import LinkRelay
-from chaos_lightning.replication import Endpoint, PullConfig, PullProgress, make_policy, pull_state, state_hash
+from chaos_lightning.protocol.types import Progress
+from chaos_lightning.replication import Endpoint, PullConfig, make_policy, pull_state, state_hash
 
 RATE_BPS = 200e6
 NEW = "new"
@@ -31,7 +32,7 @@ def test_a_link_that_falls_to_one_percent_is_relieved(estimates: dict[str, tuple
             sock.sendall(json.dumps(said).encode() + b"\n")
             return sock
 
-        def progress(now: PullProgress) -> None:
+        def progress(now: Progress) -> None:
             here = next((s.nbytes for s in now.sources if s.member == "a"), 0)
             if here >= 1_000_000 and not fell_at:
                 fell_at.append(here)

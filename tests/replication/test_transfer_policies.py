@@ -31,19 +31,19 @@ from replication_support import (
 )
 
 from chaos_lightning.errors import ConfigurationError, StateError
+from chaos_lightning.protocol.types import Progress
 from chaos_lightning.replication import (
     POLICIES,
     Endpoint,
     Job,
     PolicyOptions,
     PullConfig,
-    PullProgress,
     SourceStats,
     make_policy,
     pull_state,
     state_hash,
 )
-from chaos_lightning.replication.checkpoint import CheckpointWriter, Pace, file_name
+from chaos_lightning.replication.checkpoint import CheckpointWriter, DiskThrottle, file_name
 from chaos_lightning.replication.forward import Forwarder
 from chaos_lightning.replication.policies import Adaptive
 from chaos_lightning.replication.policy import Queue, Request, Task
@@ -137,7 +137,7 @@ def test_the_barrier_is_in_the_report(tmp_path: Path) -> None:
 def test_progress_tells_bytes_rate_time_and_sources() -> None:
     theirs, mine = numbered(20, 100_000), numbered(20, 100_000, seed=1)
     mine.named[0][1].copy_(theirs.named[0][1])
-    told: list[PullProgress] = []
+    told: list[Progress] = []
     with publishing(theirs, "a", "b") as started:
         pull_state(
             [d.endpoint for d in started],
@@ -352,11 +352,11 @@ def test_a_paced_stream_ticks_while_it_waits() -> None:
         nonlocal ticks
         ticks += 1
 
-    pace = Pace(8e6, tick)
-    pace.passed(100_000)  # a tenth of a second
+    throttle = DiskThrottle(8e6, tick)
+    throttle.passed(100_000)  # a tenth of a second
     assert ticks >= 2
-    pace = Pace(0.0, tick)
-    pace.passed(10**12)
+    throttle = DiskThrottle(0.0, tick)
+    throttle.passed(10**12)
 
 
 # --- decisions --------------------------------------------------------------------------------------------------------

@@ -62,8 +62,7 @@ class _Donor:
         import torch
 
         from chaos_lightning.replication.forward import Forwarder
-        from chaos_lightning.replication.server import StateServer
-        from chaos_lightning.replication.server_config import ServerConfig
+        from chaos_lightning.replication.server import ServerConfig, StateServer
 
         state = _State(1.0)
         waits = ServerConfig(

@@ -1,0 +1,73 @@
+"""Arithmetic on half-open intervals [start, stop).
+
+Spans are *normal* if they are sorted, disjoint, and neither empty nor touching. What judges the engine has an
+arithmetic of its own (observe/spans.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from chaos_lightning.protocol.types import Span
+
+
+def union(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Normal spans that cover the same positions, however often these name them."""
+    merged: list[Span] = []
+    for start, stop in sorted(s for s in spans if s[1] > s[0]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def normalise(spans: Iterable[Span], *, what: str = "spans") -> tuple[Span, ...]:
+    """Sorted, coalesced, without empty spans.
+
+    Raises:
+        ValueError: a span is reversed or negative, or two spans overlap; `what` names their owner.
+    """
+    ordered = sorted(span for span in spans if span[0] != span[1])
+    out: list[Span] = []
+    for start, stop in ordered:
+        if start < 0 or stop < start:
+            raise ValueError(f"{what}: ({start}, {stop}) is no span; expected 0 <= start <= stop")
+        if out and start < out[-1][1]:
+            overlap = (start, min(stop, out[-1][1]))
+            raise ValueError(
+                f"{what}: positions {in_words(overlap)} are named twice; every position is spent exactly once"
+            )
+        if out and start == out[-1][1]:
+            out[-1] = (out[-1][0], stop)
+        else:
+            out.append((start, stop))
+    return tuple(out)
+
+
+def count(spans: Iterable[Span]) -> int:
+    """Number of positions in normal spans."""
+    return sum(stop - start for start, stop in spans)
+
+
+def subtract(spans: Iterable[Span], gone: Sequence[Span]) -> tuple[Span, ...]:
+    """What of `spans` is not in `gone` (both normal); linear in their lengths."""
+    out: list[Span] = []
+    i = 0
+    for start, stop in spans:
+        while i < len(gone) and gone[i][1] <= start:
+            i += 1
+        k = i
+        while start < stop:
+            if k == len(gone) or gone[k][0] >= stop:
+                out.append((start, stop))
+                break
+            if gone[k][0] > start:
+                out.append((start, gone[k][0]))
+            start = gone[k][1]
+            k += 1
+    return tuple(out)
+
+
+def in_words(span: Span) -> str:
+    return f"[{span[0]}, {span[1]})"

@@ -1,0 +1,45 @@
+"""A state takes the place of another one: what is made for its bytes before they come, and done when all are there."""
+
+from __future__ import annotations
+
+from chaos_lightning.replication.access import StateAccess
+from chaos_lightning.replication.manifest import decode_values, fitting
+from chaos_lightning.replication.memory import region
+from chaos_lightning.replication.table import StateTable, check_layout, make_attached, placeholder
+
+
+class Landing:
+    """Memory for all tensors of a table, the replicated ones those of `state`.
+
+    Args:
+        state: Its `prepare` is called at once.
+        table: What is to come.
+        manifest: Everything else, as text.
+        max_attached_nbytes: Refuse more than this for tensors that only the manifest refers to.
+
+    Raises:
+        WireError: The manifest is malformed.
+        StateError: The state does not fit here.
+    """
+
+    def __init__(self, state: StateAccess, table: StateTable, manifest: bytes, max_attached_nbytes: int) -> None:
+        self._state = state
+        self._manifest = manifest
+        # Tensors that are not there yet have a shape but no memory in the manifest.
+        shapes = {e.name: placeholder(e) for e in table.entries}
+        values = decode_values(manifest, {**shapes, **dict(state.tensors())})
+        with fitting():
+            state.prepare(values, table)
+        tensors = state.tensors()
+        check_layout(table, tensors)
+        self.named = [*tensors, *make_attached(table, max_attached_nbytes).items()]
+        self.regions = [region(name, tensor) for name, tensor in self.named]
+        """Aligned with the table's entries, as `named` is."""
+
+    def finish(self) -> None:
+        """All bytes are there: the state takes over the rest."""
+        for item in self.regions:
+            item.finish()
+        values = decode_values(self._manifest, dict(self.named))
+        with fitting():
+            self._state.adopt(values)

@@ -1,0 +1,124 @@
+"""What policies with a plan are made of: options, estimates of links, and shares cut into jobs.
+
+Theory of operation. A fixed share is a run of jobs in address order. The slower a source, the less may its share be
+rounded up: shares are cut from the slowest to the fastest source, each rounded down to whole jobs, and the fastest
+takes the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.planning.shards import Links, Neighbour, SharePlan
+from chaos_lightning.replication.policy import MIN_REQUEST_NBYTES, Job, Shares
+from chaos_lightning.replication.table import PIECE_NBYTES
+
+Estimates = Mapping[str, tuple[float, float]]
+"""(latency in seconds, rate in bits per second) of the link to each member; at a rate of 0 it carries nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """What some policies want to know."""
+
+    ingress_bps: float = 0.0
+    """The newcomer's own access link, in bits per second; 0: no limit of its own."""
+    layer_nbytes: tuple[int, ...] = ()
+    """greedy: sizes of the layers, between whose extremes Algorithm 1 searches the shard size."""
+    shard_nbytes: int = 0
+    """greedy, optimal: a fixed shard size; 0: searched, or 1 MiB."""
+    links: Links = field(default_factory=dict)
+    """multi_source: the overlay, as {(a, b): (latency in seconds, seconds per byte)}."""
+    newcomer: str = ""
+    """multi_source: this member's name in `links`."""
+    barrier: bool = False
+    """single: EDL+ makes everybody wait; recorded in the reason."""
+    folder: str = ""
+    """stop_resume: where the donor's checkpoints can be read."""
+    disk_bps: float = 0.0
+    """stop_resume: reading is held to this rate in bits per second; 0: as fast as the disk is."""
+
+    def __post_init__(self) -> None:
+        for name in ("ingress_bps", "disk_bps"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigurationError(f"{name} must be finite and not negative, got {value}")
+        if self.shard_nbytes < 0:
+            raise ConfigurationError(f"shard_nbytes must not be negative, got {self.shard_nbytes}")
+
+    @property
+    def ingress_s_per_byte(self) -> float:
+        return 8 / self.ingress_bps if self.ingress_bps else 0.0
+
+
+Planner = Callable[[int, Sequence[Neighbour]], SharePlan]
+"""Given a size in bytes, and who can send."""
+
+
+class LinkEstimates:
+    """What is known of a newcomer's links before a pull, and the shares that follow from it.
+
+    Args:
+        estimates: By member.
+
+    Raises:
+        ConfigurationError: They are no rates.
+    """
+
+    def __init__(self, estimates: Estimates | None) -> None:
+        self.by_member = dict(estimates or {})
+        for member, (latency_s, rate_bps) in self.by_member.items():
+            if not (math.isfinite(latency_s) and latency_s >= 0 and math.isfinite(rate_bps) and rate_bps >= 0):
+                raise ConfigurationError(
+                    f"the link to {member} is estimated at {latency_s} s and {rate_bps} bps: expected finite numbers "
+                    "that are not negative"
+                )
+
+    def prior(self, source: str) -> tuple[float, float] | None:
+        """Of the link to this member, if it carries anything; as `TransferPolicy.prior`."""
+        known = self.by_member.get(source)
+        return known if known is not None and known[1] else None
+
+    def neighbours(self, sources: Sequence[str]) -> tuple[list[Neighbour], str]:
+        """The sources as the planner wants them; who is not estimated is taken for an average one."""
+        known = {m: e for m, e in self.by_member.items() if e[1]}
+        rates = [known[m][1] for m in sources if m in known]
+        latencies = [known[m][0] for m in sources if m in known]
+        usual = (statistics.median(latencies), statistics.median(rates)) if rates else (0.0, 1e9)
+        usable = [m for m in sources if m not in self.by_member or self.by_member[m][1]] or list(sources)
+        # A request has to go there before its bytes can come: two latencies.
+        found = [Neighbour(m, 2 * known.get(m, usual)[0], 8 / known.get(m, usual)[1]) for m in usable]
+        guessed = [m for m in usable if m not in known]
+        return found, f"; no estimate of {', '.join(guessed)}, taken as usual" if guessed else ""
+
+    def shares(self, jobs: Sequence[Job], sources: Sequence[str], planner: Planner) -> Shares:
+        """What this planner gives each source, in jobs."""
+        found, note = self.neighbours(sources)
+        plan = planner(sum(job.nbytes for job in jobs), found)
+        speeds = {n.member: 1 / n.s_per_byte for n in found}
+        return Shares(cut_runs(jobs, plan.shares, speeds), plan.reason + note)
+
+
+def planned_grain_nbytes(nbytes: int, sources: int, request_nbytes: int) -> int:
+    """Jobs of this size let planned shares come out to a sixteenth of the smallest; see
+    `TransferPolicy.grain_nbytes`."""
+    return min(PIECE_NBYTES, max(MIN_REQUEST_NBYTES, nbytes // (16 * max(1, sources))), request_nbytes)
+
+
+def cut_runs(jobs: Sequence[Job], shares: Mapping[str, int], speeds: Mapping[str, float]) -> dict[str, list[Job]]:
+    """Runs of jobs of about these sizes; `speeds` says who may better take what rounding leaves."""
+    order = sorted(shares, key=lambda m: speeds.get(m, 0.0))
+    scale = sum(job.nbytes for job in jobs) / max(1, sum(shares.values()))
+    given: dict[str, list[Job]] = {m: [] for m in order}
+    at = 0
+    for member in order:
+        left = shares[member] * scale if member != order[-1] else math.inf
+        while at < len(jobs) and jobs[at].nbytes <= left + 0.5:
+            given[member].append(jobs[at])
+            left -= jobs[at].nbytes
+            at += 1
+    return {m: run for m, run in given.items() if run}
