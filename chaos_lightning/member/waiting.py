@@ -20,7 +20,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from chaos_lightning.control.agent import Agent
 from chaos_lightning.errors import ChaosError, DepartedError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.terminal import printable
@@ -135,13 +134,12 @@ class Waiting:
             self._shown = set()
             _log.warning("%s: waiting is over, %s", self._mail.who(), words)
 
-    def give_up(self, agent: Agent | None) -> DepartedError:
-        """Ends the control stream of a member that is in no view, or has no state yet."""
+    def give_up(self, close: Callable[[], None]) -> DepartedError:
+        """Ends (`close`) the control stream of a member that is in no view, or has no state yet."""
         mail = self._mail
         if mail.member is not None and mail.view is None and mail.pull is None:
             with mail.changed, contextlib.suppress(ChaosError):
                 mail.wait(lambda: bool(mail.left), "release", time.monotonic() + _RELEASE_TIMEOUT_S, tells=False)
-        if agent is not None:
-            agent.close()
+        close()
         mail.post(left=mail.left or "it asked to leave before it was in the job")
         return DepartedError(f"{mail.who()} gave up waiting for the job, which it was asked to leave")
