@@ -51,7 +51,7 @@ from chaos_lightning.protocol.types import (
 from chaos_lightning.replication.by_reference import Lender
 from chaos_lightning.replication.forward import Forwarder
 from chaos_lightning.replication.source import Endpoint
-from chaos_lightning.transport.links import PING_INTERVAL_S, Links
+from chaos_lightning.transport.links import PING_INTERVAL_S, Links, Takers
 from chaos_lightning.transport.loop import IoLoop
 
 LINKS_EVERY_S = 2.0
@@ -119,7 +119,7 @@ class Shell:
         Raises:
             ConfigurationError: `bind` is no address of this machine.
         """
-        self.links.listen(bind, self, self.reducer, self.server.serve)
+        self.links.listen(bind, Takers(self, self.reducer, self.server.serve))
         self.loop.call(self.beat)
 
     def reset(self) -> None:
