@@ -1,21 +1,21 @@
-"""Streams, hellos and leaves: what members say, turned into facts about them.
+"""Streams, hellos and leaves: who comes, who is who, and who wants to go.
 
 Theory of operation. A hello is refused in words, resumed (the stream of a known process was replaced: whatever may
-have been lost on the old stream is said again, which every message bears) or welcomed as a newcomer. Links are in
-links.py.
+have been lost on the old stream is said again, which every message bears) or welcomed as a newcomer. What else is said
+on a stream, hearing.py takes.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk, Phase
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Close, Send
+from chaos_lightning.membership.hearing import Hearing
 from chaos_lightning.membership.identity import Identity
 from chaos_lightning.membership.judging import Deaths
-from chaos_lightning.membership.keeping import Keeper
-from chaos_lightning.membership.learners import Learners
-from chaos_lightning.membership.links import Links
 from chaos_lightning.membership.peers import (
     Peer,
     Reference,
@@ -29,67 +29,36 @@ from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.roster import Roster, member_of
 from chaos_lightning.membership.terms import Terms
-from chaos_lightning.membership.topology import Topology
 from chaos_lightning.protocol.types import (
     NO_VIEW,
-    CatchUp,
     Entered,
     Fence,
-    Finished,
     FromMember,
     Heartbeat,
     Hello,
-    Kept,
     Leave,
-    LinkEvent,
-    LinkReport,
-    LinkRequest,
     Notice,
     Prepare,
-    Progress,
-    Ready,
-    RebuildReport,
     Refused,
     Released,
-    Report,
-    Verdict,
     ViewId,
 )
 
 
+@dataclass(eq=False)
 class Admission:
-    """See the module. Arguments are the parts that it uses."""
+    """See the module. Fields are the parts that it uses."""
 
-    def __init__(
-        self,
-        desk: Desk,
-        book: Book,
-        roster: Roster,
-        recovery: Recovery,
-        links: Links,
-        deaths: Deaths,
-        learners: Learners,
-        keeper: Keeper,
-        terms: Terms,
-        rebuild: Rebuild,
-        identity: Identity,
-        topology: Topology,
-        detector: Detector,
-    ) -> None:
-        self._desk = desk
-        self._settings = desk.settings
-        self._book = book
-        self._roster = roster
-        self._recovery = recovery
-        self._links = links
-        self._deaths = deaths
-        self._learners = learners
-        self._keeper = keeper
-        self._terms = terms
-        self._rebuild = rebuild
-        self._identity = identity
-        self._topology = topology
-        self._detector = detector
+    _desk: Desk
+    _book: Book
+    _roster: Roster
+    _recovery: Recovery
+    _deaths: Deaths
+    _terms: Terms
+    _rebuild: Rebuild
+    _identity: Identity
+    _detector: Detector
+    _hearing: Hearing
 
     def on_message(self, conn: int, message: FromMember) -> None:
         """Somebody said this on this stream."""
@@ -108,46 +77,10 @@ class Admission:
         self._detector.spoke(self._desk.now, peer)
         peer.heard = self._desk.now
         self._deaths.revive(peer)
-        self._heard(peer, message)
-
-    def _heard(self, peer: Peer, message: FromMember) -> None:
-        match message:
-            case Ready():
-                if peer.standing is Standing.LINKING:
-                    peer.standing = Standing.READY
-            case Heartbeat(_, seq, step, step_time_s):
-                peer.seq, peer.step, peer.step_time_s = seq, step, step_time_s
-                self._book.reached = max(self._book.reached, step)
-            case LinkEvent(other, up, evidence):
-                self._links.on_link(peer, other, up, evidence)
-            case LinkReport():
-                self._links.on_link_report(peer, message)
-            case LinkRequest():
-                self._links.on_link_request(peer, message)
-            case Verdict(suspect, alive, _, certain):
-                if alive or certain or self._links.may_witness(peer, suspect):
-                    stranger = not certain and self._links.is_stranger(peer, suspect)
-                    self._detector.verdict(peer.id, message, stranger=stranger)
-            case Report(number):
-                if self._desk.phase is Phase.PREPARING and number == self._recovery.number:
-                    peer.report = message
-                    self._detector.reported(peer.id)
-            case Entered():
-                peer.stands(message)
-                self._rebuild.on_moved(peer)
-                self._book.entered(message.view, self._desk.now)
-            case Progress():
-                peer.progress = message
-            case RebuildReport():
-                self._rebuild.on_report(peer, message)
-            case CatchUp():
-                self._learners.on_catch_up(peer, message)
-            case Leave(reason):
-                self._on_leave(peer, reason)
-            case Kept():
-                self._keeper.on_kept(peer, message)
-            case Finished(seq, step):
-                peer.finished, peer.seq, peer.step = True, seq, step
+        if isinstance(message, Leave):
+            self._on_leave(peer, message.reason)
+        else:
+            self._hearing.hear(peer, message)
 
     def on_hello(self, conn: int, hello: Hello) -> None:
         """Somebody says who it is; whether it is of this chain comes first."""
@@ -162,7 +95,7 @@ class Admission:
             return
         # After a restart a newcomer may be heard before any member: what the job is, a member says.
         vouches = not self._roster.vouched and self._roster.was_member(hello.resume)
-        reason = refusal(hello, self._settings)
+        reason = refusal(hello, self._desk.settings)
         differs = "" if vouches else difference(hello, self._roster.reference)
         if differs and (hello.view != NO_VIEW or self._terms.authorities()):
             reason = reason or differs
@@ -197,16 +130,11 @@ class Admission:
             self._desk.note("fenced", member=hello.resume, reason=why)
             self._desk.out.append(Send(conn, Fence(why)))
             return
-        if peer.conn is not None and peer.conn != conn:
-            self._roster.conns.pop(peer.conn, None)
-            self._desk.out.append(Close(peer.conn, "replaced by a newer stream"))
+        self._roster.take_over(peer, conn, hello)
         if not self._roster.vouched and self._roster.was_member(peer.id):
             self._roster.vouched, self._roster.reference = True, Reference.of(hello)
             self._terms.turn_away_strangers()
         self._roster.reference = self._roster.reference or Reference.of(hello)
-        self._roster.conns[conn] = peer.id
-        peer.conn, peer.heard, peer.linked = conn, self._desk.now, None
-        peer.neighbours, self._topology.news, peer.kept = hello.neighbours, True, hello.kept
         self._deaths.revive(peer)
         self._roster.greet(peer, "joiner" if peer.standing is not Standing.STANDBY else "standby", "welcome back")
         self._rebuild.greeted(peer)
@@ -250,7 +178,7 @@ class Admission:
         member = member_of(hello, f"{hello.name}~{self._roster.incarnation}")
         self._roster.incarnation += 1
         self._detector.returned(self._desk.now, member)
-        standby = bool(namesake or differs) or not has_place(member, self._roster.peers, self._settings)
+        standby = bool(namesake or differs) or not has_place(member, self._roster.peers, self._desk.settings)
         peer = Peer(
             member, Standing.STANDBY if standby else Standing.LINKING, conn=conn, heard=self._desk.now, known=True
         )
@@ -272,10 +200,12 @@ class Admission:
                 peer, Notice(f"on standby until {namesake}, which has the same name, is found dead", waiting=True)
             )
         elif standby:
-            self._roster.greet(peer, "standby", f"max_nodes={self._settings.max_nodes} are in")
-            self._roster.send(peer, Notice(f"on standby: {self._settings.max_nodes} nodes are in", waiting=True))
+            self._roster.greet(peer, "standby", f"max_nodes={self._desk.settings.max_nodes} are in")
+            self._roster.send(peer, Notice(f"on standby: {self._desk.settings.max_nodes} nodes are in", waiting=True))
         elif self._desk.phase is Phase.FOUNDING:
-            self._roster.greet(peer, "founder", f"the job begins when min_nodes={self._settings.min_nodes} are ready")
+            self._roster.greet(
+                peer, "founder", f"the job begins when min_nodes={self._desk.settings.min_nodes} are ready"
+            )
         else:
             self._roster.greet(peer, "joiner", "the job is running")
 

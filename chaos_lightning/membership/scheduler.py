@@ -50,6 +50,7 @@ from chaos_lightning.membership.effects import (
     TermTaken,
 )
 from chaos_lightning.membership.graph import Graph
+from chaos_lightning.membership.hearing import Hearing
 from chaos_lightning.membership.identity import Identity
 from chaos_lightning.membership.judging import Deaths
 from chaos_lightning.membership.keeping import Keeper
@@ -109,10 +110,10 @@ class SchedulerMachine:
         self.terms = Terms(desk, roster, detector)
         self.rebuild = Rebuild(desk, book, roster, recovery, self.terms, topology, chain)
         self.identity = Identity(desk, book, roster, recovery, self.rebuild, detector, chain)
+        self.hearing = Hearing(desk, book, recovery, detector, self.links, self.learners, self.keeper, self.rebuild)
         self.admission = Admission(
-            desk, book, roster, recovery, self.links, self.deaths, self.learners, self.keeper, self.terms, self.rebuild,
-            self.identity, topology, detector,
-        )  # fmt: skip
+            desk, book, roster, recovery, self.deaths, self.terms, self.rebuild, self.identity, detector, self.hearing
+        )
 
     @property
     def _deposed(self) -> bool:
