@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from chaos_lightning.collectives.accumulation import Accumulation
-from chaos_lightning.collectives.gradients import cells_of
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.control.hosting import host_for_engine
@@ -160,7 +159,7 @@ class Engine:
         """Lays out gradients and reduced buffers, allocates the flat memory and installs the hooks."""
         layout = Layout(sections, buffers)
         check_bytes(self.config.plan, self.config.plan_spec, layout.nbytes, layout.spans())
-        memory, grid = Memory(layout, pinned=layout.device.type != "cpu"), cells_of(layout, self.config.chunk_nbytes)
+        memory = Memory(layout, self.config.chunk_nbytes)
         shell = Shell(
             self._loop,
             self._mail,
@@ -170,9 +169,8 @@ class Engine:
             self._keys,
             self._control.send,
             memory,
-            grid,
         )
-        accumulation = Accumulation(memory, grid, self.config.overlap, self._loop, shell.reducer)
+        accumulation = Accumulation(memory, self.config.overlap, self._loop, shell.reducer)
         entrance = Entrance(shell, self._mail, self._transfer, accumulation, self._keeping.load)
         self._made = _Made(shell, accumulation, entrance)
 
