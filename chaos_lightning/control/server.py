@@ -21,7 +21,7 @@ from typing import Any
 
 from chaos_lightning.control import service
 from chaos_lightning.control.auth_interceptor import AuthInterceptor, Service
-from chaos_lightning.control.candidacy import Candidacy
+from chaos_lightning.control.candidacy import EtcdCandidacy
 from chaos_lightning.control.chain_writer import ChainWriter
 from chaos_lightning.control.claims import Claims
 from chaos_lightning.control.driver import Driver, MachineFactory, real_machine
@@ -64,7 +64,7 @@ class SchedulerServer:
         open_store: StoreFactory,
         events: EventLog,
         machine: MachineFactory = real_machine,
-        candidacy: Candidacy | None = None,
+        candidacy: EtcdCandidacy | None = None,
         services: Sequence[Service] = (),
     ) -> None:
         self.config = config
@@ -195,7 +195,7 @@ class SchedulerServer:
 
     # ------------------------------------------------------------------ leading
 
-    def _stand(self, candidacy: Candidacy) -> None:
+    def _stand(self, candidacy: EtcdCandidacy) -> None:
         loop = asyncio.get_running_loop()
 
         def elected() -> None:
@@ -367,7 +367,7 @@ async def serve(
     events: EventLog,
     machine: MachineFactory = real_machine,
     on_started: Callable[[SchedulerServer], None] = lambda server: None,
-    candidacy: Candidacy | None = None,
+    candidacy: EtcdCandidacy | None = None,
 ) -> tuple[str, bool]:
     """Runs a scheduler until it ends; returns (why, whether that is a failure)."""
     server = SchedulerServer(config, open_store, events, machine, candidacy)

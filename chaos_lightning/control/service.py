@@ -13,7 +13,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from chaos_lightning.control.candidacy import Candidacy
+from chaos_lightning.control.candidacy import EtcdCandidacy
 from chaos_lightning.control.channel import END_OF_STREAM
 from chaos_lightning.control.claims import Claims
 from chaos_lightning.control.driver import Driver
@@ -63,7 +63,7 @@ class SchedulerService(SchedulerServicer):  # type: ignore[misc]
         streams: Streams,
         driver: Driver,
         claims: Claims,
-        candidacy: Candidacy | None,
+        candidacy: EtcdCandidacy | None,
         status: Callable[[], dict[str, Any]],
         peer: Callable[[Any], str],
         emit: Callable[..., None],
