@@ -173,7 +173,7 @@ class SchedulerMachine:
         if self.desk.phase is Phase.FOUNDING and self.book.persisting is None:
             assert not self.roster.living(), "somebody holds the state"
 
-    def _rewire(self, latest: View, change: Change, net: Net) -> bool:
+    def _change_view(self, latest: View, change: Change, net: Net) -> bool:
         view = changed_view(latest, self.roster.next_number(), change, self.settings.plan, net)
         self.book.persist("view", view.id, lambda: self._announce(view), view=view)
         return True
@@ -384,7 +384,7 @@ class SchedulerMachine:
         if self.learners.turn_observe(latest, ready) or self._turn_change(latest, self.learners.admissible(ready)):
             return True
         change = self.rewiring.turn_links(latest)
-        return change is not None and self._rewire(latest, *change)
+        return change is not None and self._change_view(latest, *change)
 
     def _turn_returning(self, latest: View) -> bool:
         members = self.roster.living()
@@ -437,9 +437,7 @@ class SchedulerMachine:
         if not connected([m.id for m in change.members], net.pairs):
             return self._let_go(latest, leaving)
         self._bridges_since = None
-        view = changed_view(latest, self.roster.next_number(), change, self.settings.plan, net)
-        self.book.persist("view", view.id, lambda: self._announce(view), view=view)
-        return True
+        return self._change_view(latest, change, net)
 
     def _near(self, ready: list[Peer], latest: View, leaving: list[str]) -> list[Peer]:
         """Newcomers with a link to a member that stays, if any stays."""
