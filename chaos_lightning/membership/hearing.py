@@ -35,14 +35,14 @@ from chaos_lightning.protocol.types import (
 class Hearing:
     """See the module. Fields are the parts that it tells."""
 
-    _desk: Desk
-    _book: Book
-    _recovery: Recovery
-    _detector: Detector
-    _links: Links
-    _learners: Learners
-    _keeper: Keeper
-    _rebuild: Rebuild
+    desk: Desk
+    book: Book
+    recovery: Recovery
+    detector: Detector
+    links: Links
+    learners: Learners
+    keeper: Keeper
+    rebuild: Rebuild
 
     def hear(self, peer: Peer, message: FromMember) -> None:
         """This peer said so."""
@@ -52,32 +52,32 @@ class Hearing:
                     peer.standing = Standing.READY
             case Heartbeat(_, seq, step, step_time_s):
                 peer.seq, peer.step, peer.step_time_s = seq, step, step_time_s
-                self._book.reached = max(self._book.reached, step)
+                self.book.reached = max(self.book.reached, step)
             case LinkEvent(other, up, evidence):
-                self._links.on_link(peer, other, up, evidence)
+                self.links.on_link(peer, other, up, evidence)
             case LinkReport():
-                self._links.on_link_report(peer, message)
+                self.links.on_link_report(peer, message)
             case LinkRequest():
-                self._links.on_link_request(peer, message)
+                self.links.on_link_request(peer, message)
             case Verdict(suspect, alive, _, certain):
-                if alive or certain or self._links.may_witness(peer, suspect):
-                    stranger = not certain and self._links.is_stranger(peer, suspect)
-                    self._detector.verdict(peer.id, message, stranger=stranger)
+                if alive or certain or self.links.may_witness(peer, suspect):
+                    stranger = not certain and self.links.is_stranger(peer, suspect)
+                    self.detector.verdict(peer.id, message, stranger=stranger)
             case Report(number):
-                if self._desk.phase is Phase.PREPARING and number == self._recovery.number:
+                if self.desk.phase is Phase.PREPARING and number == self.recovery.number:
                     peer.report = message
-                    self._detector.reported(peer.id)
+                    self.detector.reported(peer.id)
             case Entered():
                 peer.stands(message)
-                self._rebuild.on_moved(peer)
-                self._book.entered(message.view, self._desk.now)
+                self.rebuild.on_moved(peer)
+                self.book.entered(message.view, self.desk.now)
             case Progress():
                 peer.progress = message
             case RebuildReport():
-                self._rebuild.on_report(peer, message)
+                self.rebuild.on_report(peer, message)
             case CatchUp():
-                self._learners.on_catch_up(peer, message)
+                self.learners.on_catch_up(peer, message)
             case Kept():
-                self._keeper.on_kept(peer, message)
+                self.keeper.on_kept(peer, message)
             case Finished(seq, step):
                 peer.finished, peer.seq, peer.step = True, seq, step
