@@ -251,8 +251,8 @@ def test_held_ranges_name_exactly_what_is_complete(cluster):
     one.run(view, 1)
     other.loop.call(lambda: other.open(view, 1))
     other.loop.call(lambda: other.reducer.begin(1, other.layout.scope(0)))
-    other.loop.call(lambda: other.reducer.ready(1, [start for start, _ in other.grid[:2]]))
-    stop = other.grid[1][1]
+    other.loop.call(lambda: other.reducer.ready(1, [start for start, _ in other.memory.grid[:2]]))
+    stop = other.memory.grid[1][1]
     seen = threading.Event()
     answer: list[tuple[tuple[int, int], ...]] = []
 
