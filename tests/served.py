@@ -169,7 +169,7 @@ class Served:
         return f"127.0.0.1:{self.server.port}"
 
     def feed(self, event: fx.SchedulerEvent) -> None:
-        self.loop.call_soon_threadsafe(self.server.feed, event)
+        self.loop.call_soon_threadsafe(self.server._driver.feed, event)
 
     def wait_ended(self) -> tuple[str, bool]:
         assert self._ended.wait(PATIENCE_S)

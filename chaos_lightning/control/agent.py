@@ -11,8 +11,8 @@ gRPC is used without asyncio here: grpc.aio has one event poller per process, an
 of them was closed, be it the one of an earlier Agent or the user's own.
 
 States told to `on_state`: "connected" (welcomed), "waits: ..." (was not welcomed yet, and nobody answers), "lost: ..."
-(was welcomed, now trying again), "failed: ..." (final: refused at the door, or nobody reached within
-`connect_timeout_s` before the first Welcome).
+(was welcomed, now trying again), "failed: ..." (final: refused, or nobody reached within `connect_timeout_s` before
+the first Welcome).
 """
 
 from __future__ import annotations

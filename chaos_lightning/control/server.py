@@ -163,10 +163,6 @@ class SchedulerServer:
         """The end of a job that its store has not taken yet."""
         return self._writer.owed
 
-    def feed(self, event: fx.SchedulerEvent) -> None:
-        """Something has happened; in the server's loop."""
-        self._driver.feed(event)
-
     async def ended(self) -> str:
         """Waits until the scheduler has no reason to go on; returns why it ends."""
         assert self._ended is not None, "start() comes first"

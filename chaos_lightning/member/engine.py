@@ -436,7 +436,7 @@ class Engine:
 
     def leave(self, reason: str) -> None:
         """Asks to leave; callable from any thread and from signal handlers' followers. Training goes on until a
-        header lets this member go; who is in no view yet gives up waiting for one."""
+        header lets this member go. A member that is in no view yet stops waiting."""
         if not self.leaving:
             self.leaving = True
             if self._made is not None:

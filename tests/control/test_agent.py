@@ -64,7 +64,7 @@ def test_heartbeats_carry_what_the_member_says_and_start_with_the_welcome() -> N
         assert client.states.seen == []
         held.set()
         served.loop.call_soon_threadsafe(
-            served.server.feed, fx.MessageIn(1, hello("a"))
+            served.server._driver.feed, fx.MessageIn(1, hello("a"))
         )  # the same Hello, answered now
         served.events.wait(beats, count=5)
         said = [e.message.seq for e in served.events.seen if beats(e)]  # type: ignore[union-attr]
