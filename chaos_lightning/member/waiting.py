@@ -103,20 +103,20 @@ class Waiting:
             return
         text = f"waits for {what}: no scheduler serves it at {self._mail.endpoint} ({self._mail.lost})"
         text += f", and no link to {', '.join(severed)} stands" if severed else ""
-        text += f"; it goes on, or joins again, when the scheduler is back, and gives up in {left_s:.0f} s"
-        self._events.emit("notice", text=text, waiting=True)
-        self._shown.add(text)
-        _log.warning("%s: %s", self._mail.who(), text)
+        self._say(f"{text}; it goes on, or joins again, when the scheduler is back, and gives up in {left_s:.0f} s")
 
     def _unheard(self, what: str, waited_s: float, left_s: float, before: float) -> None:
         """Nobody has answered this newcomer so far: it says so every few seconds."""
         if waited_s < SEVERED_S or waited_s - before < UNHEARD_S:
             return
         self._unheard_at = waited_s
-        text = (
+        self._say(
             f"waits for {what}: {self._mail.lost}. Start the scheduler, or the node that hosts it, or check the "
             f"endpoint; gives up in {left_s:.0f} s"
         )
+
+    def _say(self, text: str) -> None:
+        """A word of its own on why it waits."""
         self._events.emit("notice", text=text, waiting=True)
         self._shown.add(text)
         _log.warning("%s: %s", self._mail.who(), text)
