@@ -99,6 +99,8 @@ class ChainWriter:
         Raises:
             StoreError: The store has taken nothing for some seconds.
         """
+        if final is not None:
+            self.owed = final  # from now on: whoever ends meanwhile, as without its lease, hears no answer
         started, pause_s, told = time.monotonic(), 0.2, ""
         while True:
             try:

@@ -350,7 +350,9 @@ class SchedulerServer:
             "uptime_s": round(time.time() - self._started, 3),
             "streams": [{"peer": s.peer, "name": s.name} for s in self._streams.standing.values()],
             "finished": bool(self._done_reason),
-            "owed": f"the end of the job, which its store has not taken: {owed.reason}" if owed else "",
+            "owed": f"the end of the job, which its store has not taken: {owed.reason or 'no answer yet'}"
+            if owed
+            else "",
             "min_nodes": settings.min_nodes,
             "max_nodes": settings.max_nodes,
             "machine": machine.snapshot() if machine is not None else {},
