@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 
 from chaos_lightning.control.agent import Agent
 from chaos_lightning.control.auth_interceptor import Service
-from chaos_lightning.control.candidacy import Candidacy
 from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.control.options import ServerConfig
 from chaos_lightning.control.server import SchedulerServer
@@ -114,7 +113,7 @@ class Served:
         machine: Callable[[Settings, fx.Chain], Any] | None = None,
         open_store: Callable[[], Store] = MemoryStore,
         log: EventLog | None = None,
-        candidacy: Candidacy | None = None,
+        candidacy: Any = None,
         services: Sequence[Service] = (),
         **config: Any,
     ) -> None:
@@ -170,7 +169,7 @@ class Served:
         return f"127.0.0.1:{self.server.port}"
 
     def feed(self, event: fx.SchedulerEvent) -> None:
-        self.loop.call_soon_threadsafe(self.server.feed, event)
+        self.loop.call_soon_threadsafe(self.server._driver.feed, event)
 
     def wait_ended(self) -> tuple[str, bool]:
         assert self._ended.wait(PATIENCE_S)

@@ -52,7 +52,6 @@ class Node:
     def __init__(self, me: str, nbytes: int, address: str) -> None:
         import torch
 
-        from chaos_lightning.collectives.gradients import cells_of
         from chaos_lightning.collectives.layout import Layout, Section
         from chaos_lightning.collectives.memory import Memory
         from chaos_lightning.collectives.reducer import Reducer
@@ -70,10 +69,9 @@ class Node:
         sizes = [numel // 2, numel // 4, numel // 8]
         sizes.append(numel - sum(sizes))
         self.layout = Layout([Section("all", [(f"p{i}", torch.zeros(n)) for i, n in enumerate(sizes)])])
-        self.memory = Memory(self.layout, pinned=False)
-        self.grid = cells_of(self.layout, 0)
+        self.memory = Memory(self.layout)
         self.loop = IoLoop(me, self.crash.append)
-        self.reducer = Reducer(self.memory, self.grid, self.send, self.on_done)
+        self.reducer = Reducer(self.memory, self.send, self.on_done)
         self.reducer.restart(me)
         self.listener = socket.create_server((address, 0))
         self.loop.start()
@@ -147,7 +145,7 @@ class Node:
         time.sleep(max(0.0, begin_at - time.monotonic()))
         self.loop.call(lambda: self.reducer.open(view, seq))
         self.loop.call(lambda: self.reducer.begin(seq, scope))
-        self.loop.call(lambda: self.reducer.ready(seq, [start for start, _ in self.grid]))
+        self.loop.call(lambda: self.reducer.ready(seq, [start for start, _ in self.memory.grid]))
         if not self.done.wait(_DEADLINE_S) or self.crash:
             raise RuntimeError(f"{self.me}: slot {seq} did not complete: {self.crash or self.broken_links}")
         return self.done_at

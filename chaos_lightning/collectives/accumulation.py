@@ -32,13 +32,13 @@ class Accumulation:
         reducer: Used in the I/O thread.
     """
 
-    def __init__(self, memory: Memory, grid: Sequence[Span], overlap: bool, loop: IoLoop, reducer: Reducer) -> None:
+    def __init__(self, memory: Memory, overlap: bool, loop: IoLoop, reducer: Reducer) -> None:
         self.memory, self.layout = memory, memory.layout
         self.section = 0
         self.seq = -1
         """The slot that the armed accumulation is meant for; -1 if none is armed."""
         self.empty = False
-        self._gradients = Gradients(self.layout, memory, grid, self.layout.device, overlap, self._launch)
+        self._gradients = Gradients(memory, overlap, self._launch)
         self._loop = loop
         self._reducer = reducer
         self._launched: list[int] = []

@@ -19,11 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chaos_lightning.collectives.layout import Layout
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.planning.trees import expand
-from chaos_lightning.protocol.types import Header, PlanSpec, Span
+from chaos_lightning.protocol.types import Header
 
 Ready = Callable[[Sequence[int]], None]
 
@@ -31,30 +29,18 @@ LEND_NBYTES = 32768
 """Gradients from this size on are sent from autograd's own memory; smaller ones are cheaper to copy together."""
 
 
-def cells_of(layout: Layout, chunk_nbytes: int) -> tuple[Span, ...]:
-    """The grid at which readiness is reported: the borders that plans of this chunk size use where they can."""
-    trees = expand(PlanSpec("chain", chunk_nbytes), ("any",), layout.nbytes, layout.spans())
-    return tuple((tree.start, tree.stop) for tree in trees)
-
-
 class Gradients:
     """One member's gradients for the open step.
 
     Args:
-        layout: Where everything lies.
-        memory: The flat buffers.
-        grid: Cells, ascending.
-        device: Where parameters live.
+        memory: The flat buffers, and cells.
         overlap: Whether hooks launch cells during backward; else everything happens in `flush`.
         ready: Called with the start offsets of cells that are final (any thread).
     """
 
-    def __init__(
-        self, layout: Layout, memory: Memory, grid: Sequence[Span], device: torch.device, overlap: bool, ready: Ready
-    ) -> None:
-        self._layout = layout
+    def __init__(self, memory: Memory, overlap: bool, ready: Ready) -> None:
+        self._layout = layout = memory.layout
         self._memory = memory
-        self._device = device
         self._ready = ready
         self.overlap = overlap
         self.enabled = False
@@ -62,9 +48,9 @@ class Gradients:
         self._section = 0
         self._scope: range = range(0)
         self._own = [memory.view(memory.own, i) for i in range(len(layout.slots))]
-        starts = [a for a, _ in grid]
+        starts = [a for a, _ in memory.grid]
         self._cells: list[list[int]] = []
-        self._expected = [0] * len(grid)
+        self._expected = [0] * len(starts)
         for slot in layout.slots:
             first = bisect.bisect_right(starts, slot.start) - 1
             last = bisect.bisect_left(starts, max(slot.stop, slot.start + 1))
@@ -81,7 +67,7 @@ class Gradients:
         self._settled: list[Tensor] = []
         self._flat: Tensor | None = None
         self._stage: _Stage | None = None
-        if device.type != "cpu":
+        if (device := layout.device).type != "cpu":
             self._flat = torch.zeros(max(layout.nbytes, 1), dtype=torch.uint8, device=device)
             self._stage = _Stage(device, ready)
         for scope in layout.section_slots:

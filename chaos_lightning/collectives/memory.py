@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from chaos_lightning.collectives.layout import Layout
+from chaos_lightning.planning.trees import expand
+from chaos_lightning.protocol.types import PlanSpec, Span
 
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -59,11 +61,27 @@ def _bytes_of(flat: Tensor) -> memoryview:
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
-class Memory:
-    """Host buffers for a layout; pinned when gradients live on an accelerator."""
+def _cells_of(layout: Layout, chunk_nbytes: int) -> tuple[Span, ...]:
+    """The grid at which readiness is reported: the borders that plans of this chunk size use where they can."""
+    trees = expand(PlanSpec("chain", chunk_nbytes), ("any",), layout.nbytes, layout.spans())
+    return tuple((tree.start, tree.stop) for tree in trees)
 
-    def __init__(self, layout: Layout, *, pinned: bool) -> None:
+
+class Memory:
+    """Host buffers for a layout; pinned when gradients live on an accelerator.
+
+    Args:
+        layout: What lies in them.
+        chunk_nbytes: The job's; 0 for the usual size.
+
+    Attributes:
+        grid: Cells, ascending, covering the layout: borders at which the training thread reports readiness.
+    """
+
+    def __init__(self, layout: Layout, chunk_nbytes: int = 0) -> None:
         self.layout = layout
+        self.grid = _cells_of(layout, chunk_nbytes)
+        pinned = layout.device.type != "cpu"
         if not pinned:
             keep_heap(layout.nbytes)
         self.own = _resident(layout.nbytes, pinned)

@@ -106,22 +106,15 @@ class Reducer:
     """See the module.
 
     Args:
-        memory: The flat buffers.
-        grid: Borders at which the training thread reports readiness (cells), ascending, covering the layout.
+        memory: The flat buffers, and cells.
         send: Queues a chunk for a peer.
         on_done: Told once when every chunk of an attempt is complete here.
     """
 
-    def __init__(
-        self,
-        memory: Memory,
-        grid: Sequence[Span],
-        send: SendChunk,
-        on_done: Callable[[ViewId, int], None],
-    ) -> None:
+    def __init__(self, memory: Memory, send: SendChunk, on_done: Callable[[ViewId, int], None]) -> None:
         self.memory = memory
-        self._grid = grid
-        self._grid_starts = [start for start, _ in grid]
+        self._grid = memory.grid
+        self._grid_starts = [start for start, _ in memory.grid]
         self._send = send
         self._on_done = on_done
         self.restart("")

@@ -11,12 +11,13 @@ gRPC is used without asyncio here: grpc.aio has one event poller per process, an
 of them was closed, be it the one of an earlier Agent or the user's own.
 
 States told to `on_state`: "connected" (welcomed), "waits: ..." (was not welcomed yet, and nobody answers), "lost: ..."
-(was welcomed, now trying again), "failed: ..." (final: refused at the door, or nobody reached within
-`connect_timeout_s` before the first Welcome).
+(was welcomed, now trying again), "failed: ..." (final: refused, or nobody reached within `connect_timeout_s` before
+the first Welcome).
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import random
 import threading
@@ -28,8 +29,7 @@ from typing import Any
 from chaos_lightning.control.channel import CLIENT_OPTIONS, SilentError, StandbyError, explain
 from chaos_lightning.control.service_pb2_grpc import SchedulerStub
 from chaos_lightning.errors import ChaosError, RefusedError, SchedulerUnreachableError, WireError
-from chaos_lightning.machine.addresses import addresses, split_endpoint
-from chaos_lightning.machine.forks import close_peer_in_children, forget_peer
+from chaos_lightning.machine.forks import only_here
 from chaos_lightning.membership.leader_search import PULSE_TIMEOUT_S, Attempt, LeaderSearch
 from chaos_lightning.protocol import chaos_pb2
 from chaos_lightning.protocol.codec import unwrap_to_member, wrap_from_member
@@ -281,26 +281,21 @@ class Agent(threading.Thread):
 
     def _converse(self) -> ChaosError:
         """One stream from Hello to its end; returns why it ended."""
-        try:
-            host, port = split_endpoint(self._search.endpoint)
-            reachable = addresses(host)
-        except ChaosError as error:
-            return SchedulerUnreachableError(str(error))
-        for address in reachable:
-            close_peer_in_children(address, port)
-        try:
-            with open_channel(self._search.endpoint, self._secret, CLIENT_OPTIONS) as channel:
-                talk = _Talk(channel, self._search.endpoint, self._secret, self._inbox)
-                try:
-                    return self._attend(talk)
-                finally:
-                    self._talk = None
-                    talk.end()
-        except RefusedError as error:
-            return error  # this member's certificate has expired
-        finally:
-            for address in reachable:
-                forget_peer(address, port)
+        with contextlib.ExitStack() as meanwhile:
+            try:
+                meanwhile.enter_context(only_here(self._search.endpoint))
+            except ChaosError as error:
+                return SchedulerUnreachableError(str(error))
+            try:
+                with open_channel(self._search.endpoint, self._secret, CLIENT_OPTIONS) as channel:
+                    talk = _Talk(channel, self._search.endpoint, self._secret, self._inbox)
+                    try:
+                        return self._attend(talk)
+                    finally:
+                        self._talk = None
+                        talk.end()
+            except RefusedError as error:
+                return error  # this member's certificate has expired
 
     def _attend(self, talk: _Talk) -> ChaosError:
         talk.say(wrap_from_member(self._hello_factory()))

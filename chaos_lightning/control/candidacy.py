@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.chain import JobChain
@@ -33,41 +33,8 @@ _FACTS_DEADLINE_S = 0.5
 """`status` must answer also where etcd does not."""
 
 
-class Candidacy(Protocol):
-    """What a scheduler's shell needs of it. Methods may be called from any thread."""
-
-    def stand(
-        self,
-        endpoint: str,
-        on_elected: Callable[[], None],
-        on_lost: Callable[[str], None],
-        note: Callable[..., None],
-        present: Callable[[], Collection[str]],
-    ) -> None: ...
-
-    def asked(self, name: str) -> None: ...
-
-    def open_store(self) -> Store: ...
-
-    def rules(self, given: Settings) -> Settings: ...
-
-    def waited(self) -> bool: ...
-
-    def watched(self) -> bool: ...
-
-    def stands_by(self) -> bool: ...
-
-    def leader(self) -> str: ...
-
-    def trouble(self) -> str: ...
-
-    def facts(self) -> dict[str, Any]: ...
-
-    def close(self) -> None: ...
-
-
 class EtcdCandidacy:
-    """See the module.
+    """See the module. Methods may be called from any thread.
 
     Args:
         address: Where etcd is.

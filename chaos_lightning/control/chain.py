@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Literal, Self, get_args
 
+from chaos_lightning.control.options import SchedulerOptions
 from chaos_lightning.control.store import EMPTY, Appended, End, Record, Store, outranked
 from chaos_lightning.errors import StoreError, WireError
 from chaos_lightning.membership.effects import Chain, LinkWish, Persist
@@ -299,3 +300,25 @@ class JobChain:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def open_chain(options: SchedulerOptions, *, read_only: bool) -> JobChain | None:
+    """The chain of the store that these options name; None if it is kept nowhere, or its file is not there.
+
+    Args:
+        options: Of a scheduler.
+        read_only: A file is only read; else nobody else may write to it meanwhile.
+
+    Raises:
+        ConfigurationError, StoreError: The store cannot be used.
+    """
+    if options.in_etcd:
+        from chaos_lightning.control.etcd_store import open_job
+
+        return JobChain(open_job(options.store, options.settings.job))
+    path = options.store_path
+    if path is None or not path.exists():
+        return None
+    from chaos_lightning.control.sqlite_store import SqliteStore
+
+    return JobChain(SqliteStore(path, options.settings.job, read_only=read_only, exclusive=not read_only))

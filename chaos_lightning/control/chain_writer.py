@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from chaos_lightning.control.chain import JobChain
@@ -26,14 +26,6 @@ T = TypeVar("T")
 _STORE_PATIENCE_S = 5.0
 """A store that takes nothing for so long ends the scheduler; the end of a job alone is owed for as long as it lives."""
 _LONGEST_STORE_PAUSE_S = 5.0
-
-
-@dataclass(frozen=True)
-class Ends:
-    """What the end of a job would end: a chain, and its last view as text."""
-
-    chain: str
-    view: str
 
 
 class ChainWriter:
@@ -97,16 +89,18 @@ class ChainWriter:
         self.owed = None
         return found
 
-    async def append(self, effect: fx.Persist, final: Ends | None) -> Appended:
+    async def append(self, effect: fx.Persist, final: Owed | None) -> Appended:
         """Writes one decision down.
 
         Args:
             effect: The decision.
-            final: It is the end of the job, and ends this; None: it is another decision.
+            final: What is owed until it is written, if it is the end of the job.
 
         Raises:
             StoreError: The store has taken nothing for some seconds.
         """
+        if final is not None:
+            self.owed = final  # from now on: whoever ends meanwhile, as without its lease, hears no answer
         started, pause_s, told = time.monotonic(), 0.2, ""
         while True:
             try:
@@ -117,7 +111,7 @@ class ChainWriter:
                     self._emit("error", text=str(error), where="store")
                     told = str(error)
                 if final is not None:
-                    self.owed = Owed(effect, final.chain, final.view, str(error))
+                    self.owed = replace(final, reason=str(error))
                     pause_s = min(1.5 * pause_s, _LONGEST_STORE_PAUSE_S)
                 elif time.monotonic() - started > _STORE_PATIENCE_S:
                     raise
@@ -129,7 +123,7 @@ class ChainWriter:
         if outcome.ok:
             self.owed = None
         elif final is not None:
-            self.owed = Owed(effect, final.chain, final.view, outcome.detail)
+            self.owed = replace(final, reason=outcome.detail)
         return outcome
 
     async def close(self) -> None:

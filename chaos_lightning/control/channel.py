@@ -181,10 +181,7 @@ def change_link(endpoint: str, a: str, b: str, *, add: bool, token: Secret = b""
         RefusedError: It cannot be; the message says why.
         SchedulerUnreachableError: Nobody answered in time.
     """
-    reply = _call(endpoint, token, timeout_s, "ChangeLink", chaos_pb2.LinkChangeRequest(a=a, b=b, add=add))
-    if not reply.accepted:
-        raise RefusedError(str(reply.text))
-    return str(reply.text)
+    return _granted(_call(endpoint, token, timeout_s, "ChangeLink", chaos_pb2.LinkChangeRequest(a=a, b=b, add=add)))
 
 
 def reset(endpoint: str, *, force: bool = False, token: Secret = b"", timeout_s: float = 10.0) -> str:
@@ -194,7 +191,11 @@ def reset(endpoint: str, *, force: bool = False, token: Secret = b"", timeout_s:
         RefusedError: It cannot be; the message says why.
         SchedulerUnreachableError: Nobody answered in time.
     """
-    reply = _call(endpoint, token, timeout_s, "Reset", chaos_pb2.ResetRequest(force=force))
+    return _granted(_call(endpoint, token, timeout_s, "Reset", chaos_pb2.ResetRequest(force=force)))
+
+
+def _granted(reply: Any) -> str:
+    """What the scheduler says to that."""
     if not reply.accepted:
         raise RefusedError(str(reply.text))
     return str(reply.text)

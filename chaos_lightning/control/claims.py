@@ -29,8 +29,7 @@ from typing import Any
 from chaos_lightning.control.channel import CLIENT_OPTIONS, END_OF_STREAM, explain
 from chaos_lightning.control.service_pb2_grpc import SchedulerStub
 from chaos_lightning.errors import ChaosError, SchedulerUnreachableError, WireError
-from chaos_lightning.machine.addresses import addresses, split_endpoint
-from chaos_lightning.machine.forks import close_in_children, close_peer_in_children, forget_peer, keep_in_children
+from chaos_lightning.machine.forks import close_in_children, keep_in_children, only_here
 from chaos_lightning.machine.lock_files import lock_path, open_lock
 from chaos_lightning.protocol import chaos_pb2
 from chaos_lightning.security.credentials import Credentials, Secret, open_channel
@@ -200,21 +199,13 @@ class _Stream(threading.Thread):
                 self.join(_END_S)
 
     def run(self) -> None:
-        reachable: tuple[str, ...] = ()
         try:
-            host, port = split_endpoint(self._endpoint)
-            reachable = addresses(host)
-            for address in reachable:
-                close_peer_in_children(address, port)
-            with open_channel(self._endpoint, self._secret, CLIENT_OPTIONS) as channel:
+            with only_here(self._endpoint), open_channel(self._endpoint, self._secret, CLIENT_OPTIONS) as channel:
                 self._call(channel)
         except grpc.RpcError as error:
             self._said.put(explain(error, self._endpoint, timeout_s=0.0))
         except ChaosError as error:
             self._said.put(error)
-        finally:
-            for address in reachable:
-                forget_peer(address, port)
 
     def _call(self, channel: grpc.Channel) -> None:
         says: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -73,23 +73,21 @@ def _show(facts: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(markup=False, highlight=False)
     machine = facts.get("machine", {})
     if facts.get("owed"):
-        console.print(f"owes: {facts['owed']}", highlight=False, markup=False)
+        console.print(f"owes: {facts['owed']}")
     if facts.get("role") == "standby":
-        console.print(f"job {facts['job']} at {facts['endpoint']}: stands by", highlight=False, markup=False)
+        console.print(f"job {facts['job']} at {facts['endpoint']}: stands by")
         _show_seat(console, facts)
         return
     console.print(
         f"job {facts['job']} at {facts['endpoint']}: {machine.get('phase', '?')}, "
         f"view {machine.get('view', '-')} (term {facts['term']}{_chain_of(machine)}), "
         f"{facts['min_nodes']} to {facts['max_nodes']} members",
-        highlight=False,
-        markup=False,
     )
     if machine.get("reason"):
-        console.print(f"because: {machine['reason']}", highlight=False, markup=False)
+        console.print(f"because: {machine['reason']}")
     _show_seat(console, facts)
     rows = [*machine.get("members", ()), *machine.get("others", ())]
     if not rows:
@@ -119,14 +117,14 @@ def _show_seat(console: Any, facts: dict[str, Any]) -> None:
         words = f"leads: {leader}{since}, because {facts['led_because'] or '?'}"
     else:
         words = "leads: nobody"
-    console.print(words, highlight=False, markup=False)
+    console.print(words)
     others = [place for place in facts.get("candidates", ()) if place != leader]
     if facts.get("store_error"):
-        console.print(f"stand by: unknown ({facts['store_error']})", highlight=False, markup=False)
+        console.print(f"stand by: unknown ({facts['store_error']})")
     else:
-        console.print(f"stand by: {', '.join(others) or 'nobody'}", highlight=False, markup=False)
+        console.print(f"stand by: {', '.join(others) or 'nobody'}")
     if facts.get("waits_for"):
-        console.print(f"waits for: {facts['waits_for']}", highlight=False, markup=False)
+        console.print(f"waits for: {facts['waits_for']}")
 
 
 def _chain_of(machine: dict[str, Any]) -> str:
@@ -141,7 +139,7 @@ def _show_links(console: Any, machine: dict[str, Any]) -> None:
     plan, links = machine.get("plan") or {}, machine.get("links") or ()
     if plan.get("kind"):
         trees = f", {plan['trees']} trees" if plan.get("trees") else ""
-        console.print(f"plan: {plan['kind']}{trees}; {plan.get('reason', '')}", highlight=False, markup=False)
+        console.print(f"plan: {plan['kind']}{trees}; {plan.get('reason', '')}")
     told = [row for row in links if row["state"] != "in use" or row["there_bps"] is not None]
     if not told:
         return
@@ -162,13 +160,11 @@ def _host(value: object) -> str:
 
 
 def _cell(value: object) -> str:
-    from rich.markup import escape
-
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.2f}"
-    return escape("" if value is None else str(value))
+    return "" if value is None else str(value)
 
 
 def drain(

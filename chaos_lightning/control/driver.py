@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from chaos_lightning.control.chain_writer import ChainWriter, Ends
+from chaos_lightning.control.chain_writer import ChainWriter
+from chaos_lightning.control.options import Owed
 from chaos_lightning.control.streams import Streams
 from chaos_lightning.machine.process_table import rebooted, same_machine_verdict
 from chaos_lightning.membership import effects as fx
@@ -142,12 +143,12 @@ class Driver:
         return outcomes
 
     async def _persist(self, effect: fx.Persist, final: bool) -> fx.Stored:
-        ends = None
+        owed = None
         if final:
             assert self.machine is not None
             now = self.machine.snapshot()
-            ends = Ends(str(now.get("chain", "")), str(now.get("view", "")))
-        outcome = await self._writer.append(effect, ends)
+            owed = Owed(effect, str(now.get("chain", "")), str(now.get("view", "")))
+        outcome = await self._writer.append(effect, owed)
         if not outcome.ok:
             self._refused(f"{effect.kind} {effect.number} was not accepted by the store: {outcome.detail}")
         return fx.Stored(effect.token, outcome.ok, outcome.detail)

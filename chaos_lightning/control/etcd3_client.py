@@ -33,39 +33,23 @@ from typing import Any
 from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.channel import CLIENT_OPTIONS, RECONNECT_SOON
 from chaos_lightning.control.etcd_address import EtcdAddress
+from chaos_lightning.control.etcd_client import ATTEMPT_S, METHODS, method
 from chaos_lightning.errors import ConfigurationError, StoreError
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
-_ATTEMPT_S = 1.0
-_STUBS: dict[str, tuple[tuple[str, Any, Any, bool], ...]] = {
-    "KV": (
-        ("Range", pb.RangeRequest, pb.RangeResponse, False),
-        ("Txn", pb.TxnRequest, pb.TxnResponse, False),
-        ("Compact", pb.CompactionRequest, pb.CompactionResponse, False),
-    ),
-    "Watch": (("Watch", pb.WatchRequest, pb.WatchResponse, True),),
-    "Lease": (
-        ("LeaseGrant", pb.LeaseGrantRequest, pb.LeaseGrantResponse, False),
-        ("LeaseRevoke", pb.LeaseRevokeRequest, pb.LeaseRevokeResponse, False),
-        ("LeaseKeepAlive", pb.LeaseKeepAliveRequest, pb.LeaseKeepAliveResponse, True),
-    ),
-    "Auth": (("Authenticate", pb.AuthenticateRequest, pb.AuthenticateResponse, False),),
-    "Cluster": (),
-    "Maintenance": (("Status", pb.StatusRequest, pb.StatusResponse, False),),
-}
-"""Service: its methods (name, request, reply, streaming both ways)."""
+_SERVICES = ("KV", "Watch", "Lease", "Auth", "Cluster", "Maintenance")
+"""etcd3 makes a stub of each, also of one that nothing is asked of."""
 
 
 def _stub(service: str) -> type:
     """What grpcio-tools would generate for this service."""
 
     def connect(self: Any, channel: grpc.Channel) -> None:
-        for name, request, reply, stream in _STUBS[service]:
-            make = channel.stream_stream if stream else channel.unary_unary
-            path = f"/etcdserverpb.{service}/{name}"
-            called = make(path, request_serializer=request.SerializeToString, response_deserializer=reply.FromString)
-            setattr(self, name, called)
+        for request, (path, _) in METHODS.items():
+            of, _, name = path.partition("/")
+            if of == service:
+                setattr(self, name, method(channel, request))
 
     return type(f"{service}Stub", (), {"__init__": connect, "__doc__": f"etcd's service {service}."})
 
@@ -86,7 +70,7 @@ def load_etcd3() -> ModuleType:
         made = ModuleType("etcd3.etcdrpc", "Stubs that work with today's protobuf.")
         names = {name: value for name, value in vars(pb).items() if not name.startswith("_")}
         vars(made).update(names, made_by_chaos_lightning=True)
-        vars(made).update({f"{service}Stub": _stub(service) for service in _STUBS})
+        vars(made).update({f"{service}Stub": _stub(service) for service in _SERVICES})
         sys.modules["etcd3.etcdrpc"] = made
     try:
         return importlib.import_module("etcd3")
@@ -154,7 +138,7 @@ class Etcd3Connection:
                     ca_cert=a.ca_file or None,
                     cert_key=a.key_file or None,
                     cert_cert=a.cert_file or None,
-                    timeout=_ATTEMPT_S,
+                    timeout=ATTEMPT_S,
                     user=a.user or None,
                     password=self._password if a.user else None,
                     grpc_options=[*CLIENT_OPTIONS, *RECONNECT_SOON],

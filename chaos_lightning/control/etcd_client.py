@@ -34,7 +34,7 @@ import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 
 DEADLINE_S = 5.0
-_ATTEMPT_S = 1.0
+ATTEMPT_S = 1.0
 """A server that does not answer within this time is left for the next one."""
 _PAUSE_S = 0.05
 _AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -74,7 +74,7 @@ class Connection(Protocol):
         """Idempotent."""
 
 
-_METHODS: dict[Any, tuple[str, Any]] = {
+METHODS: dict[Any, tuple[str, Any]] = {
     pb.RangeRequest: ("KV/Range", pb.RangeResponse),
     pb.TxnRequest: ("KV/Txn", pb.TxnResponse),
     pb.CompactionRequest: ("KV/Compact", pb.CompactionResponse),
@@ -85,6 +85,20 @@ _METHODS: dict[Any, tuple[str, Any]] = {
     pb.WatchRequest: ("Watch/Watch", pb.WatchResponse),
     pb.AuthenticateRequest: ("Auth/Authenticate", pb.AuthenticateResponse),
 }
+"""By kind of request: the method's path, and its reply."""
+_STREAMED = (pb.LeaseKeepAliveRequest, pb.WatchRequest)
+"""Their methods stream both ways."""
+
+
+def method(channel: grpc.Channel, request: Any) -> Any:
+    """gRPC's callable for requests of this kind."""
+    path, reply = METHODS[request]
+    make = channel.stream_stream if request in _STREAMED else channel.unary_unary
+    return make(
+        f"/etcdserverpb.{path}",
+        request_serializer=request.SerializeToString,
+        response_deserializer=reply.FromString,
+    )
 
 
 class OwnConnection:
@@ -109,21 +123,21 @@ class OwnConnection:
         self._methods: dict[Any, Any] = {}
 
     def ask(self, request: Any, limit_s: float) -> Any:
-        method = self._method(type(request), stream=isinstance(request, pb.LeaseKeepAliveRequest))
+        made = self._method(type(request))
         metadata = self._metadata(limit_s)
-        if not isinstance(request, pb.LeaseKeepAliveRequest):
-            return method(request, timeout=limit_s, metadata=metadata)
-        call = method(iter([request]), timeout=limit_s, metadata=metadata)
+        if type(request) not in _STREAMED:
+            return made(request, timeout=limit_s, metadata=metadata)
+        call = made(iter([request]), timeout=limit_s, metadata=metadata)
         try:
             return next(call)
         finally:
             call.cancel()
 
     def watch(self, requests: Iterator[Any]) -> Any:
-        metadata = (*self._metadata(_ATTEMPT_S), ("hasleader", "true"))
-        return self._method(pb.WatchRequest, stream=True)(requests, metadata=metadata)
+        metadata = (*self._metadata(ATTEMPT_S), ("hasleader", "true"))
+        return self._method(pb.WatchRequest)(requests, metadata=metadata)
 
-    def _method(self, request: Any, *, stream: bool = False) -> Any:
+    def _method(self, request: Any) -> Any:
         if self._closed:
             raise ValueError("closed")
         if self._channel is None:
@@ -133,13 +147,7 @@ class OwnConnection:
             else:
                 self._channel = grpc.insecure_channel(self.name, options=options)
         if request not in self._methods:
-            make = self._channel.stream_stream if stream else self._channel.unary_unary
-            path, reply = _METHODS[request]
-            self._methods[request] = make(
-                f"/etcdserverpb.{path}",
-                request_serializer=lambda m: m.SerializeToString(),
-                response_deserializer=reply.FromString,
-            )
+            self._methods[request] = method(self._channel, request)
         return self._methods[request]
 
     def _metadata(self, timeout_s: float) -> tuple[tuple[str, str], ...]:
@@ -221,7 +229,7 @@ class EtcdClient:
 
     # ------------------------------------------------------------------ calls
 
-    def call(self, request: Any, *, deadline_s: float | None = None, attempt_s: float = _ATTEMPT_S) -> Any:
+    def call(self, request: Any, *, deadline_s: float | None = None, attempt_s: float = ATTEMPT_S) -> Any:
         """One call: asks one server after the other until one answers.
 
         Raises:
@@ -323,12 +331,12 @@ class EtcdClient:
         Raises:
             StoreError: Nobody answered within the deadline.
         """
-        return int(self.call(pb.LeaseKeepAliveRequest(ID=lease), deadline_s=deadline_s, attempt_s=_ATTEMPT_S / 2).TTL)
+        return int(self.call(pb.LeaseKeepAliveRequest(ID=lease), deadline_s=deadline_s, attempt_s=ATTEMPT_S / 2).TTL)
 
     # ------------------------------------------------------------------ watches
 
     def watch(
-        self, prefix: str, revision: int, stop: threading.Event, *, every_s: float = _ATTEMPT_S / 4
+        self, prefix: str, revision: int, stop: threading.Event, *, every_s: float = ATTEMPT_S / 4
     ) -> Iterator[list[pb.Event]]:
         """Changes of keys that begin so, from this revision on, until `stop`; an empty list every `every_s`.
 
@@ -346,7 +354,7 @@ class EtcdClient:
                             reply = replies.get(timeout=every_s)
                         except queue.Empty:
                             yield []
-                            if not confirmed and time.monotonic() - begun > _ATTEMPT_S:
+                            if not confirmed and time.monotonic() - begun > ATTEMPT_S:
                                 break  # it accepts, and does not answer
                             if self._first is not server:
                                 break  # a call has found that it does not answer

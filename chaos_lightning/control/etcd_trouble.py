@@ -115,16 +115,19 @@ def _page(server: str) -> str:
     return text if text.startswith("HTTP/1.") else ""
 
 
+def _about_page(address: EtcdAddress, server: str) -> str:
+    """What is wrong if it answers as to a web browser; "" if it does not, or nothing is."""
+    found = _page(server)
+    if found and "etcdserver" not in found:
+        return _WEB
+    return _PLAIN if found and _secure(address) else ""
+
+
 def _about_connection(address: EtcdAddress, server: str) -> str:
     """What is wrong with the connection to this server, as far as one can see; "" if nothing is."""
     certificate, refusal = _look(address, server)
     if certificate is None:
-        found = _page(server)
-        if found and "etcdserver" not in found:
-            return _WEB
-        if found and _secure(address):
-            return _PLAIN
-        return ""
+        return _about_page(address, server)
     if not _secure(address):
         return "it speaks TLS: write ?ca=FILE, the certificate authority that signed its certificate"
     expired = _out_of_time(certificate)
@@ -173,17 +176,9 @@ def _why(address: EtcdAddress, server: str, attempt: Attempt) -> str:
     if "dns resolution" in lower or "domain name" in lower or "name or service" in lower:
         return "this name is not known"
     if attempt.silent_s or "settings frame" in lower or "timed out" in lower:
-        found = _page(server)
-        if found and "etcdserver" not in found:
-            return _WEB
-        if found and _secure(address):
-            return _PLAIN
         waited = f" for {attempt.silent_s:.2g} s" if attempt.silent_s else ""
-        return f"no answer{waited}: it is frozen or cut off, or no etcd"
-    found = _about_connection(address, server)
-    if found:
-        return found
-    return words[:300] or "it closed the connection"
+        return _about_page(address, server) or f"no answer{waited}: it is frozen or cut off, or no etcd"
+    return _about_connection(address, server) or words[:300] or "it closed the connection"
 
 
 def _secure(address: EtcdAddress) -> bool:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from chaos_lightning.control.chain import JobChain, Tip
+from chaos_lightning.control.chain import Tip, open_chain
 from chaos_lightning.control.options import (
     GAVE_WAY,
     HOSTED,
@@ -275,17 +275,10 @@ def _serves_itself(started: HostedScheduler, token: Secret) -> bool:
 
 def _stored(options: SchedulerOptions) -> Tip:
     """The tip of the chain in the store, which is only read; that of an empty one if there is none."""
-    from chaos_lightning.control.sqlite_store import SqliteStore
-
-    path = options.store_path
-    if options.in_etcd:
-        from chaos_lightning.control.etcd_store import open_job
-
-        with JobChain(open_job(options.store, options.settings.job)) as chain:
-            return chain.tip()
-    if path is None or not path.exists():
+    chain = open_chain(options, read_only=True)
+    if chain is None:
         return Tip()
-    with JobChain(SqliteStore(path, options.settings.job, read_only=True)) as chain:
+    with chain:
         return chain.tip()
 
 

@@ -214,13 +214,13 @@ class Owed:
         effect: What is to be appended.
         chain: Id of the chain that it ends.
         view: The chain's last view, as text.
-        reason: Why the store has not taken it.
+        reason: Why the store has not taken it, if it was tried.
     """
 
     effect: Persist
     chain: str
     view: str
-    reason: str
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 
-from chaos_lightning.control.chain import JobChain
-from chaos_lightning.control.options import MEMORY, SchedulerOptions, folder_beside
+from chaos_lightning.control.chain import JobChain, open_chain
+from chaos_lightning.control.options import HOSTED, MEMORY, SchedulerOptions, folder_beside
 from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.machine.addresses import is_local, split_endpoint, split_endpoints
 from chaos_lightning.machine.process_table import rebooted, same_machine_verdict
@@ -50,7 +50,12 @@ def reset_job(endpoint: str, options: SchedulerOptions, secret: Secret, *, force
             ) from error
     else:
         return done + _forget_kept(options, chain)
-    with _open(options) as found:
+    found = open_chain(options, read_only=False)
+    if found is None:
+        raise RefusedError(
+            f"there is nothing to end: no scheduler answers at {options.listen}, and {options.store_path} is not there"
+        )
+    with found:
         chain = found.tip().chain
         return _end(found, force) + _forget_kept(options, chain)
 
@@ -59,28 +64,10 @@ def _forget_kept(options: SchedulerOptions, chain: str) -> str:
     """Nobody goes on from a state of the chain that was ended: what its members kept on this machine goes, in words."""
     from chaos_lightning.replication.kept import forget  # it needs torch
 
-    job, stores = options.settings.job, ("", options.store, os.environ.get("CHAOS_STORE", ""))
+    job, stores = options.settings.job, ("", options.store, os.environ.get(HOSTED["store"].variable, ""))
     folders = dict.fromkeys(folder_beside(store, job, options.listen) for store in stores)
     gone = [str(path) for folder in folders for path in (forget(folder, job, chain) if chain else ())]
     return f". The training state that was kept for it in {', '.join(gone)} is removed" if gone else ""
-
-
-def _open(options: SchedulerOptions) -> JobChain:
-    """The chain that is there; none is made."""
-    job = options.settings.job
-    if options.in_etcd:
-        from chaos_lightning.control.etcd_store import open_job
-
-        return JobChain(open_job(options.store, job))
-    from chaos_lightning.control.sqlite_store import SqliteStore
-
-    path = options.store_path
-    assert path is not None
-    if not path.exists():
-        raise RefusedError(
-            f"there is nothing to end: no scheduler answers at {options.listen}, and {path} is not there"
-        )
-    return JobChain(SqliteStore(path, job, exclusive=True))
 
 
 def _end(chain: JobChain, force: bool) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from chaos_lightning.control import service
 from chaos_lightning.control.auth_interceptor import AuthInterceptor, Service
-from chaos_lightning.control.candidacy import Candidacy
+from chaos_lightning.control.candidacy import EtcdCandidacy
 from chaos_lightning.control.chain_writer import ChainWriter
 from chaos_lightning.control.claims import Claims
 from chaos_lightning.control.driver import Driver, MachineFactory, real_machine
@@ -64,7 +64,7 @@ class SchedulerServer:
         open_store: StoreFactory,
         events: EventLog,
         machine: MachineFactory = real_machine,
-        candidacy: Candidacy | None = None,
+        candidacy: EtcdCandidacy | None = None,
         services: Sequence[Service] = (),
     ) -> None:
         self.config = config
@@ -163,10 +163,6 @@ class SchedulerServer:
         """The end of a job that its store has not taken yet."""
         return self._writer.owed
 
-    def feed(self, event: fx.SchedulerEvent) -> None:
-        """Something has happened; in the server's loop."""
-        self._driver.feed(event)
-
     async def ended(self) -> str:
         """Waits until the scheduler has no reason to go on; returns why it ends."""
         assert self._ended is not None, "start() comes first"
@@ -195,7 +191,7 @@ class SchedulerServer:
 
     # ------------------------------------------------------------------ leading
 
-    def _stand(self, candidacy: Candidacy) -> None:
+    def _stand(self, candidacy: EtcdCandidacy) -> None:
         loop = asyncio.get_running_loop()
 
         def elected() -> None:
@@ -354,7 +350,9 @@ class SchedulerServer:
             "uptime_s": round(time.time() - self._started, 3),
             "streams": [{"peer": s.peer, "name": s.name} for s in self._streams.standing.values()],
             "finished": bool(self._done_reason),
-            "owed": f"the end of the job, which its store has not taken: {owed.reason}" if owed else "",
+            "owed": f"the end of the job, which its store has not taken: {owed.reason or 'no answer yet'}"
+            if owed
+            else "",
             "min_nodes": settings.min_nodes,
             "max_nodes": settings.max_nodes,
             "machine": machine.snapshot() if machine is not None else {},
@@ -367,7 +365,7 @@ async def serve(
     events: EventLog,
     machine: MachineFactory = real_machine,
     on_started: Callable[[SchedulerServer], None] = lambda server: None,
-    candidacy: Candidacy | None = None,
+    candidacy: EtcdCandidacy | None = None,
 ) -> tuple[str, bool]:
     """Runs a scheduler until it ends; returns (why, whether that is a failure)."""
     server = SchedulerServer(config, open_store, events, machine, candidacy)

@@ -11,9 +11,10 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
-from chaos_lightning.control.candidacy import Candidacy
+from chaos_lightning.control.candidacy import EtcdCandidacy
 from chaos_lightning.control.channel import END_OF_STREAM
 from chaos_lightning.control.claims import Claims
 from chaos_lightning.control.driver import Driver
@@ -43,10 +44,11 @@ RIGHTS = {
 _HELLO_S = 0.5
 
 
+@dataclass(eq=False, kw_only=True)
 class SchedulerService(SchedulerServicer):  # type: ignore[misc]
     """See the module.
 
-    Args:
+    Attributes:
         streams: Of members.
         driver: Of the machine.
         claims: Numbers of those that set up.
@@ -57,77 +59,65 @@ class SchedulerService(SchedulerServicer):  # type: ignore[misc]
         port: Where the scheduler listens.
     """
 
-    def __init__(
-        self,
-        *,
-        streams: Streams,
-        driver: Driver,
-        claims: Claims,
-        candidacy: Candidacy | None,
-        status: Callable[[], dict[str, Any]],
-        peer: Callable[[Any], str],
-        emit: Callable[..., None],
-        port: int,
-    ) -> None:
-        self._streams = streams
-        self._driver = driver
-        self._claims = claims
-        self._candidacy = candidacy
-        self._status = status
-        self._peer = peer
-        self._emit = emit
-        self._port = port
+    streams: Streams
+    driver: Driver
+    claims: Claims
+    candidacy: EtcdCandidacy | None
+    status: Callable[[], dict[str, Any]]
+    peer: Callable[[Any], str]
+    emit: Callable[..., None]
+    port: int
 
     async def _send_on(self, context: Any, *, attends: bool = False) -> None:
         """Aborts the call while another scheduler leads, and says which."""
-        if self._driver.machine is not None or self._candidacy is None:
+        if self.driver.machine is not None or self.candidacy is None:
             return
         if attends:
-            self._candidacy.asked(await _name_of_caller(context))
-        leader = self._candidacy.leader()
-        words = f"this scheduler waits to lead; now {leader or 'nobody'} does. {self._candidacy.trouble()}".rstrip(". ")
+            self.candidacy.asked(await _name_of_caller(context))
+        leader = self.candidacy.leader()
+        words = f"this scheduler waits to lead; now {leader or 'nobody'} does. {self.candidacy.trouble()}".rstrip(". ")
         await context.abort(grpc.StatusCode.UNAVAILABLE, words, ((LEADER_KEY, leader),))
 
     async def Attend(self, _requests: AsyncIterator[Any], context: Any) -> None:
         """One member's stream, from its Hello to its end."""
         await self._send_on(context, attends=True)
-        await self._streams.attend(context, self._peer(context))
+        await self.streams.attend(context, self.peer(context))
 
     async def Status(self, _request: Any, context: Any) -> Any:
         led: dict[str, Any] = {}
-        if self._candidacy is not None:
-            led = await asyncio.get_running_loop().run_in_executor(None, self._candidacy.facts)
-            if self._driver.machine is None and led.get("waits_for") == "":
+        if self.candidacy is not None:
+            led = await asyncio.get_running_loop().run_in_executor(None, self.candidacy.facts)
+            if self.driver.machine is None and led.get("waits_for") == "":
                 led["waits_for"] = "its store: it was elected, and takes the chain"
-        return chaos_pb2.StatusReply(json=json.dumps({**self._status(), **led}, default=str))
+        return chaos_pb2.StatusReply(json=json.dumps({**self.status(), **led}, default=str))
 
     async def Drain(self, request: Any, context: Any) -> Any:
         await self._send_on(context)
-        names, wanted = self._streams.names(), request.name
+        names, wanted = self.streams.names(), request.name
         asked = [n for n in names if n == wanted] or [
             n for n in names if n.rpartition("-")[0] == wanted and n.rpartition("-")[2].isdigit()
         ]
         for name in asked:
-            self._emit("drain", of=name, by=self._peer(context))
-            self._driver.feed(fx.Drain(name))
+            self.emit("drain", of=name, by=self.peer(context))
+            self.driver.feed(fx.Drain(name))
         return chaos_pb2.DrainReply(asked=asked, present=names)
 
     async def ChangeLink(self, request: Any, context: Any) -> Any:
         """Connect-link and disconnect-link by an operator; the machine answers whether it will be so."""
         await self._send_on(context)
-        accepted, text = await self._driver.ask(lambda token: fx.ChangeLink(token, request.a, request.b, request.add))
+        accepted, text = await self.driver.ask(lambda token: fx.ChangeLink(token, request.a, request.b, request.add))
         return chaos_pb2.LinkChangeReply(text=text, accepted=accepted)
 
     async def Reset(self, request: Any, context: Any) -> Any:
         """An operator ends the job; the machine answers whether it may be."""
         await self._send_on(context)
-        self._emit("reset_asked", by=self._peer(context), force=request.force)
-        accepted, text = await self._driver.ask(lambda token: fx.Reset(token, request.force))
+        self.emit("reset_asked", by=self.peer(context), force=request.force)
+        accepted, text = await self.driver.ask(lambda token: fx.Reset(token, request.force))
         return chaos_pb2.ResetReply(text=text, accepted=accepted)
 
     async def Claim(self, _requests: AsyncIterator[Any], context: Any) -> None:
         """A number for one that sets up, until its stream ends; whether this scheduler leads does not matter."""
-        await self._claims.hold(context, self._port)
+        await self.claims.hold(context, self.port)
 
 
 async def _name_of_caller(context: Any) -> str:

@@ -18,7 +18,6 @@ was. Batches that were handed out but not committed are kept: they cannot be dra
 from __future__ import annotations
 
 import copy
-import ctypes
 import os
 import signal
 import sys
@@ -36,9 +35,8 @@ from chaos_lightning.data.accumulations import Part
 from chaos_lightning.data.order import Orders, keyed_randomness
 from chaos_lightning.data.source import Stats
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.machine.orphan import die_with_parent
 from chaos_lightning.planning import orders
-
-_PR_SET_PDEATHSIG = 1
 
 Tag = tuple[int, Part]
 """Epoch and positions: which micro-batch this is."""
@@ -71,7 +69,7 @@ class WorkerInit:
             self.user(worker)
 
     def _tie(self) -> None:
-        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        if not die_with_parent(signal.SIGKILL):
             return  # a kernel without it: the worker notices its orphanhood later, by itself
         if os.getppid() != self.parent and os.getppid() == 1:
             os.kill(os.getpid(), signal.SIGKILL)  # the parent died before the request was made

@@ -62,6 +62,32 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in addresses(host))
 
 
+def facing(host: str, port: int, advice: str) -> str:
+    """This machine's address that peers near `host` reach: loopback for loopback, else what the routing table says.
+
+    Args:
+        host: Name or address. Of several addresses one of IPv4 counts, which members listen on.
+        port: Of the endpoint, for the error.
+        advice: What to do where no route leads there.
+
+    Raises:
+        ConfigurationError: No route leads there, or nobody knows the name.
+    """
+    if is_loopback(host):
+        return "127.0.0.1"
+    try:
+        return _source(min(addresses(host), key=lambda address: ":" in address), port)
+    except OSError as error:
+        raise ConfigurationError(f"no route to the endpoint {join_endpoint(host, port)} ({error}); {advice}") from error
+
+
+def _source(address: str, port: int) -> str:
+    """The own address from which packets go there."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))  # sends nothing: the routing table names our address
+        return str(probe.getsockname()[0])
+
+
 def is_local(host: str) -> bool:
     """Whether `host` is this machine: one of its addresses can be bound here."""
     for address in addresses(host):

@@ -13,10 +13,15 @@ import contextlib
 import os
 import socket
 import threading
+from collections import Counter
+from collections.abc import Iterator
+
+from chaos_lightning.machine.addresses import addresses, split_endpoint
 
 _lock = threading.Lock()
 _descriptors: dict[int, tuple[int, int]] = {}
-_peers: dict[tuple[str, int], int] = {}
+_peers: Counter[tuple[str, int]] = Counter()
+"""By address and port: how many talk to it."""
 _installed = False
 
 
@@ -38,22 +43,29 @@ def keep_in_children(fd: int) -> None:
         _descriptors.pop(fd, None)
 
 
-def close_peer_in_children(address: str, port: int) -> None:
-    """Children close every TCP connection to this IP address and port. Counted: forget it as often as you named it."""
+@contextlib.contextmanager
+def only_here(endpoint: str) -> Iterator[None]:
+    """Children that are forked meanwhile close every TCP connection to this endpoint.
+
+    Args:
+        endpoint: HOST:PORT.
+
+    Raises:
+        ConfigurationError: It is none, or nobody knows the name.
+    """
+    host, port = split_endpoint(endpoint)
+    here = [(_plain(address), port) for address in addresses(host)]
     with _lock:
-        key = (_plain(address), port)
-        _peers[key] = _peers.get(key, 0) + 1
+        _peers.update(here)
         _install()
-
-
-def forget_peer(address: str, port: int) -> None:
-    with _lock:
-        key = (_plain(address), port)
-        left = _peers.get(key, 0) - 1
-        if left > 0:
-            _peers[key] = left
-        else:
-            _peers.pop(key, None)
+    try:
+        yield
+    finally:
+        with _lock:
+            for peer in here:
+                _peers[peer] -= 1
+                if _peers[peer] <= 0:
+                    del _peers[peer]
 
 
 def _plain(address: str) -> str:

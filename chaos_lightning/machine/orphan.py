@@ -68,8 +68,9 @@ def watch_parent(
             logger.warning("cannot watch the torchrun agent %r from here: this worker would outlive it", mark)
         return None
     pid, started = agent
-    asked = os.getppid() == pid and _ask_kernel()
-    # The agent may have ended before the kernel was asked; then the parent is another one by now.
+    asked = os.getppid() == pid and die_with_parent(signal.SIGTERM)
+    # Where there is no prctl the watching thread does it alone. The agent may have ended before the kernel was asked;
+    # then the parent is another one by now.
     asked = asked and os.getppid() == pid
     thread = threading.Thread(
         target=_watch, args=(pid, started, on_orphan, grace_s, asked), name="chaos-orphan", daemon=True
@@ -78,10 +79,10 @@ def watch_parent(
     return thread
 
 
-def _ask_kernel() -> bool:
-    """SIGTERM when the parent dies. Where there is no prctl the watching thread does it alone."""
+def die_with_parent(number: signal.Signals) -> bool:
+    """Asks the kernel for this signal when the thread that made this process ends; False where it cannot."""
     with contextlib.suppress(OSError, AttributeError):
-        return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) == 0)
+        return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) == 0)
     return False
 
 

@@ -18,10 +18,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from chaos_lightning.collectives.accumulation import Accumulation
-from chaos_lightning.collectives.gradients import cells_of
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.collectives.memory import Memory
-from chaos_lightning.control.agent import Agent
 from chaos_lightning.control.hosting import host_for_engine
 from chaos_lightning.errors import (
     ChaosError,
@@ -34,8 +32,9 @@ from chaos_lightning.errors import (
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.orphan import watch_parent
 from chaos_lightning.member.choice import TransferChoice
-from chaos_lightning.member.doorway import hello, warn_of_rules
+from chaos_lightning.member.control_stream import ControlStream
 from chaos_lightning.member.entrance import Entrance, no_replay
+from chaos_lightning.member.hello import hello, warn_of_rules
 from chaos_lightning.member.keeping import Keeping
 from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.mailbox import Mailbox
@@ -50,12 +49,10 @@ from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
     Contribution,
-    FromMember,
     Header,
     Hello,
     Kind,
     Spent,
-    ToMember,
     View,
 )
 from chaos_lightning.replication.access import StateAccess
@@ -122,6 +119,7 @@ class Engine:
             generation=Generation() if config.by_reference else None,
         )
         self._waiting = Waiting(self._mail, self.events, self._links.severed)
+        self._control = ControlStream(config, self._token, self._mail, self._waiting)
         self._transfer = Transfer(
             config.job,
             self._token,
@@ -130,11 +128,9 @@ class Engine:
             TransferChoice.of(config),
             self._links,
             self._keys,
-            self._send_control,
+            self._control.send,
         )
         self._made: _Made | None = None
-        self._agent: Agent | None = None
-        """The control stream; whoever begins anew has another one."""
         self._hello: Hello | None = None
         self._replay: Replay | None = None
         self._loaded = False
@@ -163,7 +159,7 @@ class Engine:
         """Lays out gradients and reduced buffers, allocates the flat memory and installs the hooks."""
         layout = Layout(sections, buffers)
         check_bytes(self.config.plan, self.config.plan_spec, layout.nbytes, layout.spans())
-        memory, grid = Memory(layout, pinned=layout.device.type != "cpu"), cells_of(layout, self.config.chunk_nbytes)
+        memory = Memory(layout, self.config.chunk_nbytes)
         shell = Shell(
             self._loop,
             self._mail,
@@ -171,11 +167,10 @@ class Engine:
             self._links,
             self._transfer,
             self._keys,
-            self._send_control,
+            self._control.send,
             memory,
-            grid,
         )
-        accumulation = Accumulation(memory, grid, self.config.overlap, self._loop, shell.reducer)
+        accumulation = Accumulation(memory, self.config.overlap, self._loop, shell.reducer)
         entrance = Entrance(shell, self._mail, self._transfer, accumulation, self._keeping.load)
         self._made = _Made(shell, accumulation, entrance)
 
@@ -228,13 +223,13 @@ class Engine:
         self._replay, self._loaded = replay, loaded
         pauses = iter(NO_DONOR_PAUSES_S)
         while True:
-            self._call_on(made.shell)
+            self._control.open(made.shell, self._make_hello)
             try:
                 header = self._admission(made, state, deadline)
                 break
             except (FencedError, NoDonorError) as error:
                 if self.leaving:
-                    raise self._waiting.give_up(self._agent) from error
+                    raise self._waiting.give_up(self._control.close) from error
                 pause_s = next(pauses, None) if isinstance(error, NoDonorError) else 0.0
                 if pause_s is None or time.monotonic() > deadline:
                     raise
@@ -267,21 +262,6 @@ class Engine:
             self.events.emit("notice", text=founded.reason, waiting=False)
             _log.warning("%s: the job begins anew, from what it was started with: %s", self.member_id, founded.reason)
 
-    def _call_on(self, shell: Shell) -> None:
-        """Opens the control stream, if it is not open."""
-        if self._agent is None:
-            self._agent = Agent(
-                endpoints=self.config.endpoints,
-                token=self._token,
-                hello_factory=self._make_hello,
-                on_message=lambda message: self._on_control(shell, message),
-                on_state=self._on_agent_state,
-                heartbeat=shell.heartbeat,
-                connect_timeout_s=self.config.join_timeout_s,
-                revive=lambda: host_for_engine(self.config, continue_only=True, chain=shell.machine.chain),
-            )
-            self._agent.start()
-
     def _start_network(self, shell: Shell) -> None:
         check_bind(self.config.bind, self._token)
         watch_parent()
@@ -299,7 +279,7 @@ class Engine:
         place = made.entrance.enter(state, self._replay, deadline)
         if place is None:
             self.leaving = True  # if it was not by `leave`, then the operator has drained it
-            raise self._waiting.give_up(self._agent)
+            raise self._waiting.give_up(self._control.close)
         self.role, self.header, self.view = place.role, place.header, place.view
         self.resumed = place.role == "founder" and place.header != GENESIS
         # A recovery may have put a newer view in force; the assignment follows the one that the header named (10), and
@@ -456,7 +436,7 @@ class Engine:
 
     def leave(self, reason: str) -> None:
         """Asks to leave; callable from any thread and from signal handlers' followers. Training goes on until a
-        header lets this member go; who is in no view yet gives up waiting for one."""
+        header lets this member go. A member that is in no view yet stops waiting."""
         if not self.leaving:
             self.leaving = True
             if self._made is not None:
@@ -494,7 +474,7 @@ class Engine:
         self._prepared().accumulation.restore()
         kept = self._keeping.keep(self.header, self.view, self.member_id, self._hello, state)
         if kept is not None:
-            self._send_control(kept)
+            self._control.send(kept)
 
     def finish(self) -> None:
         """The job's last slot; waits until all members have it (or the linger deadline)."""
@@ -519,7 +499,7 @@ class Engine:
         """
         assert self._hello is not None
         if self.leaving:
-            raise self._waiting.give_up(self._agent)
+            raise self._waiting.give_up(self._control.close)
         said = self._hello
         self.events.emit("rejoin", old_id=self.member_id)
         self._forget()
@@ -528,9 +508,7 @@ class Engine:
 
     def _forget(self) -> None:
         """Back to before the hello: a fresh machine, no view, no published state (protocol.md 11)."""
-        if self._agent is not None:  # first: what the scheduler said to who this member was does not concern the next
-            self._agent.close()
-            self._agent = None
+        self._control.close()  # first: what the scheduler said to who this member was does not concern the next
         made = self._prepared()
         if not self._loop.call_and_wait(made.shell.reset, 10.0):
             raise DeadlineError("the I/O thread did not answer within 10 s while joining again")
@@ -545,8 +523,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        if self._agent is not None:
-            self._agent.close()
+        self._control.close()
         if self._links.port:
             self._loop.call_and_wait(self._links.close, 2.0)
             self._loop.stop()
@@ -562,19 +539,6 @@ class Engine:
         if self._made is None:
             raise ConfigurationError("call prepare() first: members compare their layouts when they join")
         return self._made
-
-    def _send_control(self, message: FromMember) -> None:
-        if self._agent is not None:
-            self._agent.send(message)
-
-    def _on_control(self, shell: Shell, message: ToMember) -> None:
-        self._waiting.hear(message)
-        self._loop.call(lambda: shell.control(message))
-
-    def _on_agent_state(self, state: str) -> None:
-        self._waiting.stream(state)
-        if state.startswith("failed"):
-            self._mail.post(ejected=(state, False))
 
     def _on_crash(self, error: BaseException) -> None:
         self.events.emit("error", what="io", reason=repr(error))

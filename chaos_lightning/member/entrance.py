@@ -54,10 +54,11 @@ class Place:
     view: View
 
 
+@dataclass(eq=False)
 class Entrance:
     """See the module.
 
-    Args:
+    Attributes:
         shell: Hears that the state is here.
         mail: What was decided about this newcomer.
         transfer: Pulls the state.
@@ -65,19 +66,11 @@ class Entrance:
         load: Brings a state that was kept at this header (protocol.md 14c).
     """
 
-    def __init__(
-        self,
-        shell: Shell,
-        mail: Mailbox,
-        transfer: Transfer,
-        accumulation: Accumulation,
-        load: Callable[[Header, StateAccess], None],
-    ) -> None:
-        self._load = load
-        self._shell = shell
-        self._mail = mail
-        self._transfer = transfer
-        self._accumulation = accumulation
+    shell: Shell
+    mail: Mailbox
+    transfer: Transfer
+    accumulation: Accumulation
+    load: Callable[[Header, StateAccess], None]
 
     def enter(self, state: StateAccess, replay: Replay | None, deadline: float) -> Place | None:
         """Waits until this member stands in a view; None if it is to give up (it was told to leave).
@@ -85,7 +78,7 @@ class Entrance:
         Raises:
             FencedError, RefusedError, DepartedError, DeadlineError, StateError: See errors.py.
         """
-        mail = self._mail
+        mail = self.mail
         while True:
             with mail.changed:
                 mail.wait(
@@ -102,41 +95,41 @@ class Entrance:
                 (observe, mail.observe), me = (mail.observe, None), mail.who()
                 view = mail.view
             if pull is not None:
-                if self._transfer.fetch(*pull, state, deadline):
-                    self._transfer.mixed = ""
-                    self._transfer.arrived()
+                if self.transfer.fetch(*pull, state, deadline):
+                    self.transfer.mixed = ""
+                    self.transfer.arrived()
                     # Its donors may die before the next slot: then it is the one that others get this state from.
-                    self._transfer.publish(pull[0], state, self._accumulation.layout)
+                    self.transfer.publish(pull[0], state, self.accumulation.layout)
                     loaded = fx.StateLoaded(pull[0].hash)
-                    self._shell.loop.call(partial(self._shell.feed, loaded))
+                    self.shell.loop.call(partial(self.shell.feed, loaded))
                     return Place("joiner", *pull)
             elif view is None:
                 assert observe is not None
                 if replay is not None:
                     observation = Observation(
-                        self._transfer,
+                        self.transfer,
                         mail,
-                        self._shell.events,
-                        self._accumulation,
+                        self.shell.events,
+                        self.accumulation,
                         replay,
-                        self._shell.to_scheduler,
+                        self.shell.to_scheduler,
                         me,
                     )
                     observation.run(*observe, state, deadline)
-            elif self._transfer.mixed and mail.who() not in view.joiners:
+            elif self.transfer.mixed and mail.who() not in view.joiners:
                 # Those whose state it was about to take are gone, and what lies here is neither theirs nor its own.
                 raise StateError(
                     f"{mail.who()} would found the job again, but its state is a mixture: it was getting that of "
-                    f"{self._transfer.mixed}, and all members that had it are gone; start this process again (torchrun "
+                    f"{self.transfer.mixed}, and all members that had it are gone; start this process again (torchrun "
                     "does so by itself with --max-restarts)"
                 )
             elif mail.who() in view.joiners:
                 with mail.changed:
                     mail.wait(lambda: mail.giving_up or mail.pull is not None, "the state's header", deadline)
             else:
-                self._transfer.arrived()
-                base = self._shell.machine.header
+                self.transfer.arrived()
+                base = self.shell.machine.header
                 if base != GENESIS:
-                    self._load(base, state)
-                self._transfer.publish(base, state, self._accumulation.layout)
+                    self.load(base, state)
+                self.transfer.publish(base, state, self.accumulation.layout)
                 return Place("founder", base, view)

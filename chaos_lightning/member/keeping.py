@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from chaos_lightning.control.options import folder_beside
+from chaos_lightning.control.options import HOSTED, folder_beside
 from chaos_lightning.errors import ChaosError, StateError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.addresses import split_endpoint
@@ -40,7 +40,7 @@ def folder_of(config: EngineConfig) -> Path | None:
         return None
     if config.on_last_exit not in ON_LAST_EXIT:
         return Path(config.on_last_exit) / f"{config.job}-{split_endpoint(config.endpoints[0])[1]}"
-    return folder_beside(os.environ.get("CHAOS_STORE", ""), config.job, config.endpoints[0])
+    return folder_beside(os.environ.get(HOSTED["store"].variable, ""), config.job, config.endpoints[0])
 
 
 class Keeping:

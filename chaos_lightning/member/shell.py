@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from chaos_lightning.collectives.memory import Memory
@@ -51,7 +51,7 @@ from chaos_lightning.protocol.types import (
 from chaos_lightning.replication.by_reference import Lender
 from chaos_lightning.replication.forward import Forwarder
 from chaos_lightning.replication.source import Endpoint
-from chaos_lightning.transport.links import PING_INTERVAL_S, Links
+from chaos_lightning.transport.links import PING_INTERVAL_S, Links, Takers
 from chaos_lightning.transport.loop import IoLoop
 
 LINKS_EVERY_S = 2.0
@@ -72,7 +72,6 @@ class Shell:
         keys: Hears the scheduler's.
         to_scheduler: Sends a control message (any thread).
         memory: Where gradients and results lie.
-        grid: Cells of gradients.
     """
 
     def __init__(
@@ -85,7 +84,6 @@ class Shell:
         keys: Keyring,
         to_scheduler: Callable[[FromMember], None],
         memory: Memory,
-        grid: Sequence[Span],
     ) -> None:
         self.loop = loop
         self.mailbox = mailbox
@@ -95,7 +93,7 @@ class Shell:
         self.machine = MemberMachine()
         self.links = links
         self.memory = memory
-        self.reducer = Reducer(memory, grid, links.chunk, self._ranges_done)
+        self.reducer = Reducer(memory, links.chunk, self._ranges_done)
         self.welcome: Welcome | None = None
         self.to_scheduler = to_scheduler
         self._keys = keys
@@ -119,7 +117,7 @@ class Shell:
         Raises:
             ConfigurationError: `bind` is no address of this machine.
         """
-        self.links.listen(bind, self, self.reducer, self.server.serve)
+        self.links.listen(bind, Takers(self, self.reducer, self.server.serve))
         self.loop.call(self.beat)
 
     def reset(self) -> None:

@@ -20,7 +20,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from chaos_lightning.control.agent import Agent
 from chaos_lightning.errors import ChaosError, DepartedError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.terminal import printable
@@ -104,20 +103,20 @@ class Waiting:
             return
         text = f"waits for {what}: no scheduler serves it at {self._mail.endpoint} ({self._mail.lost})"
         text += f", and no link to {', '.join(severed)} stands" if severed else ""
-        text += f"; it goes on, or joins again, when the scheduler is back, and gives up in {left_s:.0f} s"
-        self._events.emit("notice", text=text, waiting=True)
-        self._shown.add(text)
-        _log.warning("%s: %s", self._mail.who(), text)
+        self._say(f"{text}; it goes on, or joins again, when the scheduler is back, and gives up in {left_s:.0f} s")
 
     def _unheard(self, what: str, waited_s: float, left_s: float, before: float) -> None:
         """Nobody has answered this newcomer so far: it says so every few seconds."""
         if waited_s < SEVERED_S or waited_s - before < UNHEARD_S:
             return
         self._unheard_at = waited_s
-        text = (
+        self._say(
             f"waits for {what}: {self._mail.lost}. Start the scheduler, or the node that hosts it, or check the "
             f"endpoint; gives up in {left_s:.0f} s"
         )
+
+    def _say(self, text: str) -> None:
+        """A word of its own on why it waits."""
         self._events.emit("notice", text=text, waiting=True)
         self._shown.add(text)
         _log.warning("%s: %s", self._mail.who(), text)
@@ -135,13 +134,12 @@ class Waiting:
             self._shown = set()
             _log.warning("%s: waiting is over, %s", self._mail.who(), words)
 
-    def give_up(self, agent: Agent | None) -> DepartedError:
-        """Ends the control stream of a member that is in no view, or has no state yet."""
+    def give_up(self, close: Callable[[], None]) -> DepartedError:
+        """Ends (`close`) the control stream of a member that is in no view, or has no state yet."""
         mail = self._mail
         if mail.member is not None and mail.view is None and mail.pull is None:
             with mail.changed, contextlib.suppress(ChaosError):
                 mail.wait(lambda: bool(mail.left), "release", time.monotonic() + _RELEASE_TIMEOUT_S, tells=False)
-        if agent is not None:
-            agent.close()
+        close()
         mail.post(left=mail.left or "it asked to leave before it was in the job")
         return DepartedError(f"{mail.who()} gave up waiting for the job, which it was asked to leave")

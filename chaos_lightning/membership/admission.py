@@ -1,21 +1,21 @@
-"""Streams, hellos and leaves: what members say, turned into facts about them.
+"""Streams, hellos and leaves: who comes, who is who, and who wants to go.
 
 Theory of operation. A hello is refused in words, resumed (the stream of a known process was replaced: whatever may
-have been lost on the old stream is said again, which every message bears) or welcomed as a newcomer. Links are in
-links.py.
+have been lost on the old stream is said again, which every message bears) or welcomed as a newcomer. What else is said
+on a stream, hearing.py takes.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk, Phase
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Close, Send
+from chaos_lightning.membership.hearing import Hearing
 from chaos_lightning.membership.identity import Identity
 from chaos_lightning.membership.judging import Deaths
-from chaos_lightning.membership.keeping import Keeper
-from chaos_lightning.membership.learners import Learners
-from chaos_lightning.membership.links import Links
 from chaos_lightning.membership.peers import (
     Peer,
     Reference,
@@ -29,281 +29,211 @@ from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.roster import Roster, member_of
 from chaos_lightning.membership.terms import Terms
-from chaos_lightning.membership.topology import Topology
 from chaos_lightning.protocol.types import (
     NO_VIEW,
-    CatchUp,
     Entered,
     Fence,
-    Finished,
     FromMember,
     Heartbeat,
     Hello,
-    Kept,
     Leave,
-    LinkEvent,
-    LinkReport,
-    LinkRequest,
     Notice,
     Prepare,
-    Progress,
-    Ready,
-    RebuildReport,
     Refused,
     Released,
-    Report,
-    Verdict,
     ViewId,
 )
 
 
+@dataclass(eq=False)
 class Admission:
-    """See the module. Arguments are the parts that it uses."""
+    """See the module. Fields are the parts that it uses."""
 
-    def __init__(
-        self,
-        desk: Desk,
-        book: Book,
-        roster: Roster,
-        recovery: Recovery,
-        links: Links,
-        deaths: Deaths,
-        learners: Learners,
-        keeper: Keeper,
-        terms: Terms,
-        rebuild: Rebuild,
-        identity: Identity,
-        topology: Topology,
-        detector: Detector,
-    ) -> None:
-        self._desk = desk
-        self._settings = desk.settings
-        self._book = book
-        self._roster = roster
-        self._recovery = recovery
-        self._links = links
-        self._deaths = deaths
-        self._learners = learners
-        self._keeper = keeper
-        self._terms = terms
-        self._rebuild = rebuild
-        self._identity = identity
-        self._topology = topology
-        self._detector = detector
+    desk: Desk
+    book: Book
+    roster: Roster
+    recovery: Recovery
+    deaths: Deaths
+    terms: Terms
+    rebuild: Rebuild
+    identity: Identity
+    detector: Detector
+    hearing: Hearing
 
     def on_message(self, conn: int, message: FromMember) -> None:
         """Somebody said this on this stream."""
         if isinstance(message, Hello):
-            if self._roster.conns.get(conn):  # it is somebody already; who begins anew does so on a new stream
-                self._desk.out.append(Close(conn, f"{self._roster.conns[conn]} says hello twice on one stream"))
+            if self.roster.conns.get(conn):  # it is somebody already; who begins anew does so on a new stream
+                self.desk.out.append(Close(conn, f"{self.roster.conns[conn]} says hello twice on one stream"))
                 return
-            self._roster.conns.setdefault(conn, "")
+            self.roster.conns.setdefault(conn, "")
             self.on_hello(conn, message)
             return
-        peer = self._roster.peers.get(self._roster.conns.get(conn, ""))
+        peer = self.roster.peers.get(self.roster.conns.get(conn, ""))
         if peer is None or peer.conn != conn:
             return
-        if isinstance(message, Entered | Heartbeat) and self._identity.at_odds(peer, message):
+        if isinstance(message, Entered | Heartbeat) and self.identity.at_odds(peer, message):
             return
-        self._detector.spoke(self._desk.now, peer)
-        peer.heard = self._desk.now
-        self._deaths.revive(peer)
-        self._heard(peer, message)
-
-    def _heard(self, peer: Peer, message: FromMember) -> None:
-        match message:
-            case Ready():
-                if peer.standing is Standing.LINKING:
-                    peer.standing = Standing.READY
-            case Heartbeat(_, seq, step, step_time_s):
-                peer.seq, peer.step, peer.step_time_s = seq, step, step_time_s
-                self._book.reached = max(self._book.reached, step)
-            case LinkEvent(other, up, evidence):
-                self._links.on_link(peer, other, up, evidence)
-            case LinkReport():
-                self._links.on_link_report(peer, message)
-            case LinkRequest():
-                self._links.on_link_request(peer, message)
-            case Verdict(suspect, alive, _, certain):
-                if alive or certain or self._links.may_witness(peer, suspect):
-                    stranger = not certain and self._links.is_stranger(peer, suspect)
-                    self._detector.verdict(peer.id, message, stranger=stranger)
-            case Report(number):
-                if self._desk.phase is Phase.PREPARING and number == self._recovery.number:
-                    peer.report = message
-                    self._detector.reported(peer.id)
-            case Entered():
-                peer.stands(message)
-                self._rebuild.on_moved(peer)
-                self._book.entered(message.view, self._desk.now)
-            case Progress():
-                peer.progress = message
-            case RebuildReport():
-                self._rebuild.on_report(peer, message)
-            case CatchUp():
-                self._learners.on_catch_up(peer, message)
-            case Leave(reason):
-                self._on_leave(peer, reason)
-            case Kept():
-                self._keeper.on_kept(peer, message)
-            case Finished(seq, step):
-                peer.finished, peer.seq, peer.step = True, seq, step
+        self.detector.spoke(self.desk.now, peer)
+        peer.heard = self.desk.now
+        self.deaths.revive(peer)
+        if isinstance(message, Leave):
+            self._on_leave(peer, message.reason)
+        else:
+            self.hearing.hear(peer, message)
 
     def on_hello(self, conn: int, hello: Hello) -> None:
         """Somebody says who it is; whether it is of this chain comes first."""
-        admitted = self._identity.judge(conn, hello)
+        admitted = self.identity.judge(conn, hello)
         if admitted is not None:
             self._admit(conn, admitted)
 
     def _admit(self, conn: int, hello: Hello) -> None:
-        if self._desk.phase is Phase.FINISHED:
+        if self.desk.phase is Phase.FINISHED:
             reason = "the job is finished"
-            self._desk.out.append(Send(conn, Released(reason) if hello.resume else Refused(reason)))
+            self.desk.out.append(Send(conn, Released(reason) if hello.resume else Refused(reason)))
             return
         # After a restart a newcomer may be heard before any member: what the job is, a member says.
-        vouches = not self._roster.vouched and self._roster.was_member(hello.resume)
-        reason = refusal(hello, self._settings)
-        differs = "" if vouches else difference(hello, self._roster.reference)
-        if differs and (hello.view != NO_VIEW or self._terms.authorities()):
+        vouches = not self.roster.vouched and self.roster.was_member(hello.resume)
+        reason = refusal(hello, self.desk.settings)
+        differs = "" if vouches else difference(hello, self.roster.reference)
+        if differs and (hello.view != NO_VIEW or self.terms.authorities()):
             reason = reason or differs
         if reason:
             # Who stands in a view is of another job, and trains on whatever was begun at its scheduler's place.
-            self._roster.refuse(conn, hello, reason, retry=hello.view != NO_VIEW)
-        elif hello.resume and (hello.view != NO_VIEW or hello.resume in self._roster.peers):
+            self.roster.refuse(conn, hello, reason, retry=hello.view != NO_VIEW)
+        elif hello.resume and (hello.view != NO_VIEW or hello.resume in self.roster.peers):
             self._resume(conn, hello)
         else:  # also a newcomer that another scheduler has welcomed, or whose place went with its stream
             self._welcome(conn, hello, differs)
-            self._identity.welcomed(conn)
+            self.identity.welcomed(conn)
 
     def _resume(self, conn: int, hello: Hello) -> None:
         """The stream of a known member was replaced; whatever may have been lost on the old one is said again."""
-        peer = self._roster.peers.get(hello.resume)
+        peer = self.roster.peers.get(hello.resume)
         if peer is None and (let_go := self._let_go_by(hello)) is not None:
-            self._desk.note("left", member=hello.resume, reason=f"view {let_go} rules without it")
-            self._desk.out.append(Send(conn, Released(f"view {let_go} rules without it", asked=True)))
+            self.desk.note("left", member=hello.resume, reason=f"view {let_go} rules without it")
+            self.desk.out.append(Send(conn, Released(f"view {let_go} rules without it", asked=True)))
             return
-        goodbye = self._roster.dismissed.get(hello.resume) if peer is None or peer.condemned else None
+        goodbye = self.roster.dismissed.get(hello.resume) if peer is None or peer.condemned else None
         if goodbye is not None:
-            self._desk.out.append(Send(conn, goodbye))
+            self.desk.out.append(Send(conn, goodbye))
             return
         if peer is None or peer.condemned:
             why = peer.condemned if peer is not None else "a decided view went on without it"
-            self._desk.note("fenced", member=hello.resume, reason=why)
-            self._desk.out.append(Send(conn, Fence(f"{hello.resume} is out of the job: {why}")))
+            self.desk.note("fenced", member=hello.resume, reason=why)
+            self.desk.out.append(Send(conn, Fence(f"{hello.resume} is out of the job: {why}")))
             return
         if not same_process(peer.member, hello):  # a living member would lose its stream to a stranger
             was, now = (f"process {p.pid} of {p.host}, begun at {p.pid_start}" for p in (peer.member, hello))
             why = f"{hello.resume} is {was}; this is {now}: it joins as a newcomer"
-            self._desk.note("fenced", member=hello.resume, reason=why)
-            self._desk.out.append(Send(conn, Fence(why)))
+            self.desk.note("fenced", member=hello.resume, reason=why)
+            self.desk.out.append(Send(conn, Fence(why)))
             return
-        if peer.conn is not None and peer.conn != conn:
-            self._roster.conns.pop(peer.conn, None)
-            self._desk.out.append(Close(peer.conn, "replaced by a newer stream"))
-        if not self._roster.vouched and self._roster.was_member(peer.id):
-            self._roster.vouched, self._roster.reference = True, Reference.of(hello)
-            self._terms.turn_away_strangers()
-        self._roster.reference = self._roster.reference or Reference.of(hello)
-        self._roster.conns[conn] = peer.id
-        peer.conn, peer.heard, peer.linked = conn, self._desk.now, None
-        peer.neighbours, self._topology.news, peer.kept = hello.neighbours, True, hello.kept
-        self._deaths.revive(peer)
-        self._roster.greet(peer, "joiner" if peer.standing is not Standing.STANDBY else "standby", "welcome back")
-        self._rebuild.greeted(peer)
-        if self._desk.phase is Phase.PREPARING or self._desk.phase is Phase.HOLDING:
-            if peer.id in self._recovery.expected and peer.report is None:
-                self._roster.send(peer, Prepare(self._recovery.number, self._recovery.why))
-        elif self._book.decision is not None and self._book.decision.view.find(peer.id) is not None:
-            self._roster.send(peer, self._book.decision)
-        elif self._book.announced is not None:
-            self._roster.send(peer, self._book.announced)
+        self.roster.take_over(peer, conn, hello)
+        if not self.roster.vouched and self.roster.was_member(peer.id):
+            self.roster.vouched, self.roster.reference = True, Reference.of(hello)
+            self.terms.turn_away_strangers()
+        self.roster.reference = self.roster.reference or Reference.of(hello)
+        self.deaths.revive(peer)
+        self.roster.greet(peer, "joiner" if peer.standing is not Standing.STANDBY else "standby", "welcome back")
+        self.rebuild.greeted(peer)
+        if self.desk.phase is Phase.PREPARING or self.desk.phase is Phase.HOLDING:
+            if peer.id in self.recovery.expected and peer.report is None:
+                self.roster.send(peer, Prepare(self.recovery.number, self.recovery.why))
+        elif self.book.decision is not None and self.book.decision.view.find(peer.id) is not None:
+            self.roster.send(peer, self.book.decision)
+        elif self.book.announced is not None:
+            self.roster.send(peer, self.book.announced)
 
     def _let_go_by(self, hello: Hello) -> ViewId | None:
         """The view that let this former member go, if it is one that had asked to leave or was drained.
 
         It may not know, if its release was lost or the scheduler died that had been asked to drain it.
         """
-        without = next((v for v in self._book.views if v.id > hello.view and v.find(hello.resume) is None), None)
-        return without.id if without is not None and without.id in self._book.changes else None
+        without = next((v for v in self.book.views if v.id > hello.view and v.find(hello.resume) is None), None)
+        return without.id if without is not None and without.id in self.book.changes else None
 
     def _welcome(self, conn: int, hello: Hello, differs: str = "") -> None:
         namesake = ""
-        for peer in [p for p in self._roster.peers.values() if p.member.name == hello.name and not p.condemned]:
+        for peer in [p for p in self.roster.peers.values() if p.member.name == hello.name and not p.condemned]:
             if same_process(peer.member, hello):
-                self._roster.condemn(peer, "its process said hello anew, its state is void")
+                self.roster.condemn(peer, "its process said hello anew, its state is void")
             elif peer.dead or peer.standing is Standing.LEAVER:
                 continue
             else:
                 if peer.standing is Standing.MEMBER:
-                    self._detector.suspect(self._desk.now, peer.id, f"another process says hello as {hello.name}")
+                    self.detector.suspect(self.desk.now, peer.id, f"another process says hello as {hello.name}")
                     if peer.conn is None and peer.member.host == hello.host:
                         # Restarted, as a rule; on that machine it can tell whether its namesake lives.
                         namesake = peer.id
                         continue
                 words = f"{hello.name} is in the job already as {peer.id} (pid {peer.member.pid} on {peer.member.host})"
-                self._roster.refuse(
+                self.roster.refuse(
                     conn, hello, f"{words}: take another name, or wait until it is found dead", retry=True
                 )
                 return
         said = Reference.of(hello)
-        self._roster.reference = self._roster.reference or said
-        member = member_of(hello, f"{hello.name}~{self._roster.incarnation}")
-        self._roster.incarnation += 1
-        self._detector.returned(self._desk.now, member)
-        standby = bool(namesake or differs) or not has_place(member, self._roster.peers, self._settings)
+        self.roster.reference = self.roster.reference or said
+        member = member_of(hello, f"{hello.name}~{self.roster.incarnation}")
+        self.roster.incarnation += 1
+        self.detector.returned(self.desk.now, member)
+        standby = bool(namesake or differs) or not has_place(member, self.roster.peers, self.desk.settings)
         peer = Peer(
-            member, Standing.STANDBY if standby else Standing.LINKING, conn=conn, heard=self._desk.now, known=True
+            member, Standing.STANDBY if standby else Standing.LINKING, conn=conn, heard=self.desk.now, known=True
         )
         peer.neighbours, peer.no_replay, peer.said, peer.differs = hello.neighbours, hello.replay, said, differs
         peer.kept = hello.kept
-        self._roster.peers[peer.id] = peer
-        self._roster.conns[conn] = peer.id
+        self.roster.peers[peer.id] = peer
+        self.roster.conns[conn] = peer.id
         if differs:
-            self._roster.greet(peer, "standby", "it is of another program than the job, whose members do not answer")
+            self.roster.greet(peer, "standby", "it is of another program than the job, whose members do not answer")
             text = (
                 f"on standby: {differs}. But no member of this job answers at the moment. If one does, this process is "
                 "turned away; when all are found dead, the job begins anew with what is here. To end the old job at "
                 "once: `chaos-lightning reset`"
             )
-            self._roster.send(peer, Notice(text, waiting=True))
+            self.roster.send(peer, Notice(text, waiting=True))
         elif namesake:
-            self._roster.greet(peer, "standby", f"{namesake} has its name and may live")
-            self._roster.send(
+            self.roster.greet(peer, "standby", f"{namesake} has its name and may live")
+            self.roster.send(
                 peer, Notice(f"on standby until {namesake}, which has the same name, is found dead", waiting=True)
             )
         elif standby:
-            self._roster.greet(peer, "standby", f"max_nodes={self._settings.max_nodes} are in")
-            self._roster.send(peer, Notice(f"on standby: {self._settings.max_nodes} nodes are in", waiting=True))
-        elif self._desk.phase is Phase.FOUNDING:
-            self._roster.greet(peer, "founder", f"the job begins when min_nodes={self._settings.min_nodes} are ready")
+            self.roster.greet(peer, "standby", f"max_nodes={self.desk.settings.max_nodes} are in")
+            self.roster.send(peer, Notice(f"on standby: {self.desk.settings.max_nodes} nodes are in", waiting=True))
+        elif self.desk.phase is Phase.FOUNDING:
+            self.roster.greet(
+                peer, "founder", f"the job begins when min_nodes={self.desk.settings.min_nodes} are ready"
+            )
         else:
-            self._roster.greet(peer, "joiner", "the job is running")
+            self.roster.greet(peer, "joiner", "the job is running")
 
     def on_closed(self, conn: int, abrupt: bool) -> None:
-        peer = self._roster.peers.get(self._roster.conns.pop(conn, ""))
+        peer = self.roster.peers.get(self.roster.conns.pop(conn, ""))
         if peer is None or peer.conn != conn:
             return
-        peer.conn, peer.closed_at = None, self._desk.now
-        if peer.keeps_since is not None and self._desk.phase is Phase.FOUNDING:
-            self._roster.drop(peer)
+        peer.conn, peer.closed_at = None, self.desk.now
+        if peer.keeps_since is not None and self.desk.phase is Phase.FOUNDING:
+            self.roster.drop(peer)
             return
-        inside = peer.standing in (Standing.MEMBER, Standing.LEAVER) or (abrupt and self._roster.is_written(peer))
-        if not inside or self._desk.phase is Phase.FINISHED:
-            self._roster.drop(peer)
+        inside = peer.standing in (Standing.MEMBER, Standing.LEAVER) or (abrupt and self.roster.is_written(peer))
+        if not inside or self.desk.phase is Phase.FINISHED:
+            self.roster.drop(peer)
         elif not abrupt:
-            self._roster.die(peer, "it closed its control stream in good order", proven=True)
+            self.roster.die(peer, "it closed its control stream in good order", proven=True)
 
     def _on_leave(self, peer: Peer, reason: str) -> None:
         if not peer.leaving:
-            self._desk.note("leave", member=peer.id, reason=reason)
+            self.desk.note("leave", member=peer.id, reason=reason)
         peer.leaving = reason or "asked to leave"
         # One that reports of a lost chain is a member all the same: the others need it until a view lets it go.
         reports = peer.standing is Standing.REPORTER and peer.entered != NO_VIEW
         if not reports and peer.standing not in (Standing.MEMBER, Standing.LEAVER):
-            self._roster.release(peer, "it was not in the job yet")
+            self.roster.release(peer, "it was not in the job yet")
 
     def on_drain(self, name: str) -> None:
-        matching = [p for p in self._roster.peers.values() if name in (p.id, p.member.name, p.member.host)]
-        self._desk.note("notice", text=f"drain of {name}: {', '.join(p.id for p in matching) or 'nobody by that name'}")
+        matching = [p for p in self.roster.peers.values() if name in (p.id, p.member.name, p.member.host)]
+        self.desk.note("notice", text=f"drain of {name}: {', '.join(p.id for p in matching) or 'nobody by that name'}")
         for peer in matching:
             self._on_leave(peer, "drained by the operator")

@@ -93,6 +93,10 @@ from chaos_lightning.protocol.types import (
     Welcome,
 )
 
+LINGER_TIMEOUT_S = 5.0
+"""How long a member that may go waits to be released."""
+LOG_LENGTH = 256
+"""How many of the latest events `stimulus_log` keeps."""
 MAX_EARLY = 4096
 """Contributions kept for attempts that this member has not entered; more than any job has members."""
 
@@ -110,10 +114,6 @@ class Phase(enum.StrEnum):
 class MemberMachine:
     """See the module.
 
-    Args:
-        linger_timeout_s: How long a member that may go waits to be released, in seconds.
-        log_length: How many of the latest events `stimulus_log` keeps.
-
     Attributes:
         phase: See the module.
         member_id: Given by the scheduler; "" before Welcome.
@@ -130,7 +130,7 @@ class MemberMachine:
         stimulus_log: The last (now, event) pairs, large ones in words.
     """
 
-    def __init__(self, *, linger_timeout_s: float = 5.0, log_length: int = 256) -> None:
+    def __init__(self) -> None:
         self.phase = Phase.OUT
         self.member_id = ""
         self.role = ""
@@ -150,8 +150,7 @@ class MemberMachine:
         self.closing_is_stable = False
         self.neighbours = Neighbours()
         self.learning = Learning()
-        self.stimulus_log: deque[tuple[float, MemberEvent | Digest]] = deque(maxlen=log_length)
-        self._linger_timeout_s = linger_timeout_s
+        self.stimulus_log: deque[tuple[float, MemberEvent | Digest]] = deque(maxlen=LOG_LENGTH)
         self._lingers_since = 0.0
         self._raw = False
         self._entering: Decide | None = None
@@ -249,7 +248,7 @@ class MemberMachine:
         It holds nothing and has promised nothing, but knows still what was in the job's store: it may be the only one
         to tell that to a scheduler on an older copy, which takes it for a member (14a).
         """
-        machine = type(self)(linger_timeout_s=self._linger_timeout_s, log_length=self.stimulus_log.maxlen or 0)
+        machine = type(self)()
         machine._chain, machine._term, machine._known = self.chain, self.term, self.known
         return machine
 
@@ -641,8 +640,8 @@ class MemberMachine:
 
     def _on_tick(self) -> None:
         leaves = self.phase is Phase.LEAVING
-        if (leaves or self.phase is Phase.CLOSED) and self._now - self._lingers_since > self._linger_timeout_s:
-            self._leave_now(f"{self._finish_reason}; not released within {self._linger_timeout_s:g} s", asked=leaves)
+        if (leaves or self.phase is Phase.CLOSED) and self._now - self._lingers_since > LINGER_TIMEOUT_S:
+            self._leave_now(f"{self._finish_reason}; not released within {LINGER_TIMEOUT_S:g} s", asked=leaves)
 
     def _leave_now(self, reason: str, *, asked: bool) -> None:
         self.phase = Phase.GONE

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.desk import Desk, Phase
 from chaos_lightning.membership.detector import Detector
-from chaos_lightning.membership.effects import Chain, Send
+from chaos_lightning.membership.effects import Chain, Close, Send
 from chaos_lightning.membership.peers import (
     NEWCOMER,
     UNKNOWN_LEARNERS,
@@ -121,6 +121,16 @@ class Roster:
         return len(members) == len(latest.members) and all(
             p.alive and p.entered == latest.id and p.loaded for p in members
         )
+
+    def take_over(self, peer: Peer, conn: int, hello: Hello) -> None:
+        """It has said hello on this stream, which replaces the one that it had."""
+        if peer.conn is not None and peer.conn != conn:
+            self.conns.pop(peer.conn, None)
+            self._desk.out.append(Close(peer.conn, "replaced by a newer stream"))
+        self.conns[conn] = peer.id
+        peer.conn, peer.heard, peer.linked = conn, self._desk.now, None
+        peer.neighbours, peer.kept = hello.neighbours, hello.kept
+        self._topology.news = True
 
     def drop(self, peer: Peer) -> None:
         """Forgets a peer for good."""

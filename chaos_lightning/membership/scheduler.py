@@ -50,6 +50,7 @@ from chaos_lightning.membership.effects import (
     TermTaken,
 )
 from chaos_lightning.membership.graph import Graph
+from chaos_lightning.membership.hearing import Hearing
 from chaos_lightning.membership.identity import Identity
 from chaos_lightning.membership.judging import Deaths
 from chaos_lightning.membership.keeping import Keeper
@@ -109,10 +110,10 @@ class SchedulerMachine:
         self.terms = Terms(desk, roster, detector)
         self.rebuild = Rebuild(desk, book, roster, recovery, self.terms, topology, chain)
         self.identity = Identity(desk, book, roster, recovery, self.rebuild, detector, chain)
+        self.hearing = Hearing(desk, book, recovery, detector, self.links, self.learners, self.keeper, self.rebuild)
         self.admission = Admission(
-            desk, book, roster, recovery, self.links, self.deaths, self.learners, self.keeper, self.terms, self.rebuild,
-            self.identity, topology, detector,
-        )  # fmt: skip
+            desk, book, roster, recovery, self.deaths, self.terms, self.rebuild, self.identity, detector, self.hearing
+        )
 
     @property
     def _deposed(self) -> bool:
@@ -172,7 +173,7 @@ class SchedulerMachine:
         if self.desk.phase is Phase.FOUNDING and self.book.persisting is None:
             assert not self.roster.living(), "somebody holds the state"
 
-    def _rewire(self, latest: View, change: Change, net: Net) -> bool:
+    def _change_view(self, latest: View, change: Change, net: Net) -> bool:
         view = changed_view(latest, self.roster.next_number(), change, self.settings.plan, net)
         self.book.persist("view", view.id, lambda: self._announce(view), view=view)
         return True
@@ -383,7 +384,7 @@ class SchedulerMachine:
         if self.learners.turn_observe(latest, ready) or self._turn_change(latest, self.learners.admissible(ready)):
             return True
         change = self.rewiring.turn_links(latest)
-        return change is not None and self._rewire(latest, *change)
+        return change is not None and self._change_view(latest, *change)
 
     def _turn_returning(self, latest: View) -> bool:
         members = self.roster.living()
@@ -436,9 +437,7 @@ class SchedulerMachine:
         if not connected([m.id for m in change.members], net.pairs):
             return self._let_go(latest, leaving)
         self._bridges_since = None
-        view = changed_view(latest, self.roster.next_number(), change, self.settings.plan, net)
-        self.book.persist("view", view.id, lambda: self._announce(view), view=view)
-        return True
+        return self._change_view(latest, change, net)
 
     def _near(self, ready: list[Peer], latest: View, leaving: list[str]) -> list[Peer]:
         """Newcomers with a link to a member that stays, if any stays."""

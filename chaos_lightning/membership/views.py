@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from chaos_lightning.membership.recovery import Ruling
-from chaos_lightning.membership.topology import Measured, Net, every_pair
+from chaos_lightning.membership.topology import Measured, Net
 from chaos_lightning.planning import overlay
 from chaos_lightning.planning.trees import KINDS, misfit, plan_for
 from chaos_lightning.protocol import nodes
@@ -26,7 +26,7 @@ def founding_view(
     plan: PlanSpec,
     accumulate: int,
     chain: Sequence[View],
-    net: Net | None = None,
+    net: Net,
     chain_id: str = "",
     state: str = "",
 ) -> View:
@@ -39,7 +39,6 @@ def founding_view(
     if chain:
         reason = f"founded again by {names}: nobody of view {chain[-1].id} is left"
         reason += f"; {state}" if state else ""
-    net = net or _complete(members)
     plan, reason = _planned(plan, members, plan, reason, net)
     return View(
         id=number,
@@ -87,10 +86,6 @@ def intended_change(
     if going and staying:
         return Change(members=staying, joiners=(), reason=f"{words_out}; fewer than min_nodes={min_nodes} stay")
     return None
-
-
-def _complete(members: Sequence[Member]) -> Net:
-    return Net(every_pair([m.id for m in members]))
 
 
 def plan_within(spec: PlanSpec, members: Sequence[Member], net: Net) -> tuple[PlanSpec, str]:
@@ -141,9 +136,8 @@ def _planned(
     return plan, reason if plan == before else f"{reason}; plan: {why}"
 
 
-def changed_view(view: View, number: ViewId, change: Change, plan: PlanSpec, net: Net | None = None) -> View:
+def changed_view(view: View, number: ViewId, change: Change, plan: PlanSpec, net: Net) -> View:
     """The view of an intended change."""
-    net = net or _complete(change.members)
     plan, reason = (
         (change.plan, change.reason)
         if change.plan is not None
@@ -161,12 +155,9 @@ def changed_view(view: View, number: ViewId, change: Change, plan: PlanSpec, net
     )
 
 
-def recovered_view(
-    view: View, number: ViewId, ruling: Ruling, plan: PlanSpec, why: str, net: Net | None = None
-) -> View:
+def recovered_view(view: View, number: ViewId, ruling: Ruling, plan: PlanSpec, why: str, net: Net) -> View:
     """The view after a failure: the ruling's members in the old rank order."""
     members = tuple(m for m in view.members if m.id in ruling.members)
-    net = net or _complete(members)
     plan, reason = _planned(plan, members, view.plan, f"{why}; {ruling.reason}", net)
     return replace(
         view,

@@ -29,13 +29,8 @@ KEPT_SLOTS = 1000
 """A live board looks back over at least so many slots; a run may go on for days, its board must stay cheap."""
 
 
-def follow(logs: Path, *, live: bool = True) -> Callable[[], Dashboard]:
-    """A function that returns the board of this log directory as of now.
-
-    Args:
-        logs: The directory; it may appear later.
-        live: Ages count to the present; else to the last event (a run that is over).
-    """
+def follow(logs: Path) -> Callable[[], Dashboard]:
+    """A function that returns the board of this log directory as of now; the directory may appear later."""
     tail, timeline, jobs = Tail(logs), Timeline(), Live()
 
     def board() -> Dashboard:
@@ -48,7 +43,7 @@ def follow(logs: Path, *, live: bool = True) -> Callable[[], Dashboard]:
             timeline.prune(KEPT_SLOTS)
         # A log whose last word is an hour old is of the past: its ages would all read an hour.
         over = timeline.stop and time.time() - timeline.stop > 3600
-        now = time.time() if live and not over else timeline.stop
+        now = timeline.stop if over else time.time()
         return from_timeline(timeline, now, title=f"logs {logs}")
 
     return board

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,10 +27,8 @@ from chaos_lightning.control.options import (
 from chaos_lightning.declared import Setting, declared, setting
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import (
-    DEFAULT_PORT,
     WILDCARDS,
-    addresses,
-    is_loopback,
+    facing,
     join_endpoint,
     split_endpoint,
     split_endpoints,
@@ -48,6 +45,7 @@ FOREIGN = frozenset(
     )
 )
 """Options of torch's own backends: they mean nothing here and are named in a warning."""
+_ADVICE = "give bind=ADDRESS in --rdzv-conf"
 _TORCHRUNS = ("endpoint", "job", "name", "min_nodes", "max_nodes")
 """What torchrun's own options say (--rdzv-endpoint, --rdzv-id, --nnodes), and `node`."""
 _RENAMED = {"join_timeout_s": "load_timeout_s"}
@@ -133,7 +131,7 @@ def read_options(
     if "join_timeout_s" not in values and timeout:
         values["join_timeout_s"] = MEMBER_OPTIONS["join_timeout_s"].read(timeout, "--rdzv-conf timeout")
     if "bind" not in values:
-        values["bind"] = local_addr or facing(*split_endpoint(split_endpoints(endpoint)[0]))
+        values["bind"] = local_addr or facing(*split_endpoint(split_endpoints(endpoint)[0]), _ADVICE)
     hosted = _values(HOSTED, conf, environ)
     store = hosted.get("store", "")
     hosted["advertise"] = check_advertise(hosted.get("advertise", ""), "--rdzv-conf advertise=", store)
@@ -199,21 +197,5 @@ def candidates(endpoint: str, bind: str, store: str) -> str:
     if not store.startswith(ETCD):
         return ",".join(named)
     host, port = split_endpoint(named[0])
-    here = facing(host, port) if bind in WILDCARDS else bind  # standbys name it to members elsewhere
+    here = facing(host, port, _ADVICE) if bind in WILDCARDS else bind  # standbys name it to members elsewhere
     return ",".join(dict.fromkeys((join_endpoint(here, port), *named)))
-
-
-def facing(host: str, port: int = DEFAULT_PORT) -> str:
-    """This machine's address that peers near `host` reach: loopback for loopback, else what the routing table says."""
-    if is_loopback(host):
-        return "127.0.0.1"
-    address = addresses(host)[0]
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, port))  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise ConfigurationError(
-            f"no route to the endpoint {join_endpoint(host, port)} ({error}); give bind=ADDRESS in --rdzv-conf"
-        ) from error

@@ -288,7 +288,7 @@ def _given(answer: dict[str, object], name: str) -> list[object]:
 
 
 def _mismatch(claim: _Claim, sock: socket.socket, job: str, me: str, keys: Keys | None) -> str:
-    """Why somebody who has proved to know what members know is at the wrong door all the same."""
+    """Why somebody who has proved to know what members know is not let in all the same."""
     greeting = claim.greeting
     if greeting.version != VERSION:
         return f"link protocol {greeting.version}, this member speaks {VERSION}"

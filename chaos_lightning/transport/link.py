@@ -52,13 +52,17 @@ _BUDGET_NBYTES = 4 << 20
 """Read at most this much from one link before others get their turn."""
 
 
-class Owner(Protocol):
-    """Who decides where bytes go and what they mean."""
+class Chunks(Protocol):
+    """Who takes chunks of gradients."""
 
     def target(self, peer: str, frame: Frame) -> memoryview | None:
         """Memory for the payload, or None to divert it: exactly frame.length bytes, but none for an UP by reference."""
 
     def arrived(self, peer: str, frame: Frame, payload: memoryview | Reference) -> None: ...
+
+
+class Owner(Chunks, Protocol):
+    """Who decides where the bytes of all frames go, and what they mean."""
 
     def broken(self, peer: str, link: Link, evidence: str) -> None: ...
 

@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from chaos_lightning.errors import ChaosError, ConfigurationError
@@ -33,7 +34,7 @@ from chaos_lightning.protocol.types import NO_VIEW, LinkReport, Member, View, Vi
 from chaos_lightning.security.credentials import Credentials, Secret
 from chaos_lightning.transport.frames import MAX_PAYLOAD_NBYTES, Frame, FrameType
 from chaos_lightning.transport.handshake import Greeting, Keys, accept, dial
-from chaos_lightning.transport.link import Link
+from chaos_lightning.transport.link import Chunks, Link
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.measuring import Measuring
 from chaos_lightning.transport.medium import installed
@@ -75,12 +76,19 @@ class Host(Protocol):
         """A message was dropped on its way; a recovery has it sent again."""
 
 
-class Chunks(Protocol):
-    """Who takes chunks of gradients; as `link.Owner` has it."""
+@dataclass(frozen=True, slots=True)
+class Takers:
+    """Who takes what comes over links.
 
-    def target(self, peer: str, frame: Frame) -> memoryview | None: ...
+    Attributes:
+        host: Messages, and what becomes of links.
+        chunks: Gradients.
+        bulk: Serves an accepted bulk socket in the calling thread.
+    """
 
-    def arrived(self, peer: str, frame: Frame, payload: memoryview | Reference) -> None: ...
+    host: Host
+    chunks: Chunks
+    bulk: Callable[[socket.socket, str], object]
 
 
 class Links:
@@ -113,11 +121,9 @@ class Links:
         self._job = job
         self._secret = Credentials.of(token)
         self._tell_refused = refused
-        self._owner: Host
-        self._chunks: Chunks
-        self._bulk: Callable[[socket.socket, str], object]
-        self._listener: socket.socket
-        self._acceptor = threading.Thread(target=self._accept_all, name="chaos-accept", daemon=True)
+        self._takers: Takers | None = None
+        self._listener: socket.socket | None = None
+        self._acceptor: threading.Thread | None = None
         self._few = FewLines()
         self._links: dict[str, Link] = {}
         self._dialling = Dialling(self._links)
@@ -129,7 +135,7 @@ class Links:
         """Links that are not wanted any more: peer, since when (monotonic, s), first slot opened after (-1: none)."""
         self._ruling: View | None = None
         self._router = Router("", self._links, self._wanted)
-        self._measuring = Measuring(loop.later, lambda report: self._owner.measured(report), installed().pacer())
+        self._measuring = Measuring(loop.later, lambda report: self._to.host.measured(report), installed().pacer())
         self._host = host_identity()
         self._watching = Watching(loop, refused, self._watch_broke)
         self.relayed = 0
@@ -138,26 +144,29 @@ class Links:
         self._closed = False
         self._pinged_at = time.monotonic()
 
-    def listen(self, bind: str, owner: Host, chunks: Chunks, bulk: Callable[[socket.socket, str], object]) -> None:
+    def listen(self, bind: str, takers: Takers) -> None:
         """From now on others can make links with this member. Before the loop runs.
 
         Args:
             bind: Address to listen on, at any free port.
-            owner: Receives messages, and what becomes of links.
-            chunks: Receives gradients.
-            bulk: Serves an accepted bulk socket in the calling thread.
+            takers: Who takes what comes.
 
         Raises:
             ConfigurationError: It is no address of this machine.
         """
-        self._owner, self._chunks, self._bulk = owner, chunks, bulk
         try:
-            self._listener = socket.create_server((bind, 0), backlog=128)
+            listener = socket.create_server((bind, 0), backlog=128)
         except OSError as error:
             raise ConfigurationError(f"cannot listen on {bind!r}: {error}; set bind to an own address") from error
-        close_in_children(self._listener.fileno())
-        self.port = int(self._listener.getsockname()[1])
+        close_in_children(listener.fileno())
+        self._takers, self._listener, self.port = takers, listener, int(listener.getsockname()[1])
+        self._acceptor = threading.Thread(target=self._accept_all, args=(listener,), name="chaos-accept", daemon=True)
         self._acceptor.start()
+
+    @property
+    def _to(self) -> Takers:
+        assert self._takers is not None, "nothing comes before this member listens"
+        return self._takers
 
     # ------------------------------------------------------------------ wanting
 
@@ -239,7 +248,7 @@ class Links:
         for step in steps:
             match step:
                 case Tell(peer, up, evidence):
-                    self._owner.link_changed(peer, up, evidence)
+                    self._to.host.link_changed(peer, up, evidence)
                 case Dial(peer, 0.0):
                     self._dial(peer)
                 case Dial(peer, after_s):
@@ -305,10 +314,10 @@ class Links:
 
     # ------------------------------------------------------------------ accepting (own threads)
 
-    def _accept_all(self) -> None:
+    def _accept_all(self, listener: socket.socket) -> None:
         while not self._closed:
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except OSError as error:
                 if self._closed:
                     return
@@ -347,7 +356,7 @@ class Links:
             if watched:
                 self._loop.call(lambda: self._measuring.watch_bulk(greeting.me, sock))
             try:
-                self._bulk(sock, greeting.me)
+                self._to.bulk(sock, greeting.me)
             finally:
                 if watched:
                     self._loop.call(lambda: self._measuring.end_bulk(greeting.me, sock))
@@ -393,7 +402,7 @@ class Links:
         if not link.open:
             self.broken(peer, link, "closed (as soon as it was made)")
         elif self._links.get(peer) is link:
-            self._owner.link_changed(peer, True, "connected")
+            self._to.host.link_changed(peer, True, "connected")
             self._measuring.added(peer, link)
 
     def broken(self, peer: str, link: Link, evidence: str) -> None:
@@ -450,16 +459,16 @@ class Links:
                 continue
             match step:
                 case Take():
-                    self._owner.message(routed.source, memoryview(routed.payload))
+                    self._to.host.message(routed.source, memoryview(routed.payload))
                 case Drop(_, reason):
-                    self._owner.undelivered(routed.to, routed.source, reason)
+                    self._to.host.undelivered(routed.to, routed.source, reason)
                 case Hand(peer, _, True):
                     self._links[peer].send(FrameType.MESSAGE, payload=(memoryview(routed.payload),))
                 case Hand(peer):
                     data = routed.packed()
                     if len(data) > MAX_PAYLOAD_NBYTES:
                         reason = f"{len(data)} bytes are too many for one frame"
-                        self._owner.undelivered(routed.to, routed.source, reason)
+                        self._to.host.undelivered(routed.to, routed.source, reason)
                         continue
                     self.relayed += routed.source != self.me
                     self._links[peer].send(FrameType.ROUTED, payload=(memoryview(data),))
@@ -469,7 +478,7 @@ class Links:
     def target(self, peer: str, frame: Frame) -> memoryview | None:
         """Memory for a frame's payload."""
         if frame.type in (FrameType.UP, FrameType.DOWN):
-            return self._chunks.target(peer, frame)
+            return self._to.chunks.target(peer, frame)
         if frame.type == FrameType.PROBE:
             link = self._links.get(peer)
             return None if link is None else self._measuring.target(link, frame)
@@ -478,14 +487,14 @@ class Links:
     def arrived(self, peer: str, frame: Frame, payload: memoryview | Reference) -> None:
         """Passes a frame to whom it concerns."""
         if frame.type in (FrameType.UP, FrameType.DOWN):
-            self._chunks.arrived(peer, frame, payload)
+            self._to.chunks.arrived(peer, frame, payload)
         elif isinstance(payload, memoryview):
             self._mine(peer, frame, payload)
 
     def _mine(self, peer: str, frame: Frame, payload: memoryview) -> None:
         link = self._links.get(peer)
         if frame.type == FrameType.MESSAGE:
-            self._owner.message(peer, payload)
+            self._to.host.message(peer, payload)
         elif frame.type == FrameType.ROUTED:
             self._carry_out(self._router.arrived(unpacked(payload), peer))
         elif frame.type == FrameType.PROBE and link is not None:
@@ -551,7 +560,7 @@ class Links:
 
     def close(self, *, bye: bool = True) -> None:
         self._closed = True
-        if not self.port:
+        if self._listener is None:
             return
         self._dialling.want(())
         self._expect()
@@ -568,5 +577,5 @@ class Links:
 
     def wait_closed(self, timeout_s: float = 2.0) -> None:
         """After `close`, in another thread: until nobody accepts any more."""
-        if self.port:
+        if self._acceptor is not None:
             self._acceptor.join(timeout_s)

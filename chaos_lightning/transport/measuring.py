@@ -24,7 +24,7 @@ from chaos_lightning.transport.link_meter import Lookout, Meter
 from chaos_lightning.transport.locality import on_this_machine
 from chaos_lightning.transport.medium import Pacer
 from chaos_lightning.transport.pacing import pace
-from chaos_lightning.transport.probe import ProbeConfig, Probes
+from chaos_lightning.transport.probe import Probes
 
 RENEW_S = 60.0
 """A link of whose rate nothing was heard for so long is probed again."""
@@ -57,7 +57,6 @@ class Measuring:
         later: Calls a function after so many seconds, in the loop's thread.
         report: Takes each LinkReport.
         pacer: Told of all connections on which this member sends.
-        config: Sizes and waits of probes.
     """
 
     def __init__(
@@ -65,11 +64,10 @@ class Measuring:
         later: Callable[[float, Callable[[], None]], None],
         report: Callable[[LinkReport], None],
         pacer: Pacer,
-        config: ProbeConfig | None = None,
     ) -> None:
         self._later = later
         self._report = report
-        self._probes = Probes(later, self._on_probe, config)
+        self._probes = Probes(later, self._on_probe)
         self._meter = Meter(self._on_transfer)
         self._pacer = pacer
         self._links: dict[str, Link] = {}

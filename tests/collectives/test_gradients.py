@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from chaos_lightning.collectives.gradients import LEND_NBYTES, Gradients, cells_of
+from chaos_lightning.collectives.gradients import LEND_NBYTES, Gradients
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
@@ -16,16 +16,13 @@ from chaos_lightning.protocol.types import NO_VIEW, Header, Kind, Share
 class Bench:
     """A model with its gradients; `commit` sums this member's contribution `times` times, as equal members would."""
 
-    def __init__(self, model: nn.Module, *, overlap: bool = True, buffers=(), device: str = "cpu") -> None:
+    def __init__(self, model: nn.Module, *, overlap: bool = True, buffers=()) -> None:
         self.model = model
         self.layout = Layout([Section("all", list(model.named_parameters()))], buffers)
-        self.memory = Memory(self.layout, pinned=device != "cpu")
-        grid = cells_of(self.layout, 16384)
+        self.memory = Memory(self.layout, 16384)
         self.ready: list[int] = []
-        self.cells = [start for start, _ in grid]
-        self.gradients = Gradients(
-            self.layout, self.memory, grid, torch.device(device), overlap, lambda cells: self.ready.extend(cells)
-        )
+        self.cells = [start for start, _ in self.memory.grid]
+        self.gradients = Gradients(self.memory, overlap, lambda cells: self.ready.extend(cells))
 
     def commit(self, presence: bytes, weights: list[float], times: int = 1) -> Header:
         result = self.memory.result_bytes[1]

@@ -28,7 +28,7 @@ def benches() -> Iterator[list[Bench]]:
 
 
 def bench_of(benches: list[Bench], net: nn.Module, overlap: bool = True, buffers: object = ()) -> Bench:
-    benches.append(Bench(net, overlap=overlap, buffers=buffers, device=device()))
+    benches.append(Bench(net, overlap=overlap, buffers=buffers))
     return benches[-1]
 
 

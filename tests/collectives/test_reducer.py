@@ -8,7 +8,6 @@ import threading
 import pytest
 import torch
 
-from chaos_lightning.collectives.gradients import cells_of
 from chaos_lightning.collectives.layout import Layout, Section
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.collectives.reducer import Reducer
@@ -34,10 +33,9 @@ class Node:
         self.loop = IoLoop(me, self.crash.append)
         params = [(f"p{i}", torch.zeros(s, dtype=dtype)) for i, s in enumerate(shapes)]
         self.layout = Layout([Section("all", params)])
-        self.memory = Memory(self.layout, pinned=False)
-        self.grid = cells_of(self.layout, chunk)
+        self.memory = Memory(self.layout, chunk)
         self.links: dict[str, Link] = {}
-        self.reducer = Reducer(self.memory, self.grid, self.send, self.on_done)
+        self.reducer = Reducer(self.memory, self.send, self.on_done)
         self.reducer.restart(me)
         self.loop.start()
 
@@ -89,7 +87,7 @@ class Node:
         self.done.setdefault((view.id, seq), threading.Event())
         self.loop.call(lambda: self.open(view, seq))
         self.loop.call(lambda: self.reducer.begin(seq, self.layout.scope(0), empty=empty))
-        for start, _ in self.grid:
+        for start, _ in self.memory.grid:
             self.loop.call(lambda start=start: self.reducer.ready(seq, [start]))
 
     def wait(self, view: View, seq: int) -> None:
@@ -253,8 +251,8 @@ def test_held_ranges_name_exactly_what_is_complete(cluster):
     one.run(view, 1)
     other.loop.call(lambda: other.open(view, 1))
     other.loop.call(lambda: other.reducer.begin(1, other.layout.scope(0)))
-    other.loop.call(lambda: other.reducer.ready(1, [start for start, _ in other.grid[:2]]))
-    stop = other.grid[1][1]
+    other.loop.call(lambda: other.reducer.ready(1, [start for start, _ in other.memory.grid[:2]]))
+    stop = other.memory.grid[1][1]
     seen = threading.Event()
     answer: list[tuple[tuple[int, int], ...]] = []
 

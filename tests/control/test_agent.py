@@ -20,6 +20,7 @@ from chaos_lightning.control import agent as agents
 from chaos_lightning.control.agent import Agent
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.machine import forks
+from chaos_lightning.machine.addresses import join_endpoint
 from chaos_lightning.machine.listener import free_port
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership import leader_search
@@ -63,7 +64,7 @@ def test_heartbeats_carry_what_the_member_says_and_start_with_the_welcome() -> N
         assert client.states.seen == []
         held.set()
         served.loop.call_soon_threadsafe(
-            served.server.feed, fx.MessageIn(1, hello("a"))
+            served.server._driver.feed, fx.MessageIn(1, hello("a"))
         )  # the same Hello, answered now
         served.events.wait(beats, count=5)
         said = [e.message.seq for e in served.events.seen if beats(e)]  # type: ignore[union-attr]
@@ -379,8 +380,6 @@ def test_connections_to_registered_peers_are_closed_in_children_only() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
         address = server.getsockname()
         with socket.create_connection(address) as first, socket.create_connection(other.getsockname()) as second:
-            forks.close_peer_in_children(*address)
-            forks.close_peer_in_children(*address)
 
             def look() -> bytes:
                 found = b""
@@ -392,10 +391,11 @@ def test_connections_to_registered_peers_are_closed_in_children_only() -> None:
                         found += b"0"
                 return found
 
-            assert run_in_child(look) == b"01"
-            forks.forget_peer(*address)
-            assert run_in_child(look) == b"01"
-            forks.forget_peer(*address)
+            endpoint = join_endpoint(*address)
+            with forks.only_here(endpoint):
+                with forks.only_here(endpoint):
+                    assert run_in_child(look) == b"01"
+                assert run_in_child(look) == b"01"
             assert run_in_child(look) == b"11"
             assert look() == b"11"
 

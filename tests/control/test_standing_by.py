@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from until_support import until
 from chaos_lightning.control import scheduler_main
 from chaos_lightning.control.candidacy import EtcdCandidacy
 from chaos_lightning.control.chain import JobChain
+from chaos_lightning.control.chain_writer import ChainWriter
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.claims import ask
 from chaos_lightning.control.driver import real_machine
@@ -214,6 +216,30 @@ def test_the_end_of_a_job_is_carried_to_the_next_time_that_this_process_leads(
             assert served.server.owed is None
         with etcd_chain(etcd.client(), job) as store:
             assert store.tip().finished != gone_on
+
+
+def test_an_end_that_its_store_has_not_answered_yet_is_owed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease may end first, and with it this scheduler: then nobody hears the answer."""
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def answer(chain: JobChain, effect: fx.Persist) -> Any:
+        asked.set()
+        assert may_answer.wait(PATIENCE_S)
+
+    monkeypatch.setattr(JobChain, "append", answer)
+    owed = Owed(fx.Persist(1, "finish", ViewId(1, 1)), "chain", "1.1")
+
+    async def ends_meanwhile() -> Owed | None:
+        writer = ChainWriter(MemoryStore, lambda name, **fields: None)
+        await writer.in_thread(writer.take, lambda: None)
+        writing = asyncio.create_task(writer.append(owed.effect, owed))
+        await asyncio.to_thread(asked.wait, PATIENCE_S)
+        writing.cancel()
+        may_answer.set()
+        await writer.close()
+        return writer.owed
+
+    assert asyncio.run(ends_meanwhile()) == owed
 
 
 def test_a_process_that_stands_by_again_knows_what_it_owes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def test_process_that_proc_hides_is_not_called_gone(monkeypatch: pytest.MonkeyPa
 
 def test_newcomer_that_knows_no_view_can_be_asked() -> None:
     said: list[FromMember] = []
-    nobody = cast(Any, SimpleNamespace(server=None))
+    nobody = cast(Any, SimpleNamespace(server=None, grid=()))
     links = SimpleNamespace(
         silence_s=lambda peer, now: float("inf"),
         up=lambda peer: False,
@@ -96,7 +96,7 @@ def test_newcomer_that_knows_no_view_can_be_asked() -> None:
         chunk=None,
         generation=None,
     )
-    shell = Shell(nobody, Mailbox("b"), EventLog(None), cast(Any, links), nobody, nobody, said.append, nobody, ())
+    shell = Shell(nobody, Mailbox("b"), EventLog(None), cast(Any, links), nobody, nobody, said.append, nobody)
     shell.control(Probe("a~1", member(os.getpid())))
     shell.control(Probe("a~1", member(os.getpid(), pid_start=start_time(os.getpid()) + 1)))
     shell.control(Probe("a~1", member(os.getpid(), host="another machine")))

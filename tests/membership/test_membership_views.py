@@ -5,6 +5,7 @@ from __future__ import annotations
 from membership_script import member
 
 from chaos_lightning.membership.recovery import Ruling
+from chaos_lightning.membership.topology import Net, every_pair
 from chaos_lightning.membership.views import Change, changed_view, founding_view, recovered_view
 from chaos_lightning.protocol.types import GENESIS, Member, PlanSpec, TreeSpec, View, ViewId
 
@@ -16,17 +17,22 @@ def members(ids: str) -> tuple[Member, ...]:
     return tuple(member(m) for m in ids.split())
 
 
+def complete(ids: str) -> Net:
+    return Net(every_pair(ids.split()))
+
+
 def founded(ids: str) -> View:
-    return founding_view(ViewId(1, 1), members(ids), plan=PLAN, accumulate=1, chain=())
+    return founding_view(ViewId(1, 1), members(ids), plan=PLAN, accumulate=1, chain=(), net=complete(ids))
 
 
 def changed(view: View, ids: str) -> View:
-    return changed_view(view, ViewId(1, 2), Change(members=members(ids), joiners=(), reason="a change"), PLAN)
+    change = Change(members=members(ids), joiners=(), reason="a change")
+    return changed_view(view, ViewId(1, 2), change, PLAN, complete(ids))
 
 
 def recovered(view: View, ids: str) -> View:
     ruling = Ruling(base=GENESIS, members=tuple(ids.split()), reason="redo")
-    return recovered_view(view, ViewId(1, 3), ruling, PLAN, "a death")
+    return recovered_view(view, ViewId(1, 3), ruling, PLAN, "a death", complete(ids))
 
 
 def test_founders_that_fit_go_by_the_users_trees() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,6 @@ from chaos_lightning.control.hosting import options_for_engine
 from chaos_lightning.control.options import MEMORY
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.protocol.types import Settings
-from chaos_lightning.rendezvous import options as module
 from chaos_lightning.rendezvous.options import RendezvousOptions, candidates, read_options
 from chaos_lightning.settings import EngineConfig
 
@@ -148,7 +148,7 @@ def test_options_of_torchs_own_backends_are_named_in_a_warning(caplog: pytest.Lo
 
 
 def test_the_address_that_faces_the_endpoint() -> None:
-    assert module.facing("localhost") == "127.0.0.1"
+    assert read(endpoint="localhost:1").config.bind == "127.0.0.1"
     assert read(local_addr="127.0.0.9").config.bind == "127.0.0.9"
 
 
@@ -161,7 +161,7 @@ def test_no_route_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def __exit__(self, *args: object) -> None: ...
 
-    monkeypatch.setattr(module.socket, "socket", NoRoute)
+    monkeypatch.setattr(socket, "socket", NoRoute)
     with pytest.raises(ConfigurationError, match=r"no route to the endpoint 192\.0\.2\.1:29500.*bind=ADDRESS"):
         read(endpoint="192.0.2.1:29500")
 

@@ -24,7 +24,7 @@ from torch.optim import (
     Rprop,
 )
 
-from chaos_lightning.collectives.gradients import Gradients, cells_of
+from chaos_lightning.collectives.gradients import Gradients
 from chaos_lightning.collectives.hyper import hyper_words
 from chaos_lightning.collectives.layout import Layout, Section, section_of
 from chaos_lightning.collectives.memory import Memory
@@ -73,9 +73,8 @@ class Side:
             for k, o in enumerate(optimizers)
         ]
         self.layout = Layout(sections, reduced_buffers(net))
-        self.memory = Memory(self.layout, pinned=False)
-        grid = cells_of(self.layout, 0)
-        self.gradients = Gradients(self.layout, self.memory, grid, torch.device("cpu"), False, lambda cells: None)
+        self.memory = Memory(self.layout)
+        self.gradients = Gradients(self.memory, False, lambda cells: None)
         self.state = ModuleState(net, optimizers)
 
     def tensors(self) -> list[tuple[str, Tensor]]:

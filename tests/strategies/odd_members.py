@@ -9,7 +9,7 @@ import torch
 from strategy_members import member
 from torch import nn
 
-import chaos_lightning.member.doorway as doorway
+import chaos_lightning.member.hello as hello
 
 
 class Odd(models.Regression):
@@ -32,5 +32,5 @@ def odd(spec: dict[str, Any]) -> None:
     """A member of strategy_members with another package version, if `spec` has "package"."""
     models.Odd = Odd  # type: ignore[attr-defined]
     if "package" in spec:
-        doorway.package_version = lambda: spec["package"]
+        hello.package_version = lambda: spec["package"]
     member({"model": "Odd", **spec})

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import chaos_lightning  # noqa: F401  (registers "chaos")
 from chaos_lightning.callbacks.faults import FaultInjectorCallback
-from chaos_lightning.collectives.gradients import Gradients, cells_of
+from chaos_lightning.collectives.gradients import Gradients
 from chaos_lightning.collectives.layout import Layout, section_of
 from chaos_lightning.collectives.memory import Memory
 from chaos_lightning.protocol.types import Header, Kind
@@ -41,9 +41,8 @@ class Real(EngineDouble):
 
     def prepare(self, *, sections: Any, buffers: Any = ()) -> None:
         self.layout = Layout(sections, buffers)
-        self.memory = Memory(self.layout, pinned=False)
-        grid = cells_of(self.layout, 0)
-        self.gradients = Gradients(self.layout, self.memory, grid, torch.device("cpu"), False, lambda cells: None)
+        self.memory = Memory(self.layout)
+        self.gradients = Gradients(self.memory, False, lambda cells: None)
         self.entries: list[tuple[Header, bytes]] = []
         self.boundary_at = self.snapshot_at
 

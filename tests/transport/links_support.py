@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from chaos_lightning.protocol.types import LinkReport, LinkSpec, Member, View, ViewId
 from chaos_lightning.transport.frames import Frame
-from chaos_lightning.transport.links import Links
+from chaos_lightning.transport.links import Links, Takers
 from chaos_lightning.transport.loop import IoLoop
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Node:
         self._happened = threading.Condition()
         self.loop = IoLoop(member_id, self._on_crash)
         self.links = Links(self.loop, "job", b"token", lambda line: self._keep(self.refused, line))
-        self.links.listen("127.0.0.1", self, self, lambda sock, peer: self.serve_bulk(sock, peer))
+        self.links.listen("127.0.0.1", Takers(self, self, lambda sock, peer: self.serve_bulk(sock, peer)))
         self.links.me = member_id
         self.loop.start()
 

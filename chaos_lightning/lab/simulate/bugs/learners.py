@@ -122,11 +122,11 @@ class CountingAdmission(Admission):
 
     def on_message(self, conn: int, message: FromMember) -> None:
         super().on_message(conn, message)
-        peer = self._roster.peers.get(self._roster.conns.get(conn, ""))
-        if self._desk.phase is not Phase.PREPARING or peer is None or peer.standing is not Standing.OBSERVING:
+        peer = self.roster.peers.get(self.roster.conns.get(conn, ""))
+        if self.desk.phase is not Phase.PREPARING or peer is None or peer.standing is not Standing.OBSERVING:
             return
-        given = next((p.report for p in self._roster.living() if p.report is not None), None)
-        missing = next((p for p in self._roster.living() if p.report is None), None)
+        given = next((p.report for p in self.roster.living() if p.report is not None), None)
+        missing = next((p for p in self.roster.living() if p.report is None), None)
         if given is not None and missing is not None:
             missing.report = given
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 
 from chaos_lightning.collectives.layout import Layout
-from chaos_lightning.machine.addresses import WILDCARDS, split_endpoint
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.machine.addresses import WILDCARDS, facing, split_endpoint
 from chaos_lightning.machine.process_table import host_identity, start_time
 from chaos_lightning.protocol.types import Hello, Welcome
 from chaos_lightning.settings import EngineConfig
@@ -25,13 +25,21 @@ def package_version() -> str:
 
 
 def reachable_address(config: EngineConfig) -> str:
-    """The address that other members dial: `bind`, or the one that faces the scheduler if that is a wildcard."""
+    """The address that other members dial: `bind`, or the one that faces the scheduler if that is a wildcard.
+
+    Raises:
+        ConfigurationError: None does, or it is one of IPv6, which a wildcard does not listen on.
+    """
     if config.bind not in WILDCARDS:
         return config.bind
-    host, port = split_endpoint(config.endpoints[0])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing: the routing table names our address
-        return str(probe.getsockname()[0])
+    advice = "set bind to an address of this machine that other members reach"
+    found = facing(*split_endpoint(config.endpoints[0]), advice)
+    if ":" in found:
+        raise ConfigurationError(
+            f"{found} faces the scheduler at {config.endpoints[0]}, and bind={config.bind!r} takes connections over "
+            f"IPv4 alone; {advice}"
+        )
+    return found
 
 
 def warn_of_rules(config: EngineConfig, welcome: Welcome | None) -> None:

@@ -1,0 +1,83 @@
+"""What a welcomed process says on its stream, turned into facts about it; a part hears what is that part's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chaos_lightning.membership.book import Book
+from chaos_lightning.membership.desk import Desk, Phase
+from chaos_lightning.membership.detector import Detector
+from chaos_lightning.membership.keeping import Keeper
+from chaos_lightning.membership.learners import Learners
+from chaos_lightning.membership.links import Links
+from chaos_lightning.membership.peers import Peer, Standing
+from chaos_lightning.membership.rebuilding import Rebuild
+from chaos_lightning.membership.recovering import Recovery
+from chaos_lightning.protocol.types import (
+    CatchUp,
+    Entered,
+    Finished,
+    FromMember,
+    Heartbeat,
+    Kept,
+    LinkEvent,
+    LinkReport,
+    LinkRequest,
+    Progress,
+    Ready,
+    RebuildReport,
+    Report,
+    Verdict,
+)
+
+
+@dataclass(eq=False)
+class Hearing:
+    """See the module. Fields are the parts that it tells."""
+
+    desk: Desk
+    book: Book
+    recovery: Recovery
+    detector: Detector
+    links: Links
+    learners: Learners
+    keeper: Keeper
+    rebuild: Rebuild
+
+    def hear(self, peer: Peer, message: FromMember) -> None:
+        """This peer said so."""
+        match message:
+            case Ready():
+                if peer.standing is Standing.LINKING:
+                    peer.standing = Standing.READY
+            case Heartbeat(_, seq, step, step_time_s):
+                peer.seq, peer.step, peer.step_time_s = seq, step, step_time_s
+                self.book.reached = max(self.book.reached, step)
+            case LinkEvent(other, up, evidence):
+                self.links.on_link(peer, other, up, evidence)
+            case LinkReport():
+                self.links.on_link_report(peer, message)
+            case LinkRequest():
+                self.links.on_link_request(peer, message)
+            case Verdict(suspect, alive, _, certain):
+                if alive or certain or self.links.may_witness(peer, suspect):
+                    stranger = not certain and self.links.is_stranger(peer, suspect)
+                    self.detector.verdict(peer.id, message, stranger=stranger)
+            case Report(number):
+                if self.desk.phase is Phase.PREPARING and number == self.recovery.number:
+                    peer.report = message
+                    self.detector.reported(peer.id)
+            case Entered():
+                peer.stands(message)
+                self.rebuild.on_moved(peer)
+                self.book.entered(message.view, self.desk.now)
+            case Progress():
+                peer.progress = message
+            case RebuildReport():
+                self.rebuild.on_report(peer, message)
+            case CatchUp():
+                self.learners.on_catch_up(peer, message)
+            case Kept():
+                self.keeper.on_kept(peer, message)
+            case Finished(seq, step):
+                peer.finished, peer.seq, peer.step = True, seq, step
