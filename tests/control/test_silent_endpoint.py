@@ -19,7 +19,7 @@ import pytest
 from served import PATIENCE_S, Facts, attending, serving
 from until_support import until
 
-from chaos_lightning.control import hosting
+from chaos_lightning.control import channel, hosting
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.hosting import ensure_scheduler, look
 from chaos_lightning.control.options import MEMORY, SchedulerOptions
@@ -86,6 +86,14 @@ def exhaust(process: subprocess.Popen[str]) -> Callable[[], None]:
     return lambda: resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.fixture
+def soon_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who says nothing for part of a second is taken for silent."""
+    monkeypatch.setattr(channel, "fetch_status", lambda *a, **named: fetch_status(*a, **{**named, "timeout_s": 0.3}))
+    monkeypatch.setattr(hosting, "is_another_kind", lambda host, port: is_another_kind(host, port, 0.2))
+
+
+@pytest.mark.usefixtures("soon_silent")
 @pytest.mark.parametrize(
     ("hurt", "words"), [(freeze, "which is stopped"), pytest.param(exhaust, "files open", marks=pytest.mark.slow)]
 )
@@ -116,6 +124,7 @@ def test_a_scheduler_that_stands_still_is_waited_for_by_name(
     assert results == [None]  # it serves
 
 
+@pytest.mark.usefixtures("soon_silent")
 def test_who_gives_up_waits_no_more(scheduler: subprocess.Popen[str]) -> None:
     endpoint = place_of(scheduler)
     freeze(scheduler)
@@ -125,6 +134,7 @@ def test_who_gives_up_waits_no_more(scheduler: subprocess.Popen[str]) -> None:
         ensure_scheduler(options, timeout_s=0.1)
 
 
+@pytest.mark.usefixtures("soon_silent")
 def test_a_crowd_before_a_frozen_scheduler_does_not_look_like_a_free_port() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
