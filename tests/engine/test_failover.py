@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,10 +36,8 @@ def stand_by(job: Job, etcd: EtcdServers, count: int, *, apart: bool = False) ->
     """Candidates; members ask all of them. Returns endpoint by name."""
     places = {f"s{n}": f"127.0.0.1:{port}" for n, port in enumerate(free_ports(count))}
     for name, place in places.items():
-        command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", place]
-        command += ["--settings", json.dumps({"min_nodes": 1}), "--store", etcd.address]
         env = {"CHAOS_HOST": name} if apart else None
-        job.harness.start(name, [*command, "--log-dir", str(job.harness.logs)], env=env)
+        job.scheduler(name, "--settings", json.dumps({"min_nodes": 1}), "--store", etcd.address, at=place, env=env)
     job.endpoint = ",".join(places.values())
     job.harness.wait_for("elected")
     return places

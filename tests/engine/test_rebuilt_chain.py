@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,8 @@ def lose_the_chain(job: Job) -> None:
 
 def begin(job: Job, name: str, *options: str, store: str = "") -> None:
     """A scheduler on a store of this name, at the same endpoint; on an empty one of its own name if none is given."""
-    command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", job.endpoint]
-    command += ["--settings", json.dumps(RULES), "--store", str(job.folder / f"{store or name}.sqlite")]
-    job.harness.start(name, [*command, "--log-dir", str(job.harness.logs), *options])
+    path = job.folder / f"{store or name}.sqlite"
+    job.scheduler(name, "--settings", json.dumps(RULES), "--store", str(path), *options)
     job.harness.wait_until(job.served, "the scheduler's answer")
 
 
@@ -160,9 +158,7 @@ def candidates(job: Job, etcd: EtcdServers, names: str, *options: str) -> dict[s
     """Endpoint by name; each listens where one of an earlier generation did."""
     places = dict(zip(names, job.endpoint.split(","), strict=True))
     for name, place in places.items():
-        command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", place]
-        command += ["--settings", json.dumps(RULES), "--store", etcd.address, *options]
-        job.harness.start(name, [*command, "--log-dir", str(job.harness.logs)])
+        job.scheduler(name, "--settings", json.dumps(RULES), "--store", etcd.address, *options, at=place)
     return places
 
 

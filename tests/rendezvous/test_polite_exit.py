@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import agents
 import pytest
+from forked_support import TORCHRUN, run
 from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
 
 from chaos_lightning.lab.harness import Harness
@@ -33,7 +33,7 @@ class Agent:
         command += [str(HERE / "polite_worker.py"), str(folder / "worker"), end]
         environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
         harness.declare("agent")  # torchrun may end badly here, and says how
-        self.process = harness.start_function("agent", agents.run, agents.TORCHRUN, command, environment, logging.INFO)
+        self.process = harness.start_function("agent", run, TORCHRUN, command, environment, logging.INFO)
 
     def words(self, rank: int = 0) -> list[str]:
         path = self.folder / f"worker.{rank}"

@@ -15,9 +15,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-import agents
+import forked_support
 import pytest
-from agents import TORCHRUN
+from forked_support import TORCHRUN
 
 from chaos_lightning import cli
 from chaos_lightning.control.chain import JobChain
@@ -64,7 +64,7 @@ class Torchrun:
         command += [str(HERE / worker), script]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CHAOS_TOKEN": TOKEN}
         os.mkfifo(output)
-        self.process = start_function("agent", agents.run, (program[0], command, environment), output, env={})
+        self.process = start_function("agent", forked_support.run, (program[0], command, environment), output, env={})
         self.lines: list[Line] = []
         self.noise: list[str] = []
         self._changed = threading.Condition()
