@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from engine_job import Job, says, who_leads
+from etcd_for_tests import servers
 
 from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import Record
 from chaos_lightning.machine.listener import free_ports
 from chaos_lightning.membership.leader_search import HEARS_SEVERAL_S
@@ -24,12 +24,8 @@ SETTINGS: dict[str, Any] = {"state_hash_every": 10, "host_scheduler": False}
 
 @pytest.fixture
 def etcd(tmp_path: Path) -> Iterator[EtcdServers]:
-    try:
-        servers = EtcdServers(tmp_path / "etcd", 3)
-    except ConfigurationError as error:
-        pytest.skip(str(error))
-    with servers:
-        yield servers
+    with servers(tmp_path / "etcd", 3) as started:
+        yield started
 
 
 def stand_by(job: Job, etcd: EtcdServers, count: int, *, apart: bool = False) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from engine_job import Job
+from etcd_for_tests import servers
 from test_failover import SETTINGS, SPEC, equal, leading, train
 
 from chaos_lightning.control.channel import fetch_status
@@ -16,7 +17,6 @@ from chaos_lightning.control.etcd_address import read_address
 from chaos_lightning.control.etcd_client import delete
 from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.control.etcd_store import job_root
-from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import Record
 from chaos_lightning.machine.listener import free_ports
 
@@ -146,12 +146,8 @@ def test_a_newcomer_with_another_model_that_is_first_at_the_empty_store_ends_nob
 
 @pytest.fixture
 def etcd(tmp_path: Path) -> Iterator[EtcdServers]:
-    try:
-        servers = EtcdServers(tmp_path / "etcd", 1)
-    except ConfigurationError as error:
-        pytest.skip(str(error))
-    with servers:
-        yield servers
+    with servers(tmp_path / "etcd", 1) as started:
+        yield started
 
 
 def candidates(job: Job, etcd: EtcdServers, names: str, *options: str) -> dict[str, str]:
