@@ -1,9 +1,10 @@
-"""For all tests: no generated example is timed, garbage is collected where it was made, and a test of real processes
-that fails shows their events."""
+"""For all tests: no generated example is timed, torch has one thread, garbage is collected where it was made, and a
+test of real processes that fails shows their events."""
 
 from __future__ import annotations
 
 import gc
+import os
 from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -16,6 +17,10 @@ from chaos_lightning.lab.harness import Harness
 DUMPED_EVENTS = 120
 SLOW_FOLDERS = ("examples", "callbacks", "strategies", "engine", "rendezvous", "benchmarks", "simulate", "testing")
 """Their files take longest."""
+
+# Threads of torch wait for each other with a busy processor, which others need. It is imported later; children inherit
+# this.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A generated example that takes long on a busy machine is no failure.
 settings.register_profile("untimed", deadline=None)
