@@ -144,6 +144,12 @@ class Job:
         assert [text for r in self.harness.records for text in problems(r.name, r.fields)] == []
         return [self.report(name) for name in names]
 
+    def unharmed(self, *names: str) -> None:
+        """They end alike, and none of them was ever put out or taken for dead."""
+        reports = self.finish(*names)
+        assert len({(r["hash"], r["step"]) for r in reports}) == 1, reports
+        assert not [r for r in self.harness.records if r.name in ("fenced", "rejoin", "death")]
+
     def _was_in(self, name: str) -> bool:
         came = any(r.name == "joined" and r.node == name for r in self.harness.records)
         return came or not self.harness.children[name].running
