@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -209,7 +210,7 @@ def test_the_chain_of_a_scheduler_that_does_not_answer_is_left_alone(
     from chaos_lightning.control import channel, sqlite_store
 
     monkeypatch.setattr(sqlite_store, "_LOCK_PATIENCE_S", 0.1)
-    monkeypatch.setattr(channel.reset, "__kwdefaults__", {"force": False, "token": b"", "timeout_s": 0.5})
+    monkeypatch.setattr(channel, "fetch_status", functools.partial(channel.fetch_status, timeout_s=0.5))
     view = View(ViewId(term, 1), NO_VIEW, ())
     with JobChain(SqliteStore(chain, "default")) as store:
         store.store.term = term

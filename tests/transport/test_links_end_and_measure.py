@@ -6,11 +6,11 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
-from links_support import DEADLINE_S, Node, connect, pacing_of
+from links_support import DEADLINE_S, Build, Node, connect, pacing_of
 from until_support import until
 
 from chaos_lightning.lab.emulation import IDLE_PART, emulating
@@ -22,23 +22,13 @@ from chaos_lightning.transport.measuring import RENEW_S
 from chaos_lightning.transport.probe import Probes
 from chaos_lightning.transport.reference import Generation
 
-Build = Callable[[str], dict[str, Node]]
 VIEW = ViewId(1, 1)
 
 
-@pytest.fixture
-def build() -> Iterator[Build]:
-    made: dict[str, Node] = {}
-
-    def build(names: str) -> dict[str, Node]:
-        for number, name in enumerate(names, 1):
-            made[name] = Node(f"{name}~{number}")
-        return made
-
+@pytest.fixture(autouse=True)
+def _emulated() -> Iterator[None]:
     with emulating():
-        yield build
-    for node in made.values():
-        node.close()
+        yield
 
 
 def let_go(node: Node) -> None:
