@@ -6,7 +6,6 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import forked_support
 import pytest
 from forked_support import TORCHRUN
+from served import first_words, scheduler_process
 
 from chaos_lightning import cli
 from chaos_lightning.control.chain import JobChain
@@ -302,17 +302,10 @@ def finished(endpoint: str, tmp_path: Path) -> Iterator[None]:
         store.take_term()
         assert store.append(Persist(1, "view", ViewId(1, 1), View(ViewId(1, 1), NO_VIEW, ()))).ok
         assert store.append(Persist(2, "finish", ViewId(1, 2))).ok
-    command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", endpoint]
-    command += ["--settings", settings_to_json(Settings(job="job")), "--store", str(chain), "--keep-finished"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "CHAOS_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
-    ) as scheduler:
-        try:
-            assert scheduler.stdout is not None
-            assert "scheduler of job job" in scheduler.stdout.readline()
-            yield
-        finally:
-            scheduler.kill()
+    options = ("--settings", settings_to_json(Settings(job="job")), "--store", str(chain), "--keep-finished")
+    with scheduler_process("--listen", endpoint, *options, env={**os.environ, "CHAOS_TOKEN": TOKEN}) as scheduler:
+        assert "scheduler of job job" in first_words(scheduler)
+        yield
 
 
 @pytest.mark.parametrize("program", [(TORCHRUN,), RUN])
