@@ -161,6 +161,16 @@ def emulate(nodes: dict[str, Node], rate_bps: float) -> None:
         node.do(lambda node=node, others=others: node.links._measuring._pacer.change(others))
 
 
+def measured(build: Build, rate_bps: float) -> dict[str, Node]:
+    """Two members on a network of this rate, whose link both have measured."""
+    nodes = build("ab")
+    emulate(nodes, rate_bps)
+    connect(nodes, "ab")
+    for node in nodes.values():
+        node.wait(lambda node=node: node.reports)
+    return nodes
+
+
 def beat(nodes: dict[str, Node]) -> None:
     """Pings and reads counters, as a member's shell does."""
     for node in nodes.values():
@@ -218,12 +228,8 @@ def test_links_within_a_machine_are_not_measured(build: Build) -> None:
 
 def test_a_link_that_fell_behind_is_probed_until_it_has_recovered(build: Build) -> None:
     """Though nothing is sent on it: trees go round it (docs/LOG.md)."""
-    nodes = build("ab")
-    emulate(nodes, 200e6)
-    connect(nodes, "ab")
+    nodes = measured(build, 200e6)
     a, b = nodes.values()
-    for node in (a, b):
-        node.wait(lambda node=node: node.reports)
     emulate(nodes, 10e6)
     beat(nodes)
 
@@ -243,12 +249,8 @@ def test_a_link_that_fell_behind_is_probed_until_it_has_recovered(build: Build) 
 
 def test_a_link_and_the_transfers_beside_it_share_one_rate(build: Build) -> None:
     """What the kernel is told of all connections to one peer is the rate, in sum, whoever has something to send."""
-    nodes = build("ab")
-    emulate(nodes, 80e6)
-    connect(nodes, "ab")
+    nodes = measured(build, 80e6)
     a, b = nodes.values()
-    for node in (a, b):
-        node.wait(lambda node=node: node.reports)
     served: list[socket.socket] = []
     payload = bytes(1 << 20)
 
@@ -305,12 +307,8 @@ def test_a_report_ends_with_its_link(build: Build) -> None:
 
 
 def test_traffic_shows_that_a_link_has_changed(build: Build) -> None:
-    nodes = build("ab")
-    emulate(nodes, 200e6)
-    connect(nodes, "ab")
+    nodes = measured(build, 200e6)
     a, b = nodes.values()
-    for node in (a, b):
-        node.wait(lambda node=node: node.reports)
     emulate(nodes, 20e6)
     before = a.reports[-1]
 
@@ -325,12 +323,8 @@ def test_traffic_shows_that_a_link_has_changed(build: Build) -> None:
 
 
 def test_a_bulk_transfer_beside_the_link_counts_as_well(build: Build) -> None:
-    nodes = build("ab")
-    emulate(nodes, 200e6)
-    connect(nodes, "ab")
+    nodes = measured(build, 200e6)
     a, b = nodes.values()
-    for node in (a, b):
-        node.wait(lambda node=node: node.reports)
     emulate(nodes, 20e6)
     payload = bytes(3 << 20)
     b.serve_bulk = lambda sock, peer: (sock.sendall(payload), sock.recv(1))
