@@ -18,8 +18,8 @@ DUMPED_EVENTS = 120
 SLOW_FOLDERS = ("examples", "callbacks", "strategies", "engine", "rendezvous", "benchmarks", "simulate", "testing")
 """Their files take longest."""
 
-# Threads of torch wait for each other with a busy processor, which others need. It is imported later; children inherit
-# this.
+# Threads of torch wait for each other with a busy processor, which others need: beside other work, small networks take
+# up to a hundred times as long. Torch is imported later, and children inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A generated example that takes long on a busy machine is no failure.
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What all tests import is garbage never: no collection walks those 600 000 objects again."""
+    """What all tests import is never garbage: no collection walks those 600,000 objects again."""
     gc.collect()
     gc.freeze()
 
