@@ -1,9 +1,10 @@
-"""For all tests: no generated example is timed, garbage is collected where it was made, and a test of real processes
-that fails shows their events."""
+"""For all tests: no generated example is timed, torch has one thread, garbage is collected where it was made, and a
+test of real processes that fails shows their events."""
 
 from __future__ import annotations
 
 import gc
+import os
 from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -17,6 +18,10 @@ DUMPED_EVENTS = 120
 SLOW_FOLDERS = ("examples", "callbacks", "strategies", "engine", "rendezvous", "benchmarks", "simulate", "testing")
 """Their files take longest."""
 
+# Threads of torch wait for each other with a busy processor, which others need: beside other work, small networks take
+# up to a hundred times as long. Torch is imported later, and children inherit this.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A generated example that takes long on a busy machine is no failure.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -26,6 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take long come first: of processes that share them none is left with one at the end."""
     place = {folder: number for number, folder in enumerate(SLOW_FOLDERS)}
     items.sort(key=lambda item: place.get(item.path.parent.name, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """What all tests import is never garbage: no collection walks those 600,000 objects again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

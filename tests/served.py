@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from chaos_lightning.control.agent import Agent
@@ -30,6 +33,7 @@ from chaos_lightning.protocol.types import (
     Welcome,
 )
 
+ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 30.0
 T = TypeVar("T")
 
@@ -188,6 +192,36 @@ def serving(*args: Any, **kwargs: Any) -> Iterator[Served]:
         yield served
     finally:
         served.stop()
+
+
+SCHEDULER = (sys.executable, "-m", "chaos_lightning.control.scheduler_main")
+
+
+@contextmanager
+def scheduler_process(
+    *arguments: str, program: Sequence[str] = SCHEDULER, env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A scheduler as a user starts it, at a port of the kernel's choice unless these arguments say where."""
+    command = [*program, "--listen", "127.0.0.1:0", *arguments]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait(PATIENCE_S)
+
+
+def first_words(process: subprocess.Popen[str]) -> str:
+    """What a scheduler that has started says."""
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def place_of(process: subprocess.Popen[str]) -> str:
+    """The endpoint of a scheduler that has said nothing yet."""
+    return first_words(process).partition(" at ")[2].split()[0]
 
 
 class Client:

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import callback_support
 import pytest
+from forked_support import patient, scheduler
 
-from chaos_lightning.control.hosting import ensure_scheduler
-from chaos_lightning.control.options import SchedulerOptions
 from chaos_lightning.lab.faults import FaultPlan
 from chaos_lightning.lab.harness import Harness
-from chaos_lightning.machine.listener import free_port
+from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.observe import folds
-from chaos_lightning.protocol.types import Settings
 
 
 class Job:
@@ -48,22 +46,13 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    port = free_port()
-    # Generous: test machines are busy, and a member that is slow must not look dead.
-    rules = Settings(heartbeat_timeout_s=3.0, confirm_timeout_s=1.0, report_timeout_s=5.0)
-    options = SchedulerOptions(
-        listen=f"127.0.0.1:{port}",
-        store=str(tmp_path / "chain.sqlite"),
-        log_dir=str(tmp_path / "events"),
-        settings=rules,
-    )
+    options = patient(tmp_path)
     with Harness(tmp_path, deadline_s=120.0) as harness:
-        scheduler = ensure_scheduler(options)
+        started = scheduler(options)
         try:
-            yield Job(harness, port, tmp_path)
+            yield Job(harness, split_endpoint(options.listen)[1], tmp_path)
         finally:
-            if scheduler is not None:
-                scheduler.stop()
+            started.stop()
 
 
 @pytest.mark.parametrize(

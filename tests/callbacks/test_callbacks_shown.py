@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -177,16 +174,6 @@ def test_live_view_asks_the_scheduler_if_there_are_no_logs(tmp_path: Path) -> No
     assert board is not None
     assert board().title == "scheduler 127.0.0.1:1"
     assert LiveView()._source(trainer(None, root=str(tmp_path))) is None
-
-
-def test_the_folder_at_the_root_is_refused() -> None:
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", "import callbacks"], cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "write `import chaos_lightning.callbacks`" in done.stderr
 
 
 @pytest.mark.parametrize(

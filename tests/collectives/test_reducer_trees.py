@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_reducer import a_view, cluster  # noqa: F401  (a fixture)
+from test_reducer import a_view, cluster, summed  # noqa: F401  (a fixture)
 
 from chaos_lightning.protocol.types import PlanSpec, TreeSpec
 
@@ -29,17 +29,7 @@ def weighted(names: list[str], chunk_nbytes: int) -> PlanSpec:
 @pytest.mark.parametrize("chunk_nbytes", [4096, 0])
 def test_sum_is_exact_and_bit_identical_over_several_trees(cluster, by_reference, chunk_nbytes):  # noqa: F811
     nodes = cluster(4, torch.float64, by_reference=by_reference)
-    names = [n.me for n in nodes]
-    view = a_view(names, weighted(names, chunk_nbytes))
-    for seq in (1, 2, 3):
-        owns = [n.fill(seq + i / 10).view(torch.float64) for i, n in enumerate(nodes)]
-        for n in nodes:
-            n.run(view, seq)
-        for n in nodes:
-            n.wait(view, seq)
-        results = [n.flat(seq, torch.float64) for n in nodes]
-        torch.testing.assert_close(results[0], torch.stack(owns).sum(0), rtol=1e-12, atol=1e-12)
-        assert all(torch.equal(results[0], r) for r in results)
+    summed(nodes, weighted([n.me for n in nodes], chunk_nbytes))
 
 
 def test_only_links_of_the_trees_are_used(cluster):  # noqa: F811

@@ -134,7 +134,8 @@ def test_nobody_there_fails_after_the_timeout_with_the_reason() -> None:
         assert not client.agent.is_alive()
 
 
-def test_a_member_that_was_admitted_never_gives_up() -> None:
+def test_a_member_that_was_admitted_never_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "_FIRST_REVIVE_PAUSE_S", 0.2)
     port = free_port()
     tries = Facts[int]()
     with attending(f"127.0.0.1:{port}", connect_timeout_s=0.2, revive=lambda: tries.add(1)) as client:

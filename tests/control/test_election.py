@@ -21,6 +21,7 @@ from chain_support import decide, etcd_chain, reserve
 from etcd_for_tests import servers
 from until_support import until
 
+from chaos_lightning.control import election
 from chaos_lightning.control.election import Candidate, Election
 from chaos_lightning.control.etcd_client import EtcdClient
 from chaos_lightning.control.etcd_servers import EtcdServers
@@ -180,9 +181,11 @@ def test_a_candidate_whose_watch_is_deaf_is_elected_all_the_same(
 
 @pytest.mark.usefixtures("each_client")
 def test_etcd_that_cannot_be_reached_ends_a_reign_no_later_than_its_lease(
-    etcd_of_three: EtcdServers, job: str, running: contextlib.ExitStack
+    etcd_of_three: EtcdServers, job: str, running: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(election, "PATIENCE_S", 0.1)
     a = start(running, etcd_of_three, job, "a")
+    a.client.deadline_s = 0.5  # for giving its lease back
     a.hears("elected")
     for server in etcd_of_three.servers:
         etcd_of_three.kill(server)

@@ -238,6 +238,22 @@ def test_a_server_that_is_restarted_forgets_nothing_and_watches_go_on(tmp_path: 
         assert [v.id.number for v in other.load().views] == [1, 2, 3, 4]
 
 
+def killed_thrice(one: EtcdServers, over: threading.Event) -> threading.Thread:
+    """Kills this server and starts it again, three times; sets `over` then."""
+
+    def kill_and_start() -> None:
+        for _ in range(3):
+            over.wait(0.2)
+            one.kill(one.servers[0])
+            one.run(one.servers[0])
+            one.wait_ready(30.0)
+        over.set()
+
+    killer = threading.Thread(target=kill_and_start)
+    killer.start()
+    return killer
+
+
 def test_servers_killed_again_and_again_in_mid_write_lose_nothing_that_was_acknowledged(
     tmp_path: Path, job: str
 ) -> None:
@@ -245,16 +261,7 @@ def test_servers_killed_again_and_again_in_mid_write_lose_nothing_that_was_ackno
         chain.take_term()
         over, last, count = threading.Event(), NO_VIEW, 0
 
-        def kill_and_start() -> None:
-            for _ in range(3):
-                over.wait(0.2)
-                one.kill(one.servers[0])
-                one.run(one.servers[0])
-                one.wait_ready(30.0)
-            over.set()
-
-        killer = threading.Thread(target=kill_and_start)
-        killer.start()
+        killer = killed_thrice(one, over)
         while not over.is_set():
             effect = decide(ViewId(1, count + 1), last)
             assert append_patiently(chain, effect).ok
@@ -271,16 +278,7 @@ def test_a_log_that_is_cut_while_servers_are_killed_is_whole_at_any_moment(tmp_p
         writer, reader, over = chain.store, other.store, threading.Event()
         end, seen = writer.take_term(), 0
 
-        def kill_and_start() -> None:
-            for _ in range(3):
-                over.wait(0.2)
-                one.kill(one.servers[0])
-                one.run(one.servers[0])
-                one.wait_ready(30.0)
-            over.set()
-
-        killer = threading.Thread(target=kill_and_start)
-        killer.start()
+        killer = killed_thrice(one, over)
         while not over.is_set():
             number = end.position + 1
             with contextlib.suppress(StoreError):

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from served import PATIENCE_S, Client, attending, hello, serving
+from served import PATIENCE_S, Client, attending, first_words, hello, scheduler_process, serving
 from until_support import until
 
 from chaos_lightning.control import hosting
@@ -472,25 +472,15 @@ def test_the_member_hosts_by_its_configuration(endpoint: str, started: list[Host
 # ------------------------------------------------------------------------------------------------ the process
 
 
-def scheduler_process(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "chaos_lightning.control.scheduler_main", *arguments],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_process_and_leaves_the_chain(endpoint: str, number: signal.Signals, tmp_path: Path) -> None:
     with scheduler_process("--listen", endpoint, "--store", str(tmp_path / "chain")) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("scheduler of job default at 127.0.0.1:")
+        assert first_words(process).startswith("scheduler of job default at 127.0.0.1:")
         client = founder(endpoint, job="default")
         client.messages.wait(lambda m: type(m).__name__ == "Decide")
         process.send_signal(number)
         assert process.wait(PATIENCE_S) == 0
+        assert process.stdout is not None
         assert number.name in process.stdout.read()
         client.close()
     assert not (tmp_path / "chain-wal").exists()
@@ -543,19 +533,14 @@ def test_a_store_that_fails_is_exit_code_1(tmp_path: Path, capsys: pytest.Captur
 def test_two_schedulers_on_one_chain_are_refused_before_they_touch_it(tmp_path: Path, endpoint: str) -> None:
     store = str(tmp_path / "chain")
     with scheduler_process("--listen", endpoint, "--store", store) as first:
-        try:
-            assert first.stdout is not None
-            first.stdout.readline()
-            with scheduler_process("--listen", "127.0.0.1:0", "--store", store) as second:
-                output, _ = second.communicate(timeout=PATIENCE_S)
-            assert second.returncode == 2
-            assert "another scheduler serves" in output
-            with sqlite3.connect(store) as db:
-                assert db.execute("SELECT term FROM job").fetchone() == (1,)
-            db.close()
-        finally:
-            first.kill()
-            first.wait(PATIENCE_S)
+        first_words(first)
+        with scheduler_process("--store", store) as second:
+            output, _ = second.communicate(timeout=PATIENCE_S)
+        assert second.returncode == 2
+        assert "another scheduler serves" in output
+        with sqlite3.connect(store) as db:
+            assert db.execute("SELECT term FROM job").fetchone() == (1,)
+        db.close()
 
 
 def test_a_hosted_scheduler_survives_the_process_group_that_started_it(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from served import PATIENCE_S, Client, attending, hello, serving
+from served import Client, attending, hello, place_of, scheduler_process, serving
 from typer.testing import CliRunner
 from until_support import until
 
@@ -188,17 +187,10 @@ def test_what_is_not_there_is_not_made(chain: Path) -> None:
 @pytest.fixture
 def stopped(chain: Path) -> Iterator[str]:
     """The endpoint of a scheduler of that chain that is stopped."""
-    command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", "127.0.0.1:0"]
-    process = subprocess.Popen([*command, "--store", str(chain)], stdout=subprocess.PIPE, text=True)
-    with process:
-        try:
-            assert process.stdout is not None
-            endpoint = process.stdout.readline().partition(" at ")[2].split()[0]
-            process.send_signal(signal.SIGSTOP)
-            yield endpoint
-        finally:
-            process.kill()
-            process.wait(PATIENCE_S)
+    with scheduler_process("--store", str(chain)) as process:
+        endpoint = place_of(process)
+        process.send_signal(signal.SIGSTOP)
+        yield endpoint
 
 
 def test_the_chain_of_a_scheduler_that_does_not_answer_is_left_alone(
@@ -209,7 +201,7 @@ def test_the_chain_of_a_scheduler_that_does_not_answer_is_left_alone(
     from chaos_lightning.control import channel, sqlite_store
 
     monkeypatch.setattr(sqlite_store, "_LOCK_PATIENCE_S", 0.1)
-    monkeypatch.setattr(channel.reset, "__kwdefaults__", {"force": False, "token": b"", "timeout_s": 0.5})
+    monkeypatch.setattr(channel, "fetch_status", functools.partial(channel.fetch_status, timeout_s=0.5))
     view = View(ViewId(term, 1), NO_VIEW, ())
     with JobChain(SqliteStore(chain, "default")) as store:
         store.store.term = term

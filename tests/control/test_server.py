@@ -510,22 +510,3 @@ def test_a_final_refusal_is_delivered() -> None:
         client.agent.join(PATIENCE_S)
         assert not client.agent.is_alive()
         assert served.events.wait(closed) == fx.Closed(1, abrupt=False)
-
-
-def test_the_scheduler_needs_neither_torch_nor_lightning() -> None:
-    code = (
-        "import sys, chaos_lightning.control.server, chaos_lightning.control.agent, chaos_lightning.control.hosting,"
-        " chaos_lightning.control.scheduler_main, chaos_lightning.membership.scheduler,"
-        " chaos_lightning.control.sqlite_store, chaos_lightning.control.commands; "
-        "print(*[m for m in ('torch', 'lightning', 'numpy', 'hydra') if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == []

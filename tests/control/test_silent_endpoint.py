@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
-from served import PATIENCE_S, Facts, attending, serving
+from served import PATIENCE_S, SCHEDULER, Facts, attending, place_of, scheduler_process, serving
 from until_support import until
 
-from chaos_lightning.control import hosting
+from chaos_lightning.control import channel, hosting
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.hosting import ensure_scheduler, look
 from chaos_lightning.control.options import MEMORY, SchedulerOptions
@@ -58,18 +58,21 @@ def said() -> Iterator[Said]:
     logger.removeHandler(handler)
 
 
+IMPATIENT = """
+import sys
+from chaos_lightning.control import channel
+given = [name for name, _ in channel.SERVER_OPTIONS]
+channel.SERVER_OPTIONS[given.index("grpc.server_handshake_timeout_ms")] = ("grpc.server_handshake_timeout_ms", 2000)
+from chaos_lightning.control.scheduler_main import main
+sys.exit(main())
+"""
+"""A scheduler that waits for less long for who says nothing, so that the test does, too."""
+
+
 @pytest.fixture
 def scheduler() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen([*command, "--store", MEMORY], stdout=subprocess.PIPE, text=True) as process:
+    with scheduler_process("--store", MEMORY) as process:
         yield process
-        process.kill()
-        process.wait(PATIENCE_S)
-
-
-def place_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().partition(" at ")[2].split()[0]
 
 
 def freeze(process: subprocess.Popen[str]) -> Callable[[], None]:
@@ -86,6 +89,14 @@ def exhaust(process: subprocess.Popen[str]) -> Callable[[], None]:
     return lambda: resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.fixture
+def soon_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who says nothing for part of a second is taken for silent."""
+    monkeypatch.setattr(channel, "fetch_status", lambda *a, **named: fetch_status(*a, **{**named, "timeout_s": 0.3}))
+    monkeypatch.setattr(hosting, "is_another_kind", lambda host, port: is_another_kind(host, port, 0.2))
+
+
+@pytest.mark.usefixtures("soon_silent")
 @pytest.mark.parametrize(
     ("hurt", "words"), [(freeze, "which is stopped"), pytest.param(exhaust, "files open", marks=pytest.mark.slow)]
 )
@@ -116,6 +127,7 @@ def test_a_scheduler_that_stands_still_is_waited_for_by_name(
     assert results == [None]  # it serves
 
 
+@pytest.mark.usefixtures("soon_silent")
 def test_who_gives_up_waits_no_more(scheduler: subprocess.Popen[str]) -> None:
     endpoint = place_of(scheduler)
     freeze(scheduler)
@@ -125,6 +137,7 @@ def test_who_gives_up_waits_no_more(scheduler: subprocess.Popen[str]) -> None:
         ensure_scheduler(options, timeout_s=0.1)
 
 
+@pytest.mark.usefixtures("soon_silent")
 def test_a_crowd_before_a_frozen_scheduler_does_not_look_like_a_free_port() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -141,11 +154,12 @@ def test_a_crowd_before_a_frozen_scheduler_does_not_look_like_a_free_port() -> N
                 one.close()
 
 
-def test_connections_that_say_nothing_do_not_keep_newcomers_out(scheduler: subprocess.Popen[str]) -> None:
-    host, port = split_endpoint(place_of(scheduler))
-    count, room = len(os.listdir(f"/proc/{scheduler.pid}/fd")), 40
-    resource.prlimit(scheduler.pid, resource.RLIMIT_NOFILE, (count + room, count + room))
+def test_connections_that_say_nothing_do_not_keep_newcomers_out() -> None:
     with contextlib.ExitStack() as crowd:
+        scheduler = crowd.enter_context(scheduler_process("--store", MEMORY, program=(sys.executable, "-c", IMPATIENT)))
+        host, port = split_endpoint(place_of(scheduler))
+        count, room = len(os.listdir(f"/proc/{scheduler.pid}/fd")), 40
+        resource.prlimit(scheduler.pid, resource.RLIMIT_NOFILE, (count + room, count + room))
         for _ in range(2 * room):
             crowd.enter_context(socket.create_connection((host, port), timeout=PATIENCE_S))
         with pytest.raises(SchedulerUnreachableError):  # else the test shows nothing
@@ -179,15 +193,10 @@ def test_streams_that_say_nothing_are_closed_and_told() -> None:
 
 def test_a_scheduler_takes_all_the_descriptors_that_it_may_have() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with_few = ["sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh"]
-    command = [*with_few, sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen([*command, "--store", MEMORY], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            place_of(process)  # it has started
-            assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
-        finally:
-            process.kill()
-            process.wait(PATIENCE_S)
+    with_few = ["sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh", *SCHEDULER]
+    with scheduler_process("--store", MEMORY, program=with_few) as process:
+        place_of(process)  # it has started
+        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
 
 
 def test_only_who_hangs_up_or_speaks_otherwise_is_of_another_kind() -> None:

@@ -18,7 +18,7 @@ from etcd_for_tests import servers
 from served import PATIENCE_S, Facts, ScriptedMachine, Served, serving
 from until_support import until
 
-from chaos_lightning.control import scheduler_main
+from chaos_lightning.control import election, scheduler_main
 from chaos_lightning.control.candidacy import EtcdCandidacy
 from chaos_lightning.control.chain import JobChain
 from chaos_lightning.control.chain_writer import ChainWriter
@@ -183,14 +183,16 @@ class Finishing(ScriptedMachine):
 
 @pytest.mark.parametrize("gone_on", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_end_of_a_job_is_carried_to_the_next_time_that_this_process_leads(
-    tmp_path: Path, job: str, *, gone_on: bool
+    tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch, *, gone_on: bool
 ) -> None:
+    monkeypatch.setattr(election, "PATIENCE_S", 0.1)
     settings = Settings(job=job)
     with servers(tmp_path, 1) as etcd:
         address, (server,) = read_address(etcd.address), etcd.servers
 
         def lead(**changes: Any) -> AbstractContextManager[Served]:
             candidacy = EtcdCandidacy(address, job, followed="owed" in changes, lease_s=2)
+            candidacy._client.deadline_s = 1.0
             return serving(
                 candidacy=candidacy, open_store=candidacy.open_store, settings=settings, machine=make, **changes
             )

@@ -6,12 +6,13 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import engine_members
+import forked_support
 from engine_control import ControlPath
+from forked_support import SCHEDULER
 
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.errors import SchedulerUnreachableError
@@ -62,10 +63,13 @@ class Job:
     def serve(self, **rules: Any) -> None:
         """The scheduler is a process of its own from the start, and not hosted by the first member."""
         chain = self.folder / "chain.sqlite"
-        options = ["--listen", self.endpoint, "--settings", json.dumps(rules), "--store", str(chain)]
-        options += ["--log-dir", str(self.harness.logs)]
-        self.harness.start("scheduler", [sys.executable, "-m", "chaos_lightning.control.scheduler_main", *options])
+        self.scheduler("scheduler", "--settings", json.dumps(rules), "--store", str(chain))
         self.harness.wait_until(self.served, "the scheduler's answer")
+
+    def scheduler(self, name: str, *options: str, at: str = "", env: dict[str, str] | None = None) -> None:
+        """A scheduler process that listens at the job's endpoint, or at this one."""
+        given = ["--listen", at or self.endpoint, "--log-dir", str(self.harness.logs), *options]
+        self.harness.start_function(name, forked_support.run, SCHEDULER, given, env=env, preload=PRELOAD)
 
     def served(self) -> bool:
         try:
@@ -139,6 +143,12 @@ class Job:
             assert finding.verdict != "violated", self.harness.dump() + f"\n{finding}"
         assert [text for r in self.harness.records for text in problems(r.name, r.fields)] == []
         return [self.report(name) for name in names]
+
+    def unharmed(self, *names: str) -> None:
+        """They end alike, and none of them was ever put out or taken for dead."""
+        reports = self.finish(*names)
+        assert len({(r["hash"], r["step"]) for r in reports}) == 1, reports
+        assert not [r for r in self.harness.records if r.name in ("fenced", "rejoin", "death")]
 
     def _was_in(self, name: str) -> bool:
         came = any(r.name == "joined" and r.node == name for r in self.harness.records)

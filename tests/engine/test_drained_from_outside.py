@@ -133,6 +133,7 @@ def test_newcomer_is_drained_while_its_state_is_on_the_way(routed_job: Job) -> N
     job.start("b", epochs=1000, width=4000)
     job.harness.wait_for("pull_started", node="b")
     drain(job.endpoint, "b")
+    job.relay.shape("a", "b", rate_bps=1e9)
     assert job.harness.wait_exit("b") == 0
     assert job.report("b")["out"]
     released = job.harness.wait_for("left", node="b")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_job import Job, says, who_leads
+from etcd_for_tests import servers
 
 from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import Record
 from chaos_lightning.machine.listener import free_ports
 from chaos_lightning.membership.leader_search import HEARS_SEVERAL_S
@@ -25,22 +24,16 @@ SETTINGS: dict[str, Any] = {"state_hash_every": 10, "host_scheduler": False}
 
 @pytest.fixture
 def etcd(tmp_path: Path) -> Iterator[EtcdServers]:
-    try:
-        servers = EtcdServers(tmp_path / "etcd", 3)
-    except ConfigurationError as error:
-        pytest.skip(str(error))
-    with servers:
-        yield servers
+    with servers(tmp_path / "etcd", 3) as started:
+        yield started
 
 
 def stand_by(job: Job, etcd: EtcdServers, count: int, *, apart: bool = False) -> dict[str, str]:
     """Candidates; members ask all of them. Returns endpoint by name."""
     places = {f"s{n}": f"127.0.0.1:{port}" for n, port in enumerate(free_ports(count))}
     for name, place in places.items():
-        command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", place]
-        command += ["--settings", json.dumps({"min_nodes": 1}), "--store", etcd.address]
         env = {"CHAOS_HOST": name} if apart else None
-        job.harness.start(name, [*command, "--log-dir", str(job.harness.logs)], env=env)
+        job.scheduler(name, "--settings", json.dumps({"min_nodes": 1}), "--store", etcd.address, at=place, env=env)
     job.endpoint = ",".join(places.values())
     job.harness.wait_for("elected")
     return places

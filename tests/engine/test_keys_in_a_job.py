@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from engine_job import Job
+from etcd_for_tests import servers
 
 from chaos_lightning.control.channel import fetch_status
-from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.errors import ConfigurationError, RefusedError
+from chaos_lightning.errors import RefusedError
 from chaos_lightning.events.events import Record
 from chaos_lightning.machine.listener import free_ports
 from chaos_lightning.observe.commands import report
@@ -127,11 +127,7 @@ def test_keys_are_rotated_while_two_members_train(job: Job, keys: Path) -> None:
 
 @pytest.mark.slow
 def test_another_scheduler_leads_and_members_find_it_with_tls(job: Job, keys: Path, tmp_path: Path) -> None:
-    try:
-        etcd = EtcdServers(tmp_path / "etcd", 1)
-    except ConfigurationError as error:
-        pytest.skip(str(error))
-    with etcd:
+    with servers(tmp_path / "etcd", 1) as etcd:
         places = {f"s{n}": f"127.0.0.1:{port}" for n, port in enumerate(free_ports(2))}
         for name, place in places.items():
             command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", place]

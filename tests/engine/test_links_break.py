@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from engine_job import Job
 from engine_members import UNTIL_ENOUGH
@@ -37,12 +35,6 @@ def remade(job: Job, before: Record, *ends: str) -> Record:
     return decided
 
 
-def unharmed(job: Job, *names: str) -> None:
-    reports: list[dict[str, Any]] = job.finish(*names)
-    assert len({(r["hash"], r["step"]) for r in reports}) == 1, reports
-    assert not [r for r in job.harness.records if r.name in ("fenced", "rejoin", "death")]
-
-
 @pytest.mark.parametrize("ends", ["ab", "bc"])
 def test_a_cut_link_is_dialled_again_and_the_open_step_redone(routed_job: Job, ends: str) -> None:
     """With the root at one end, and with none."""
@@ -57,7 +49,7 @@ def test_a_cut_link_is_dialled_again_and_the_open_step_redone(routed_job: Job, e
     decided = remade(job, view, *ends)
     job.open(gate)
     job.harness.wait_for("committed", node="a", after=decided)
-    unharmed(job, *"abc")
+    job.unharmed(*"abc")
 
 
 @pytest.mark.slow
@@ -70,7 +62,7 @@ def test_a_link_that_is_cut_again_and_again_stops_nobody_for_good(routed_job: Jo
         job.harness.restore(one, other)
         view = remade(job, view, one, other)
         job.harness.wait_for("committed", node="a", after=view)
-    unharmed(job, *"abc")
+    job.unharmed(*"abc")
 
 
 def test_a_stalled_link_is_noticed_though_nobody_closes_it(routed_job: Job) -> None:
@@ -86,7 +78,7 @@ def test_a_stalled_link_is_noticed_though_nobody_closes_it(routed_job: Job) -> N
     decided = remade(job, view, *"bc")
     assert "silent (nothing was heard for" in str(decided.get("reason"))
     job.harness.wait_for("committed", node="a", after=decided)
-    unharmed(job, *"abc")
+    job.unharmed(*"abc")
 
 
 @pytest.mark.slow
@@ -97,7 +89,7 @@ def test_a_short_stall_is_waited_out(routed_job: Job) -> None:
     job.harness.stall("a", "b", seconds=0.3)
     restored = job.harness.wait_for("fault_injected", lambda r: r.get("kind") == "restore")
     job.harness.wait_for("committed", node="b", after=restored)
-    unharmed(job, *"abc")
+    job.unharmed(*"abc")
     assert not [r for r in job.harness.records if r.name == "prepare"]
 
 
@@ -114,6 +106,6 @@ def test_a_link_that_stays_away_is_done_without_and_comes_back_with_a_header(rou
     job.harness.restore("a", "b")
     back = job.harness.wait_for("view", lambda r: "comes in" in str(r.get("reason")), node="default", after=decided)
     job.harness.wait_for("committed", node="b", after=back)
-    unharmed(job, *"abc")
+    job.unharmed(*"abc")
     decisions = [r for r in job.harness.records if r.name == "decide" and r.node == "default"]
     assert len(decisions) == 2, "founded, and gone on without the link; it comes back without stopping anybody"

@@ -18,19 +18,13 @@ def beside(job: Job, name: str) -> set[str]:
     return {str(r.get("peer")).partition("~")[0] for r in ups}
 
 
-def same(job: Job, *names: str) -> None:
-    reports: list[dict[str, Any]] = job.finish(*names)
-    assert len({(r["hash"], r["step"]) for r in reports}) == 1, reports
-    assert not [r for r in job.harness.records if r.name in ("fenced", "rejoin", "death")]
-
-
 def test_contributions_and_headers_pass_through_the_member_between(job: Job) -> None:
     """a - b - c - d: the commit root is at one end, so that d is three links away from it."""
     named = {"a": "b", "b": "a,c", "c": "b,d", "d": "c"}
     for name, neighbours in named.items():
         job.start(name, settings={"min_nodes": 4, "neighbours": neighbours}, epochs=8)
         job.harness.wait_for("welcomed", node=name)
-    same(job, *named)
+    job.unharmed(*named)
     for name, neighbours in named.items():
         assert beside(job, name) == set(neighbours.split(",")), name
     views = [r for r in job.harness.records if r.name == "view" and r.node == "default" and r.get("members")]

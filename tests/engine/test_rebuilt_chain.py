@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_job import Job
+from etcd_for_tests import servers
 from test_failover import SETTINGS, SPEC, equal, leading, train
 
 from chaos_lightning.control.channel import fetch_status
@@ -17,7 +17,6 @@ from chaos_lightning.control.etcd_address import read_address
 from chaos_lightning.control.etcd_client import delete
 from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.control.etcd_store import job_root
-from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import Record
 from chaos_lightning.machine.listener import free_ports
 
@@ -33,9 +32,8 @@ def lose_the_chain(job: Job) -> None:
 
 def begin(job: Job, name: str, *options: str, store: str = "") -> None:
     """A scheduler on a store of this name, at the same endpoint; on an empty one of its own name if none is given."""
-    command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", job.endpoint]
-    command += ["--settings", json.dumps(RULES), "--store", str(job.folder / f"{store or name}.sqlite")]
-    job.harness.start(name, [*command, "--log-dir", str(job.harness.logs), *options])
+    path = job.folder / f"{store or name}.sqlite"
+    job.scheduler(name, "--settings", json.dumps(RULES), "--store", str(path), *options)
     job.harness.wait_until(job.served, "the scheduler's answer")
 
 
@@ -148,21 +146,15 @@ def test_a_newcomer_with_another_model_that_is_first_at_the_empty_store_ends_nob
 
 @pytest.fixture
 def etcd(tmp_path: Path) -> Iterator[EtcdServers]:
-    try:
-        servers = EtcdServers(tmp_path / "etcd", 1)
-    except ConfigurationError as error:
-        pytest.skip(str(error))
-    with servers:
-        yield servers
+    with servers(tmp_path / "etcd", 1) as started:
+        yield started
 
 
 def candidates(job: Job, etcd: EtcdServers, names: str, *options: str) -> dict[str, str]:
     """Endpoint by name; each listens where one of an earlier generation did."""
     places = dict(zip(names, job.endpoint.split(","), strict=True))
     for name, place in places.items():
-        command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", place]
-        command += ["--settings", json.dumps(RULES), "--store", etcd.address, *options]
-        job.harness.start(name, [*command, "--log-dir", str(job.harness.logs)])
+        job.scheduler(name, "--settings", json.dumps(RULES), "--store", etcd.address, *options, at=place)
     return places
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from engine_job import Job
+from etcd_for_tests import servers
 from test_failover import SETTINGS, SPEC, equal, train
 from test_rebuilt_chain import begin, candidates, goes_on, machine
 
-from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import Record
 from chaos_lightning.machine.listener import free_ports
 
@@ -200,38 +199,31 @@ def test_a_scheduler_that_a_newcomer_began_gives_the_endpoint_up_to_the_one_that
 
 @pytest.mark.slow  # etcd three times, and four generations of schedulers
 def test_an_older_snapshot_of_etcd_decides_nothing_and_can_be_rebuilt(job: Job, tmp_path: Path) -> None:
-    with fresh(tmp_path / "etcd") as servers:
+    with servers(tmp_path / "etcd", 1) as etcd:
         job.endpoint = ",".join(f"127.0.0.1:{port}" for port in free_ports(2))
-        candidates(job, servers, "st")
+        candidates(job, etcd, "st")
         job.harness.wait_for("elected")
         first = train(job, "a")
         killed(job, "st")
     shutil.copytree(tmp_path / "etcd", tmp_path / "snapshot")
-    with EtcdServers(tmp_path / "etcd", 1) as servers:
-        candidates(job, servers, "uv")
+    with servers(tmp_path / "etcd", 1) as etcd:
+        candidates(job, etcd, "uv")
         job.harness.wait_for("elected", after=first)
         before = train_more(job, *"bc")
         killed(job, "uv")
-    with EtcdServers(tmp_path / "snapshot", 1) as servers:
-        candidates(job, servers, "wx")
+    with servers(tmp_path / "snapshot", 1) as etcd:
+        candidates(job, etcd, "wx")
         told = first_ruling(job, before)
         assert told.name == "chain_stale", told
         for name in "abc":
             goes_on(job, name, told)
         nothing_was_decided(job, before)
         killed(job, "wx")
-        candidates(job, servers, "yz", "--rebuild")
+        candidates(job, etcd, "yz", "--rebuild")
         rebuilt = job.harness.wait_for("decide", lambda r: str(r["reason"]).startswith("rebuilt"), after=told)
         assert {m[0] for m in rebuilt["members"]} == {"a", "b", "c"}
         equal(job, "abc", goes_on(job, "a", rebuilt))
         job.leave(*"abc")
-
-
-def fresh(folder: Path) -> EtcdServers:
-    try:
-        return EtcdServers(folder, 1)
-    except ConfigurationError as error:
-        pytest.skip(str(error))
 
 
 def killed(job: Job, names: str) -> None:

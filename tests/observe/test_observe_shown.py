@@ -391,20 +391,6 @@ def test_top_once_fails_without_a_scheduler(monkeypatch: pytest.MonkeyPatch) -> 
     assert isinstance(done.exception, SchedulerUnreachableError)  # `cli.main` prints it and exits with 1
 
 
-def test_nothing_of_observe_needs_torch_or_lightning() -> None:
-    import subprocess
-    import sys
-
-    code = (
-        "import sys; import chaos_lightning.observe.audit, chaos_lightning.observe.report, "
-        "chaos_lightning.observe.commands, chaos_lightning.lab.harness; "
-        "sys.exit([m for m in ('torch', 'lightning', 'matplotlib', 'grpc') if m in sys.modules] or 0)"
-    )
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_units() -> None:
     assert [duration(x) for x in (0.0042, 0.5, 119.0, 126.0, 8000.0)] == [
         "4.2 ms",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import types
 import typing
 from typing import Any
@@ -25,6 +26,7 @@ _SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
 }
 
 
+@functools.cache
 def values(hint: Any) -> st.SearchStrategy[Any]:
     """Any value of a type that appears in protocol/types.py."""
     if hint in _SIMPLE:

@@ -57,13 +57,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HostedScheduler]]:
         assert scheduler.stop()
 
 
-@pytest.fixture
-def endpoint() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{sock.getsockname()[1]}"
-
-
 def make(endpoint: str, **conf: str) -> ChaosRendezvousHandler:
     params = RendezvousParameters("chaos", endpoint, "job", 1, 3, **conf)
     made = factory()(params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from forked_support import TORCHRUN, run
 from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
 
 from chaos_lightning.lab.harness import Harness
@@ -26,17 +28,12 @@ class Agent:
     def __init__(self, harness: Harness, folder: Path, end: str, *arguments: str) -> None:
         self.harness = harness
         self.folder = folder
-        # As `torchrun` does it, with our own logger heard.
-        run = "import logging, sys; logging.basicConfig(level=logging.INFO); sys.argv[0] = 'torchrun'; "
-        run += "from torch.distributed.run import main; main()"
-        command = [sys.executable, "-c", run, "--rdzv-backend=chaos", "--nnodes=1:2", *arguments]
+        command = ["--rdzv-backend=chaos", "--nnodes=1:2", *arguments]
         command += ["--rdzv-endpoint=127.0.0.1:29499", "--rdzv-conf=host_scheduler=0"]
+        command += [str(HERE / "polite_worker.py"), str(folder / "worker"), end]
+        environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
         harness.declare("agent")  # torchrun may end badly here, and says how
-        self.process = harness.start(
-            "agent",
-            [*command, str(HERE / "polite_worker.py"), str(folder / "worker"), end],
-            env={"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"},
-        )
+        self.process = harness.start_function("agent", run, TORCHRUN, command, environment, logging.INFO)
 
     def words(self, rank: int = 0) -> list[str]:
         path = self.folder / f"worker.{rank}"

@@ -6,8 +6,6 @@ import json
 import os
 import select
 import signal
-import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +14,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import forked_support
 import pytest
+from forked_support import TORCHRUN
+from served import first_words, scheduler_process
 
 from chaos_lightning import cli
 from chaos_lightning.control.chain import JobChain
@@ -26,6 +27,7 @@ from chaos_lightning.control.options import settings_to_json
 from chaos_lightning.control.sqlite_store import SqliteStore
 from chaos_lightning.errors import RefusedError, SchedulerUnreachableError
 from chaos_lightning.lab.harness import Harness, Record
+from chaos_lightning.lab.processes import start_function
 from chaos_lightning.machine.process_table import start_time
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.protocol.types import NO_VIEW, Settings, View, ViewId
@@ -48,40 +50,37 @@ class Torchrun:
     def __init__(
         self,
         endpoint: str,
+        output: Path,
         *arguments: str,
         conf: str = "",
         nodes: str = "1:2",
         script: str = "stay",
         worker: str = "worker.py",
-        program: Sequence[str] = ("torch.distributed.run",),
+        program: Sequence[str] = (TORCHRUN,),
     ) -> None:
-        command = [sys.executable, "-m", *program, "--rdzv-backend=chaos", f"--rdzv-endpoint={endpoint}"]
+        command = [*program[1:], "--rdzv-backend=chaos", f"--rdzv-endpoint={endpoint}"]
         command += ["--rdzv-id=job", f"--nnodes={nodes}", *arguments]
         command += ["--rdzv-conf", ",".join(filter(None, ("reconnect_grace_s=1,idle_timeout_s=30", conf)))]
+        command += [str(HERE / worker), script]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CHAOS_TOKEN": TOKEN}
-        self.process = subprocess.Popen(
-            [*command, str(HERE / worker), script],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
+        os.mkfifo(output)
+        self.process = start_function("agent", forked_support.run, (program[0], command, environment), output, env={})
         self.lines: list[Line] = []
         self.noise: list[str] = []
         self._changed = threading.Condition()
         self._closed = False
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(output,), daemon=True)
         self._reader.start()
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for text in self.process.stdout:
-            with self._changed:
-                if text.startswith('{"what"'):
-                    self.lines.append(json.loads(text))
-                else:
-                    self.noise.append(text)
-                self._changed.notify_all()
+    def _read(self, output: Path) -> None:
+        with output.open() as said:
+            for text in said:
+                with self._changed:
+                    if text.startswith('{"what"'):
+                        self.lines.append(json.loads(text))
+                    else:
+                        self.noise.append(text)
+                    self._changed.notify_all()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -105,20 +104,13 @@ class Torchrun:
             self._changed.wait_for(lambda: words in "".join(self.noise) or self._closed, PATIENCE_S)
             assert words in "".join(self.noise)
 
-    def wait_ended(self) -> int:
-        code = self.process.wait(PATIENCE_S)
+    def wait_ended(self) -> int | None:
+        assert ended(self.process.sentinel)
         self._reader.join(PATIENCE_S)
-        return code
+        return self.process.poll()
 
     def workers(self) -> list[int]:
         return sorted({line["pid"] for line in self.lines})
-
-
-@pytest.fixture
-def endpoint() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{sock.getsockname()[1]}"
 
 
 def hosted(endpoint: str) -> HostedScheduler | None:
@@ -131,15 +123,15 @@ def hosted(endpoint: str) -> HostedScheduler | None:
 
 
 @pytest.fixture
-def torchrun(endpoint: str) -> Iterator[Callable[..., Torchrun]]:
+def torchrun(endpoint: str, tmp_path: Path) -> Iterator[Callable[..., Torchrun]]:
     """Starts agents; in the end ends them, their workers and the scheduler, each by its own pid."""
-    agents: list[Torchrun] = []
+    started: list[Torchrun] = []
     with ExitStack() as stack:
         stack.callback(lambda: (scheduler := hosted(endpoint)) is None or scheduler.stop())
 
         def start(*arguments: str, **options: Any) -> Torchrun:
-            agent = Torchrun(endpoint, *arguments, **options)
-            agents.append(agent)
+            agent = Torchrun(endpoint, tmp_path / f"agent-{len(started)}", *arguments, **options)
+            started.append(agent)
             stack.callback(end, agent)
             return agent
 
@@ -147,15 +139,13 @@ def torchrun(endpoint: str) -> Iterator[Callable[..., Torchrun]]:
 
 
 def end(agent: Torchrun) -> None:
-    agent.process.kill()
-    agent.process.wait(PATIENCE_S)
+    agent.process.send(signal.SIGKILL)
+    assert ended(agent.process.sentinel)
     for pid in agent.workers():
         with suppress(OSError):
             if start_time(pid) and b"worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
     agent._reader.join(PATIENCE_S)
-    assert agent.process.stdout is not None
-    agent.process.stdout.close()
 
 
 @contextmanager
@@ -201,7 +191,7 @@ def test_agents_join_a_running_job_and_nobody_is_restarted(torchrun: Callable[..
 
 def leaves_politely(standby: Torchrun, endpoint: str, left: int) -> None:
     """SIGTERM reaches its worker as a wish, the scheduler lets that go at once, and goes on with those who are left."""
-    standby.process.send_signal(signal.SIGTERM)
+    standby.process.send(signal.SIGTERM)
     for word in ("term", "released", "end"):
         standby.wait(word)
     assert standby.wait_ended() == 0
@@ -230,7 +220,7 @@ def test_a_killed_agent_takes_its_worker_along(torchrun: Callable[..., Torchrun]
     agent = torchrun(conf="node=one")
     worker = agent.wait("view")["pid"]
     with watching(worker) as handle:
-        agent.process.kill()
+        agent.process.send(signal.SIGKILL)
         assert ended(handle)
     agent.wait_ended()
     agent.wait("term")
@@ -312,20 +302,13 @@ def finished(endpoint: str, tmp_path: Path) -> Iterator[None]:
         store.take_term()
         assert store.append(Persist(1, "view", ViewId(1, 1), View(ViewId(1, 1), NO_VIEW, ()))).ok
         assert store.append(Persist(2, "finish", ViewId(1, 2))).ok
-    command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", endpoint]
-    command += ["--settings", settings_to_json(Settings(job="job")), "--store", str(chain), "--keep-finished"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "CHAOS_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
-    ) as scheduler:
-        try:
-            assert scheduler.stdout is not None
-            assert "scheduler of job job" in scheduler.stdout.readline()
-            yield
-        finally:
-            scheduler.kill()
+    options = ("--settings", settings_to_json(Settings(job="job")), "--store", str(chain), "--keep-finished")
+    with scheduler_process("--listen", endpoint, *options, env={**os.environ, "CHAOS_TOKEN": TOKEN}) as scheduler:
+        assert "scheduler of job job" in first_words(scheduler)
+        yield
 
 
-@pytest.mark.parametrize("program", [("torch.distributed.run",), RUN])
+@pytest.mark.parametrize("program", [(TORCHRUN,), RUN])
 @pytest.mark.usefixtures("finished")
 def test_a_node_that_comes_after_the_end_hears_so_and_starts_no_worker(
     torchrun: Callable[..., Torchrun], endpoint: str, program: Sequence[str]
@@ -406,7 +389,7 @@ def test_a_worker_whose_donors_all_die_is_restarted_and_begins_anew(
     founded = training.harness.wait_for("joined", node="two-0", after=death)
     assert (founded["role"], founded["step"]) == ("founder", 0)
     training.harness.wait_for("committed", node="two-0", after=founded)
-    two.process.send_signal(signal.SIGTERM)
+    two.process.send(signal.SIGTERM)
     assert two.wait("done")["restarts"] == 1
     assert two.wait_ended() == 0
     assert "its state is a mixture" in "".join(two.noise)
@@ -426,7 +409,7 @@ def test_a_standby_agent_trains_once_a_place_is_free(training: Training) -> None
     training.harness.wait_for("welcomed", lambda r: r.get("role") == "standby")
     training.open("start")
     training.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="two-0")
-    two.process.send_signal(signal.SIGTERM)
+    two.process.send(signal.SIGTERM)
     training.open("third")
     left = two.wait("done")
     two.wait_ended()
@@ -446,7 +429,7 @@ def test_the_last_worker_keeps_the_state_and_the_next_start_goes_on_from_it(trai
     conf = {"epochs": 1000}
     one = training.start("one", **conf)
     training.harness.wait_step(3)
-    one.process.send_signal(signal.SIGTERM)
+    one.process.send(signal.SIGTERM)
     done = one.wait("done")
     one.wait_ended()
     kept = training.harness.wait_for("kept", node="one-0")
@@ -457,7 +440,7 @@ def test_the_last_worker_keeps_the_state_and_the_next_start_goes_on_from_it(trai
     assert (came["step"], came["hash"], came["role"]) == (done["step"], done["hash"], "founder")
     assert f"goes on from step {done['step']}: one-0~1 kept its training state" in "".join(two.noise)
     training.harness.wait_step(done["step"] + 2)
-    two.process.send_signal(signal.SIGTERM)
+    two.process.send(signal.SIGTERM)
     assert two.wait("done")["step"] > done["step"]
     two.wait_ended()
     training.harness.audit()
@@ -475,7 +458,7 @@ def test_one_dead_worker_of_a_node_with_two_loses_nothing_under_stock_torchrun(t
     assert again["step"] == kept["step"] > 0
     training.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="one-0", after=again)
     assert "goes on from step" in "".join(one.noise)
-    one.process.send_signal(signal.SIGTERM)
+    one.process.send(signal.SIGTERM)
     one.wait_ended()
     training.harness.audit()
 
@@ -516,7 +499,7 @@ def test_a_dead_worker_takes_no_sibling_along_and_comes_back(
     one.hears("worker 1 failed after 1 restarts; the others train on (signal SIGKILL)")
     commits(1, harness.records[-1])
     assert len([line for line in one.lines if line["what"] == "start" and line["local_rank"] == 0]) == 1
-    one.process.send_signal(signal.SIGTERM)
+    one.process.send(signal.SIGTERM)
     assert one.wait("done")["local_rank"] == 0
     assert one.wait_ended() == 128 + signal.SIGKILL
     one.hears("worker 1 ended (signal SIGKILL); it is started again in 1 s (restart 1 of 1); 1 other(s)")

@@ -5,25 +5,17 @@ from __future__ import annotations
 import inspect
 
 import pytest
+from simulate_support import BOUND, showing
 
 from chaos_lightning.lab.simulate.bugs import BUGS, learners, links, members, schedulers
 from chaos_lightning.lab.simulate.world import Hooks, simulate
 
-BOUND = 120
-"""Within so many seeds each bug must show."""
-
 STARRED = {"1", "2", "3", "4", "4a", "7", "8", "9", "10", "12", "12a", "12b", "14a", "15", "19", "25", "28", "31"}
-
-
-def first_found(name: str) -> int:
-    """The first seed that shows the bug, or BOUND."""
-    bug = BUGS[name]
-    return next((s for s in range(BOUND) if simulate(bug.plan(s), bug.hooks, validate=False).violation), BOUND)
 
 
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bug_is_noticed(name: str) -> None:
-    assert first_found(name) < BOUND
+    assert any(showing(name)), f"not within {BOUND} seeds"
 
 
 @pytest.mark.slow  # the seeds of test_simulated_*.py show the same in the ordinary run
@@ -31,7 +23,7 @@ def test_planted_bug_is_noticed(name: str) -> None:
 def test_without_the_bug_the_same_jobs_are_well(name: str) -> None:
     """Or the plan, or the other guard that is off, would be what is noticed."""
     bug = BUGS[name]
-    found = first_found(name)
+    found, _ = next(showing(name))
     for seed in range(max(found + 1, 10)):
         outcome = simulate(bug.plan(seed), bug.control or Hooks)
         assert outcome.violation == "", f"seed {seed}"
@@ -66,6 +58,4 @@ def test_every_starred_rule_of_these_machines_has_a_bug() -> None:
     ],
 )
 def test_bug_does_the_harm_that_its_rule_prevents(name: str, words: str) -> None:
-    bug = BUGS[name]
-    violations = (simulate(bug.plan(s), bug.hooks, validate=False).violation for s in range(BOUND))
-    assert any(words in v for v in violations)
+    assert any(words in violation for _, violation in showing(name))

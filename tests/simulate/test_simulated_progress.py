@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from simulate_support import notes, outcome_of, run
 
 from chaos_lightning.lab.simulate.plans.families import sparse_family
@@ -85,9 +83,8 @@ def test_aimed_plans_get_on(plan: object, seed: int) -> None:
     assert simulate(plan(seed)).violation == ""  # type: ignore[operator]
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.integers(0, 10**6))
-def test_any_sparse_graph_gets_on_or_says_why_not(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(1000, 1016))
+def test_sparse_graphs_get_on_or_say_why_not(seed: int) -> None:
     assert simulate(sparse_family(seed)).violation == ""
 
 

@@ -7,26 +7,18 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from chaos_lightning.lab.simulate.batch import outcomes
 from chaos_lightning.lab.simulate.plans.families import any_plan
-from chaos_lightning.lab.simulate.world import World, simulate
+from chaos_lightning.lab.simulate.world import World
 
 
-def test_first_hundred_seeds_hold_all_contracts() -> None:
-    results = [o for chunk in outcomes(0, 100, "", 1) for o in chunk]
+def test_the_first_seeds_hold_all_contracts() -> None:
+    results = [o for chunk in outcomes(0, 140, "", 1) for o in chunk]
     assert [(o.seed, o.violation) for o in results if o.violation] == []
     assert sum(o.hand_ons for o in results) > 0
     assert sum(o.ejections for o in results) > 0
     assert sum(o.joins for o in results) > 100
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.integers(100, 10**6))
-def test_any_seed_holds_all_contracts(seed: int) -> None:
-    assert simulate(any_plan(seed)).violation == ""
 
 
 @pytest.mark.slow
@@ -43,13 +35,13 @@ def test_run_is_a_function_of_its_seed(seed: int) -> None:
     assert one.oracle.external == other.oracle.external
 
 
-@pytest.mark.parametrize("seed", [113, 149])
-def test_run_is_the_same_in_every_process(seed: int) -> None:
+def test_run_is_the_same_in_every_process() -> None:
     """Python orders a set of strings anew in each process; these seeds were told differently by that."""
+    both = "from chaos_lightning.lab.simulate.__main__ import main; main(['--tell', '113']); main(['--tell', '149'])"
 
     def told(order: int) -> str:
-        command = [sys.executable, "-m", "chaos_lightning.lab.simulate", "--tell", str(seed)]
         given = {**os.environ, "PYTHONHASHSEED": str(order)}
+        command = [sys.executable, "-c", both]
         return subprocess.run(command, env=given, capture_output=True, check=True, text=True, timeout=120).stdout
 
-    assert told(0) == told(1)
+    assert told(0) == told(1) != ""

@@ -52,23 +52,14 @@ def double(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Any]:
     """A job with real processes; its scheduler ends with the test."""
+    from forked_support import patient, scheduler
     from strategy_job import Job
 
-    from chaos_lightning.control.hosting import ensure_scheduler
-    from chaos_lightning.control.options import SchedulerOptions
     from chaos_lightning.lab.harness import Harness
-    from chaos_lightning.machine.listener import free_port
-    from chaos_lightning.protocol.types import Settings
 
-    port = free_port()
-    events = tmp_path / "events"
-    # Generous: test machines are busy, and a member that is slow must not look dead.
-    rules = Settings(heartbeat_timeout_s=3.0, confirm_timeout_s=1.0, report_timeout_s=5.0)
-    options = SchedulerOptions(
-        listen=f"127.0.0.1:{port}", store=str(tmp_path / "chain.sqlite"), log_dir=str(events), settings=rules
-    )
+    options = patient(tmp_path)
     with Harness(tmp_path, deadline_s=90.0) as harness:
-        made = Job(harness, port, tmp_path, options, ensure_scheduler(options))
+        made = Job(harness, tmp_path, options, scheduler(options))
         try:
             yield made
         finally:

@@ -6,19 +6,21 @@ import os
 from pathlib import Path
 from typing import Any
 
+from chaos_lightning.machine.addresses import split_endpoint
+
 
 class Job:
     """Member processes of one job, with a scheduler of its own.
 
     Args:
         harness: Starts and watches them.
-        port: The scheduler's.
         out: Where members report.
+        options: Of the scheduler.
     """
 
-    def __init__(self, harness: Any, port: int, out: Path, options: Any, scheduler: Any) -> None:
+    def __init__(self, harness: Any, out: Path, options: Any, scheduler: Any) -> None:
         self.harness = harness
-        self.port = port
+        self.port = split_endpoint(options.listen)[1]
         self.out = out
         self.options = options
         self.scheduler = scheduler
@@ -53,11 +55,11 @@ class Job:
         """A new job at the same endpoint, with a chain of its own."""
         from dataclasses import replace
 
-        from chaos_lightning.control.hosting import ensure_scheduler
+        from forked_support import scheduler
 
         self.harness.wait_until(self._scheduler_gone, "the end of the finished job's scheduler")
         rules = replace(self.options.settings, **settings)
-        self.scheduler = ensure_scheduler(replace(self.options, settings=rules))
+        self.scheduler = scheduler(replace(self.options, settings=rules))
 
     def _scheduler_gone(self) -> bool:
         return self.scheduler is None or not self.scheduler.alive()

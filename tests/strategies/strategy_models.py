@@ -90,6 +90,12 @@ def trainer(tmp_path: Any, **kwargs: Any) -> pl.Trainer:
     return pl.Trainer(**{**settings, **kwargs})
 
 
+def fitted(tmp_path: Any, model: pl.LightningModule, *args: Any, **kwargs: Any) -> pl.Trainer:
+    run = trainer(tmp_path, **kwargs)
+    run.fit(model, *args)
+    return run
+
+
 class WithMetrics(Regression):
     """torchmetrics in training and validation, one of them with list states."""
 

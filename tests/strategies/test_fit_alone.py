@@ -10,17 +10,11 @@ import pytest
 import torch
 from engine_double import EngineDouble
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from strategy_models import Regression, loader, trainer, weights
+from strategy_models import Regression, fitted, loader, trainer, weights
 
 import chaos_lightning  # noqa: F401  (registers "chaos")
 
 pytestmark = pytest.mark.usefixtures("double")
-
-
-def fitted(tmp_path: Path, model: pl.LightningModule, *args: Any, **kwargs: Any) -> pl.Trainer:
-    run = trainer(tmp_path, **kwargs)
-    run.fit(model, *args)
-    return run
 
 
 @pytest.mark.parametrize(

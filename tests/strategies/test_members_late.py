@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import sys
+from dataclasses import replace
 
+import forked_support
 import pytest
 from strategy_job import Job
 from test_members import expected_validation, same, start_three, start_two, start_validating
-
-from chaos_lightning.control.options import settings_to_json
 
 
 def test_newcomer_comes_into_a_validation(job: Job) -> None:
@@ -55,10 +54,8 @@ def test_newcomer_comes_to_a_finished_job(job: Job) -> None:
     job.start("a", epochs=1)
     job.finish("a")
     job.harness.wait_until(job._scheduler_gone, "the end of the finished job's scheduler")
-    options = job.options
-    command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--keep-finished"]
-    command += ["--listen", options.listen, "--settings", settings_to_json(options.settings), "--store", options.store]
-    job.harness.start("keeper", command)
+    keeper = replace(job.options, keep_finished=True)
+    job.harness.start_function("keeper", forked_support.run, forked_support.SCHEDULER, keeper.arguments())
     job.harness.declare("b")
     job.start("b", epochs=1, options={"host_scheduler": False})
     assert job.harness.wait_exit("b") == 1

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
-from strategy_models import AsksForItsFolder, Regression, WithMetrics, loader, trainer, weights
+from strategy_models import AsksForItsFolder, Regression, WithMetrics, fitted, loader, trainer, weights
 from torch.utils.data import DataLoader
 
 import chaos_lightning  # noqa: F401  (registers "chaos")
@@ -28,12 +28,6 @@ from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.strategies.state import LightningState
 
 pytestmark = pytest.mark.usefixtures("double")
-
-
-def fitted(tmp_path: Path, model: pl.LightningModule, *args: Any, **kwargs: Any) -> pl.Trainer:
-    run = trainer(tmp_path, **kwargs)
-    run.fit(model, *args)
-    return run
 
 
 def same(tmp_path: Path, make: Any, *args: Any, **settings: Any) -> tuple[Any, Any]:

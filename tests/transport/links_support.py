@@ -130,6 +130,10 @@ class Node:
         self.loop.stop()
 
 
+Build = Callable[[str], dict[str, Node]]
+"""Makes a member of each letter, named by it; see the fixture `build`."""
+
+
 def connect(nodes: dict[str, Node], pairs: str) -> None:
     """Opens exactly these links, such as "ab bc", by the first letters of ids, and waits for them."""
     beside: dict[str, list[str]] = {name: [] for name in nodes}

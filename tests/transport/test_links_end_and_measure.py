@@ -6,11 +6,11 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
-from links_support import DEADLINE_S, Node, connect, pacing_of
+from links_support import DEADLINE_S, Build, Node, connect, pacing_of
 from until_support import until
 
 from chaos_lightning.lab.emulation import IDLE_PART, emulating
@@ -22,23 +22,13 @@ from chaos_lightning.transport.measuring import RENEW_S
 from chaos_lightning.transport.probe import Probes
 from chaos_lightning.transport.reference import Generation
 
-Build = Callable[[str], dict[str, Node]]
 VIEW = ViewId(1, 1)
 
 
-@pytest.fixture
-def build() -> Iterator[Build]:
-    made: dict[str, Node] = {}
-
-    def build(names: str) -> dict[str, Node]:
-        for number, name in enumerate(names, 1):
-            made[name] = Node(f"{name}~{number}")
-        return made
-
+@pytest.fixture(autouse=True)
+def _emulated() -> Iterator[None]:
     with emulating():
-        yield build
-    for node in made.values():
-        node.close()
+        yield
 
 
 def let_go(node: Node) -> None:
@@ -171,6 +161,16 @@ def emulate(nodes: dict[str, Node], rate_bps: float) -> None:
         node.do(lambda node=node, others=others: node.links._measuring._pacer.change(others))
 
 
+def measured(build: Build, rate_bps: float) -> dict[str, Node]:
+    """Two members on a network of this rate, whose link both have measured."""
+    nodes = build("ab")
+    emulate(nodes, rate_bps)
+    connect(nodes, "ab")
+    for node in nodes.values():
+        node.wait(lambda node=node: node.reports)
+    return nodes
+
+
 def beat(nodes: dict[str, Node]) -> None:
     """Pings and reads counters, as a member's shell does."""
     for node in nodes.values():
@@ -228,12 +228,8 @@ def test_links_within_a_machine_are_not_measured(build: Build) -> None:
 
 def test_a_link_that_fell_behind_is_probed_until_it_has_recovered(build: Build) -> None:
     """Though nothing is sent on it: trees go round it (docs/LOG.md)."""
-    nodes = build("ab")
-    emulate(nodes, 200e6)
-    connect(nodes, "ab")
+    nodes = measured(build, 200e6)
     a, b = nodes.values()
-    for node in (a, b):
-        node.wait(lambda node=node: node.reports)
     emulate(nodes, 10e6)
     beat(nodes)
 
@@ -253,12 +249,8 @@ def test_a_link_that_fell_behind_is_probed_until_it_has_recovered(build: Build) 
 
 def test_a_link_and_the_transfers_beside_it_share_one_rate(build: Build) -> None:
     """What the kernel is told of all connections to one peer is the rate, in sum, whoever has something to send."""
-    nodes = build("ab")
-    emulate(nodes, 80e6)
-    connect(nodes, "ab")
+    nodes = measured(build, 80e6)
     a, b = nodes.values()
-    for node in (a, b):
-        node.wait(lambda node=node: node.reports)
     served: list[socket.socket] = []
     payload = bytes(1 << 20)
 
@@ -315,12 +307,8 @@ def test_a_report_ends_with_its_link(build: Build) -> None:
 
 
 def test_traffic_shows_that_a_link_has_changed(build: Build) -> None:
-    nodes = build("ab")
-    emulate(nodes, 200e6)
-    connect(nodes, "ab")
+    nodes = measured(build, 200e6)
     a, b = nodes.values()
-    for node in (a, b):
-        node.wait(lambda node=node: node.reports)
     emulate(nodes, 20e6)
     before = a.reports[-1]
 
@@ -335,12 +323,8 @@ def test_traffic_shows_that_a_link_has_changed(build: Build) -> None:
 
 
 def test_a_bulk_transfer_beside_the_link_counts_as_well(build: Build) -> None:
-    nodes = build("ab")
-    emulate(nodes, 200e6)
-    connect(nodes, "ab")
+    nodes = measured(build, 200e6)
     a, b = nodes.values()
-    for node in (a, b):
-        node.wait(lambda node=node: node.reports)
     emulate(nodes, 20e6)
     payload = bytes(3 << 20)
     b.serve_bulk = lambda sock, peer: (sock.sendall(payload), sock.recv(1))

@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
 
 import pytest
-from links_support import DEADLINE_S, Node, a_view, connect
+from links_support import DEADLINE_S, Build, Node, a_view, connect
 
 from chaos_lightning.membership.routing import RoutedMessage
 from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, Member, View, ViewId
 from chaos_lightning.transport.frames import FrameType, pack, payload_checksum
 from chaos_lightning.transport.handshake import Greeting, dial
-
-Build = Callable[[str], dict[str, Node]]
-
-
-@pytest.fixture
-def build() -> Iterator[Build]:
-    made: dict[str, Node] = {}
-
-    def build(names: str) -> dict[str, Node]:
-        for number, name in enumerate(names, 1):
-            made[name] = Node(f"{name}~{number}")
-        return made
-
-    yield build
-    for node in made.values():
-        node.close()
 
 
 def settled(*nodes: Node) -> None:

@@ -1,0 +1,67 @@
+"""Programs as children of the fork server, which has imported torch and gRPC: their own start takes no seconds.
+
+The tests of control/ and examples/ start them as a user does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from until_support import until
+
+from chaos_lightning.control.hosting import HostedScheduler, look
+from chaos_lightning.control.options import SchedulerOptions
+from chaos_lightning.lab.processes import start_function
+from chaos_lightning.machine.listener import free_port
+from chaos_lightning.machine.process_table import start_time
+from chaos_lightning.protocol.types import Settings
+
+TORCHRUN = "torch.distributed.run"
+SCHEDULER = "chaos_lightning.control.scheduler_main"
+
+
+def run(
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    level: int = logging.WARNING,
+) -> None:
+    """What `python -m` does with this module, to be called in a child.
+
+    Args:
+        module: Its `main` is called.
+        arguments: Of its command line.
+        environment: Nothing else is in the child's; None: it stays as it is.
+        level: Lines of the log are shown from this one on.
+    """
+    if environment is not None:
+        os.environ.clear()
+        os.environ.update(environment)
+    logging.basicConfig(level=level)
+    sys.argv = [module, *arguments]
+    sys.exit(importlib.import_module(module).main())
+
+
+def patient(folder: Path) -> SchedulerOptions:
+    """Of a scheduler whose files lie in this folder. Test machines are busy, and who is slow must not look dead."""
+    return SchedulerOptions(
+        listen=f"127.0.0.1:{free_port()}",
+        store=str(folder / "chain.sqlite"),
+        log_dir=str(folder / "events"),
+        settings=Settings(heartbeat_timeout_s=3.0, confirm_timeout_s=1.0, report_timeout_s=5.0),
+    )
+
+
+def scheduler(options: SchedulerOptions) -> HostedScheduler:
+    """One that serves by now; `stop` it in the end."""
+    assert options.store_path is not None
+    log = options.store_path.with_name("scheduler.log")
+    child = start_function("scheduler", run, (SCHEDULER, options.arguments(), dict(os.environ)), log, env={})
+    # The first child of a test run waits for the fork server's imports.
+    until(lambda: look(options.listen, options.settings.job, b"") == "serves", "the scheduler's answer", 120.0)
+    return HostedScheduler(options.listen, child.pid, start_time(child.pid), log, options.store_path)
