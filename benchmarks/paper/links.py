@@ -22,8 +22,8 @@ from benchmarks.primitives import events as primitives
 from benchmarks.primitives.crew import Pair, ring
 from benchmarks.primitives.member import Work
 from benchmarks.primitives.samples import Exposure, block_of, exposed, median_interval
-from chaos_lightning.lab.simulate.node import Node, NodeSpec
-from chaos_lightning.lab.simulate.plan import Fault, Plan
+from chaos_lightning.lab.simulate.fabric import Endpoint
+from chaos_lightning.lab.simulate.plan import Fault, NodeSpec, Plan
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.lab.simulate.world import World
 from chaos_lightning.membership import effects as fx
@@ -86,7 +86,7 @@ def simulated(size: int, changes: int, seed: int) -> dict[str, list[Exposure]]:
     commits: dict[str, dict[int, float]] = {n: {} for n in names}
     carried: dict[int, float] = {}
 
-    def note(node: Node, effect: fx.MemberEffect) -> None:
+    def note(node: Endpoint, effect: fx.MemberEffect) -> None:
         if isinstance(effect, fx.Committed) and effect.header.kind is Kind.STEP:
             commits[node.name][effect.header.step] = world.kernel.now
             if effect.header.view_change is not None:

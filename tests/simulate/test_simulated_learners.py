@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 from simulate_support import notes, outcome_of, run
 
-from chaos_lightning.lab.simulate.observing import Replaying
 from chaos_lightning.lab.simulate.oracle import Violation
-from chaos_lightning.lab.simulate.plan import Outcome, Plan
+from chaos_lightning.lab.simulate.plan import Outcome, Plan, Replaying
 from chaos_lightning.lab.simulate.plans.learners import (
     all_leave_plan,
     calm_plan,

@@ -16,7 +16,7 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.faults import LINK_ACTIONS, Action, Fault, FaultPlan, Phase, Schedule
 from chaos_lightning.lab.simulate import plan as sim
 from chaos_lightning.lab.simulate.host import SchedulerHost
-from chaos_lightning.lab.simulate.node import Node, NodeSpec, Trap
+from chaos_lightning.lab.simulate.node import Node, Trap
 from chaos_lightning.lab.simulate.script import Script
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.lab.simulate.world import Hooks, World
@@ -106,7 +106,7 @@ def job(plan: FaultPlan, seed: int = 0) -> sim.Plan:
         seed=seed,
         settings=Script().settings,
         program=Program(epochs=2, length=(steps * (len(names) + len(plan.joiners)) + 1) // 2),
-        nodes=tuple(NodeSpec(name=name) for name in names),
+        nodes=tuple(sim.NodeSpec(name=name) for name in names),
         starts=tuple(0.001 * (i + 1) for i in range(len(names))),
         limit_s=90.0 + 10.0 * seconds + 0.2 * steps,
     )
@@ -202,7 +202,8 @@ class PlannedWorld(World):
     def _rank(self, rank: int) -> Node | None:
         """Who has this rank in the latest view."""
         members = self.store.views[-1].members if self.store.views else ()
-        return self.fabric.nodes.get(members[rank].id) if rank < len(members) else None
+        process = self.fabric.nodes.get(members[rank].id) if rank < len(members) else None
+        return next((n for n in self.nodes.values() if n is process), None)
 
     def _victim(self, fault: Fault) -> Node | None:
         return self._rank(fault.rank) if fault.rank is not None else self.nodes.get(fault.node)
@@ -243,7 +244,7 @@ class PlannedWorld(World):
         if old is not None:
             self.nodes[f"{fault.node} (number {old.number})"] = old
         self.say(f"as planned: {fault}")
-        node = self.nodes[fault.node] = PlannedNode(self, NodeSpec(name=fault.node, replay=True), number)
+        node = self.nodes[fault.node] = PlannedNode(self, sim.NodeSpec(name=fault.node, replay=True), number)
         node.connect()
 
     @property

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from chaos_lightning.lab.simulate.bugs.frame import Bug, StubbornHooks, TrustingHooks, hooks_of, with_parts
+from chaos_lightning.lab.simulate.bugs.frame import Bug, TrustingNode, hooks_of, with_parts
 from chaos_lightning.lab.simulate.dataplane import DataPlane, Down, Result, Up
-from chaos_lightning.lab.simulate.host import Store
 from chaos_lightning.lab.simulate.node import Node
 from chaos_lightning.lab.simulate.plans.members import (
     DEATHS,
@@ -21,6 +20,7 @@ from chaos_lightning.lab.simulate.plans.members import (
     plans_of,
     stale_plan,
 )
+from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.lab.simulate.training import State
 from chaos_lightning.lab.simulate.world import Hooks
 from chaos_lightning.membership import effects as fx
@@ -220,17 +220,20 @@ class FirstOnlyNode(Node):
 # ------------------------------------------------------------------ 11: the excluded throw their state away
 
 
-class StubbornNode(Node):
-    """Thrown out, it keeps its training state for the next join."""
+class StubbornNode(TrustingNode):
+    """Thrown out, it keeps its training state for the next join, and takes it for the job's."""
 
     def forget(self) -> None:
         return
+
+    def kept_ranges(self, header: Header) -> dict[int, int]:
+        return dict(enumerate(self.state)) if self.training or self.life else {}
 
 
 # ------------------------------------------------------------------ 15, 19: what a joiner gets
 
 
-class LiveNode(Node):
+class LiveNode(TrustingNode):
     """Serves its memory as it is, not the snapshot at the header."""
 
     def serve_state(self, header: Header) -> State | None:
@@ -351,9 +354,9 @@ MEMBER_BUGS: dict[str, Bug] = {
     "11-stubborn": Bug(
         rule="11",
         what="the excluded keep their state",
-        hooks=hooks_of(node=StubbornNode, base=StubbornHooks),
+        hooks=hooks_of(node=StubbornNode),
         plan=plans_of("freeze", "freeze-trap"),
-        control=hooks_of(base=TrustingHooks),
+        control=hooks_of(node=TrustingNode),
     ),
     "14a-memory": Bug(
         rule="14a",
@@ -365,14 +368,14 @@ MEMBER_BUGS: dict[str, Bug] = {
     "15-live": Bug(
         rule="15",
         what="donors serve live memory",
-        hooks=hooks_of(node=LiveNode, base=TrustingHooks),
+        hooks=hooks_of(node=LiveNode),
         plan=plans_of("join", "two-joins"),
-        control=hooks_of(base=TrustingHooks),
+        control=hooks_of(node=TrustingNode),
     ),
     "19-trusting": Bug(
         rule="19",
         what="joiners are promoted unchecked",
-        hooks=hooks_of(base=TrustingHooks),
+        hooks=hooks_of(node=TrustingNode),
         plan=plans_of("join", "two-joins", damage=0.05),
     ),
     "25-drawn": Bug(

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from chaos_lightning.lab.simulate.node import NodeSpec
-from chaos_lightning.lab.simulate.observing import Replaying
-from chaos_lightning.lab.simulate.plan import Fault, Plan
+from chaos_lightning.lab.simulate.plan import Fault, NodeSpec, Plan, Replaying
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.protocol.types import Settings
 

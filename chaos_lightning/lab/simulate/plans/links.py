@@ -19,9 +19,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 from random import Random
 
-from chaos_lightning.lab.simulate.node import NodeSpec
-from chaos_lightning.lab.simulate.observing import Replaying
-from chaos_lightning.lab.simulate.plan import Fault, Plan
+from chaos_lightning.lab.simulate.plan import Fault, NodeSpec, Plan, Replaying
 from chaos_lightning.lab.simulate.plans.members import random_plan
 from chaos_lightning.protocol.types import PlanSpec
 
