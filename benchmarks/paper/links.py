@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import connected, median, percentile
+from benchmarks.common import median, percentile
 from benchmarks.paper.figure import Claim, FigureResult, Scale, canvas, progress
 from benchmarks.primitives import events as primitives
 from benchmarks.primitives.crew import Pair, ring
@@ -27,6 +27,7 @@ from chaos_lightning.lab.simulate.plan import Fault, NodeSpec, Plan
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.lab.simulate.world import World
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.topology import connected
 from chaos_lightning.protocol.types import Kind, Settings
 
 WORK = Work(grad_mib=0.25, layers=2, device_s=0.025)

@@ -24,8 +24,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.common import connected
 from benchmarks.soak.door import Door, Ways
+from chaos_lightning.membership.topology import connected
 
 Pair = frozenset[str]
 
@@ -127,7 +127,7 @@ class Links:
         core = set(steady) - away
         whole = {frozenset(p) for p in itertools.combinations(present, 2)} - bad
         leads = all(any(frozenset((p, m)) in whole for m in core) for p in set(present) - core - away)
-        return len(core) >= max(self._kept, len(away) + 1) and connected(core, whole) and leads
+        return len(core) >= max(self._kept, len(away) + 1) and connected(sorted(core), whole) and leads
 
     # ------------------------------------------------------------------ time
 

@@ -20,7 +20,6 @@ from chaos_lightning.lab.edge.topology import (
     differences,
     links_of,
     next_change_s,
-    parts,
     rate_text,
     story,
 )
@@ -154,12 +153,6 @@ def test_members_are_found_by_their_nodes_names() -> None:
     assert not topology.delays
     assert network().delays
     assert network(Change(latency_s=0.1), links=(Link("a", "b", 1), Link("b", "c", 1))).delays
-
-
-def test_parts_of_a_graph() -> None:
-    assert parts("abc", [("a", "b"), ("c", "b")]) == [["a", "b", "c"]]
-    assert parts("abcde", [("e", "a"), ("d", "b")]) == [["a", "e"], ["b", "d"], ["c"]]
-    assert parts("", []) == []
 
 
 @pytest.mark.parametrize(

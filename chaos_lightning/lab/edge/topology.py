@@ -28,6 +28,7 @@ from functools import cached_property
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.observe.units import duration
+from chaos_lightning.planning.graph import connected_parts, neighbours
 
 NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,56}")
 """What a node may be called (fullmatch); a member adds its rank on the node to it."""
@@ -289,23 +290,6 @@ def differences(before: dict[Pair, LinkState], after: dict[Pair, LinkState]) -> 
     return found
 
 
-def parts(nodes: Sequence[str], links: Sequence[Pair]) -> list[list[str]]:
-    """The connected parts of a graph, each in the nodes' order."""
-    left, found = list(nodes), []
-    while left:
-        reached, fresh = {left[0]}, [left[0]]
-        while fresh:
-            here = fresh.pop()
-            for a, b in links:
-                for one, other in ((a, b), (b, a)):
-                    if one == here and other not in reached:
-                        reached.add(other)
-                        fresh.append(other)
-        found.append([n for n in left if n in reached])
-        left = [n for n in left if n not in reached]
-    return found
-
-
 def rate_text(rate_bps: float) -> str:
     """Bits per second in words: 300 Mbps."""
     for unit, size in (("Gbps", 1e9), ("Mbps", 1e6), ("kbps", 1e3)):
@@ -322,7 +306,7 @@ def flaws(topology: Topology) -> Iterator[tuple[str, str]]:
     yield from _bad_nodes(topology.nodes)
     yield from _bad_links(topology)
     names = topology.names
-    found = parts(names, [(link.a, link.b) for link in topology.links if {link.a, link.b} <= set(names)])
+    found = connected_parts(names, neighbours(names, [(link.a, link.b) for link in topology.links]))
     if len(found) > 1:
         told = " | ".join(", ".join(part) for part in found)
         yield "links", f"the graph is not connected, it has {len(found)} parts: {told}; add links between them"

@@ -19,6 +19,7 @@ from chaos_lightning.lab.simulate.training import State
 from chaos_lightning.membership.dialling import BYE, Dial, Dialling, LinkStep
 from chaos_lightning.membership.effects import MemberEvent
 from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.planning.graph import breadth_first
 from chaos_lightning.protocol.types import FromMember, Header
 
 Payload = object
@@ -182,14 +183,9 @@ class Fabric:
         """Whether bytes get from node to node, over others if need be (relayed hop by hop)."""
         if not self.blocked or self.open(one, other):
             return True
-        names = {n.name for n in self.nodes.values() if n.alive}
-        seen, border = {one}, [one]
-        while border:
-            here = border.pop()
-            near = {n for n in names - seen if self.open(here, n)}
-            seen |= near
-            border += sorted(near)
-        return other in seen
+        names = {one, *(n.name for n in self.nodes.values() if n.alive)}
+        near = {a: [b for b in names if self.open(a, b)] for a in names}
+        return other in breadth_first(one, near)
 
     def dial(self, here: Endpoint, peer: str) -> None:
         """An attempt of this node; its `dialling` hears how it ends."""
