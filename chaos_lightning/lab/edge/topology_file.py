@@ -22,7 +22,7 @@ import difflib
 import importlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -94,15 +94,6 @@ def load_topology(source: str | Path) -> Topology:
     return _Reader(str(path)).topology(spot, path.stem)
 
 
-def topology_from(data: Mapping[str, Any], source: str = "topology") -> Topology:
-    """A topology from the same keys as in a file, already parsed.
-
-    Raises:
-        ConfigurationError: As `load_topology`, without lines.
-    """
-    return _Reader(source).topology(_plain(data, "", source), source)
-
-
 # --- trees of spots -----------------------------------------------------------------------------------------------
 
 
@@ -122,9 +113,9 @@ def _read_json(path: Path, text: str) -> Spot:
 def _plain(value: Any, path: str, source: str, depth: int = 0) -> Spot:
     if depth > _MAX_DEPTH:
         raise ConfigurationError(f"{source}: {path}: nested more than {_MAX_DEPTH} deep")
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return Spot({str(k): _plain(v, _below(path, str(k)), source, depth + 1) for k, v in value.items()}, path)
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return Spot([_plain(v, f"{path}[{i}]", source, depth + 1) for i, v in enumerate(value)], path)
     return Spot("" if value is None else str(value), path)
 

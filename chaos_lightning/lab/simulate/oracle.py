@@ -58,7 +58,6 @@ class Oracle:
     """By lineage: the last slot that anybody committed."""
     commits: int = 0
     hand_ons: int = 0
-    redos: int = 0
     joins: int = 0
     replays: int = 0
     """Joins of those who had caught up by replay."""
