@@ -50,6 +50,11 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def importable() -> str:
+    """PYTHONPATH for a command that is to find what this process finds."""
+    return os.pathsep.join(p for p in sys.path if p)
+
+
 def die_with_parent() -> None:
     """This process gets SIGKILL when the thread that started it ends (Linux; elsewhere nothing happens)."""
     if sys.platform == "linux":

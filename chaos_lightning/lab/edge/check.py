@@ -21,6 +21,7 @@ from chaos_lightning.errors import ChaosError
 from chaos_lightning.lab.edge.network import BACKENDS, Edge
 from chaos_lightning.lab.edge.topology import Link, LinkState, Node, Topology, rate_text
 from chaos_lightning.lab.emulation import carried
+from chaos_lightning.lab.processes import importable
 from chaos_lightning.security.access import load_token
 from chaos_lightning.transport.handshake import Greeting, accept, dial
 
@@ -82,8 +83,7 @@ def measure(
 
 def _start(edge: Edge, node: str, *words: str) -> subprocess.Popen[str]:
     command = edge.command(node, [sys.executable, "-m", "chaos_lightning.lab.edge.check", "--role", *words])
-    found = os.pathsep.join(p for p in sys.path if p)
-    environment = carried({**os.environ, "PYTHONPATH": found, **edge.environment(node)})
+    environment = carried({**os.environ, "PYTHONPATH": importable(), **edge.environment(node)})
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
