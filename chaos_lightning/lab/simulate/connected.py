@@ -12,6 +12,7 @@ from chaos_lightning.lab.simulate.plan import NodeSpec
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.leader_search import PULSE_S, PULSE_TIMEOUT_S, Attempt, LeaderSearch
 from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.verdict import UNSEEN, verdict
 from chaos_lightning.protocol.types import (
     Contribution,
     Entered,
@@ -21,7 +22,6 @@ from chaos_lightning.protocol.types import (
     Probe,
     Report,
     Span,
-    Verdict,
     Welcome,
 )
 
@@ -261,16 +261,13 @@ class Connected(Process):
 
     def _probe(self, suspect: str) -> None:
         """What its machine says of its process, if that is known here, else the link. Own sleep is forgiven."""
-        node, certain, seen = self.world.fabric.nodes.get(suspect), False, False
-        if node is None or node.machine.member_id != suspect:
-            alive, evidence = False, "its process is gone"
-        elif node.spec.host == self.spec.host or self.world.plan.watched:
-            alive, evidence = node.alive and (node.busy or not node.frozen), "process table"
-            certain, seen = not node.alive, True
-        elif not self.machine.neighbours.links.get(suspect, False):
-            alive, evidence = False, "no link"
-        else:
-            silent = not node.alive or (node.frozen and self.kernel.now - node.frozen_since > SILENT_S)
-            just_thawed = self.kernel.now - self.thawed_at < SILENT_S
-            alive, evidence = not silent or just_thawed, "link"
-        self._tell(Verdict(suspect, alive, evidence, certain, seen))
+        node, now = self.world.fabric.nodes.get(suspect), self.kernel.now
+        here, silence_s, linked = UNSEEN, float("inf"), False
+        if node is not None and node.machine.member_id == suspect:
+            linked = self.machine.neighbours.links.get(suspect, False)
+            if node.spec.host == self.spec.host or self.world.plan.watched:
+                here = (node.alive and (node.busy or not node.frozen), "process table", not node.alive)
+            elif linked:
+                silence_s = (now - node.frozen_since if node.frozen else 0.0) if node.alive else SILENT_S
+        excused = linked and now - self.thawed_at < SILENT_S
+        self._tell(verdict(suspect, here, silence_s=silence_s, limit_s=SILENT_S, excused=excused))
