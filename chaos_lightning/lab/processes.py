@@ -319,6 +319,3 @@ def owner_of(near: socket.socket, pids: Mapping[int, str]) -> str:
                     if os.readlink(f"/proc/{pid}/fd/{entry}") in inodes:
                         return name
     return ""
-
-
-__all__ = ["owner_of"]
