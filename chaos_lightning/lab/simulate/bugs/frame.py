@@ -1,4 +1,4 @@
-"""What a planted bug consists of, and the guards that are off where they would mask one ."""
+"""What a planted bug consists of, the guards that are off where they would mask one, and what two bugs share."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from chaos_lightning.lab.simulate.observing import Keeper, Observation
 from chaos_lightning.lab.simulate.plan import Plan
 from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.lab.simulate.world import Hooks
+from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.effects import Chain
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.protocol.types import Settings
+from chaos_lightning.protocol.types import Settings, ViewId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,3 +82,12 @@ class TrustingNode(Node):
 
     def accept_state(self, equal: bool) -> bool:
         return True
+
+
+class HastyBook(Book):
+    """Announces a view before it is stored, and goes on."""
+
+    def persist(self, kind: str, number: ViewId, then: Callable[[], None], **fields: Any) -> None:
+        super().persist(kind, number, (lambda: None) if kind == "view" else then, **fields)
+        if kind == "view":
+            then()

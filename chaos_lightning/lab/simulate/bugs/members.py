@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from chaos_lightning.lab.simulate.bugs.frame import Bug, TrustingNode, hooks_of, with_parts
+from chaos_lightning.lab.simulate.bugs.frame import Bug, HastyBook, TrustingNode, hooks_of, with_parts
 from chaos_lightning.lab.simulate.dataplane import DataPlane, Down, Result, Up
 from chaos_lightning.lab.simulate.node import Node
 from chaos_lightning.lab.simulate.plans.members import (
@@ -24,7 +23,6 @@ from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.lab.simulate.training import State
 from chaos_lightning.lab.simulate.world import Hooks
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.identity import Identity
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.recovery import Ruling
@@ -121,14 +119,6 @@ class BlindMachine(MemberMachine):
 
 
 # ------------------------------------------------------------------ 7, 14a: the chain
-
-
-class HastyBook(Book):
-    """Announces a view before it is stored."""
-
-    def persist(self, kind: str, number: ViewId, then: Callable[[], None], **fields: Any) -> None:
-        super().persist(kind, number, lambda: None, **fields)
-        then()
 
 
 class MemoryStore(Store):
