@@ -75,7 +75,7 @@ def simulated(size: int, changes: int, seed: int) -> dict[str, list[Exposure]]:
     plan = Plan(
         seed=seed,
         settings=Settings(job="sim", min_nodes=size),
-        program=Program(epochs=1, length=size * int(seconds / _STEP_S), gather_every=0, window_s=_WINDOW_S),
+        program=Program(epochs=1, length=size * int(seconds / _STEP_S), gather_every=0, work_s=_WINDOW_S),
         nodes=tuple(NodeSpec(name=n, host=f"h{i}", neighbours=_near(n, base)) for i, n in enumerate(names)),
         starts=tuple(0.001 * i for i in range(size)),
         faults=tuple(faults),

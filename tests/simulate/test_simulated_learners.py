@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow  # test_simulated_seeds.py runs plans of all these
 THREE = """
 seed 4
 nodes n0 n1 n2
-program window_s 0.01
+program work_s 0.01
 program length 90
 set observe_timeout_s 1
 """

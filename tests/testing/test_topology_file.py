@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.edge.topology import Change, Condition, Link, Node, Topology
+from chaos_lightning.lab.edge.topology import Change, Condition, EdgeNode, Link, Topology
 from chaos_lightning.lab.edge.topology_file import load_topology, rate_bps, seconds
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "topologies"
@@ -29,7 +29,7 @@ schedule:
   - {at: 0, link: all, latency: 1 ms, rate: 64 kbps}
 """
 MEANT = Topology(
-    nodes=(Node("edge-1"), Node("edge-2"), Node("edge-3", 200e6, 60.0)),
+    nodes=(EdgeNode("edge-1"), EdgeNode("edge-2"), EdgeNode("edge-3", 200e6, 60.0)),
     links=(Link("edge-1", "edge-2", 300e6, 0.02), Link("edge-2", "edge-3", 1.5e9)),
     schedule=(
         Change(at_s=30, links=(("edge-1", "edge-2"),), share=0.1),

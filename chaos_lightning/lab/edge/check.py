@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.lab.edge.network import BACKENDS, Edge
-from chaos_lightning.lab.edge.topology import Link, LinkState, Node, Topology, rate_text
+from chaos_lightning.lab.edge.topology import EdgeNode, Link, LinkState, Topology, rate_text
 from chaos_lightning.lab.emulation import carried
 from chaos_lightning.lab.processes import importable
 from chaos_lightning.security.access import load_token
@@ -61,7 +61,7 @@ def measure(
         seconds: How long each stream should take.
     """
     link = Link(*PAIR, rates_bps[0], latency_s)
-    with Edge(Topology((Node("a"), Node("b")), (link,)), backend) as edge:
+    with Edge(Topology((EdgeNode("a"), EdgeNode("b")), (link,)), backend) as edge:
         processes: list[subprocess.Popen[str]] = []
         try:
             listener = _start(edge, "b", "listen")

@@ -1,7 +1,7 @@
 """Emulated networks: which nodes there are, which links join them, and how the links change with time.
 
     topology = Topology(
-        nodes=(Node("a"), Node("b"), Node("c", access_bps=200e6)),
+        nodes=(EdgeNode("a"), EdgeNode("b"), EdgeNode("c", access_bps=200e6)),
         links=(Link("a", "b", rate_bps=300e6, latency_s=0.02), Link("b", "c", rate_bps=100e6)),
         schedule=(Change(at_s=30, links=(("a", "b"),), share=0.1), Change(at_s=60, condition=Condition.CUT, for_s=5)),
     )
@@ -49,7 +49,7 @@ class Condition(enum.StrEnum):
     """A black hole: nothing passes, and neither end is told."""
 
 
-class Flaw(ConfigurationError):
+class SchemaError(ConfigurationError):
     """A topology that cannot be.
 
     Attributes:
@@ -64,7 +64,7 @@ class Flaw(ConfigurationError):
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class EdgeNode:
     """A machine.
 
     Attributes:
@@ -185,17 +185,17 @@ class Topology:
     """Nodes, links and what happens to the links.
 
     Raises:
-        Flaw: It cannot be: an unknown node, a link to itself, a doubled one, a graph in parts, a rate of 0, ...
+        SchemaError: It cannot be: an unknown node, a link to itself, a doubled one, a graph in parts, a rate of 0, ...
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[EdgeNode, ...]
     links: tuple[Link, ...]
     schedule: tuple[Change, ...] = ()
     name: str = "topology"
 
     def __post_init__(self) -> None:
         for path, problem in flaws(self):
-            raise Flaw(path, problem)
+            raise SchemaError(path, problem)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -314,7 +314,7 @@ def flaws(topology: Topology) -> Iterator[tuple[str, str]]:
         yield from _bad_change(f"schedule[{index}]", change, topology)
 
 
-def _bad_nodes(nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:
+def _bad_nodes(nodes: Sequence[EdgeNode]) -> Iterator[tuple[str, str]]:
     if not nodes:
         yield "nodes", "there are none; expected at least one name"
     if len(nodes) > MAX_NODES:

@@ -31,7 +31,7 @@ AGAIN_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Candidacy:
     """What a scheduler's process is beside its machine.
 
     Attributes:
@@ -87,7 +87,7 @@ class SchedulerHost(Process):
         store_s: Longest duration of a write, in seconds.
         check: Called with the machine after every event.
         gone: Whether the process of this member was on this machine and is no more.
-        seat: What it is beside its machine.
+        candidacy: What it is beside its machine.
     """
 
     def __init__(
@@ -99,15 +99,15 @@ class SchedulerHost(Process):
         store_s: float = 0.004,
         check: Callable[[SchedulerMachine], None] | None = None,
         gone: Callable[[str], bool] = lambda member: False,
-        seat: Seat | None = None,
+        candidacy: Candidacy | None = None,
     ) -> None:
         super().__init__(kernel, "scheduler")
         self.store = store
-        self.seat = seat or Seat()
+        self.candidacy = candidacy or Candidacy()
         chain = store.open()
         self.seen = store.tip
         """The end of the chain as this process saw it last."""
-        self.machine = machine(settings, replace(chain, rebuild=self.seat.rebuild, hears_s=self.seat.hears_s))
+        self.machine = machine(settings, replace(chain, rebuild=self.candidacy.rebuild, hears_s=self.candidacy.hears_s))
         self.notes: list[tuple[float, fx.Note]] = []
         self.dialled: list[Stream] = []
         """All streams ever opened to this process."""
@@ -120,7 +120,7 @@ class SchedulerHost(Process):
         self.on_end: Callable[[], None] = lambda: None
         """It ended by itself, since it was deposed or its store failed."""
         self.traps: list[HostTrap] = []
-        self._copies: Callable[[object], int] = self.seat.copies
+        self._copies: Callable[[object], int] = self.candidacy.copies
         self.cut_off = False
         """It cannot reach its store, others can."""
         self.lost = 0
@@ -203,7 +203,7 @@ class SchedulerHost(Process):
                 if stream is not None:
                     stream.down.end(stream.lost)
             case fx.Persist():
-                self._writing = self.seat.orderly
+                self._writing = self.candidacy.orderly
                 self._write(effect, self.kernel.now)
             case fx.TakeTerm(above, chain):
                 self._take_term(above, chain)
@@ -236,7 +236,7 @@ class SchedulerHost(Process):
             if self.cut_off:
                 self.store.errors += 1
                 raise StoreError("etcd cannot be reached from here")
-            outcome = self.store.write(self.machine.book.term, entry, self.seat.number, self.seen)
+            outcome = self.store.write(self.machine.book.term, entry, self.candidacy.number, self.seen)
         except StoreError:
             self.timer(AGAIN_S, lambda: self._again(entry, since))
             return

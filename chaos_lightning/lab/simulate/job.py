@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from chaos_lightning.lab.simulate.fabric import Endpoint, Fabric
-from chaos_lightning.lab.simulate.host import SchedulerHost, Seat
+from chaos_lightning.lab.simulate.host import Candidacy, SchedulerHost
 from chaos_lightning.lab.simulate.kernel import Kernel
 from chaos_lightning.lab.simulate.oracle import Oracle
 from chaos_lightning.lab.simulate.plan import Plan
@@ -44,7 +44,7 @@ class Job(Protocol):
 
     def ask(self, place: str) -> SchedulerHost | Attempt: ...
 
-    def open_host(self, place: str, seat: Seat) -> SchedulerHost: ...
+    def open_host(self, place: str, candidacy: Candidacy) -> SchedulerHost: ...
 
     def copies(self, message: object) -> int: ...
 

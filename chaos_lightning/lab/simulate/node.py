@@ -308,7 +308,7 @@ class Node(Connected):
             made = Made(self.machine.member_id, header.seq + 1, base[0].hash, base[1], epoch, spans)
             self.world.oracle.contributed(uid, made)
             self.live = after_forward(self.state, uid)
-        work = program.window_s * self.spec.pace * self.kernel.between(0.4, 1.6) if spans else 0.0005
+        work = program.work_s * self.spec.pace * self.kernel.between(0.4, 1.6) if spans else 0.0005
         for index in range(program.ranges):
             early = self.kernel.between(0.7, 1.15)
             self.timer(work * early, lambda i=index: self._ready(i, life))  # type: ignore[misc]

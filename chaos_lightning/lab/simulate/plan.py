@@ -113,7 +113,7 @@ class Plan:
     candidates: int = 1
     """Schedulers on as many machines, with the chain in a store beyond them; 1: one, restarted on its file."""
     orderly: bool = False
-    """The scheduler does nothing while it writes (host.Seat)."""
+    """The scheduler does nothing while it writes (host.Candidacy)."""
     doubled: float = 0.0
     """Part of all control messages that arrive twice."""
     limit_s: float = 90.0

@@ -20,7 +20,7 @@ from chaos_lightning.control.chain import Tip
 from chaos_lightning.control.election import WATCHED_S
 from chaos_lightning.errors import StoreError
 from chaos_lightning.lab.simulate.fabric import Endpoint
-from chaos_lightning.lab.simulate.host import AGAIN_S, HostTrap, SchedulerHost, Seat
+from chaos_lightning.lab.simulate.host import AGAIN_S, Candidacy, HostTrap, SchedulerHost
 from chaos_lightning.lab.simulate.job import Job
 from chaos_lightning.lab.simulate.plan import Fault
 from chaos_lightning.lab.simulate.store import Backup
@@ -88,7 +88,9 @@ class Schedulers:
         place = plan.places[(number - 1) % plan.candidates]
         leader, world.store.leader = world.store.leader, number
         try:
-            host = world.open_host(place, Seat(number, place, plan.orderly, self._hears_s(), rebuild, world.copies))
+            host = world.open_host(
+                place, Candidacy(number, place, plan.orderly, self._hears_s(), rebuild, world.copies)
+            )
         except StoreError:
             world.store.leader = leader
             raise
@@ -107,15 +109,15 @@ class Schedulers:
 
     def ask(self, place: str) -> SchedulerHost | Attempt:
         """Who takes itself for the leader there; or what a member hears instead, that looks for it."""
-        host = next((h for h in reversed(self._hosts) if h.alive and h.seat.place == place), None)
+        host = next((h for h in reversed(self._hosts) if h.alive and h.candidacy.place == place), None)
         if host is not None or not self._world.plan.several or place in self._dead:
             return host or Attempt()
-        leads = self._stands(self.leader) and self.leader.seat.place not in self._dead
-        return Attempt(standby=True, leader=self.leader.seat.place if leads else "")
+        leads = self._stands(self.leader) and self.leader.candidacy.place not in self._dead
+        return Attempt(standby=True, leader=self.leader.candidacy.place if leads else "")
 
     def _stands(self, host: SchedulerHost) -> bool:
         """Whether it leads: it lives and holds the lease, if there is one."""
-        return host.alive and (not self._world.plan.several or self._world.store.leader == host.seat.number)
+        return host.alive and (not self._world.plan.several or self._world.store.leader == host.candidacy.number)
 
     def _follow(self, gap: float) -> None:
         """Somebody leads after so long, if nobody does by then."""
@@ -127,7 +129,7 @@ class Schedulers:
                 world.expect(-1)
                 return
             try:
-                self._start(self.leader.seat.rebuild)  # with the same words as before
+                self._start(self.leader.candidacy.rebuild)  # with the same words as before
             except StoreError:
                 world.kernel.after(AGAIN_S, try_it)
                 return
@@ -150,7 +152,7 @@ class Schedulers:
             self._follow(self._world.kernel.between(0.02, 0.4))
 
     def _release(self, host: SchedulerHost) -> None:
-        if self._world.store.leader == host.seat.number:
+        if self._world.store.leader == host.candidacy.number:
             self._world.store.leader = 0
             led_s = self._world.kernel.now - self._led_since
             self._watched = self._watched or (self._world.plan.several and led_s > WATCHED_S)
@@ -162,7 +164,7 @@ class Schedulers:
         world = self._world
         world.say("the scheduler dies")
         self.crashes += 1
-        self._dead.add(host.seat.place)
+        self._dead.add(host.candidacy.place)
         host.crash()
         self._world.cut_streams += host.lost
         if not self._world.plan.several:

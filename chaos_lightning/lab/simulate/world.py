@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from chaos_lightning.lab.simulate.edges import LINK_FAULTS, Edges
 from chaos_lightning.lab.simulate.fabric import Endpoint, Fabric
-from chaos_lightning.lab.simulate.host import SchedulerHost, Seat
+from chaos_lightning.lab.simulate.host import Candidacy, SchedulerHost
 from chaos_lightning.lab.simulate.kernel import Kernel
 from chaos_lightning.lab.simulate.node import Node, Trap
 from chaos_lightning.lab.simulate.oracle import Oracle, Violation, check_chain
@@ -88,7 +88,7 @@ class World:
         """The one that was elected last."""
         return self.schedulers.leader
 
-    def open_host(self, place: str, seat: Seat) -> SchedulerHost:
+    def open_host(self, place: str, candidacy: Candidacy) -> SchedulerHost:
         """A scheduler's process on this machine.
 
         Raises:
@@ -96,7 +96,8 @@ class World:
         """
         host = self.hooks.host_class(
             self.kernel, self.store, self.settings, self.hooks.scheduler_class, self.plan.store_s,
-            SchedulerMachine.validate_state if self.validate else None, lambda member: self.gone(place, member), seat,
+            SchedulerMachine.validate_state if self.validate else None, lambda member: self.gone(place, member),
+            candidacy,
         )  # fmt: skip
         host.on_note = lambda note: self.heed(host, note)
         host.on_answer = lambda token, granted: self.edges.answered(token, granted)

@@ -112,7 +112,7 @@ def wired_plan(seed: int, kinds: tuple[str, ...] = OTHERS) -> Plan:
     return replace(
         plan,
         settings=replace(plan.settings, min_nodes=1, max_nodes=16, plan=PlanSpec(random.choice(PLANS))),
-        program=replace(plan.program, epochs=1, length=random.randint(40, 110), window_s=random.choice((0.02, 0.04))),
+        program=replace(plan.program, epochs=1, length=random.randint(40, 110), work_s=random.choice((0.02, 0.04))),
         nodes=nodes,
         faults=tuple(faults),
         unlinked=_unlinked(names, edges) if how == "hidden" else (),
@@ -128,7 +128,7 @@ def _job(seed: int, count: int, hosts: tuple[str, ...]) -> Plan:
     return replace(
         plan,
         settings=replace(plan.settings, min_nodes=1, max_nodes=16),
-        program=replace(plan.program, epochs=1, length=60 * count, gather_every=random.choice((0, 3)), window_s=0.04),
+        program=replace(plan.program, epochs=1, length=60 * count, gather_every=random.choice((0, 3)), work_s=0.04),
         nodes=tuple(NodeSpec(name=f"n{i}", host=random.choice(hosts)) for i in range(count)),
         starts=tuple(random.uniform(0.0, 0.02) for _ in range(count)),
         faults=(),
@@ -188,7 +188,7 @@ def removal_plan(seed: int) -> Plan:
         measured=True,
         unfailing=True,
         slow_links=slow,
-        program=replace(plan.program, window_s=0.02),
+        program=replace(plan.program, work_s=0.02),
     )
 
 
@@ -226,7 +226,7 @@ def ring_plan(seed: int) -> Plan:
     return replace(
         plan,
         settings=replace(plan.settings, min_nodes=count, plan=PlanSpec("chain")),
-        program=replace(plan.program, gather_every=random.choice((0, 1)), window_s=0.01),
+        program=replace(plan.program, gather_every=random.choice((0, 1)), work_s=0.01),
         nodes=tuple(replace(n, neighbours=near[n.name]) for n in plan.nodes),
         starts=tuple(0.001 * (i + 1) for i in range(count)),
         faults=(cut,),
@@ -344,7 +344,7 @@ def sparse_plan(seed: int) -> Plan:
             epochs=1,
             length=random.randint(15, 30) * len(names),
             gather_every=random.choice((0, 0, 3)),
-            window_s=random.choice((0.02, 0.04, 0.1)),
+            work_s=random.choice((0.02, 0.04, 0.1)),
         ),
         nodes=tuple(
             NodeSpec(
@@ -380,7 +380,7 @@ def bridging_plan(seed: int) -> Plan:
     return replace(
         plan,
         settings=replace(plan.settings, min_nodes=random.choice((1, len(names))), max_nodes=16),
-        program=replace(plan.program, window_s=random.choice((0.02, 0.5)), length=20 * len(names), gather_every=0),
+        program=replace(plan.program, work_s=random.choice((0.02, 0.5)), length=20 * len(names), gather_every=0),
         nodes=tuple(NodeSpec(name=n) for n in (*names, *coming)),
         starts=tuple(0.001 * (i + 1) for i in range(len(names))) + tuple(random.uniform(0.5, 1.0) for _ in coming),
         faults=(Fault(action="rate", node=one, other=other, at=random.uniform(0.2, 0.4), rate_bps=0.0),),
@@ -399,7 +399,7 @@ def flapping_link_plan(seed: int) -> Plan:
     flap = Fault(action="flap", node="n0", other="n1", at=random.uniform(0.3, 0.6), lasts=3.0)
     return replace(
         plan,
-        program=replace(plan.program, window_s=1.5, length=6 * len(names)),
+        program=replace(plan.program, work_s=1.5, length=6 * len(names)),
         nodes=nodes,
         starts=plan.starts[: len(names)],
         faults=(flap,),
@@ -424,7 +424,7 @@ def stranded_plan(seed: int) -> Plan:
     return replace(
         plan,
         settings=replace(plan.settings, min_nodes=count, max_nodes=count + len(lost) if not founds else count),
-        program=replace(plan.program, window_s=0.02, length=40 * count, gather_every=0),
+        program=replace(plan.program, work_s=0.02, length=40 * count, gather_every=0),
         nodes=tuple(NodeSpec(name=n) for n in come),
         starts=tuple(come.values()),
         faults=faults,
@@ -447,7 +447,7 @@ def bridge_plan(seed: int) -> Plan:
     return replace(
         plan,
         settings=replace(plan.settings, min_nodes=len(names), max_nodes=16),
-        program=replace(plan.program, window_s=0.03, length=30 * len(names), gather_every=0),
+        program=replace(plan.program, work_s=0.03, length=30 * len(names), gather_every=0),
         nodes=tuple(NodeSpec(name=n, neighbours=near[n]) for n in near),
         starts=(*(0.001 * (i + 1) for i in range(len(names))), at + random.choice((-0.1, 0.0, 0.5, 5.0))),
         faults=(Fault(action=how, node=names[1], at=at),),
@@ -477,7 +477,7 @@ def needed_plan(seed: int) -> Plan:
     return replace(
         plan,
         settings=replace(plan.settings, min_nodes=len(names), max_nodes=len(names) + idle),
-        program=replace(plan.program, window_s=0.03, length=40 * len(names), gather_every=0),
+        program=replace(plan.program, work_s=0.03, length=40 * len(names), gather_every=0),
         nodes=tuple(NodeSpec(name=n) for n in (*names, "j0")),
         starts=(*(0.001 * (i + 1) for i in range(len(names))), 0.2),
         faults=faults,
