@@ -56,7 +56,7 @@ class Apart:
         return says(self.job, self.paths[name].endpoint, **words)
 
     def named(self, endpoint: str) -> str:
-        return next(name for name, path in self.paths.items() if path.address == endpoint)
+        return next(name for name, path in self.paths.items() if path.endpoint == endpoint)
 
     def others(self, name: str) -> list[str]:
         return [other for other in self.paths if other != name]

@@ -327,7 +327,7 @@ def test_status_tells_people_who_leads_since_when_and_why(apart: Apart, capsys: 
     train(job, "a")
     first = apart.leading()
     (second,) = apart.others(first)
-    places = {name: path.address for name, path in apart.paths.items()}
+    places = {name: path.endpoint for name, path in apart.paths.items()}
     apart.says(second, leader=places[first])
     text = shown(second, here=True)
     assert f"job default at {places[second]}: stands by" in text
