@@ -61,6 +61,11 @@ def die_with_parent() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+def hold_the_lock(seconds: float) -> None:
+    """One long call into C that lets no other thread of this process run Python, as a collection or a fork may."""
+    ctypes.PyDLL(None).poll(None, 0, int(seconds * 1000))
+
+
 def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
