@@ -108,7 +108,7 @@ class WishlessStore(Store):
     """Keeps views only: what was wished about links dies with the scheduler."""
 
     def open(self, above: int = 0, chain: str = "") -> Chain:
-        self.wishes.clear()
+        self.entries = [e for e in self.entries if e.wish is None]
         return super().open(above, chain)
 
 
