@@ -186,7 +186,7 @@ def test_a_failure_in_the_middle_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
         raise NetworkError("tc: no")
 
     before = run("ip", "netns", "list").split()
-    monkeypatch.setattr(NamespaceBackend, "_shaper", staticmethod(refuse))
+    monkeypatch.setattr(namespaces, "_shaper", refuse)
     with pytest.raises(NetworkError, match="tc: no"):
         NamespaceBackend(Topology((EdgeNode("x"), EdgeNode("y")), (Link("x", "y", 1e6),)))
     assert run("ip", "netns", "list").split() == before
