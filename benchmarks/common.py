@@ -10,12 +10,10 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-from chaos_lightning.planning.graph import breadth_first, neighbours
 
 MIB = 1 << 20
 
@@ -166,10 +164,3 @@ def percentile(values: Sequence[float], percent: float) -> float:
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
-def connected(names: Collection[str], pairs: Collection[frozenset[str]]) -> bool:
-    """Whether these pairs connect all these names."""
-    ordered = sorted(names)
-    ends: list[tuple[str, str]] = [(a, b) for a, b in map(sorted, pairs)]
-    return not ordered or len(breadth_first(ordered[0], neighbours(ordered, ends))) == len(ordered)

@@ -7,7 +7,6 @@ what memory the process took before and after.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -18,17 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.members import Trainee, config_of, model_and_adam
+from chaos_lightning.lab.processes import hold_the_lock
 
 READ_BY_THEN_S = 0.15
 GATHERS_BEFORE = 8
 """Until buffers of all sizes have been made."""
 WAYS = ("header", "bytes", "split")
 """What a trapped commit root has sent when it dies; see benchmarks/kill.py."""
-
-
-def hold_the_lock(seconds: float) -> None:
-    """One long call into C in which no other thread of this process runs Python."""
-    ctypes.PyDLL(None).poll(None, 0, int(seconds * 1000))
 
 
 def own_memory_nbytes() -> int:

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from chaos_lightning.callbacks.member import engine_of
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog
-from chaos_lightning.lab.faults import LINK_ACTIONS, Action, Fault, FaultPlan, Phase, Schedule
+from chaos_lightning.lab.faults import LINK_ACTIONS, Action, Fault, FaultPlan, LoopPhase, Schedule
 
 log = logging.getLogger("chaos_lightning.callbacks")
 
@@ -73,39 +73,39 @@ class FaultInjectorCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._disarm()
         self._pass(trainer, None)
-        self._pass(trainer, Phase.FORWARD)
+        self._pass(trainer, LoopPhase.FORWARD)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         # No on_after_backward here: overriding it tells the strategy that gradients change there, so that it sends them
         # later than it would without this callback.
-        for fault in self._due(trainer, Phase.BACKWARD):
+        for fault in self._due(trainer, LoopPhase.BACKWARD):
             self._arm_backward(trainer, pl_module, fault)
-        if any(f.phase is Phase.ALLREDUCE for f in self._inside.open):
+        if any(f.phase is LoopPhase.ALLREDUCE for f in self._inside.open):
             self._wrap_step(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        self._pass(trainer, Phase.OPTIMIZER)
+        self._pass(trainer, LoopPhase.OPTIMIZER)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if not trainer.sanity_checking:
-            self._pass(trainer, Phase.VALIDATION)
+            self._pass(trainer, LoopPhase.VALIDATION)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._pass(trainer, Phase.CHECKPOINT)
+        self._pass(trainer, LoopPhase.CHECKPOINT)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._disarm()
-        self._pass(trainer, Phase.TRAIN_END)
+        self._pass(trainer, LoopPhase.TRAIN_END)
 
     # ------------------------------------------------------------------ what is due
 
-    def _pass(self, trainer: Trainer, phase: Phase | None) -> None:
+    def _pass(self, trainer: Trainer, phase: LoopPhase | None) -> None:
         for fault in self._due(trainer, phase):
             self._strike(trainer, fault)
 
-    def _due(self, trainer: Trainer, phase: Phase | None) -> list[Fault]:
+    def _due(self, trainer: Trainer, phase: LoopPhase | None) -> list[Fault]:
         """Faults of this process that come due here; those of others that do so are dropped."""
         step, name, rank = self._who(trainer)
         if self._anywhere is None:
@@ -165,7 +165,7 @@ class FaultInjectorCallback(Callback):
         @functools.wraps(real)
         def step(**fields: Any) -> Any:
             del engine.step
-            self._pass(trainer, Phase.ALLREDUCE)
+            self._pass(trainer, LoopPhase.ALLREDUCE)
             return real(**fields)
 
         engine.step = step

@@ -11,6 +11,7 @@ import tarfile
 import zipfile
 from collections import Counter
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,32 @@ def test_test_modules_have_unique_names() -> None:
     """pytest puts each test folder on sys.path: of two modules with one name, one would be imported twice."""
     names = Counter(p.name for p in python_files() if ROOT / "tests" in p.parents and p.name != "conftest.py")
     assert [name for name, count in names.items() if count > 1] == []
+
+
+# ------------------------------------------------------------------------------------------------ imports
+
+
+def modules() -> dict[str, Path]:
+    """The package's modules by the names they are imported by."""
+    found = {}
+    for path in python_files():
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        parts = ("chaos_lightning", *parts) if parts[0] in LINKED else parts
+        if parts[0] == "chaos_lightning":
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+def test_no_modules_need_each_other_in_a_circle() -> None:
+    """Imports for annotations count, too: who is to understand a module has to read them."""
+    names, graph = modules(), {}
+    for name, path in names.items():
+        imports = [n for n in ast.walk(tree(path)) if isinstance(n, ast.ImportFrom)]
+        sought = [(f"{node.module}.{alias.name}", node.module) for node in imports for alias in node.names]
+        found = {full if full in names else module for full, module in sought}
+        graph[name] = {other for other in found & set(names) if other != name}
+    assert len(graph) > 100
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules of a circle
 
 
 # ------------------------------------------------------------------------------------------------ classes

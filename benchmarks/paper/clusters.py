@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from chaos_lightning.lab.edge.topology import Change, Link, Node, Pair, Topology, links_of, next_change_s
+from chaos_lightning.lab.edge.topology import Change, EdgeNode, Link, Pair, Topology, links_of, next_change_s
 
 LOW_BPS, HIGH_BPS = 100e6, 1000e6
 CHANGE_S = 180.0
@@ -112,7 +112,7 @@ def growth(seed: int, last: int, *, first: int = FIRST, neighbours: int = 0) -> 
         at_s += chance.expovariate(1 / MEAN_INTERVAL_S)
         yield Join(
             Topology(
-                nodes=tuple(Node(f"n{i}") for i in range(running + 1)),
+                nodes=tuple(EdgeNode(f"n{i}") for i in range(running + 1)),
                 links=tuple(links),
                 schedule=(Change(at_s=CHANGE_S, every_s=CHANGE_S, rate_bps=(LOW_BPS, HIGH_BPS), seed=seed),),
                 name=f"growth {seed}",
@@ -124,5 +124,5 @@ def growth(seed: int, last: int, *, first: int = FIRST, neighbours: int = 0) -> 
 
 def pair(rate_bps: float) -> Join:
     """Two nodes, one link that never changes."""
-    nodes = (Node("n0"), Node("n1"))
+    nodes = (EdgeNode("n0"), EdgeNode("n1"))
     return Join(Topology(nodes, (Link("n0", "n1", rate_bps, LATENCY_S),), name="pair"), "n1", 0.0)

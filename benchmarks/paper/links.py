@@ -16,17 +16,18 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import connected, median, percentile
+from benchmarks.common import median, percentile
 from benchmarks.paper.figure import Claim, FigureResult, Scale, canvas, progress
 from benchmarks.primitives import events as primitives
 from benchmarks.primitives.crew import Pair, ring
 from benchmarks.primitives.member import Work
 from benchmarks.primitives.samples import Exposure, block_of, exposed, median_interval
-from chaos_lightning.lab.simulate.node import Node, NodeSpec
-from chaos_lightning.lab.simulate.plan import Fault, Plan
+from chaos_lightning.lab.simulate.fabric import Endpoint
+from chaos_lightning.lab.simulate.plan import Fault, NodeSpec, Plan
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.lab.simulate.world import World
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.topology import connected
 from chaos_lightning.protocol.types import Kind, Settings
 
 WORK = Work(grad_mib=0.25, layers=2, device_s=0.025)
@@ -74,7 +75,7 @@ def simulated(size: int, changes: int, seed: int) -> dict[str, list[Exposure]]:
     plan = Plan(
         seed=seed,
         settings=Settings(job="sim", min_nodes=size),
-        program=Program(epochs=1, length=size * int(seconds / _STEP_S), gather_every=0, window_s=_WINDOW_S),
+        program=Program(epochs=1, length=size * int(seconds / _STEP_S), gather_every=0, work_s=_WINDOW_S),
         nodes=tuple(NodeSpec(name=n, host=f"h{i}", neighbours=_near(n, base)) for i, n in enumerate(names)),
         starts=tuple(0.001 * i for i in range(size)),
         faults=tuple(faults),
@@ -86,7 +87,7 @@ def simulated(size: int, changes: int, seed: int) -> dict[str, list[Exposure]]:
     commits: dict[str, dict[int, float]] = {n: {} for n in names}
     carried: dict[int, float] = {}
 
-    def note(node: Node, effect: fx.MemberEffect) -> None:
+    def note(node: Endpoint, effect: fx.MemberEffect) -> None:
         if isinstance(effect, fx.Committed) and effect.header.kind is Kind.STEP:
             commits[node.name][effect.header.step] = world.kernel.now
             if effect.header.view_change is not None:

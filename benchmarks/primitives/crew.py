@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.common import connected
 from benchmarks.primitives.member import Work, member
 from benchmarks.primitives.samples import charged
 from benchmarks.workers import Worker, context, scheduler
 from benchmarks.world import Step, World
+from chaos_lightning.membership.topology import connected
 
 Pair = frozenset[str]
 

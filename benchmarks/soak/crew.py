@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.soak.checks import Freeze
-from benchmarks.soak.door import Door, Ways
 from benchmarks.soak.links import Links
 from benchmarks.soak.member import member
 from benchmarks.soak.schedulers import Control
+from benchmarks.soak.ways import Ways
 from benchmarks.workers import Worker, context
+from chaos_lightning.lab.edge.relay import Way
 
 MOST, FOUNDERS, KEPT = 7, 5, 2
 DOZEN = 12
@@ -61,7 +62,7 @@ class Process:
 
 @dataclass
 class Crew:
-    """All processes of one job. With a relay, links pass there, and control streams through doors."""
+    """All processes of one job. With a relay, links pass there, and control streams through ways of their own."""
 
     endpoint: str
     folder: Path
@@ -73,7 +74,7 @@ class Crew:
     step: int = 0
     control: Control | None = None
     """Gives each member its way to the scheduler; None: all dial `endpoint`."""
-    doors: dict[str, Door | Ways] = field(default_factory=dict)
+    ways: dict[str, Way | Ways] = field(default_factory=dict)
     alive: dict[str, Process] = field(default_factory=dict)
     freezes: list[Freeze] = field(default_factory=list)
     killed: set[str] = field(default_factory=set)
@@ -84,8 +85,8 @@ class Crew:
         ctx = context("benchmarks.soak.member", "chaos_lightning.trainer", "sklearn.datasets")
         endpoint = self.endpoint
         if self.relay and self.control is not None:
-            self.doors[name] = self.control.way(name)
-            endpoint = self.doors[name].endpoint
+            self.ways[name] = self.control.way(name)
+            endpoint = self.ways[name].endpoint
         args = (endpoint, name, str(self.folder), self.seed, self.epochs, self.pace_s, self.relay)
         self.alive[name] = Process(name, Worker(ctx, member, *args))
         if self.control is not None:
@@ -122,8 +123,8 @@ class Crew:
                     self.undeclared.append(f"{name} ended with exit code {code}")
                     print(f"    {self.undeclared[-1]} at step {self.step}", flush=True)
             del self.alive[name]
-            if name in self.doors:
-                self.doors.pop(name).close()
+            if name in self.ways:
+                self.ways.pop(name).close()
 
     def _hear(self, process: Process) -> None:
         try:
@@ -155,8 +156,8 @@ class Crew:
     def close(self) -> None:
         for process in self.alive.values():
             process.worker.kill()
-        for door in self.doors.values():
-            door.close()
+        for way in self.ways.values():
+            way.close()
 
 
 class Driver:

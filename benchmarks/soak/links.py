@@ -24,8 +24,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.common import connected
-from benchmarks.soak.door import Door, Ways
+from benchmarks.soak.ways import Ways
+from chaos_lightning.lab.edge.relay import Way
+from chaos_lightning.membership.topology import connected
 
 Pair = frozenset[str]
 
@@ -74,8 +75,8 @@ class Links:
     Args:
         relay: Through which all members dial.
         log: Event log of the harness.
-        endpoint: The scheduler's own, not behind a door.
-        doors: The members' ways to the scheduler, by name; the parent's own, as they come and go.
+        endpoint: The scheduler's own, not by way of a relay.
+        ways: The members' ways to the scheduler, by name; the parent's own, as they come and go.
         seed: Of the draws.
         every_s: Mean time between two events; 0: links are left alone.
         kept: So many steady members are never parted from the scheduler or from each other.
@@ -86,7 +87,7 @@ class Links:
         relay: Any,
         log: Any,
         endpoint: str,
-        doors: Mapping[str, Door | Ways],
+        ways: Mapping[str, Way | Ways],
         seed: int,
         every_s: float,
         kept: int = 2,
@@ -95,7 +96,7 @@ class Links:
         self.hurts: list[Hurt] = []
         self.refused: list[str] = []
         """Wishes of the operator that the scheduler did not grant, in its words."""
-        self._log, self._endpoint, self._doors = log, endpoint, doors
+        self._log, self._endpoint, self._ways = log, endpoint, ways
         self._every_s, self._kept = every_s, kept
         self._rng = random.Random(seed)
         self._deck: list[str] = []
@@ -127,7 +128,7 @@ class Links:
         core = set(steady) - away
         whole = {frozenset(p) for p in itertools.combinations(present, 2)} - bad
         leads = all(any(frozenset((p, m)) in whole for m in core) for p in set(present) - core - away)
-        return len(core) >= max(self._kept, len(away) + 1) and connected(core, whole) and leads
+        return len(core) >= max(self._kept, len(away) + 1) and connected(sorted(core), whole) and leads
 
     # ------------------------------------------------------------------ time
 
@@ -218,7 +219,7 @@ class Links:
         self.hurts.append(hurt)
         self._break(hurt, pairs)
         for name in part if kind == "island" else ():
-            self._doors[name].shut()
+            self._ways[name].cut()
         self._due.append((time.monotonic() + hurt.seconds, hurt))
         return True
 
@@ -240,8 +241,8 @@ class Links:
             return
         hurt.stop = time.monotonic_ns()
         for name in hurt.part if hurt.kind == "island" else ():
-            if name in self._doors:
-                self._doors[name].open()
+            if name in self._ways:
+                self._ways[name].restore()
         for pair in hurt.pairs:
             if hurt.kind == "slow" and pair not in self._slow():
                 self.relay.shape(*sorted(pair), rate_bps=_FAST_BPS)

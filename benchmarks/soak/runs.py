@@ -127,11 +127,11 @@ def disturbed(folder: Path, args: argparse.Namespace, epochs: int) -> tuple[Crew
     with (
         EventLog.in_directory(logs, "soak", role="harness") as log,
         LinkRelay() if args.links_every_s else nullcontext() as relay,
-        control(args, folder, log, doors=relay is not None) as schedulers,
+        control(args, folder, log, ways=relay is not None) as schedulers,
     ):
         relayed = relay.address if relay else ""
         crew = Crew(schedulers.endpoint, folder, args.seed, epochs, args.pace_s, relayed, control=schedulers)
-        links = Links(relay, log, schedulers.endpoint, crew.doors, args.seed, args.links_every_s)
+        links = Links(relay, log, schedulers.endpoint, crew.ways, args.seed, args.links_every_s)
         try:
             for index in range(FOUNDERS):
                 crew.start(f"n{index}")

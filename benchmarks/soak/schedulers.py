@@ -12,8 +12,8 @@ take it away again. *old_snapshot*: all of etcd's data are replaced by a copy th
 dies meanwhile waits. Links are left alone as long, since only a scheduler can have the others go on without a member
 that is cut off.
 
-Members that are to lose all schedulers (`island` in links.py) reach these by doors that can be shut for each of
-them; the schedulers advertise their doors.
+Members that are to lose all schedulers (`island` in links.py) reach these by ways that can be cut for each of
+them; the schedulers advertise these ways.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.candidates import Candidates
-from benchmarks.soak.door import Door, Ways
+from benchmarks.soak.ways import Ways
 from benchmarks.workers import Worker, context, scheduler
 from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.etcd_client import after_prefix
 from chaos_lightning.control.etcd_servers import EtcdServer, EtcdServers
 from chaos_lightning.errors import ChaosError, ConfigurationError
+from chaos_lightning.lab.edge.relay import Way
 
 STALE_KINDS = ("old_snapshot", "old_store", "empty_scheduler")
 SCHEDULER_KINDS = ("scheduler_sigkill", "scheduler_sigstop", "etcd_sigkill", "etcd_leader_sigkill", *STALE_KINDS)
@@ -84,9 +85,9 @@ class Control:
         self.done: list[tuple[int, str, str]] = []
         """(ns, kind, who)."""
 
-    def way(self, name: str) -> Door | Ways:
-        """A member's way to it, that can be shut."""
-        return Door(self.endpoint)
+    def way(self, name: str) -> Way | Ways:
+        """A member's way to it, that can be cut."""
+        return Way(self.endpoint)
 
     def know(self, pids: Mapping[int, str]) -> None:
         """These are the members' processes."""
@@ -117,7 +118,7 @@ class Several(Control):
 
     def __init__(self, candidates: Candidates, servers: EtcdServers, log: Any, seed: int, every_s: float) -> None:
         super().__init__(candidates.endpoint)
-        self.doors: list[Door] = []
+        self.ways: list[Way] = []
         self.pids: dict[int, str] = {}
         self._candidates, self._servers, self._log, self._every_s = candidates, servers, log, every_s
         self._rng = random.Random(seed)
@@ -131,8 +132,8 @@ class Several(Control):
         """When the job's own schedulers rule again after a store that lacked the chain (CLOCK_MONOTONIC, s)."""
         self._empties = 0
 
-    def way(self, name: str) -> Door | Ways:
-        return Ways(self.doors, name)
+    def way(self, name: str) -> Way | Ways:
+        return Ways(self.ways, name)
 
     def know(self, pids: Mapping[int, str]) -> None:
         self.pids.clear()
@@ -284,14 +285,14 @@ def copy_chain(client: Any, job: str) -> None:
 
 
 @contextlib.contextmanager
-def control(args: Any, folder: Path, log: Any, *, doors: bool) -> Iterator[Control]:
+def control(args: Any, folder: Path, log: Any, *, ways: bool) -> Iterator[Control]:
     """What schedules the members of a soak.
 
     Args:
         args: The soak's (`etcd`, `plan`, `seed`, `schedulers_every_s`).
         folder: For etcd's data and event logs.
         log: The harness's event log.
-        doors: Members are to be cut off from it.
+        ways: Members are to be cut off from it.
     """
     logs = str(folder / "events")
     if not args.etcd:
@@ -304,11 +305,11 @@ def control(args: Any, folder: Path, log: Any, *, doors: bool) -> Iterator[Contr
         candidates = Candidates(ctx, servers, logs, apart=False, job={"min_nodes": 2}, plan=args.plan, waits=True)
         stack.callback(candidates.close)
         made = Several(candidates, servers, log, args.seed, args.schedulers_every_s)
-        if doors:
-            made.doors = [Door(place, lambda: made.pids) for place in candidates.places.values()]
-            for door in made.doors:
-                stack.callback(door.close)
-            candidates.advertised = dict(zip(candidates.places, (d.endpoint for d in made.doors), strict=True))
+        if ways:
+            made.ways = [Way(place, lambda: made.pids) for place in candidates.places.values()]
+            for way in made.ways:
+                stack.callback(way.close)
+            candidates.advertised = dict(zip(candidates.places, (w.endpoint for w in made.ways), strict=True))
         candidates.start_all()
         yield made
 

@@ -13,7 +13,7 @@ believes a refusal.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Literal, Self, get_args
@@ -124,6 +124,22 @@ def advance(tip: Tip, entry: Entry, end: End) -> Tip:
         last_view=entry.number if entry.kind == "view" else tip.last_view,
         finished=tip.finished or entry.kind == "finish",
         last=replace(entry, revision=end.position),
+    )
+
+
+def chain_of(tip: Tip, term: int, entries: Sequence[Entry]) -> Chain:
+    """What these entries, which end with `tip`, tell a scheduler that starts with this term."""
+    return Chain(
+        term=term,
+        highest=tip.highest,
+        views=tuple(e.view for e in entries if e.view is not None),
+        finished=tip.finished,
+        wishes=tuple(e.wish for e in entries if e.wish is not None),
+        changes=tuple(e.number for e in entries if e.view is not None and e.base is None),
+        id=tip.chain,
+        numbers=tuple(e.number for e in entries if e.kind in ("reserve", "view")),
+        step=reached(entries),
+        ended=tip.end.ended,
     )
 
 
@@ -241,18 +257,7 @@ class JobChain:
         """The chain as a starting scheduler needs it; call `take_term` first."""
         tip, entries = self._read()
         self._seen = self._tip = tip
-        return Chain(
-            term=self.term,
-            highest=tip.highest,
-            views=tuple(e.view for e in entries if e.view is not None),
-            finished=tip.finished,
-            wishes=tuple(e.wish for e in entries if e.wish is not None),
-            changes=tuple(e.number for e in entries if e.view is not None and e.base is None),
-            id=tip.chain,
-            numbers=tuple(e.number for e in entries if e.kind in ("reserve", "view")),
-            step=reached(entries),
-            ended=tip.end.ended,
-        )
+        return chain_of(tip, self.term, entries)
 
     def append(self, effect: Persist) -> Appended:
         """Compare-and-set: durable when it returns ok. Writing the last entry again succeeds."""

@@ -54,7 +54,7 @@ LINK_ACTIONS = frozenset((Action.CUT, Action.STALL))
 """What happens to a link, not to a process."""
 
 
-class Phase(enum.StrEnum):
+class LoopPhase(enum.StrEnum):
     """Where in the victim's training loop the fault strikes."""
 
     FORWARD = "forward"
@@ -89,7 +89,7 @@ class Fault:
     node: str = ""
     rank: int | None = None
     step: int | None = None
-    phase: Phase | None = None
+    phase: LoopPhase | None = None
     after_s: float | None = None
     event: str = ""
     event_node: str = ""
@@ -201,13 +201,13 @@ _TYPES: Mapping[str, Any] = {
     "action": Action,
     "rank": int,
     "step": int,
-    "phase": Phase,
+    "phase": LoopPhase,
     "after_s": float,
     "seconds": float,
 }
 
 
-_CHOICES = {"action": [a.value for a in Action], "phase": [p.value for p in Phase]}
+_CHOICES = {"action": [a.value for a in Action], "phase": [p.value for p in LoopPhase]}
 
 
 def from_mapping(entry: Mapping[Any, Any]) -> Fault:
@@ -326,7 +326,7 @@ class FaultPlan:
                 there.remove(victim)
                 if action is Action.SIGKILL:
                     waiting.append(victim)  # its name may come back
-                    inside = (Phase.FORWARD, Phase.BACKWARD, Phase.ALLREDUCE, Phase.OPTIMIZER, None)
+                    inside = (LoopPhase.FORWARD, LoopPhase.BACKWARD, LoopPhase.ALLREDUCE, LoopPhase.OPTIMIZER, None)
                     faults.append(Fault(action=action, node=victim, step=step, phase=rng.choice(inside)))
                 else:
                     faults.append(Fault(action=action, node=victim, step=step))
@@ -394,7 +394,7 @@ class Schedule:
         *,
         step: int = -1,
         elapsed_s: float = -1.0,
-        phase: Phase | None = None,
+        phase: LoopPhase | None = None,
         victims: Collection[str] | None = None,
     ) -> list[Fault]:
         """Faults whose trigger has come, in the plan's order; they are not returned again.
@@ -439,9 +439,9 @@ class FaultInjector:
         self._faults.append(Fault(action=action, **who, **more))
         return self
 
-    def fail_at(self, victim: int | str, step: int, phase: Phase | str | None = None) -> FaultInjector:
+    def fail_at(self, victim: int | str, step: int, phase: LoopPhase | str | None = None) -> FaultInjector:
         """SIGKILL once `step` steps are committed, in this phase of the victim's loop if one is given."""
-        return self._add(Action.SIGKILL, victim, step=step, phase=Phase(phase) if phase else None)
+        return self._add(Action.SIGKILL, victim, step=step, phase=LoopPhase(phase) if phase else None)
 
     def freeze_at(self, victim: int | str, step: int, seconds: float) -> FaultInjector:
         """SIGSTOP once `step` steps are committed, SIGCONT so many seconds later."""

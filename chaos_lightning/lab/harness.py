@@ -14,7 +14,6 @@ import contextlib
 import os
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from chaos_lightning.errors import DeadlineError
 from chaos_lightning.events.events import EventLog, Record, Tail
 from chaos_lightning.lab.edge.relay import LinkRelay
 from chaos_lightning.lab.faults import LINK_ACTIONS, Action, Fault, FaultPlan, Schedule
-from chaos_lightning.lab.processes import PRELOAD, Child, start_command, start_function
+from chaos_lightning.lab.processes import PRELOAD, Child, importable, start_command, start_function
 from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe.fields import integer
 from chaos_lightning.observe.timeline import Timeline
@@ -89,7 +88,7 @@ class Harness:
 
     def environment(self) -> dict[str, str]:
         """What children get: this process's environment, unbuffered output, the log directory, the test's additions."""
-        base = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        base = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": importable()}
         routed = self._relay.environment() if self._relay is not None else {}
         return {**base, "CHAOS_LOG_DIR": str(self.logs), **routed, **self._env}
 

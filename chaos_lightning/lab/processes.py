@@ -50,10 +50,20 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def importable() -> str:
+    """PYTHONPATH for a command that is to find what this process finds."""
+    return os.pathsep.join(p for p in sys.path if p)
+
+
 def die_with_parent() -> None:
     """This process gets SIGKILL when the thread that started it ends (Linux; elsewhere nothing happens)."""
     if sys.platform == "linux":
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def hold_the_lock(seconds: float) -> None:
+    """One long call into C that lets no other thread of this process run Python, as a collection or a fork may."""
+    ctypes.PyDLL(None).poll(None, 0, int(seconds * 1000))
 
 
 def _exists(pid: int) -> bool:
@@ -314,6 +324,3 @@ def owner_of(near: socket.socket, pids: Mapping[int, str]) -> str:
                     if os.readlink(f"/proc/{pid}/fd/{entry}") in inodes:
                         return name
     return ""
-
-
-__all__ = ["owner_of"]

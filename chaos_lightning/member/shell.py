@@ -25,6 +25,7 @@ from chaos_lightning.member.transfer import Transfer
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.recovery import needs_bytes, with_scope
+from chaos_lightning.membership.verdict import verdict
 from chaos_lightning.protocol.codec import decode_peer, encode, encode_peer
 from chaos_lightning.protocol.spans import subtract
 from chaos_lightning.protocol.types import (
@@ -43,7 +44,6 @@ from chaos_lightning.protocol.types import (
     Source,
     Span,
     ToMember,
-    Verdict,
     View,
     ViewId,
     Welcome,
@@ -206,19 +206,13 @@ class Shell:
 
     def _probe(self, probe: Probe) -> None:
         """Answers as a newcomer in no view, too."""
-        suspect = probe.suspect
-        alive, evidence, certain = same_machine_verdict(probe.member)
-        seen = bool(evidence)
-        if not evidence:
-            now = time.monotonic()
-            silence = self.links.silence_s(suspect, now)
-            # Who was frozen itself has heard nobody; that is nobody's silence (protocol.md 12).
-            alive = silence < 2.5 * PING_INTERVAL_S or (self.links.up(suspect) and now - self._beat_at > silence / 2)
-            evidence = "no link" if silence == float("inf") else f"last heard {silence * 1000:.0f} ms ago"
-            told = self.links.sight(suspect)
-            if not alive and told.evidence:
-                (alive, evidence, certain), seen = told, True
-        self.to_scheduler(Verdict(suspect, alive, evidence, certain, seen))
+        suspect, now = probe.suspect, time.monotonic()
+        silence_s = self.links.silence_s(suspect, now)
+        # Who was frozen itself has heard nobody; that is nobody's silence (protocol.md 12).
+        excused = self.links.up(suspect) and now - self._beat_at > silence_s / 2
+        here, there = same_machine_verdict(probe.member), self.links.sight(suspect)
+        limit_s = 2.5 * PING_INTERVAL_S
+        self.to_scheduler(verdict(suspect, here, there, silence_s=silence_s, limit_s=limit_s, excused=excused))
 
     def _ranges_done(self, view: ViewId, seq: int) -> None:
         self.feed(fx.RangesDone(view, seq))

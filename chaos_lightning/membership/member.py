@@ -77,7 +77,6 @@ from chaos_lightning.protocol.types import (
     Notice,
     OpenLinks,
     Prepare,
-    Probe,
     Ready,
     RebuildReport,
     Recall,
@@ -87,7 +86,6 @@ from chaos_lightning.protocol.types import (
     ServeLearners,
     Span,
     ToMember,
-    Verdict,
     View,
     ViewId,
     Welcome,
@@ -292,10 +290,6 @@ class MemberMachine:
                 self._on_prepare(number, reason, held)
             case Decide():
                 self._on_decide(message)
-            case Probe(suspect):
-                up = self.neighbours.links.get(suspect, False)
-                evidence = "its link stands" if up else "its link is closed"
-                self._emit(ToScheduler(Verdict(suspect, up, evidence)))
             case ServeLearners():
                 self._on_learners(message)
             case Fence(reason, rejoin):

@@ -49,7 +49,7 @@ def _matplotlib() -> Any:
         import matplotlib.ticker
     except ImportError as error:
         raise ConfigurationError(
-            "the report's pictures need matplotlib, which is not installed; run: pip install 'chaos-lightning[report]'"
+            "pictures need matplotlib, which is not installed; run: pip install 'chaos-lightning[report]'"
         ) from error
     return matplotlib
 

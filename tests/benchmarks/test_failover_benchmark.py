@@ -1,4 +1,4 @@
-"""The benchmark of failover and the soak's schedulers: what is judged, who is struck when, and doors for some."""
+"""The benchmark of failover and the soak's schedulers: what is judged, who is struck when, and ways for some."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ import pytest
 from benchmarks.common import Result
 from benchmarks.failover import CASES, Case, Scene, Strike, report
 from benchmarks.soak import schedulers as soak_schedulers
-from benchmarks.soak.door import Door, Ways
 from benchmarks.soak.runs import Standstill
 from benchmarks.soak.schedulers import SCHEDULER_KINDS, STALE_KINDS, Several, copy_chain
+from benchmarks.soak.ways import Ways
 from benchmarks.world import Seen, Step
 from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.errors import ConfigurationError, StoreError
+from chaos_lightning.lab.edge.relay import Way
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0
@@ -216,7 +217,7 @@ def test_a_member_that_never_ends_after_the_job_is_over_is_told() -> None:
     assert watch.lasts(341.0, True, 1)
 
 
-# ------------------------------------------------------------------------------------------------ doors
+# ------------------------------------------------------------------------------------------------ ways
 
 
 @pytest.fixture
@@ -256,28 +257,28 @@ def ended(sock: socket.socket) -> bool:
         return True
 
 
-def test_doors_are_shut_for_one_and_open_for_all_others(echo: str) -> None:
+def test_ways_are_cut_for_one_and_whole_for_all_others(echo: str) -> None:
     pids = {os.getpid(): "me"}
-    doors = [Door(echo, lambda: pids) for _ in range(2)]
-    mine, yours = Ways(doors, "me"), Ways(doors, "you")
+    ways = [Way(echo, lambda: pids) for _ in range(2)]
+    mine, yours = Ways(ways, "me"), Ways(ways, "you")
     try:
-        host, port = doors[0].endpoint.split(":")
+        host, port = ways[0].endpoint.split(":")
         with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as standing:
             standing.sendall(b"x")
             assert standing.recv(1) == b"x"
-            yours.shut()
-            assert all(passes(door.endpoint) for door in doors)
-            mine.shut()
+            yours.cut()
+            assert all(passes(way.endpoint) for way in ways)
+            mine.cut()
             assert ended(standing)
         assert not any(passes(endpoint) for endpoint in mine.endpoint.split(","))
         pids.clear()
-        assert all(passes(door.endpoint) for door in doors), "strangers pass"
+        assert all(passes(way.endpoint) for way in ways), "strangers pass"
         pids[os.getpid()] = "me"
         mine.close()
-        assert all(passes(door.endpoint) for door in doors)
+        assert all(passes(way.endpoint) for way in ways)
     finally:
-        for door in doors:
-            door.close()
+        for way in ways:
+            way.close()
 
 
 # ------------------------------------------------------------------------------------------------ real processes

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from silent_worker import Silent
 
-from benchmarks.common import Result, connected, percentile
+from benchmarks.common import Result, percentile
 from benchmarks.primitives import __main__ as main
 from benchmarks.primitives import events as primitives
 from benchmarks.primitives.crew import Change, Crew, ring
@@ -28,6 +28,7 @@ from benchmarks.primitives.samples import (
     median_interval,
 )
 from benchmarks.world import Seen
+from chaos_lightning.membership.topology import connected
 
 MS = 1_000_000
 

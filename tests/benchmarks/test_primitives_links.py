@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.common import connected
+
 from benchmarks.paper import links
 from benchmarks.paper.figure import FigureResult, Scale
 from benchmarks.paper.links import fig9, plot_fig9, plot_table1, simulated, table1
@@ -18,6 +18,7 @@ from benchmarks.primitives import events as primitives
 from benchmarks.primitives.events import Outcome, Sample
 from benchmarks.primitives.member import Work
 from benchmarks.primitives.samples import Exposure
+from chaos_lightning.membership.topology import connected
 
 
 def exposure(total: float) -> Exposure:

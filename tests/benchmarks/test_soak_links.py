@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common import connected
 from benchmarks.soak.checks import Freeze
-from benchmarks.soak.door import Door
 from benchmarks.soak.link_checks import Line, LinkVerdict, check_links
 from benchmarks.soak.links import DECK, Hurt, Links, seconds_of
+from chaos_lightning.lab.edge.relay import Way
+from chaos_lightning.membership.topology import connected
 
 NAMES = list("abcde")
 
@@ -49,15 +49,15 @@ class Log:
 
 
 class Gate:
-    """A door that only remembers."""
+    """A way that only remembers."""
 
     def __init__(self) -> None:
         self.is_open = True
 
-    def shut(self) -> None:
+    def cut(self) -> None:
         self.is_open = False
 
-    def open(self) -> None:
+    def restore(self) -> None:
         self.is_open = True
 
 
@@ -73,8 +73,8 @@ class Net:
             "chaos_lightning.control.channel.change_link", lambda _, a, b, add: self.asked.append((a, b, add))
         )
         self.relay, self.log = Relay(), Log()
-        self.doors: Any = {name: Gate() for name in NAMES}
-        self.links = Links(self.relay, self.log, "127.0.0.1:1", self.doors, seed, 3.0)
+        self.ways: Any = {name: Gate() for name in NAMES}
+        self.links = Links(self.relay, self.log, "127.0.0.1:1", self.ways, seed, 3.0)
 
     def pass_by(self, seconds: float, names: list[str] = NAMES) -> None:
         end = self.now + seconds
@@ -100,7 +100,7 @@ def test_every_kind_has_its_turn_and_everything_is_mended(net: Net) -> None:
     net.links.calm()
     assert not net.broken()
     assert all(rate >= 1e10 for rate in net.relay.rates.values())
-    assert all(gate.is_open for gate in net.doors.values())
+    assert all(gate.is_open for gate in net.ways.values())
     assert {(a, b) for a, b, add in net.asked if not add} >= {(a, b) for a, b, add in net.asked if add}
 
 
@@ -242,7 +242,7 @@ def test_whoever_is_cut_off_must_say_what_it_waits_for() -> None:
     assert [x for x in judged(story(), hurt).problems if "did not say" in x]
 
 
-# ------------------------------------------------------------------------------------------------ the door
+# ------------------------------------------------------------------------------------------------ the way
 
 
 @pytest.fixture
@@ -271,8 +271,8 @@ def echo() -> Iterator[str]:
     thread.join(10.0)
 
 
-def through(door: Door) -> socket.socket:
-    host, _, port = door.endpoint.rpartition(":")
+def through(way: Way) -> socket.socket:
+    host, _, port = way.endpoint.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=10.0)
 
 
@@ -284,39 +284,39 @@ def ended(sock: socket.socket) -> bool:
         return True
 
 
-def refused(door: Door) -> bool:
+def refused(way: Way) -> bool:
     try:
-        with through(door) as sock:
+        with through(way) as sock:
             return ended(sock)
     except ConnectionError:  # reset before `connect` returned
         return True
 
 
-def test_a_door_passes_bytes_and_the_end_of_them(echo: str) -> None:
-    door = Door(echo)
-    with through(door) as sock:
+def test_a_way_passes_bytes_and_the_end_of_them(echo: str) -> None:
+    way = Way(echo)
+    with through(way) as sock:
         sock.sendall(b"hello")
         sock.shutdown(socket.SHUT_WR)
         assert b"".join(iter(lambda: sock.recv(16), b"")) == b"hello"
-    door.close()
+    way.close()
 
 
-def test_a_door_that_is_shut_resets_what_stands_and_what_comes_until_it_is_opened(echo: str) -> None:
-    door = Door(echo)
-    with through(door) as sock:
+def test_a_way_that_is_cut_resets_what_stands_and_what_comes_until_it_is_restored(echo: str) -> None:
+    way = Way(echo)
+    with through(way) as sock:
         sock.sendall(b"a")
         assert sock.recv(1) == b"a"
-        door.shut()
+        way.cut()
         assert ended(sock)
-    assert refused(door)
-    door.open()
-    with through(door) as sock:
+    assert refused(way)
+    way.restore()
+    with through(way) as sock:
         sock.sendall(b"b")
         assert sock.recv(1) == b"b"
-    door.close()
-    door.close()
+    way.close()
+    way.close()
     with pytest.raises(ConnectionError):
-        through(door)
+        through(way)
 
 
 def test_links_of_who_has_left_do_not_keep_the_others_from_calm(monkeypatch: pytest.MonkeyPatch) -> None:

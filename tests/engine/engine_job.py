@@ -11,13 +11,12 @@ from typing import Any
 
 import engine_members
 import forked_support
-from engine_control import ControlPath
 from forked_support import SCHEDULER
 
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.errors import SchedulerUnreachableError
 from chaos_lightning.events.registry import problems
-from chaos_lightning.lab.edge.relay import LinkRelay
+from chaos_lightning.lab.edge.relay import LinkRelay, Way
 from chaos_lightning.lab.harness import Harness
 from chaos_lightning.machine.listener import free_port
 
@@ -31,7 +30,7 @@ class Job:
         self.harness = harness
         self.folder = folder
         self._relay = relay
-        self._paths: dict[str, ControlPath] = {}
+        self._paths: dict[str, Way] = {}
         self.endpoint = f"127.0.0.1:{free_port()}"
 
     def start(
@@ -48,7 +47,7 @@ class Job:
         env = {**(env or {}), **({"CHAOS_SETTINGS": json.dumps(rules)} if rules else {})}
         endpoint = self.endpoint
         if name in self._paths:
-            endpoint = self._paths[name].address
+            endpoint = self._paths[name].endpoint
             spec["settings"] = {**spec.get("settings", {}), "host_scheduler": False}
         report, enough = str(self.folder / f"{name}.pt"), str(self.folder / "enough")
         full = {"name": member or name, "endpoint": endpoint, "report": report, "enough": enough, **spec}
@@ -81,17 +80,17 @@ class Job:
         """The control streams of these members, which are yet to be started, can be cut. Not of who hosts the
         scheduler: they are as if on other machines, where a member that does not reach it starts none itself."""
         for name in names:
-            self._paths[name] = ControlPath(name, self.endpoint)
+            self._paths[name] = Way(self.endpoint)
 
     def cut_stream(self, *names: str) -> None:
         """Their control streams end now, and no other one comes through until `mend_stream`; no link is touched."""
         for name in names:
             self.harness.events.emit("fault_injected", kind="cut_stream", node=name)
-            self._paths[name].break_off()
+            self._paths[name].cut()
 
     def mend_stream(self, *names: str) -> None:
         for name in names:
-            self._paths[name].mend()
+            self._paths[name].restore()
 
     def connected(self, name: str) -> bool:
         """Whether the scheduler has a control stream of this member."""

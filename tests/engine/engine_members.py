@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
@@ -15,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from chaos_lightning.errors import DisagreementError
+from chaos_lightning.lab.processes import hold_the_lock
 from chaos_lightning.protocol.types import Header
 from chaos_lightning.replication import log as log_module
 from chaos_lightning.replication.log import SlotLog
@@ -121,11 +121,6 @@ def is_enough(trainer: Trainer, file: str) -> bool:
     """Whether any member has seen that the test needs no more steps; all of them hear the same."""
     seen = b"enough" if os.path.exists(file) else b""
     return any(answer for _, answer in trainer.engine.gather("all_gather", seen))
-
-
-def hold_the_lock(seconds: float) -> None:
-    """One long call into C that lets no other thread of this process run Python, as a collection or a fork may."""
-    ctypes.PyDLL(None).poll(None, 0, int(seconds * 1000))
 
 
 def hold_the_load(trainer: Trainer, gate: str, load: int) -> None:

@@ -7,45 +7,16 @@ kernel. To each etcd server each candidate has a relay of its own.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from engine_control import ControlPath
 from engine_job import Job, says, who_leads
 
 from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.control.etcd_servers import EtcdServers
-from chaos_lightning.lab.edge.relay import LinkRelay, _Connection, pair_of
-from chaos_lightning.lab.processes import owner_of
-from chaos_lightning.machine.addresses import split_endpoint
+from chaos_lightning.lab.edge.relay import Way
 from chaos_lightning.machine.listener import free_ports
-
-OTHERS = "others"
-"""Whoever dials and is no process of the job: the test itself."""
-
-
-class SchedulerPath(LinkRelay):
-    """The way to one candidate; who dials is known by its process."""
-
-    def __init__(self, candidate: str, endpoint: str, pids: Callable[[], dict[int, str]]) -> None:
-        self._candidate = candidate
-        self._endpoint = split_endpoint(endpoint)
-        self._pids = pids
-        super().__init__()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-            sock, _ = self._listener.accept()
-            connection = _Connection(sock)
-            name = owner_of(sock, self._pids()) or OTHERS
-            connection.names = (name, self._candidate)
-            connection.pair = pair_of(*connection.names)
-            connection.address = self._endpoint
-            self._connections.add(connection)
-            self._go_on(connection)
 
 
 class Apart:
@@ -54,18 +25,18 @@ class Apart:
     def __init__(self, job: Job, etcd: EtcdServers, count: int, **rules: Any) -> None:
         self.job = job
         self.etcd = etcd
-        self.paths: dict[str, SchedulerPath] = {}
-        self.to_etcd: dict[str, list[ControlPath]] = {}
+        self.paths: dict[str, Way] = {}
+        self.to_etcd: dict[str, list[Way]] = {}
         for name, port in zip((f"s{n}" for n in range(count)), free_ports(count), strict=True):
             own = f"127.0.0.1:{port}"
-            self.paths[name] = SchedulerPath(name, own, self._pids)
-            self.to_etcd[name] = [ControlPath(name, server.endpoint) for server in etcd.servers]
-            store = f"etcd://{','.join(path.address for path in self.to_etcd[name])}"
+            self.paths[name] = Way(own, self._pids)
+            self.to_etcd[name] = [Way(server.endpoint) for server in etcd.servers]
+            store = f"etcd://{','.join(path.endpoint for path in self.to_etcd[name])}"
             command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", own]
-            command += ["--advertise", self.paths[name].address, "--settings", json.dumps({"min_nodes": 1, **rules})]
+            command += ["--advertise", self.paths[name].endpoint, "--settings", json.dumps({"min_nodes": 1, **rules})]
             command += ["--store", store, "--log-dir", str(job.harness.logs)]
             job.harness.start(name, command, env={"CHAOS_HOST": name})
-        job.endpoint = ",".join(path.address for path in self.paths.values())
+        job.endpoint = ",".join(path.endpoint for path in self.paths.values())
         job.harness.wait_for("scheduler_started")
 
     def _pids(self) -> dict[int, str]:
@@ -78,14 +49,14 @@ class Apart:
 
     def facts(self, name: str) -> dict[str, Any]:
         """What this candidate itself says."""
-        return fetch_status(self.paths[name].address, follow=False)
+        return fetch_status(self.paths[name].endpoint, follow=False)
 
     def says(self, name: str, **words: str) -> dict[str, Any]:
         """Waits until one status of this candidate has all these words, each under its key ("": nothing at all)."""
-        return says(self.job, self.paths[name].address, **words)
+        return says(self.job, self.paths[name].endpoint, **words)
 
     def named(self, endpoint: str) -> str:
-        return next(name for name, path in self.paths.items() if path.address == endpoint)
+        return next(name for name, path in self.paths.items() if path.endpoint == endpoint)
 
     def others(self, name: str) -> list[str]:
         return [other for other in self.paths if other != name]
@@ -98,26 +69,26 @@ class Apart:
     def cut_from_members(self, candidate: str, *members: str) -> None:
         for member in members:
             self.note("cut_stream", member, candidate)
-            self.paths[candidate].cut(member, candidate)
+            self.paths[candidate].cut(member)
 
     def stall_from_members(self, candidate: str, *members: str) -> None:
         """As by a network that swallows packets: no byte comes through, and nobody hears of an end."""
         for member in members:
             self.note("stall_stream", member, candidate)
-            self.paths[candidate].stall(member, candidate)
+            self.paths[candidate].stall(member)
 
     def mend_to_members(self, candidate: str, *members: str) -> None:
         for member in members:
-            self.paths[candidate].restore(member, candidate)
+            self.paths[candidate].restore(member)
 
     def cut_from_etcd(self, candidate: str) -> None:
         self.note("cut_etcd", candidate, "etcd")
         for path in self.to_etcd[candidate]:
-            path.break_off()
+            path.cut()
 
     def mend_to_etcd(self, candidate: str) -> None:
         for path in self.to_etcd[candidate]:
-            path.mend()
+            path.restore()
 
     def close(self) -> None:
         """Ends the candidates, too: etcd servers wait for their clients."""

@@ -92,7 +92,7 @@ def test_a_leader_that_no_member_reaches_hands_over_to_one_that_they_reach(apart
     led = next_term(job, 2, before)
     assert apart.named(led["endpoint"]) == second
     connected(job, "ab", led)
-    place = apart.paths[second].address
+    place = apart.paths[second].endpoint
     waits_for = f"the end of the lease of {place}, which leads"
     facts = apart.says(first, role="standby", leader=place, waits_for=waits_for)
     assert "had ended, or was given back" in facts["led_because"]
@@ -115,12 +115,12 @@ def test_a_leader_that_etcd_does_not_reach_decides_nothing_and_another_one_goes_
     assert apart.named(led["endpoint"]) == second
     ended = job.harness.wait_for("deposed", lambda r: "could not prolong its lease" in str(r["reason"]), after=before)
     connected(job, "ab", ended)
-    facts = apart.says(second, role="leader", waits_for="", leader=apart.paths[second].address)
+    facts = apart.says(second, role="leader", waits_for="", leader=apart.paths[second].endpoint)
     assert abs(facts["led_since"] - led.t) < 1.0
     a_newcomer_joins(job, "c", "ab", ended)
     apart.says(first, waits_for="etcd; without it nobody can be elected")
     apart.mend_to_etcd(first)
-    apart.says(first, waits_for=f"the end of the lease of {apart.paths[second].address}")
+    apart.says(first, waits_for=f"the end of the lease of {apart.paths[second].endpoint}")
     nobody_is_put_out(job)
     job.leave(*"abc")
 
@@ -321,13 +321,13 @@ def test_status_tells_people_who_leads_since_when_and_why(apart: Apart, capsys: 
     job = apart.job
 
     def shown(name: str, *, here: bool = False) -> str:
-        status(endpoint=apart.paths[name].address, token_file="", as_json=False, timeout=10.0, here=here)
+        status(endpoint=apart.paths[name].endpoint, token_file="", as_json=False, timeout=10.0, here=here)
         return " ".join(capsys.readouterr().out.split())
 
     train(job, "a")
     first = apart.leading()
     (second,) = apart.others(first)
-    places = {name: path.address for name, path in apart.paths.items()}
+    places = {name: path.endpoint for name, path in apart.paths.items()}
     apart.says(second, leader=places[first])
     text = shown(second, here=True)
     assert f"job default at {places[second]}: stands by" in text

@@ -41,7 +41,6 @@ from chaos_lightning.protocol.types import (
     NextView,
     OpenLinks,
     Prepare,
-    Probe,
     Ready,
     Refused,
     Released,
@@ -229,8 +228,6 @@ class MemberScript:
                 return Released("nobody needs it")
             case ["refused", *rest]:
                 return Refused("the name is taken", retry=bool(rest))
-            case ["probe", who]:
-                return Probe(who)
             case _:
                 raise AssertionError(f"no such line: {plain} {keys}")
 

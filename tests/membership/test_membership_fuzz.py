@@ -19,7 +19,6 @@ from chaos_lightning.protocol.types import (
     NextView,
     OpenLinks,
     Prepare,
-    Probe,
     Source,
     View,
     ViewId,
@@ -71,7 +70,7 @@ def from_peer(who: str, of: View, prev: Header, kind: str) -> fx.PeerIn:
 events = st.one_of(
     st.builds(fx.ControlIn, st.builds(Prepare, numbers, st.just("a test"))),
     st.builds(fx.ControlIn, decisions),
-    st.builds(fx.ControlIn, st.sampled_from([NextView(V2), OpenLinks((member("d~4"),)), Probe("c~3")])),
+    st.builds(fx.ControlIn, st.sampled_from([NextView(V2), OpenLinks((member("d~4"),))])),
     st.builds(fx.ControlIn, st.just(Welcome(member(ME), 1, "joiner", "again", 0.1, 0.35))),
     st.builds(fx.PeerIn, peers, headers),
     st.builds(from_peer, peers, st.sampled_from(VIEWS), headers, st.sampled_from(["step", "gather"])),

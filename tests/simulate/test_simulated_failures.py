@@ -10,7 +10,7 @@ from chaos_lightning.lab.simulate.oracle import check_chain
 THREE = """
 seed 4
 nodes n0 n1 n2
-program window_s 0.01
+program work_s 0.01
 """
 
 

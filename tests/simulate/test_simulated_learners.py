@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 from simulate_support import notes, outcome_of, run
 
-from chaos_lightning.lab.simulate.observing import Replaying
 from chaos_lightning.lab.simulate.oracle import Violation
-from chaos_lightning.lab.simulate.plan import Outcome, Plan
+from chaos_lightning.lab.simulate.plan import Outcome, Plan, Replaying
 from chaos_lightning.lab.simulate.plans.learners import (
     all_leave_plan,
     calm_plan,
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.slow  # test_simulated_seeds.py runs plans of all these
 THREE = """
 seed 4
 nodes n0 n1 n2
-program window_s 0.01
+program work_s 0.01
 program length 90
 set observe_timeout_s 1
 """

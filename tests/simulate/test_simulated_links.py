@@ -21,7 +21,7 @@ from chaos_lightning.membership.topology import links_of, pair
 
 pytestmark = pytest.mark.slow  # test_simulated_seeds.py runs plans of all these families in the ordinary run
 
-FOUR = "seed 7\nnodes n0 n1 n2 n3\nset min_nodes 4\nprogram length 120\nprogram epochs 1\nprogram window_s 0.03\n"
+FOUR = "seed 7\nnodes n0 n1 n2 n3\nset min_nodes 4\nprogram length 120\nprogram epochs 1\nprogram work_s 0.03\n"
 RING = FOUR.replace("n0 n1 n2 n3", "n0:neighbours=n1+n3 n1:neighbours=n0+n2 n2:neighbours=n1+n3 n3:neighbours=n2+n0")
 LINE = "seed 7\nnodes n0:neighbours=n1 n1:neighbours=n0+n2 n2:neighbours=n1+n3 n3:neighbours=n2\nprogram length 200\n"
 

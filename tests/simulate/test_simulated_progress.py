@@ -12,7 +12,7 @@ from chaos_lightning.membership.backoff import FREE, LONGEST_S, Backoff
 
 ROW = (
     "seed 7\nnodes n0:neighbours=n1+n2 n1:neighbours=n0 n2:neighbours=n0\nset min_nodes 3\n"
-    "program length 90\nprogram epochs 1\nprogram window_s 0.03\n"
+    "program length 90\nprogram epochs 1\nprogram work_s 0.03\n"
 )
 LINE = "seed 7\nnodes n0:neighbours=n1 n1:neighbours=n0+n2 n2:neighbours=n1\nprogram length 300\n"
 

@@ -16,7 +16,7 @@ from chaos_lightning.lab.simulate.world import World, simulate
 from chaos_lightning.membership.effects import Note
 from chaos_lightning.protocol.types import Welcome
 
-FOUR = "seed 4\nnodes n0:host=h1 n1:host=h1 n2:host=h2 n3:host=h2\nprogram length 400\nprogram window_s 0.02\n"
+FOUR = "seed 4\nnodes n0:host=h1 n1:host=h1 n2:host=h2 n3:host=h2\nprogram length 400\nprogram work_s 0.02\n"
 
 
 @pytest.mark.parametrize("number", range(1000, 1015))
@@ -81,7 +81,7 @@ def test_members_of_a_lost_chain_train_on() -> None:
 
 def test_a_newcomer_whose_view_was_announced_comes_in_though_the_chain_is_lost() -> None:
     """It stands in no view when it finds the next scheduler, and does a moment later, when the header comes."""
-    world = World(replace(parse(FOUR + "program window_s 0.2\nlater j0 at 0.5"), limit_s=6.0))
+    world = World(replace(parse(FOUR + "program work_s 0.2\nlater j0 at 0.5"), limit_s=6.0))
     lost = Fault(action="chain-lost", lasts=0.02)
 
     def lose(note: Note) -> None:

@@ -14,13 +14,13 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog, read_events
 from chaos_lightning.lab.edge import namespaces
 from chaos_lightning.lab.edge.network import Edge, choose_backend
-from chaos_lightning.lab.edge.topology import Change, Condition, Link, LinkState, Node, Topology
+from chaos_lightning.lab.edge.topology import Change, Condition, EdgeNode, Link, LinkState, Topology
 from chaos_lightning.lab.emulation import HOST, RELAY, emulating
 from chaos_lightning.machine.process_table import host_identity
 from chaos_lightning.settings import EngineConfig
 
 A_B = ("a", "b")
-NODES = (Node("a"), Node("b"), Node("c", access_bps=500e6))
+NODES = (EdgeNode("a"), EdgeNode("b"), EdgeNode("c", access_bps=500e6))
 LINKS = (Link("a", "b", 300e6), Link("b", "c", 300e6))
 
 

@@ -15,14 +15,14 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.edge import namespaces
 from chaos_lightning.lab.edge.namespaces import NamespaceBackend, NetworkError, own_name, remove_leftovers, run
 from chaos_lightning.lab.edge.network import Edge
-from chaos_lightning.lab.edge.topology import Condition, Link, LinkState, Node, Topology
+from chaos_lightning.lab.edge.topology import Condition, EdgeNode, Link, LinkState, Topology
 from chaos_lightning.security.access import load_token
 
 pytestmark = pytest.mark.skipif(not namespaces.ability().works, reason=namespaces.ability().reason)
 
 DEADLINE_S = 20.0
 NETWORK = Topology(
-    (Node("a"), Node("b"), Node("c", access_bps=200e6), Node("d")),
+    (EdgeNode("a"), EdgeNode("b"), EdgeNode("c", access_bps=200e6), EdgeNode("d")),
     (Link("a", "b", 300e6), Link("b", "c", 100e6), Link("c", "d", 50e6)),
 )
 SERVE = """
@@ -142,7 +142,7 @@ def test_a_token_is_made_since_links_listen_beyond_loopback(backend: NamespaceBa
 
 def test_nothing_is_left_and_nothing_is_made_outside() -> None:
     before = run("ip", "-o", "link")
-    edge = Edge(Topology((Node("a"), Node("b")), (Link("a", "b", 1e6),)), "namespaces")
+    edge = Edge(Topology((EdgeNode("a"), EdgeNode("b")), (Link("a", "b", 1e6),)), "namespaces")
     assert edge.environment("b")["CHAOS_BIND"] == "10.77.0.2"
     assert run("ip", "-o", "link") == before
     assert isinstance(edge.backend, NamespaceBackend)
@@ -186,9 +186,9 @@ def test_a_failure_in_the_middle_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
         raise NetworkError("tc: no")
 
     before = run("ip", "netns", "list").split()
-    monkeypatch.setattr(NamespaceBackend, "_shaper", staticmethod(refuse))
+    monkeypatch.setattr(namespaces, "_shaper", refuse)
     with pytest.raises(NetworkError, match="tc: no"):
-        NamespaceBackend(Topology((Node("x"), Node("y")), (Link("x", "y", 1e6),)))
+        NamespaceBackend(Topology((EdgeNode("x"), EdgeNode("y")), (Link("x", "y", 1e6),)))
     assert run("ip", "netns", "list").split() == before
 
 

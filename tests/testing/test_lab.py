@@ -18,7 +18,7 @@ from chaos_lightning import cli
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import EventLog, read_events
 from chaos_lightning.lab.edge.runner import Lab, LabConfig, fill
-from chaos_lightning.lab.edge.topology import Change, Link, Node, Topology
+from chaos_lightning.lab.edge.topology import Change, EdgeNode, Link, Topology
 from chaos_lightning.lab.processes import MARK, Mark
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ schedule:
   - {at: 100 ms, link: [edge-1, edge-2], rate: 10%}
   - {at: 200 ms, link: [edge-1, edge-2], state: cut, for: 1 h}
 """
-PAIR = Topology((Node("edge-1"), Node("edge-2")), (Link("edge-1", "edge-2", 1e8),))
+PAIR = Topology((EdgeNode("edge-1"), EdgeNode("edge-2")), (Link("edge-1", "edge-2", 1e8),))
 PYTHON = (sys.executable, "-c")
 
 
@@ -150,7 +150,7 @@ def test_the_schedule_is_told_and_logged(tmp_path: Path, network: Path) -> None:
 
 
 def test_a_schedule_can_wait_until_all_have_joined(tmp_path: Path) -> None:
-    topology = Topology((*PAIR.nodes, Node("late", starts_s=1e6)), (*PAIR.links, Link("edge-2", "late", 1e6)))
+    topology = Topology((*PAIR.nodes, EdgeNode("late", starts_s=1e6)), (*PAIR.links, Link("edge-2", "late", 1e6)))
     with Lab(config(tmp_path, *PYTHON, "input()", topology=topology, schedule_at="joined")) as running:
         running.start()
         for name in ("edge-1", "edge-2"):
@@ -292,7 +292,7 @@ def test_commands_get_their_nodes_settings_and_those_of_the_user(
 
 
 def test_nodes_start_at_their_time(tmp_path: Path) -> None:
-    topology = Topology((Node("a"), Node("b", starts_s=0.1)), (Link("a", "b", 1e6),))
+    topology = Topology((EdgeNode("a"), EdgeNode("b", starts_s=0.1)), (Link("a", "b", 1e6),))
     with Lab(config(tmp_path, *PYTHON, "pass", topology=topology)) as running:
         running.start()
         assert list(running.children) == ["a"]

@@ -15,7 +15,7 @@ from chaos_lightning.lab.faults import (
     Fault,
     FaultInjector,
     FaultPlan,
-    Phase,
+    LoopPhase,
     Schedule,
     parse_line,
 )
@@ -84,7 +84,7 @@ def faults(draw: st.DrawFn) -> Fault:
     if trigger == "step":
         fields["step"] = draw(st.integers(0, 10**6))
         if action not in (Action.JOIN, *LINK_ACTIONS):
-            fields["phase"] = draw(st.none() | st.sampled_from(list(Phase)))
+            fields["phase"] = draw(st.none() | st.sampled_from(list(LoopPhase)))
     elif trigger == "after_s":
         fields["after_s"] = draw(seconds)
     else:
@@ -133,7 +133,7 @@ def test_wrong_structures_are_explained(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot be negative"):
         Fault(action=Action.SIGKILL, node="a", step=-1)
     with pytest.raises(ConfigurationError, match="a phase needs a step"):
-        Fault(action=Action.SIGKILL, node="a", after_s=1, phase=Phase.FORWARD)
+        Fault(action=Action.SIGKILL, node="a", after_s=1, phase=LoopPhase.FORWARD)
     with pytest.raises(ConfigurationError, match=r"unknown keys \['when'\]"):
         FaultPlan.load([{"when": 3, "do": "sigkill", "node": "a"}])
     with pytest.raises(ConfigurationError, match=r"unknown keys \['fault'\]"):
@@ -170,8 +170,8 @@ def test_a_schedule_gives_each_fault_out_once_and_only_where_it_belongs() -> Non
 
     assert due(step=2, elapsed_s=1.0) == []
     assert due(step=4) == ["a"]  # a step that was passed over still counts
-    assert due(step=4, phase=Phase.FORWARD) == []
-    assert due(step=4, phase=Phase.BACKWARD) == ["b"]
+    assert due(step=4, phase=LoopPhase.FORWARD) == []
+    assert due(step=4, phase=LoopPhase.BACKWARD) == ["b"]
     schedule.saw("joined", "x")
     assert due(elapsed_s=2.0) == ["c"]
     schedule.saw("joined", "d")

@@ -13,14 +13,13 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.edge.topology import (
     Change,
     Condition,
+    EdgeNode,
     Link,
     LinkState,
-    Node,
     Topology,
     differences,
     links_of,
     next_change_s,
-    parts,
     rate_text,
     story,
 )
@@ -29,7 +28,7 @@ A_B, B_C = ("a", "b"), ("b", "c")
 
 
 def network(*schedule: Change, **more: Any) -> Topology:
-    nodes = (Node("a"), Node("b"), Node("c"))
+    nodes = (EdgeNode("a"), EdgeNode("b"), EdgeNode("c"))
     links = (Link("a", "b", 300e6, 0.02), Link("b", "c", 100e6))
     return Topology(**{"nodes": nodes, "links": links, "schedule": schedule, **more})
 
@@ -142,7 +141,7 @@ def test_differences_and_story_are_told_in_words() -> None:
 
 
 def test_members_are_found_by_their_nodes_names() -> None:
-    topology = network(nodes=(Node("a"), Node("b"), Node("c"), Node("edge-b")), links=(
+    topology = network(nodes=(EdgeNode("a"), EdgeNode("b"), EdgeNode("c"), EdgeNode("edge-b")), links=(
         Link("a", "b", 1e6), Link("b", "c", 1e6), Link("c", "edge-b", 1e6),
     ))  # fmt: skip
     assert topology.node_of("a") == "a"
@@ -156,21 +155,27 @@ def test_members_are_found_by_their_nodes_names() -> None:
     assert network(Change(latency_s=0.1), links=(Link("a", "b", 1), Link("b", "c", 1))).delays
 
 
-def test_parts_of_a_graph() -> None:
-    assert parts("abc", [("a", "b"), ("c", "b")]) == [["a", "b", "c"]]
-    assert parts("abcde", [("e", "a"), ("d", "b")]) == [["a", "e"], ["b", "d"], ["c"]]
-    assert parts("", []) == []
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"nodes": ()}, "nodes: there are none"),
-        ({"nodes": (Node("a"), Node("b"), Node("c"), Node("a"))}, r"nodes\[3\]: node 'a' is named twice"),
-        ({"nodes": (Node("a"), Node("b"), Node("c d"))}, r"nodes\[2\]: name 'c d': expected up to 56 letters"),
-        ({"nodes": (Node("a"), Node("b"), Node("c"), Node("a-1"))}, r"nodes\[3\]: node 'a-1' is also what rank 1"),
-        ({"nodes": (Node("a", access_bps=0), Node("b"), Node("c"))}, r"nodes\[0\].access: 0 bps: expected a positive"),
-        ({"nodes": (Node("a", starts_s=-1), Node("b"), Node("c"))}, r"nodes\[0\].starts: -1 s: expected"),
+        (
+            {"nodes": (EdgeNode("a"), EdgeNode("b"), EdgeNode("c"), EdgeNode("a"))},
+            r"nodes\[3\]: node 'a' is named twice",
+        ),
+        (
+            {"nodes": (EdgeNode("a"), EdgeNode("b"), EdgeNode("c d"))},
+            r"nodes\[2\]: name 'c d': expected up to 56 letters",
+        ),
+        (
+            {"nodes": (EdgeNode("a"), EdgeNode("b"), EdgeNode("c"), EdgeNode("a-1"))},
+            r"nodes\[3\]: node 'a-1' is also what rank 1",
+        ),
+        (
+            {"nodes": (EdgeNode("a", access_bps=0), EdgeNode("b"), EdgeNode("c"))},
+            r"nodes\[0\].access: 0 bps: expected a positive",
+        ),
+        ({"nodes": (EdgeNode("a", starts_s=-1), EdgeNode("b"), EdgeNode("c"))}, r"nodes\[0\].starts: -1 s: expected"),
         ({"links": (Link("a", "x", 1),)}, r"links\[0\].between: unknown node 'x'; expected some of a, b, c"),
         ({"links": (Link("a", "a", 1),)}, r"links\[0\].between: a link from 'a' to itself"),
         (
@@ -217,8 +222,8 @@ def test_rates_are_told_in_words() -> None:
 
 
 def test_one_node_needs_no_link() -> None:
-    assert links_of(Topology((Node("alone"),), ()), 5.0) == {}
-    many = tuple(Node(f"n{i}.x") for i in range(251))
+    assert links_of(Topology((EdgeNode("alone"),), ()), 5.0) == {}
+    many = tuple(EdgeNode(f"n{i}.x") for i in range(251))
     chain = tuple(Link(a.name, b.name, 1) for a, b in itertools.pairwise(many))
     with pytest.raises(ConfigurationError, match="there are 251; expected at most 250"):
         Topology(many, chain)

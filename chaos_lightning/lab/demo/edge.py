@@ -13,7 +13,6 @@ without it, when it is back one with it, and when its rate fell one whose trees 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from chaos_lightning.lab.edge.plot import plot
 from chaos_lightning.lab.edge.runner import Lab, LabConfig, prepare
 from chaos_lightning.lab.edge.topology import Topology, next_change_s, rate_text
 from chaos_lightning.lab.edge.topology_file import load_topology
+from chaos_lightning.lab.processes import importable
 from chaos_lightning.observe.fields import number
 from chaos_lightning.observe.units import duration
 
@@ -367,7 +367,7 @@ def demo_edge(
         backend="relay",
         schedule_at="joined",
         environment={
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            "PYTHONPATH": importable(),
             "CUDA_VISIBLE_DEVICES": "",
             "CHAOS_STATE_HASH_EVERY": "5",
         },

@@ -33,15 +33,9 @@ from chaos_lightning.lab.demo.stage import (
 )
 from chaos_lightning.lab.edge.runner import prepare
 from chaos_lightning.lab.faults import Action, Fault, FaultPlan
+from chaos_lightning.observe.charts import HOW
 from chaos_lightning.observe.fields import integer, node_of, number
 from chaos_lightning.observe.units import amount, duration
-
-HOW = {
-    "redo": "the open step was reduced again from kept gradients",
-    "hand-on": "the committed step was handed on",
-    "next": "no step was open",
-    "stayed": "it thawed in time",
-}
 
 
 @dataclass(frozen=True, kw_only=True)

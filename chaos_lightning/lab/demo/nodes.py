@@ -23,7 +23,7 @@ from pathlib import Path
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.lab.emulation import RATES
-from chaos_lightning.lab.processes import Child, Mark, start_command
+from chaos_lightning.lab.processes import Child, Mark, importable, start_command
 from chaos_lightning.machine.listener import free_port
 
 MARK = "CHAOS_DEMO"
@@ -146,7 +146,7 @@ class Cast:
         environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("CHAOS_", "TORCHELASTIC_"))},
             "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            "PYTHONPATH": importable(),
             # Nodes share this machine: one thread each.
             **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
             "CHAOS_NODE": name,

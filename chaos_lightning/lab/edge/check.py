@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.lab.edge.network import BACKENDS, Edge
-from chaos_lightning.lab.edge.topology import Link, LinkState, Node, Topology, rate_text
+from chaos_lightning.lab.edge.topology import EdgeNode, Link, LinkState, Topology, rate_text
 from chaos_lightning.lab.emulation import carried
+from chaos_lightning.lab.processes import importable
 from chaos_lightning.security.access import load_token
 from chaos_lightning.transport.handshake import Greeting, accept, dial
 
@@ -60,7 +61,7 @@ def measure(
         seconds: How long each stream should take.
     """
     link = Link(*PAIR, rates_bps[0], latency_s)
-    with Edge(Topology((Node("a"), Node("b")), (link,)), backend) as edge:
+    with Edge(Topology((EdgeNode("a"), EdgeNode("b")), (link,)), backend) as edge:
         processes: list[subprocess.Popen[str]] = []
         try:
             listener = _start(edge, "b", "listen")
@@ -82,8 +83,7 @@ def measure(
 
 def _start(edge: Edge, node: str, *words: str) -> subprocess.Popen[str]:
     command = edge.command(node, [sys.executable, "-m", "chaos_lightning.lab.edge.check", "--role", *words])
-    found = os.pathsep.join(p for p in sys.path if p)
-    environment = carried({**os.environ, "PYTHONPATH": found, **edge.environment(node)})
+    environment = carried({**os.environ, "PYTHONPATH": importable(), **edge.environment(node)})
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 

@@ -93,27 +93,9 @@ def ability() -> Ability:
         run("ip", "netns", "add", name)
         try:
             run("ip", "-n", name, "link", "add", "one", "type", "veth", "peer", "name", "other")
-            run("tc", "-n", name, "qdisc", "add", "dev", "one", "root", "handle", "1:", "htb", "default", "10")
-            run(
-                "tc",
-                "-n",
-                name,
-                "class",
-                "add",
-                "dev",
-                "one",
-                "parent",
-                "1:",
-                "classid",
-                "1:10",
-                "htb",
-                "rate",
-                "9mbit",
-            )
-            leaf = ("tc", "-n", name, "qdisc", "replace", "dev", "one", "parent", "1:10", "handle")
-            run(*leaf, "20:", "bfifo", "limit", "262144")
+            _shaper(name, "one", 9e6)
             with contextlib.suppress(NetworkError):
-                run(*leaf, "30:", "netem", "delay", "1ms")
+                _queue(name, "one", "30:", "netem", "delay", "1ms")
                 return Ability(True, delay=True)
             return Ability(True)
         finally:
@@ -222,7 +204,7 @@ class NamespaceBackend:
             one, other = link.a, link.b
             self._pair(self._edge(one), self._end(other), self._edge(other), self._end(one))
             for here, there in ((one, other), (other, one)):
-                self._shaper(self._edge(here), self._end(there), link.rate_bps)
+                _shaper(self._edge(here), self._end(there), link.rate_bps)
                 device = ["dev", self._end(there), *self._onlink(there)]
                 source = ["src", self.address(here)] if self._edge(here) == self._space(here) else []
                 run("ip", "-n", self._edge(here), "route", "add", self.address(there), *device, *source)
@@ -237,8 +219,8 @@ class NamespaceBackend:
         run("ip", "netns", "exec", router, "sh", "-c", forward)
         self._pair(space, "access", router, "node")
         run("ip", "-n", router, "route", "add", self.address(node), "dev", "node")
-        self._shaper(space, "access", rate_bps)
-        self._shaper(router, "node", rate_bps)
+        _shaper(space, "access", rate_bps)
+        _shaper(router, "node", rate_bps)
 
     def _add(self, space: str) -> None:
         run("ip", "netns", "add", space)
@@ -269,13 +251,6 @@ class NamespaceBackend:
         run("ip", "-n", self._space(here), "route", "replace", self.address(there), *way, "src", self.address(here))
 
     # ------------------------------------------------------------------ shaping
-
-    @staticmethod
-    def _shaper(space: str, device: str, rate_bps: float) -> None:
-        tc = ("tc", "-n", space)
-        run(*tc, "qdisc", "add", "dev", device, "root", "handle", "1:", "htb", "default", "10")
-        _rate(space, device, rate_bps)
-        _queue(space, device, "20:", "bfifo", "limit", str(_limit(rate_bps)))
 
     def apply(self, pair: Pair, state: LinkState) -> None:
         for here, there in (pair, pair[::-1]):
@@ -309,6 +284,12 @@ class NamespaceBackend:
         while self._made:
             _remove(self._made.pop())
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _shaper(space: str, device: str, rate_bps: float) -> None:
+    run("tc", "-n", space, "qdisc", "add", "dev", device, "root", "handle", "1:", "htb", "default", "10")
+    _rate(space, device, rate_bps)
+    _queue(space, device, "20:", "bfifo", "limit", str(_limit(rate_bps)))
 
 
 def _rate(space: str, device: str, rate_bps: float) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.lab.edge.topology import Pair, Topology, links_of, next_change_s, rate_text
+from chaos_lightning.observe.charts import figure
 from chaos_lightning.observe.units import duration, time_unit
 
 _DPI = 120
@@ -39,21 +40,15 @@ def plot(topology: Topology, path: Path) -> Path:
     Raises:
         ConfigurationError: matplotlib is not installed, or the file's kind is unknown to it.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError("a picture needs matplotlib; pip install 'chaos-lightning[report]'") from error
     until_s = horizon_s(topology)
-    figure = Figure(figsize=(8, 9 if until_s else 6.5), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.subplots(2 if until_s else 1, 1, height_ratios=[2, 1] if until_s else [1], squeeze=False)[:, 0]
+    sheet = figure(8, 9 if until_s else 6.5)
+    axes = sheet.subplots(2 if until_s else 1, 1, height_ratios=[2, 1] if until_s else [1], squeeze=False)[:, 0]
     _graph(axes[0], topology)
     if until_s:
         _rates(axes[1], topology, until_s)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        canvas.print_figure(path, dpi=_DPI)
+        sheet.savefig(path, dpi=_DPI)
     except ValueError as error:
         raise ConfigurationError(f"--plot {path}: {error}") from error
     return path

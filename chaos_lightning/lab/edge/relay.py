@@ -11,8 +11,9 @@ their own addresses, and begins with one line that says who calls whom and where
 one variable routes all links of a job, nobody has to know a port ahead, and the relay tells links apart by the names of
 their ends. Behind that line it copies bytes; the members' handshake and its proofs pass from end to end. State that a
 newcomer pulls takes the same way: what is cut is the path between two machines. Control streams to the scheduler are no
-links and do not pass here. Where only some processes have the variable, only the links that these dial can be hurt; of
-two members the younger one dials.
+links and do not pass here: for whoever dials without that line there is a `Way` to one server, which tells processes
+apart. Where only some processes have the variable, only the links that these dial can be hurt; of two members the
+younger one dials.
 
 One thread serves all connections by epoll. Each direction holds up to `HELD_NBYTES`, then the sender waits, as on a
 wire. An end that closes, or dies, is passed on once all its bytes are; a stalled connection passes on not even that.
@@ -37,11 +38,13 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from chaos_lightning.lab.edge.lanes import AHEAD_S, Lane, Meter, Wire
 from chaos_lightning.lab.emulation import RELAY
+from chaos_lightning.lab.processes import owner_of
+from chaos_lightning.machine.addresses import split_endpoint
 
 HELD_NBYTES = 1 << 20
 BUFFER_NBYTES = 256 << 10
@@ -111,6 +114,7 @@ class LinkRelay:
         node_of: Node of a member's name or id; None for a stranger, who is refused. By default each name without its
             incarnation is a node. Members of one node need no link and are not shaped.
         closed: Pairs are refused until they are shaped or restored.
+        introduce: Says of a new connection who wants whom, and where that is; None: its first line does.
 
     Attributes:
         address: HOST:PORT of the relay.
@@ -118,14 +122,19 @@ class LinkRelay:
     """
 
     def __init__(
-        self, bind: str = "127.0.0.1", *, node_of: Callable[[str], str | None] | None = None, closed: bool = False
+        self,
+        bind: str = "127.0.0.1",
+        *,
+        node_of: Callable[[str], str | None] | None = None,
+        closed: bool = False,
+        introduce: Callable[[_Connection], None] | None = None,
     ) -> None:
         self._listener = socket.create_server((bind, 0), backlog=128)
         self._listener.setblocking(False)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_NBYTES)  # inherited, before any window
         self.address = "{}:{}".format(*self._listener.getsockname()[:2])
         self.strangers: set[str] = set()
-        self._node_of = node_of
+        self._node_of, self._introduce = node_of, introduce
         self._state_of_others = _CUT if closed else _WHOLE
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -336,7 +345,15 @@ class LinkRelay:
         with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
             connection = _Connection(self._listener.accept()[0])
             self._connections.add(connection)
-            self._watch(connection)
+            if self._introduce is None:
+                self._watch(connection)
+                return
+            try:
+                self._introduce(connection)
+            except OSError:  # it is gone again
+                self._drop(connection)
+            else:
+                self._go_on(connection)
 
     def _watch(self, connection: _Connection) -> None:
         """Asks for the events that can be dealt with now, or for a timer. A socket without any event is not watched:
@@ -492,3 +509,44 @@ class LinkRelay:
         if self._node_of is None:
             return pair_of(one, other)
         return frozenset((self._node(one), self._node(other)))
+
+
+_SERVER = "the server"
+
+
+class Way:
+    """The way to one server, for processes that dial it as any other; it can be hurt for each of them alone.
+
+    Args:
+        target: HOST:PORT of the server.
+        pids: Names of processes of this machine, by id; whoever else dials is called "".
+
+    Attributes:
+        endpoint: HOST:PORT to dial instead.
+    """
+
+    def __init__(self, target: str, pids: Callable[[], Mapping[int, str]] = dict) -> None:
+        self._target, self._pids = split_endpoint(target), pids
+        self._relay = LinkRelay(introduce=self._introduce)
+        self.endpoint = self._relay.address
+
+    def _introduce(self, connection: _Connection) -> None:
+        pids = self._pids()
+        connection.names = (owner_of(connection.dialler.sock, pids) if pids else "", _SERVER)
+        connection.pair, connection.address = pair_of(*connection.names), self._target
+
+    def cut(self, name: str = "") -> None:
+        """Resets the connections of this process, and every new one, until `restore`."""
+        self._relay.cut(name, _SERVER)
+
+    def stall(self, name: str = "") -> None:
+        """No byte of this process passes until `restore`, and neither end is told."""
+        self._relay.stall(name, _SERVER)
+
+    def restore(self, name: str = "") -> None:
+        """What stalled goes on; what was cut can be dialled again."""
+        self._relay.restore(name, _SERVER)
+
+    def close(self) -> None:
+        """Resets everything. Idempotent."""
+        self._relay.close()

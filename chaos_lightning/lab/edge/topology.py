@@ -1,7 +1,7 @@
 """Emulated networks: which nodes there are, which links join them, and how the links change with time.
 
     topology = Topology(
-        nodes=(Node("a"), Node("b"), Node("c", access_bps=200e6)),
+        nodes=(EdgeNode("a"), EdgeNode("b"), EdgeNode("c", access_bps=200e6)),
         links=(Link("a", "b", rate_bps=300e6, latency_s=0.02), Link("b", "c", rate_bps=100e6)),
         schedule=(Change(at_s=30, links=(("a", "b"),), share=0.1), Change(at_s=60, condition=Condition.CUT, for_s=5)),
     )
@@ -28,6 +28,7 @@ from functools import cached_property
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.observe.units import duration
+from chaos_lightning.planning.graph import connected_parts, neighbours
 
 NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,56}")
 """What a node may be called (fullmatch); a member adds its rank on the node to it."""
@@ -48,7 +49,7 @@ class Condition(enum.StrEnum):
     """A black hole: nothing passes, and neither end is told."""
 
 
-class Flaw(ConfigurationError):
+class SchemaError(ConfigurationError):
     """A topology that cannot be.
 
     Attributes:
@@ -63,7 +64,7 @@ class Flaw(ConfigurationError):
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class EdgeNode:
     """A machine.
 
     Attributes:
@@ -184,17 +185,17 @@ class Topology:
     """Nodes, links and what happens to the links.
 
     Raises:
-        Flaw: It cannot be: an unknown node, a link to itself, a doubled one, a graph in parts, a rate of 0, ...
+        SchemaError: It cannot be: an unknown node, a link to itself, a doubled one, a graph in parts, a rate of 0, ...
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[EdgeNode, ...]
     links: tuple[Link, ...]
     schedule: tuple[Change, ...] = ()
     name: str = "topology"
 
     def __post_init__(self) -> None:
         for path, problem in flaws(self):
-            raise Flaw(path, problem)
+            raise SchemaError(path, problem)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -289,23 +290,6 @@ def differences(before: dict[Pair, LinkState], after: dict[Pair, LinkState]) -> 
     return found
 
 
-def parts(nodes: Sequence[str], links: Sequence[Pair]) -> list[list[str]]:
-    """The connected parts of a graph, each in the nodes' order."""
-    left, found = list(nodes), []
-    while left:
-        reached, fresh = {left[0]}, [left[0]]
-        while fresh:
-            here = fresh.pop()
-            for a, b in links:
-                for one, other in ((a, b), (b, a)):
-                    if one == here and other not in reached:
-                        reached.add(other)
-                        fresh.append(other)
-        found.append([n for n in left if n in reached])
-        left = [n for n in left if n not in reached]
-    return found
-
-
 def rate_text(rate_bps: float) -> str:
     """Bits per second in words: 300 Mbps."""
     for unit, size in (("Gbps", 1e9), ("Mbps", 1e6), ("kbps", 1e3)):
@@ -322,7 +306,7 @@ def flaws(topology: Topology) -> Iterator[tuple[str, str]]:
     yield from _bad_nodes(topology.nodes)
     yield from _bad_links(topology)
     names = topology.names
-    found = parts(names, [(link.a, link.b) for link in topology.links if {link.a, link.b} <= set(names)])
+    found = connected_parts(names, neighbours(names, [(link.a, link.b) for link in topology.links]))
     if len(found) > 1:
         told = " | ".join(", ".join(part) for part in found)
         yield "links", f"the graph is not connected, it has {len(found)} parts: {told}; add links between them"
@@ -330,7 +314,7 @@ def flaws(topology: Topology) -> Iterator[tuple[str, str]]:
         yield from _bad_change(f"schedule[{index}]", change, topology)
 
 
-def _bad_nodes(nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:
+def _bad_nodes(nodes: Sequence[EdgeNode]) -> Iterator[tuple[str, str]]:
     if not nodes:
         yield "nodes", "there are none; expected at least one name"
     if len(nodes) > MAX_NODES:

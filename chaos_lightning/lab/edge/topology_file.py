@@ -22,13 +22,13 @@ import difflib
 import importlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.edge.topology import Change, Condition, Flaw, Link, Node, Pair, Topology
+from chaos_lightning.lab.edge.topology import Change, Condition, EdgeNode, Link, Pair, SchemaError, Topology
 
 _MAX_DEPTH = 8
 _RATES = {"bps": 1.0, "kbps": 1e3, "mbps": 1e6, "gbps": 1e9, "bit/s": 1.0, "kbit/s": 1e3, "mbit/s": 1e6, "gbit/s": 1e9}
@@ -94,15 +94,6 @@ def load_topology(source: str | Path) -> Topology:
     return _Reader(str(path)).topology(spot, path.stem)
 
 
-def topology_from(data: Mapping[str, Any], source: str = "topology") -> Topology:
-    """A topology from the same keys as in a file, already parsed.
-
-    Raises:
-        ConfigurationError: As `load_topology`, without lines.
-    """
-    return _Reader(source).topology(_plain(data, "", source), source)
-
-
 # --- trees of spots -----------------------------------------------------------------------------------------------
 
 
@@ -122,9 +113,9 @@ def _read_json(path: Path, text: str) -> Spot:
 def _plain(value: Any, path: str, source: str, depth: int = 0) -> Spot:
     if depth > _MAX_DEPTH:
         raise ConfigurationError(f"{source}: {path}: nested more than {_MAX_DEPTH} deep")
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return Spot({str(k): _plain(v, _below(path, str(k)), source, depth + 1) for k, v in value.items()}, path)
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return Spot([_plain(v, f"{path}[{i}]", source, depth + 1) for i, v in enumerate(value)], path)
     return Spot("" if value is None else str(value), path)
 
@@ -190,8 +181,8 @@ class _Reader:
         title = self._text(keys["name"]) if "name" in keys else name
         try:
             return Topology(tuple(nodes), tuple(links), tuple(schedule), title)
-        except Flaw as flaw:
-            raise Flaw(flaw.path, flaw.problem, self._where(flaw.path)) from None
+        except SchemaError as flaw:
+            raise SchemaError(flaw.path, flaw.problem, self._where(flaw.path)) from None
 
     def _remember(self, spot: Spot) -> None:
         self._lines[spot.path] = spot.line
@@ -208,7 +199,7 @@ class _Reader:
         return f"{self._source}:{line}" if line else self._source
 
     def _fail(self, spot: Spot, problem: str) -> NoReturn:
-        raise Flaw(spot.path, problem, self._where(spot.path))
+        raise SchemaError(spot.path, problem, self._where(spot.path))
 
     # --- shapes
 
@@ -250,13 +241,13 @@ class _Reader:
 
     # --- entries
 
-    def _node(self, spot: Spot) -> Node:
+    def _node(self, spot: Spot) -> EdgeNode:
         if isinstance(spot.value, str):
-            return Node(self._text(spot))
+            return EdgeNode(self._text(spot))
         keys = self._mapping(spot, "name", "access", "starts")
         if "name" not in keys:
             self._fail(spot, "a node without 'name'")
-        return Node(
+        return EdgeNode(
             self._text(keys["name"]),
             self._value(keys["access"], rate_bps) if "access" in keys else None,
             self._value(keys["starts"], seconds) if "starts" in keys else 0.0,

@@ -25,7 +25,6 @@ import ssl
 import tempfile
 import threading
 import time
-import typing
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,10 +35,9 @@ from chaos_lightning.control.agent import Agent
 from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.control.options import ServerConfig
 from chaos_lightning.control.server import SchedulerServer
-from chaos_lightning.errors import ChaosError, WireError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.lab.fuzz import mutate
-from chaos_lightning.lab.fuzz.readers import hello, mutated_message, wrapped
+from chaos_lightning.lab.fuzz.readers import each, hello, mutated_message, wrapped
 from chaos_lightning.lab.fuzz.target import PATIENCE_S, FindingError, Target
 from chaos_lightning.protocol import chaos_pb2
 from chaos_lightning.protocol.types import NO_VIEW, FromMember, Heartbeat, Ready, Settings, ToMember, Welcome
@@ -134,14 +132,10 @@ def _feed_server(data: bytes) -> None:
 
 
 def _server_seeds() -> list[bytes]:
-    rng = Random(5)
     first = [(0, wrapped(FromMember, hello("x", 9))), (0, wrapped(FromMember, Ready()))]
     goodbye = (0, chaos_pb2.FromMemberEnvelope(goodbye=True).SerializeToString())
     seeds = [mutate.joined(first), mutate.joined([*first, goodbye])]
-    for cls in typing.get_args(FromMember):
-        with contextlib.suppress(WireError, TypeError):
-            seeds.append(mutate.joined([*first, (0, wrapped(FromMember, mutate.value_of(cls, rng)))]))
-    return seeds
+    return seeds + [mutate.joined([*first, (0, said)]) for said in each(FromMember, Random(5))]
 
 
 def _mutate_said(which: int) -> Any:
@@ -221,13 +215,9 @@ def _feed_agent(data: bytes) -> None:
 def _agent_seeds() -> list[bytes]:
     from chaos_lightning.protocol.types import Member
 
-    rng = Random(6)
     welcome = wrapped(ToMember, Welcome(Member("a~1", "a", "host", "127.0.0.1", 1), 1, "founder", "", 0.1, 0.5))
-    seeds = [mutate.joined([(0, welcome)])]
-    for cls in typing.get_args(ToMember):
-        with contextlib.suppress(WireError, TypeError, ChaosError):
-            seeds.append(mutate.joined([(0, welcome), (0, wrapped(ToMember, mutate.value_of(cls, rng)))]))
-    return seeds
+    said = each(ToMember, Random(6))
+    return [mutate.joined([(0, welcome)]), *(mutate.joined([(0, welcome), (0, data)]) for data in said)]
 
 
 # ------------------------------------------------------------------ the TLS proxy before a scheduler

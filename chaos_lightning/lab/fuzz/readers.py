@@ -64,6 +64,13 @@ def wrapped(kind: Any, value: Any) -> bytes:
     return data
 
 
+def each(kind: Any, rng: Random) -> Iterator[bytes]:
+    """One message of each class of FromMember, ToMember or PeerMessage, as it travels; without those that cannot be."""
+    for cls in typing.get_args(kind):
+        with contextlib.suppress(WireError, TypeError):
+            yield wrapped(kind, mutate.value_of(cls, rng))
+
+
 def mutated_message(tag: int, data: bytes, rng: Random) -> bytes:
     """Another field in this message; or another message."""
     which = tag % len(_KINDS)
@@ -95,11 +102,7 @@ def unwrapped(which: int, data: bytes) -> Any:
 
 def _message_seeds() -> list[bytes]:
     rng = Random(0)
-    seeds = []
-    for which, kind in enumerate(_KINDS):
-        for cls in typing.get_args(kind):
-            with contextlib.suppress(WireError, TypeError):
-                seeds.append(mutate.joined([(which, wrapped(kind, mutate.value_of(cls, rng)))]))
+    seeds = [mutate.joined([(which, said)]) for which, kind in enumerate(_KINDS) for said in each(kind, rng)]
     header = mutate.value_of(Header, rng)
     seeds += [
         mutate.joined([(3, codec.encode(mutate.value_of(View, rng)))]),
@@ -147,11 +150,7 @@ def _scheduler_seeds() -> list[bytes]:
     stands = Entered(first, 0, 0, "", True)
     joined += [(0, wrapped(FromMember, stands)), _tick()]
     two = [_opened(1), (1, wrapped(FromMember, hello("b", 2))), (1, wrapped(FromMember, Ready())), _tick(), _tick()]
-    rng = Random(1)
-    chatter = []
-    for cls in typing.get_args(FromMember):
-        with contextlib.suppress(WireError, TypeError):
-            chatter.append((0, wrapped(FromMember, mutate.value_of(cls, rng))))
+    chatter = [(0, said) for said in each(FromMember, Random(1))]
     return [mutate.joined(joined), mutate.joined(joined + two), mutate.joined(joined + chatter[:20])]
 
 
@@ -201,11 +200,7 @@ def _member_seeds() -> list[bytes]:
     me = Member("b~2", "b", "host", "127.0.0.1", 2)
     welcomed = [(1, wrapped(ToMember, Welcome(me, 1, "founder", "", 0.1, 0.5)))]
     rng = Random(2)
-    chatter = []
-    for kind, tag in ((ToMember, 1), (PeerMessage, 2)):
-        for cls in typing.get_args(kind):
-            with contextlib.suppress(WireError, TypeError):
-                chatter.append((tag, wrapped(kind, mutate.value_of(cls, rng))))
+    chatter = [(tag, said) for kind, tag in ((ToMember, 1), (PeerMessage, 2)) for said in each(kind, rng)]
     return [mutate.joined(welcomed), *(mutate.joined([*welcomed, part]) for part in chatter)]
 
 

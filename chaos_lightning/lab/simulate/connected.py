@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from chaos_lightning.lab.simulate.fabric import Pipe, Stream
+from chaos_lightning.lab.simulate.job import Job
 from chaos_lightning.lab.simulate.kernel import Process
+from chaos_lightning.lab.simulate.plan import NodeSpec
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.leader_search import PULSE_S, PULSE_TIMEOUT_S, Attempt, LeaderSearch
 from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.membership.verdict import UNSEEN, verdict
 from chaos_lightning.protocol.types import (
     Contribution,
     Entered,
@@ -20,13 +22,8 @@ from chaos_lightning.protocol.types import (
     Probe,
     Report,
     Span,
-    Verdict,
     Welcome,
 )
-
-if TYPE_CHECKING:
-    from chaos_lightning.lab.simulate.host import SchedulerHost
-    from chaos_lightning.lab.simulate.world import World
 
 LATE_S = 3.0
 """A word is under way at most so long: longer than any lag of a control stream, and the time to connect again."""
@@ -34,25 +31,6 @@ CALL_S = 0.002
 """What an attempt to reach a scheduler takes."""
 SILENT_S = 0.3
 """A neighbour that is asked calls a link silent after so long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSpec:
-    """How one process is."""
-
-    name: str
-    host: str = "h0"
-    quota: int = 1
-    pace: float = 1.0
-    """Its work takes so many times the program's mean duration."""
-    replay: bool = False
-    """It offers to come in by replay."""
-    memory: bool = True
-    """It has room for a copy of the state."""
-    neighbours: tuple[str, ...] = ()
-    """Names in its Hello; empty: whoever it can reach."""
-    script: str = "same"
-    """What it runs; members must run the same."""
 
 
 @dataclass(slots=True)
@@ -99,14 +77,14 @@ class Connected(Process):
 
     machine_class: type[MemberMachine] = MemberMachine
 
-    def __init__(self, world: World, spec: NodeSpec, number: int) -> None:
+    def __init__(self, world: Job, spec: NodeSpec, number: int) -> None:
         super().__init__(world.kernel, spec.name)
         self.world = world
         self.spec = spec
         self.number = number
         self.machine = self.machine_class()
         self.stream: Stream | None = None
-        self.host: SchedulerHost = world.scheduler
+        self.host = world.scheduler
         """Where its control stream goes."""
         self.outcome = ""
         self.control_lag = 0.0
@@ -162,20 +140,24 @@ class Connected(Process):
         """Says hello, or says it again after the stream broke."""
         if not self.alive or self.outcome or self.stream is not None:
             return
-        host = self.world.schedulers.ask(self._search.endpoint)
+        host = self.world.ask(self._search.endpoint)
         if isinstance(host, Attempt):
             self._ask_again(host)
             return
         self._answered = self._silent = False
         kernel = self.kernel
-        stream = Stream(self.world.next_number(), Pipe(kernel, 0.0002, 0.003), Pipe(kernel, 0.0002, 0.003))
+        up, down = Pipe(kernel, 0.0002, 0.003), Pipe(kernel, 0.0002, 0.003)
+        stream = Stream(
+            self.world.next_number(), up, down,
+            lambda m: self.deliver(lambda: self.control(stream, m)), lambda: self._stream_lost(stream),
+        )  # fmt: skip
         stream.up.lag = self.control_lag
         self.stream, self.host = stream, host
-        if self.world.schedulers.several:
+        if self.world.plan.several:
             since = kernel.now
             self.timer(PULSE_S, lambda: self._listen(stream, since))
-        host.dialled.append((stream, self))
-        stream.up.send(None, lambda _: host.deliver(lambda: host.opened(stream, self)))
+        host.dialled.append(stream)
+        stream.up.send(None, lambda _: host.deliver(lambda: host.opened(stream)))
         self._tell(self._hello())
 
     def _hello(self) -> Hello:
@@ -223,7 +205,7 @@ class Connected(Process):
         else:
             self.timer(PULSE_S, lambda: self._listen(stream, since))
 
-    def stream_lost(self, stream: Stream) -> None:
+    def _stream_lost(self, stream: Stream) -> None:
         """Both ends of a broken stream see it; the agent connects again."""
 
         def lost() -> None:
@@ -239,11 +221,11 @@ class Connected(Process):
         if stream is None:
             return
         now = self.kernel.now
-        self.world.schedulers.cut_streams += 1
+        self.world.cut_streams += 1
         stream.up.cut(now + self.kernel.between(0.0, 0.004))
         stream.down.cut(now + self.kernel.between(0.0, 0.004))
         self.kernel.after(self.kernel.between(0.004, 0.03), lambda: host.deliver(lambda: host.closed(stream, True)))
-        self.kernel.after(self.kernel.between(0.004, 0.03), lambda: self.stream_lost(stream))
+        self.kernel.after(self.kernel.between(0.004, 0.03), stream.lost)
 
     def _close_stream(self) -> None:
         stream, host = self.stream, self.host
@@ -279,16 +261,13 @@ class Connected(Process):
 
     def _probe(self, suspect: str) -> None:
         """What its machine says of its process, if that is known here, else the link. Own sleep is forgiven."""
-        node, certain, seen = self.world.fabric.nodes.get(suspect), False, False
-        if node is None or node.machine.member_id != suspect:
-            alive, evidence = False, "its process is gone"
-        elif node.spec.host == self.spec.host or self.world.plan.watched:
-            alive, evidence = node.alive and (node.busy or not node.frozen), "process table"
-            certain, seen = not node.alive, True
-        elif not self.machine.neighbours.links.get(suspect, False):
-            alive, evidence = False, "no link"
-        else:
-            silent = not node.alive or (node.frozen and self.kernel.now - node.frozen_since > SILENT_S)
-            just_thawed = self.kernel.now - self.thawed_at < SILENT_S
-            alive, evidence = not silent or just_thawed, "link"
-        self._tell(Verdict(suspect, alive, evidence, certain, seen))
+        node, now = self.world.fabric.nodes.get(suspect), self.kernel.now
+        here, silence_s, linked = UNSEEN, float("inf"), False
+        if node is not None and node.machine.member_id == suspect:
+            linked = self.machine.neighbours.links.get(suspect, False)
+            if node.spec.host == self.spec.host or self.world.plan.watched:
+                here = (node.alive and (node.busy or not node.frozen), "process table", not node.alive)
+            elif linked:
+                silence_s = (now - node.frozen_since if node.frozen else 0.0) if node.alive else SILENT_S
+        excused = linked and now - self.thawed_at < SILENT_S
+        self._tell(verdict(suspect, here, silence_s=silence_s, limit_s=SILENT_S, excused=excused))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from chaos_lightning.membership.recovery import with_scope
 from chaos_lightning.planning.trees import Shape, shares
-from chaos_lightning.protocol.types import NO_VIEW, Span, View, ViewId
+from chaos_lightning.protocol.types import NO_VIEW, Header, Span, View, ViewId
 
 Result = frozenset[int]
 RANGE_NBYTES = 64
@@ -48,6 +48,14 @@ class Buffer:
     head: str = ""
     """Hash of the header that committed it; "" before."""
     done: dict[int, Result] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One slot of the log. `results`: what it reduced, None if nothing."""
+
+    header: Header
+    results: tuple[Result, ...] | None
 
 
 @dataclass(slots=True)

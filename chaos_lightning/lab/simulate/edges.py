@@ -12,19 +12,15 @@ long that excuses them is told by their `troubled_at`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
-from chaos_lightning.lab.simulate.connected import NodeSpec
-from chaos_lightning.lab.simulate.fabric import Endpoint, Fabric
-from chaos_lightning.lab.simulate.host import SchedulerHost
-from chaos_lightning.lab.simulate.kernel import Kernel
+from chaos_lightning.lab.simulate.fabric import Endpoint
+from chaos_lightning.lab.simulate.job import Job
 from chaos_lightning.lab.simulate.oracle import Violation
-from chaos_lightning.lab.simulate.plan import Fault, Plan
-from chaos_lightning.lab.simulate.store import Store
+from chaos_lightning.lab.simulate.plan import Fault
 from chaos_lightning.membership.effects import ChangeLink
 from chaos_lightning.membership.topology import Pair, connected, links_of, pair, parts
-from chaos_lightning.protocol.types import FromMember, LinkRequest, View
+from chaos_lightning.protocol.types import LinkRequest, View
 
 LINK_FAULTS = (
     "cut", "split", "mute", "mute-one", "flap", "add-link", "remove-link", "ask-add", "ask-remove", "rate"
@@ -36,47 +32,15 @@ FLAP_S = 0.06
 _LOOK_S = 0.02
 
 
-class Trainee(Endpoint, Protocol):
-    """What is asked of a process about its links."""
-
-    spec: NodeSpec
-    training: bool
-    troubled_at: float
-
-    def tell(self, message: FromMember) -> None: ...
-
-    def measure(self, peer: str, evidence: str) -> None: ...
-
-
-class Job(Protocol):
-    """What is asked of the job; `world.World` is one."""
-
-    plan: Plan
-    kernel: Kernel
-    store: Store
-    rates: dict[frozenset[str], float]
-
-    @property
-    def fabric(self) -> Fabric[Any]: ...
-
-    @property
-    def nodes(self) -> Mapping[str, Trainee]: ...
-
-    @property
-    def scheduler(self) -> SchedulerHost: ...
-
-
 class Edges:
     """The links of one world.
 
     Args:
         world: The job.
-        struck: Told of more things that go wrong than faults that strike: so many, and how many are a view's cause.
     """
 
-    def __init__(self, world: Job, struck: Callable[[int, int], None]) -> None:
+    def __init__(self, world: Job) -> None:
         self._world = world
-        self._struck = struck
         self._changes = 0
         self._asked: dict[int, tuple[Pair, bool]] = {}
         """What the operator asked for, by the request's number: (names, whether to add it)."""
@@ -101,11 +65,11 @@ class Edges:
                 for here in sorted(group):
                     for there in sorted(set(world.nodes) - group):
                         world.fabric.cut(here, there, fault.lasts)
-                        self._struck(1, 1)
+                        world.struck(1, 1)
             case "mute" | "mute-one":
                 world.fabric.mute(one, other, fault.lasts, both=fault.action == "mute")
             case "flap":
-                self._struck(0, int(fault.lasts / FLAP_S))
+                world.struck(0, int(fault.lasts / FLAP_S))
                 self._flap(one, other, world.kernel.now + fault.lasts)
             case "add-link" | "remove-link":
                 self._changes += 1
@@ -186,7 +150,7 @@ class Edges:
             return False
         return node.training and not node.outcome
 
-    def may_link(self, one: Trainee, other: Trainee) -> bool:
+    def may_link(self, one: Endpoint, other: Endpoint) -> bool:
         """As far as the network and everybody's wishes go."""
         world, names = self._world, pair(one.name, other.name)
         topology = world.scheduler.machine.topology

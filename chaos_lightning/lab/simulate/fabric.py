@@ -10,11 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Protocol
 
+from chaos_lightning.lab.simulate.dataplane import DataPlane, Entry
 from chaos_lightning.lab.simulate.kernel import Action, Kernel
+from chaos_lightning.lab.simulate.plan import NodeSpec
+from chaos_lightning.lab.simulate.training import State
 from chaos_lightning.membership.dialling import BYE, Dial, Dialling, LinkStep
+from chaos_lightning.membership.effects import MemberEvent
 from chaos_lightning.membership.member import MemberMachine
+from chaos_lightning.planning.graph import breadth_first
+from chaos_lightning.protocol.types import FromMember, Header
 
 Payload = object
 EXPECT_S = 1.0
@@ -25,16 +31,35 @@ Taker = Callable[[Payload], None]
 
 
 class Endpoint(Protocol):
-    """What the network knows of a member's process."""
+    """What the rest of a job knows of a member's process; `node.Node` is one."""
 
+    kernel: Kernel
     name: str
+    spec: NodeSpec
     alive: bool
     frozen: bool
+    busy: bool
+    frozen_since: float
+    thawed_at: float
     machine: MemberMachine
     dialling: Dialling
+    plane: DataPlane
+    training: bool
+    state: State
+    live: State
+    lineage: str
+    troubled_at: float
+    newcomer_since: float
+    leaving: str
     outcome: str
 
     def deliver(self, action: Action) -> None: ...
+
+    def timer(self, delay: float, action: Action) -> None: ...
+
+    def feed(self, event: MemberEvent) -> None: ...
+
+    # the network's
 
     def frame(self, peer: str, payload: Payload) -> None: ...
 
@@ -46,8 +71,33 @@ class Endpoint(Protocol):
 
     def link_ended(self, peer: str, evidence: str) -> None: ...
 
+    def measure(self, peer: str, evidence: str) -> None: ...
 
-E = TypeVar("E", bound=Endpoint)
+    # the scheduler's
+
+    def tell(self, message: FromMember) -> None: ...
+
+    def say(self, message: FromMember) -> None: ...
+
+    def break_stream(self) -> None: ...
+
+    # other members'
+
+    def serve_state(self, header: Header) -> State | None: ...
+
+    def served_hash(self) -> int: ...
+
+    def serve_copy(self, header: Header) -> State | None: ...
+
+    def serve_entry(self, at: Header) -> tuple[Entry | None, int]: ...
+
+    # its own pulls'
+
+    def kept_ranges(self, header: Header) -> dict[int, int]: ...
+
+    def accept_state(self, equal: bool) -> bool: ...
+
+    def state_loaded(self, header: Header, state: State, lineage: str, moved: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -98,12 +148,12 @@ class Link:
 
 
 @dataclass(slots=True)
-class Fabric(Generic[E]):
+class Fabric:
     """All links. Nodes are found by their current member id."""
 
     kernel: Kernel
-    nodes: dict[str, E] = field(default_factory=dict)
-    processes: dict[str, E] = field(default_factory=dict)
+    nodes: dict[str, Endpoint] = field(default_factory=dict)
+    processes: dict[str, Endpoint] = field(default_factory=dict)
     """By name, also before they have an id."""
     _unexpected: dict[str, list[Callable[[], None]]] = field(default_factory=dict)
     """Handshakes with nodes that do not expect the other end yet."""
@@ -133,14 +183,9 @@ class Fabric(Generic[E]):
         """Whether bytes get from node to node, over others if need be (relayed hop by hop)."""
         if not self.blocked or self.open(one, other):
             return True
-        names = {n.name for n in self.nodes.values() if n.alive}
-        seen, border = {one}, [one]
-        while border:
-            here = border.pop()
-            near = {n for n in names - seen if self.open(here, n)}
-            seen |= near
-            border += sorted(near)
-        return other in seen
+        names = {one, *(n.name for n in self.nodes.values() if n.alive)}
+        near = {a: [b for b in names if self.open(a, b)] for a in names}
+        return other in breadth_first(one, near, "")
 
     def dial(self, here: Endpoint, peer: str) -> None:
         """An attempt of this node; its `dialling` hears how it ends."""
@@ -295,7 +340,7 @@ class Fabric(Generic[E]):
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    fabric: Fabric[Any]
+    fabric: Fabric
     node: Endpoint
 
     def __contains__(self, peer: object) -> bool:
@@ -309,4 +354,7 @@ class Stream:
     number: int
     up: Pipe
     down: Pipe
-    closed: bool = False
+    hear: Taker
+    """The member's process gets a message."""
+    lost: Action
+    """The member's process sees that it broke."""

@@ -13,15 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.faults import LINK_ACTIONS, Action, Fault, FaultPlan, Phase, Schedule
+from chaos_lightning.lab.faults import LINK_ACTIONS, Action, Fault, FaultPlan, LoopPhase, Schedule
 from chaos_lightning.lab.simulate import plan as sim
 from chaos_lightning.lab.simulate.host import SchedulerHost
-from chaos_lightning.lab.simulate.node import Node, NodeSpec, Trap
+from chaos_lightning.lab.simulate.node import Node, Trap
 from chaos_lightning.lab.simulate.script import Script
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.lab.simulate.world import Hooks, World
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.member import Phase as MemberPhase
+from chaos_lightning.membership.member import Phase
 from chaos_lightning.protocol.types import Header, Kind
 
 _DONE_BY = {
@@ -31,14 +31,14 @@ _DONE_BY = {
     Action.SIGSTOP: "freeze",
     Action.CUT: "link",
 }
-PHASES = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.ALLREDUCE, Phase.OPTIMIZER})
+PHASES = frozenset({LoopPhase.FORWARD, LoopPhase.BACKWARD, LoopPhase.ALLREDUCE, LoopPhase.OPTIMIZER})
 EVENTS = frozenset(
     {"welcomed", "joined", "committed", "attempt", "pull_started", "fenced", "leave"}
     | {"way_in", "observing", "caught_up"}
     | {"left", "refused", "view", "prepare", "decide", "suspect", "death"}
 )
 """Events of simulated jobs that a fault may wait for."""
-_PLACES = {Phase.FORWARD: 0.05, Phase.BACKWARD: 0.35}
+_PLACES = {LoopPhase.FORWARD: 0.05, LoopPhase.BACKWARD: 0.35}
 """Where in a step's work, as a part of its mean duration (the shortest takes 0.4 of it)."""
 _MEMBERS = 3
 
@@ -101,12 +101,12 @@ def job(plan: FaultPlan, seed: int = 0) -> sim.Plan:
     steps = max((f.step or 0 for f in plan), default=0) + 20
     seconds = max((f.after_s or 0.0 for f in plan), default=0.0) + sum(f.seconds for f in plan)
     program = Program()
-    steps += int(seconds / program.window_s) + 20 * sum(bool(f.event) for f in plan)
+    steps += int(seconds / program.work_s) + 20 * sum(bool(f.event) for f in plan)
     return sim.Plan(
         seed=seed,
         settings=Script().settings,
         program=Program(epochs=2, length=(steps * (len(names) + len(plan.joiners)) + 1) // 2),
-        nodes=tuple(NodeSpec(name=name) for name in names),
+        nodes=tuple(sim.NodeSpec(name=name) for name in names),
         starts=tuple(0.001 * (i + 1) for i in range(len(names))),
         limit_s=90.0 + 10.0 * seconds + 0.2 * steps,
     )
@@ -131,12 +131,12 @@ class PlannedNode(Node):
             return
         life, step = self.life, self.header.step
         for phase, part in _PLACES.items():
-            delay = part * self.world.program.window_s * self.spec.pace
+            delay = part * self.world.program.work_s * self.spec.pace
             self.timer(delay, lambda p=phase: self._passes(p, step, life))  # type: ignore[misc]
-        for fault in self.world.due_inside(self, Phase.OPTIMIZER, step):
+        for fault in self.world.due_inside(self, LoopPhase.OPTIMIZER, step):
             self.traps.append(Trap("committed", 0, 0, lambda f=fault: self.world.carry_out(f, self)))  # type: ignore[misc]
 
-    def _passes(self, phase: Phase, step: int, life: int) -> None:
+    def _passes(self, phase: LoopPhase, step: int, life: int) -> None:
         if life == self.life and self.header.step == step:
             for fault in self.world.due_inside(self, phase, step):
                 self.world.carry_out(fault, self)
@@ -144,9 +144,9 @@ class PlannedNode(Node):
     def _step(self, uid: int, epoch: int, spans: tuple[tuple[int, int], ...], life: int) -> None:
         super()._step(uid, epoch, spans, life)
         if self.alive:
-            self._passes(Phase.ALLREDUCE, self.header.step, life)
+            self._passes(LoopPhase.ALLREDUCE, self.header.step, life)
 
-    def _apply(self, effect: fx.MemberEffect, phase: MemberPhase) -> None:
+    def _apply(self, effect: fx.MemberEffect, phase: Phase) -> None:
         super()._apply(effect, phase)
         match effect:
             case fx.Committed(header, _):
@@ -202,12 +202,13 @@ class PlannedWorld(World):
     def _rank(self, rank: int) -> Node | None:
         """Who has this rank in the latest view."""
         members = self.store.views[-1].members if self.store.views else ()
-        return self.fabric.nodes.get(members[rank].id) if rank < len(members) else None
+        process = self.fabric.nodes.get(members[rank].id) if rank < len(members) else None
+        return next((n for n in self.nodes.values() if n is process), None)
 
     def _victim(self, fault: Fault) -> Node | None:
         return self._rank(fault.rank) if fault.rank is not None else self.nodes.get(fault.node)
 
-    def due_inside(self, node: Node, phase: Phase, step: int) -> list[Fault]:
+    def due_inside(self, node: Node, phase: LoopPhase, step: int) -> list[Fault]:
         """Faults for this node at this place of its loop."""
         view = node.machine.view
         ids = view.ids() if view is not None else ()
@@ -243,7 +244,7 @@ class PlannedWorld(World):
         if old is not None:
             self.nodes[f"{fault.node} (number {old.number})"] = old
         self.say(f"as planned: {fault}")
-        node = self.nodes[fault.node] = PlannedNode(self, NodeSpec(name=fault.node, replay=True), number)
+        node = self.nodes[fault.node] = PlannedNode(self, sim.NodeSpec(name=fault.node, replay=True), number)
         node.connect()
 
     @property

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from chaos_lightning.errors import StoreError
+from chaos_lightning.lab.simulate.fabric import Pipe, Stream, Taker
 from chaos_lightning.lab.simulate.kernel import Kernel, Process
-from chaos_lightning.lab.simulate.store import Store as Store
+from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.scheduler import Phase, SchedulerMachine
 from chaos_lightning.protocol.types import (
@@ -25,18 +25,13 @@ from chaos_lightning.protocol.types import (
     Welcome,
 )
 
-if TYPE_CHECKING:
-    from chaos_lightning.lab.simulate.connected import Connected
-    from chaos_lightning.lab.simulate.fabric import Pipe, Stream, Taker
-
-
 PATIENCE_S = 5.0
 """A write is tried again for so long (control/server.py); then the process ends."""
 AGAIN_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Candidacy:
     """What a scheduler's process is beside its machine.
 
     Attributes:
@@ -92,7 +87,7 @@ class SchedulerHost(Process):
         store_s: Longest duration of a write, in seconds.
         check: Called with the machine after every event.
         gone: Whether the process of this member was on this machine and is no more.
-        seat: What it is beside its machine.
+        candidacy: What it is beside its machine.
     """
 
     def __init__(
@@ -104,17 +99,17 @@ class SchedulerHost(Process):
         store_s: float = 0.004,
         check: Callable[[SchedulerMachine], None] | None = None,
         gone: Callable[[str], bool] = lambda member: False,
-        seat: Seat | None = None,
+        candidacy: Candidacy | None = None,
     ) -> None:
         super().__init__(kernel, "scheduler")
         self.store = store
-        self.seat = seat or Seat()
+        self.candidacy = candidacy or Candidacy()
         chain = store.open()
         self.seen = store.tip
         """The end of the chain as this process saw it last."""
-        self.machine = machine(settings, replace(chain, rebuild=self.seat.rebuild, hears_s=self.seat.hears_s))
+        self.machine = machine(settings, replace(chain, rebuild=self.candidacy.rebuild, hears_s=self.candidacy.hears_s))
         self.notes: list[tuple[float, fx.Note]] = []
-        self.dialled: list[tuple[Stream, Connected]] = []
+        self.dialled: list[Stream] = []
         """All streams ever opened to this process."""
         self.on_note: Callable[[fx.Note], None] = lambda note: None
         self.slow_write: Callable[[fx.Persist], float] = lambda entry: 0.0
@@ -125,12 +120,12 @@ class SchedulerHost(Process):
         self.on_end: Callable[[], None] = lambda: None
         """It ended by itself, since it was deposed or its store failed."""
         self.traps: list[HostTrap] = []
-        self._copies: Callable[[object], int] = self.seat.copies
+        self._copies: Callable[[object], int] = self.candidacy.copies
         self.cut_off = False
         """It cannot reach its store, others can."""
         self.lost = 0
         """Streams that broke when it died."""
-        self._streams: dict[int, tuple[Stream, Connected]] = {}
+        self._streams: dict[int, Stream] = {}
         self._inbox: deque[fx.SchedulerEvent] = deque()
         self._effects: deque[fx.SchedulerEffect] = deque()
         self._driving = self._writing = False
@@ -198,19 +193,17 @@ class SchedulerHost(Process):
     def _apply(self, effect: fx.SchedulerEffect) -> None:
         match effect:
             case fx.Send(conn, message):
-                entry = self._streams.get(conn)
-                if entry is not None:
-                    stream, node = entry
+                stream = self._streams.get(conn)
+                if stream is not None:
                     send = partial(self._notify, stream.down) if isinstance(message, Notice) else stream.down.send
                     for _ in range(self._copies(message)):
-                        send(message, lambda m: node.deliver(lambda: node.control(stream, m)))
+                        send(message, stream.hear)
             case fx.Close(conn):
-                entry = self._streams.pop(conn, None)
-                if entry is not None:
-                    stream, node = entry
-                    stream.down.end(lambda: node.stream_lost(stream))
+                stream = self._streams.pop(conn, None)
+                if stream is not None:
+                    stream.down.end(stream.lost)
             case fx.Persist():
-                self._writing = self.seat.orderly
+                self._writing = self.candidacy.orderly
                 self._write(effect, self.kernel.now)
             case fx.TakeTerm(above, chain):
                 self._take_term(above, chain)
@@ -243,7 +236,7 @@ class SchedulerHost(Process):
             if self.cut_off:
                 self.store.errors += 1
                 raise StoreError("etcd cannot be reached from here")
-            outcome = self.store.write(self.machine.book.term, entry, self.seat.number, self.seen)
+            outcome = self.store.write(self.machine.book.term, entry, self.candidacy.number, self.seen)
         except StoreError:
             self.timer(AGAIN_S, lambda: self._again(entry, since))
             return
@@ -279,8 +272,8 @@ class SchedulerHost(Process):
 
     # ------------------------------------------------------------------ streams
 
-    def opened(self, stream: Stream, node: Connected) -> None:
-        self._streams[stream.number] = (stream, node)
+    def opened(self, stream: Stream) -> None:
+        self._streams[stream.number] = stream
         self.feed(fx.Opened(stream.number))
 
     def message(self, stream: Stream, message: FromMember) -> None:
@@ -295,8 +288,8 @@ class SchedulerHost(Process):
         """The process dies: every stream breaks."""
         self.die()
         self.lost = len(self._streams)
-        for stream, node in self.dialled:
+        for stream in self.dialled:
             delay = self.kernel.between(0.0003, 0.005)
             stream.down.cut(self.kernel.now + delay)
             stream.up.cut(self.kernel.now)
-            self.kernel.after(delay, lambda s=stream, n=node: n.stream_lost(s))  # type: ignore[misc]
+            self.kernel.after(delay, stream.lost)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from chaos_lightning.lab.simulate.node import Node
+from chaos_lightning.lab.simulate.fabric import Endpoint
 from chaos_lightning.lab.simulate.plan import Outcome, Plan
 from chaos_lightning.lab.simulate.world import Hooks, World
 from chaos_lightning.membership import effects as fx
@@ -30,7 +30,7 @@ def narrate(plan: Plan, hooks: Callable[[], Hooks] = Hooks, given: World | None 
             told = " ".join(f"{k}={_plain(v)}" for k, v in note.fields if k != "joiners" or v)
             tell(f"scheduler {note.name} {told}")
 
-    def on_effect(node: Node, effect: fx.MemberEffect) -> None:
+    def on_effect(node: Endpoint, effect: fx.MemberEffect) -> None:
         me = node.machine.member_id
         match effect:
             case fx.Committed(header, view):

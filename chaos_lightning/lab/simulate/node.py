@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from chaos_lightning.lab.simulate.connected import Connected
-from chaos_lightning.lab.simulate.connected import NodeSpec as NodeSpec
 from chaos_lightning.lab.simulate.connected import Trap as Trap
-from chaos_lightning.lab.simulate.dataplane import DataPlane, Down, Up
+from chaos_lightning.lab.simulate.dataplane import DataPlane, Down, Entry, Up
 from chaos_lightning.lab.simulate.fabric import Stream
-from chaos_lightning.lab.simulate.observing import Keeper, Observation, check_founding
+from chaos_lightning.lab.simulate.job import Job
+from chaos_lightning.lab.simulate.observing import Keeper, Observation, StatePull
 from chaos_lightning.lab.simulate.oracle import Made, Violation
-from chaos_lightning.lab.simulate.puller import ResultPull, StatePull
+from chaos_lightning.lab.simulate.plan import NodeSpec
+from chaos_lightning.lab.simulate.puller import Pull, ResultPull
 from chaos_lightning.lab.simulate.training import State, after_forward, apply_result, initial_state, spent_of
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.dialling import Dial, Dialling, LinkStep, Tell
@@ -42,10 +42,6 @@ from chaos_lightning.protocol.types import (
     ViewId,
 )
 
-if TYPE_CHECKING:
-    from chaos_lightning.lab.simulate.world import World
-
-
 USUAL_BPS = 1e9
 
 
@@ -57,7 +53,7 @@ class Node(Connected):
     keeper_class: type[Keeper] = Keeper
     observation_class: type[Observation] = Observation
 
-    def __init__(self, world: World, spec: NodeSpec, number: int) -> None:
+    def __init__(self, world: Job, spec: NodeSpec, number: int) -> None:
         super().__init__(world, spec, number)
         world.fabric.processes[spec.name] = self
         self.plane = self._make_plane()
@@ -73,8 +69,8 @@ class Node(Connected):
         self.published: tuple[str, State] | None = None
         self.kept: tuple[Header, State] | None = None
         self.training = False
-        self._pull: StatePull | ResultPull | None = None
-        self.keeper = self.keeper_class(self)
+        self._pull: Pull | None = None
+        self.keeper = self.keeper_class(world, self)
         self.observation: Observation | None = None
         self.asked_at = -1.0
         """When (virtual s) it was asked to leave; negative: it was not."""
@@ -91,7 +87,7 @@ class Node(Connected):
 
     def welcomed(self, member_id: str) -> None:
         self.world.fabric.nodes[member_id] = self
-        self.world.progress.struck()
+        self.world.struck()
         self.plane.me = self.dialling.me = self.router.me = member_id
         self.world.fabric.told(self)
 
@@ -226,9 +222,9 @@ class Node(Connected):
             case fx.Committed(header, view):
                 self._commit(header, view)
             case fx.PullResult(header, sources):
-                self._replace_pull(ResultPull(self, header, sources))
+                self._replace_pull(ResultPull(self.world, self, header, sources))
             case fx.PullState(header, view):
-                self._replace_pull(StatePull(self, header, view))
+                self._replace_pull(StatePull(self.world, self, header, view, self.observation))
             case fx.Observe(header, view):
                 self._observe(header, view)
             case fx.Viewed(view):
@@ -253,7 +249,7 @@ class Node(Connected):
     def _observe(self, header: Header, view: View) -> None:
         if self.observation is not None:
             self.observation.stop()
-        self.observation = self.observation_class(self, header, view)
+        self.observation = self.observation_class(self.world, self, header, view)
         self.observation.start()
 
     def say(self, message: FromMember) -> None:
@@ -261,7 +257,7 @@ class Node(Connected):
         if not self.outcome:
             self._tell(message)
 
-    def _replace_pull(self, pull: StatePull | ResultPull) -> None:
+    def _replace_pull(self, pull: Pull) -> None:
         if self._pull is not None:
             self._pull.stop()
         self._pull = pull
@@ -273,9 +269,8 @@ class Node(Connected):
         if self.training or self.machine.member_id in view.joiners:
             return
         if self.header.seq == 0 and not self.lineage:
-            check_founding(self.world, self)
             self.lineage = str(view.id)
-            self.world.oracle.founded(self.lineage, self.state, self.world.holders(self, self.lineage))
+            self.world.founds(self)
             self._start(GENESIS)
             self.publish(GENESIS)
 
@@ -313,7 +308,7 @@ class Node(Connected):
             made = Made(self.machine.member_id, header.seq + 1, base[0].hash, base[1], epoch, spans)
             self.world.oracle.contributed(uid, made)
             self.live = after_forward(self.state, uid)
-        work = program.window_s * self.spec.pace * self.kernel.between(0.4, 1.6) if spans else 0.0005
+        work = program.work_s * self.spec.pace * self.kernel.between(0.4, 1.6) if spans else 0.0005
         for index in range(program.ranges):
             early = self.kernel.between(0.7, 1.15)
             self.timer(work * early, lambda i=index: self._ready(i, life))  # type: ignore[misc]
@@ -424,6 +419,37 @@ class Node(Connected):
             return None
         return self.published[1]
 
+    def served_hash(self) -> int:
+        """Of the whole state that it serves."""
+        return hash(self.published[1]) if self.published is not None else 0
+
+    def serve_copy(self, header: Header) -> State | None:
+        """To a learner; None: not yet.
+
+        Raises:
+            LookupError: It is not here, and will not be.
+        """
+        state = self.keeper.state_at(header)
+        return None if self.outcome else state
+
+    def serve_entry(self, at: Header) -> tuple[Entry | None, int]:
+        """To a learner: the entry that stands on `at`, None if not yet; the last slot of the log.
+
+        Raises:
+            LookupError: It is not here, and will not be.
+        """
+        return None if self.outcome else self.keeper.after(at), self.keeper.newest
+
+    # ------------------------------------------------------------------ a state that it is served
+
+    def kept_ranges(self, header: Header) -> dict[int, int]:
+        """State ranges that a joiner need not pull since it holds them: none, for it threw its state away (11)."""
+        return {}
+
+    def accept_state(self, equal: bool) -> bool:
+        """Whether a pulled state is promoted, given that its hash equals the donors' (19)."""
+        return equal
+
     # ------------------------------------------------------------------ going
 
     def leave(self, reason: str) -> None:
@@ -454,7 +480,7 @@ class Node(Connected):
         oracle = self.world.oracle
         oracle.ejections += 1
         if "no link leads to" in reason:
-            self.world.edges.look()
+            self.world.look()
         # A joiner that was loading when it reported may have loaded since; it was none of the members yet.
         in_the_job = phase in (Phase.ACTIVE, Phase.CLOSED) and "it was loading slot" not in reason
         if in_the_job and self.kernel.now - self.troubled_at > 10.0:
@@ -480,7 +506,7 @@ class Node(Connected):
         if self.observation is not None:
             self.observation.stop()
             self.observation = None
-        self.keeper, self.newcomer_since = self.keeper_class(self), -1.0
+        self.keeper, self.newcomer_since = self.keeper_class(self.world, self), -1.0
         self.machine = self.machine.anew()
         self.plane = self._make_plane()
         self.training = False

@@ -16,52 +16,19 @@ by a pause.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from chaos_lightning.lab.simulate.dataplane import Result
-from chaos_lightning.lab.simulate.oracle import Violation
+from chaos_lightning.lab.simulate.dataplane import Entry, Result
+from chaos_lightning.lab.simulate.fabric import Endpoint
+from chaos_lightning.lab.simulate.job import Job
 from chaos_lightning.lab.simulate.puller import Pull
 from chaos_lightning.lab.simulate.training import State, apply_result
 from chaos_lightning.membership.catching_up import CatchingUp
-from chaos_lightning.membership.member import Phase
 from chaos_lightning.membership.recovery import needs_bytes
-from chaos_lightning.membership.scheduler import Phase as SchedulerPhase
 from chaos_lightning.protocol.types import CatchUp, Header, View
-
-if TYPE_CHECKING:
-    from chaos_lightning.lab.simulate.node import Node
-    from chaos_lightning.lab.simulate.world import World
 
 STALL_S = 1.0
 """A source from which nothing comes for so long is given up."""
 _POLL_S = 0.008
-_WATCH_S = 0.25
-_NOTICED_S = 0.05
-"""The scheduler has heard of a newcomer's being ready by then."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replaying:
-    """What replay is like in this job.
-
-    Attributes:
-        log_entries: Slots that each member's log holds.
-        copy_s: Longest duration of copying one range of the state.
-        log_s: Longest duration of copying a slot into the log.
-        pull_s: Longest duration of one range's transfer, beyond the network's latency.
-        apply_s: Mean duration of applying an entry.
-        impure: Part of all applied entries after which the state differs from the members', because somebody vouched
-            for what is no pure function.
-        calm: Nothing goes wrong here: whoever caught up must have nothing left to move when it is let in.
-    """
-
-    log_entries: int = 64
-    copy_s: float = 0.008
-    log_s: float = 0.0005
-    pull_s: float = 0.0
-    apply_s: float = 0.001
-    impure: float = 0.0
-    calm: bool = False
 
 
 @dataclass(slots=True)
@@ -72,22 +39,16 @@ class Copy:
     ranges: dict[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One slot of the log. `results`: what it reduced, None if nothing."""
-
-    header: Header
-    results: tuple[Result, ...] | None
-
-
 class Keeper:
     """A member's part: the copy and the log.
 
     Args:
+        job: Whose plan it follows.
         node: Whose training state it is.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, job: Job, node: Endpoint) -> None:
+        self._job = job
         self.node = node
         self.copy: Copy | None = None
         self.entries: dict[int, Entry] = {}
@@ -125,7 +86,7 @@ class Keeper:
         copy = self.copy = Copy(header, {})
         last = len(self.node.state) - 1
         self._take(copy, last)  # buffers: the next forward pass changes them
-        kernel, duration = self.node.kernel, self.node.world.plan.replaying.copy_s
+        kernel, duration = self.node.kernel, self._job.plan.replaying.copy_s
         for index in range(last):
             self.node.timer(kernel.between(0.0, duration), lambda i=index: self._take(copy, i))  # type: ignore[misc]
 
@@ -141,16 +102,16 @@ class Keeper:
             results: tuple[Result, ...] | None = None
             if needs_bytes(header):
                 done = node.plane.buffer(header.seq).done
-                results = tuple(done.get(i, frozenset()) for i in range(node.world.program.ranges))
+                results = tuple(done.get(i, frozenset()) for i in range(self._job.program.ranges))
                 if machine.seq > header.seq:
                     return  # too late: the buffer is about to be used again
             if generation == self._generation and machine is node.machine:
                 self.entries[header.seq] = Entry(header, results)
-                while len(self.entries) > node.world.plan.replaying.log_entries:
+                while len(self.entries) > self._job.plan.replaying.log_entries:
                     del self.entries[min(self.entries)]
 
         self.copying += 1
-        node.timer(node.kernel.between(0.0, node.world.plan.replaying.log_s), keep)
+        node.timer(node.kernel.between(0.0, self._job.plan.replaying.log_s), keep)
 
     def release(self) -> None:
         """Nobody observes any more."""
@@ -211,13 +172,14 @@ class Observation(Pull):
     """The newcomer's part: a copy pulled, and a log applied to it.
 
     Args:
+        job: Whom it comes to.
         node: The newcomer.
         header: The first header that names it.
         view: Names the sources: its members that are no joiners.
     """
 
-    def __init__(self, node: Node, header: Header, view: View) -> None:
-        super().__init__(node, header)
+    def __init__(self, job: Job, node: Endpoint, header: Header, view: View) -> None:
+        super().__init__(job, node, header)
         self.state: State | None = None
         """The job's state after the last applied entry, in this process's memory; None while it is incomplete."""
         self.catching_up = CatchingUp()
@@ -262,21 +224,21 @@ class Observation(Pull):
                 self._ask(source.member, lambda node, s=source, i=index: self._serve_copy(node, s, i))  # type: ignore[misc]
         self.node.timer(0.03, self._round)
 
-    def _serve_copy(self, node: Node, source: _Source, index: int) -> None:
+    def _serve_copy(self, node: Endpoint, source: _Source, index: int) -> None:
         """At the source."""
         try:
-            state = node.keeper.state_at(self.header)
+            state = node.serve_copy(self.header)
         except LookupError as error:
             words = str(error)
             self._answer(lambda: self._failed(source, words))
             return
-        if state is None or node.outcome:
+        if state is None:
             self._answer(lambda: self._hear(source))
             return
         value, whole = state[index], hash(state)
-        if self.node.kernel.random.random() < self.node.world.damage:
+        if self.node.kernel.random.random() < self.job.plan.damage:
             value ^= 1
-        self._answer(lambda: self._take(source, index, value, whole), self.node.world.plan.replaying.pull_s)
+        self._answer(lambda: self._take(source, index, value, whole), self.job.plan.replaying.pull_s)
 
     def _take(self, source: _Source, index: int, value: int, whole: int) -> None:
         self._hear(source)
@@ -287,7 +249,7 @@ class Observation(Pull):
         if len(self._ranges) < len(self.node.state):
             return
         state: State = tuple(self._ranges[i] for i in range(len(self._ranges)))
-        if not self.node.world.hooks.accept_state(hash(state) == self._whole):
+        if not self.node.accept_state(hash(state) == self._whole):
             self._ranges.clear()
             return
         self.state = state
@@ -309,20 +271,15 @@ class Observation(Pull):
             self._ask(source.member, lambda node: self._serve_entry(node, source, at))
         self.node.timer(_POLL_S, self._next)
 
-    def _serve_entry(self, node: Node, source: _Source, at: Header) -> None:
+    def _serve_entry(self, node: Endpoint, source: _Source, at: Header) -> None:
         """At the source."""
         try:
-            entry = None if node.outcome else self.entry_of(node.keeper, at)
+            entry, newest = node.serve_entry(at)
         except LookupError as error:
             words = str(error)
             self._answer(lambda: self._failed(source, words))
             return
-        newest = node.keeper.newest
         self._answer(lambda: self._entry(source, at, entry, newest))
-
-    def entry_of(self, keeper: Keeper, at: Header) -> Entry | None:
-        """What a source gives: the entry that stands on `at`."""
-        return keeper.after(at)
 
     def _entry(self, source: _Source, at: Header, entry: Entry | None, newest: int) -> None:
         self._hear(source)
@@ -333,14 +290,14 @@ class Observation(Pull):
         self._busy = True
         self.log.newest = max(self.log.newest, newest)
         node = self.node
-        duration = node.world.plan.replaying.apply_s * node.spec.pace * node.kernel.between(0.5, 1.5)
+        duration = self.job.plan.replaying.apply_s * node.spec.pace * node.kernel.between(0.5, 1.5)
         node.timer(duration if entry.results is not None else 0.0, lambda: self._applied(entry))
 
     def _applied(self, entry: Entry) -> None:
         self._busy = False
         if self.stopped:
             return
-        log, replaying = self.log, self.node.world.plan.replaying
+        log, replaying = self.log, self.job.plan.replaying
         self.apply(entry)
         if entry.results is not None:
             self.catching_up.applied += 1
@@ -362,7 +319,7 @@ class Observation(Pull):
     # ------------------------------------------------------------------ sources
 
     def _living(self) -> list[_Source]:
-        now, nodes = self.node.kernel.now, self.node.world.fabric.nodes
+        now, nodes = self.node.kernel.now, self.job.fabric.nodes
         for source in self._sources:
             node = nodes.get(source.member)
             if node is None or not node.alive or node.machine.member_id != source.member:
@@ -388,57 +345,74 @@ class Observation(Pull):
         self.stop()
 
 
-def check_founding(world: World, founder: Node) -> None:
-    """A newcomer that was ready in time gets the state before the last member leaves with it.
-
-    Raises:
-        Violation: It was ready, nothing else went wrong, and it begins anew.
-    """
-    past = [n for n in world.nodes.values() if n.lineage and n is not founder]
-    alone = all(fault.action == "leave" for fault in world.plan.faults)
-    if not past or not alone or founder.newcomer_since < 0:
-        return
-    asked_at = max(n.asked_at for n in past)
-    if asked_at > founder.newcomer_since + _NOTICED_S:
-        raise Violation(
-            f"{founder.machine.member_id} founds the job again: the training state went with the last member, who was "
-            f"asked to leave {asked_at - founder.newcomer_since:.2f} s after this newcomer was ready for it"
-        )
+# ------------------------------------------------------------------ let in
 
 
-class Patience:
-    """Watches that newcomers get in, whatever happened before (liveness from states in mid-run, protocol.md 18).
+class StatePull(Pull):
+    """A joiner's state at one header, from the members that hold it.
 
     Args:
-        world: The job; its plan says how long a newcomer may wait once the last fault is over.
+        job: Whom it comes to.
+        node: The joiner.
+        header: Where its state is to be.
+        view: Names the sources: its members that are no joiners.
+        observation: What it did before, if it comes in by replay.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._calm_at = 0.0
-        # Who is silent for longer is dead, or is passed over: it excuses nobody else's waiting.
-        self._longest_s = min(
-            max((fault.lasts for fault in world.plan.faults), default=0.0), world.settings.hang_timeout_s
-        )
-        if world.plan.patience_s:
-            world.kernel.after(_WATCH_S, self._look)
+    def __init__(self, job: Job, node: Endpoint, header: Header, view: View, observation: Observation | None) -> None:
+        super().__init__(job, node, header)
+        self._observation = observation
+        self._donors = [m.id for m in view.members if m.id not in view.joiners]
+        self._ranges: dict[int, int] = {}
+        self._hash: int | None = None
+        self._held: State | None = None
+        self._moved = 0
 
-    def disturbed(self) -> None:
-        """Something goes wrong now."""
-        self._calm_at = self._world.kernel.now + self._longest_s
+    def start(self) -> None:
+        observation = self._observation
+        if observation is not None and not self.stopped:
+            if not observation.followed(self.header):
+                self.node.timer(0.003, self.start)
+                return
+            self._held = observation.state
+        kept = self.node.kept_ranges(self.header)
+        self._ranges.update(kept)
+        if len(kept) > self.job.program.ranges:
+            self._complete(self.job.oracle.lineage)
+        else:
+            self._round()
 
-    def _look(self) -> None:
-        world = self._world
-        now, scheduler = world.kernel.now, world.scheduler
-        running = scheduler.alive and not scheduler.frozen and scheduler.machine.phase is SchedulerPhase.RUNNING
-        for node in world.nodes.values() if running else ():
-            if not node.alive or node.outcome or node.frozen or node.leaving or node.newcomer_since < 0:
-                continue
-            since = max(node.newcomer_since, self._calm_at, node.thawed_at)
-            if node.machine.phase in (Phase.WAITING, Phase.LOADING) and now - since > world.plan.patience_s:
-                peer = scheduler.machine.roster.peers.get(node.machine.member_id)
-                raise Violation(
-                    f"{node.machine.member_id} has been ready for {now - since:.1f} s and is not in; to the scheduler "
-                    f"it is {peer}"
-                )
-        world.kernel.after(_WATCH_S, self._look)
+    def _round(self) -> None:
+        if self.stopped:
+            return
+        node, kernel = self.node, self.node.kernel
+        for index in range(self.job.program.ranges + 1):
+            if index not in self._ranges:
+                donor = kernel.random.choice(self._donors)
+                self._ask(donor, lambda source, i=index: self._serve(source, i))  # type: ignore[misc]
+        node.timer(0.03, self._round)
+
+    def _serve(self, source: Endpoint, index: int) -> None:
+        state = source.serve_state(self.header)
+        if state is None:
+            return
+        value, whole, lineage = state[index], source.served_hash(), source.lineage
+        if self.node.kernel.random.random() < self.job.plan.damage:
+            value ^= 1
+        self._answer(lambda: self._take(index, value, whole, lineage))
+
+    def _take(self, index: int, value: int, whole: int, lineage: str) -> None:
+        if index not in self._ranges:
+            self._ranges[index] = value
+            self._moved += self._held is None or self._held[index] != value  # what is equal is not sent (16)
+        self._hash = whole
+        if len(self._ranges) > self.job.program.ranges:
+            self._complete(lineage)
+
+    def _complete(self, lineage: str) -> None:
+        state: State = tuple(self._ranges[i] for i in range(len(self._ranges)))
+        if not self.node.accept_state(hash(state) == self._hash):
+            self._ranges.clear()
+            return
+        self.stop()
+        self.node.state_loaded(self.header, state, lineage, self._moved)

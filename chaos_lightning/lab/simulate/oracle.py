@@ -40,8 +40,8 @@ class Oracle:
     """See the module."""
 
     program: Program
-    views: Sequence[View] = ()
-    """The stored chain as it grows."""
+    views: Callable[[], Sequence[View]] = tuple
+    """The stored chain as it is."""
     made: dict[int, Made] = field(default_factory=dict)
     votes: dict[tuple[str, int], set[bytes]] = field(default_factory=dict)
     headers: dict[tuple[str, str], Header] = field(default_factory=dict)
@@ -58,7 +58,6 @@ class Oracle:
     """By lineage: the last slot that anybody committed."""
     commits: int = 0
     hand_ons: int = 0
-    redos: int = 0
     joins: int = 0
     replays: int = 0
     """Joins of those who had caught up by replay."""
@@ -159,7 +158,7 @@ class Oracle:
     def _check_progress(self, lineage: str, before: Header, header: Header) -> None:
         """No step is empty while there are samples for every member that the assigning view names (protocol.md 10)."""
         named = str(before.next_view) if before.seq else lineage
-        view = next((v for v in self.views if str(v.id) == named), None)
+        view = next((v for v in self.views() if str(v.id) == named), None)
         if view is None or any(s.weight for s in header.contributors):
             return
         left = len(_positions(self.program.unspent(before.ledger, self.program.epoch(before.ledger))))

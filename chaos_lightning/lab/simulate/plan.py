@@ -4,10 +4,51 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from chaos_lightning.lab.simulate.connected import NodeSpec
-from chaos_lightning.lab.simulate.observing import Replaying
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.protocol.types import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSpec:
+    """How one process is."""
+
+    name: str
+    host: str = "h0"
+    quota: int = 1
+    pace: float = 1.0
+    """Its work takes so many times the program's mean duration."""
+    replay: bool = False
+    """It offers to come in by replay."""
+    memory: bool = True
+    """It has room for a copy of the state."""
+    neighbours: tuple[str, ...] = ()
+    """Names in its Hello; empty: whoever it can reach."""
+    script: str = "same"
+    """What it runs; members must run the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replaying:
+    """What replay is like in this job.
+
+    Attributes:
+        log_entries: Slots that each member's log holds.
+        copy_s: Longest duration of copying one range of the state.
+        log_s: Longest duration of copying a slot into the log.
+        pull_s: Longest duration of one range's transfer, beyond the network's latency.
+        apply_s: Mean duration of applying an entry.
+        impure: Part of all applied entries after which the state differs from the members', because somebody vouched
+            for what is no pure function.
+        calm: Nothing goes wrong here: whoever caught up must have nothing left to move when it is let in.
+    """
+
+    log_entries: int = 64
+    copy_s: float = 0.008
+    log_s: float = 0.0005
+    pull_s: float = 0.0
+    apply_s: float = 0.001
+    impure: float = 0.0
+    calm: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +113,7 @@ class Plan:
     candidates: int = 1
     """Schedulers on as many machines, with the chain in a store beyond them; 1: one, restarted on its file."""
     orderly: bool = False
-    """The scheduler does nothing while it writes (host.Seat)."""
+    """The scheduler does nothing while it writes (host.Candidacy)."""
     doubled: float = 0.0
     """Part of all control messages that arrive twice."""
     limit_s: float = 90.0
@@ -81,6 +122,11 @@ class Plan:
     def places(self) -> tuple[str, ...]:
         """Where candidates listen."""
         return tuple(f"h{index}" for index in range(self.candidates))
+
+    @property
+    def several(self) -> bool:
+        """Schedulers stand by."""
+        return self.candidates > 1
 
 
 @dataclass(frozen=True, slots=True)

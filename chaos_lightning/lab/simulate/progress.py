@@ -14,17 +14,16 @@ Theory of operation. Three things must hold in every run, whatever goes wrong:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable
 
-from chaos_lightning.lab.simulate.edges import Edges, Trainee
-from chaos_lightning.lab.simulate.host import SchedulerHost
-from chaos_lightning.lab.simulate.kernel import Kernel
+from chaos_lightning.lab.simulate.fabric import Endpoint
+from chaos_lightning.lab.simulate.job import Job
 from chaos_lightning.lab.simulate.oracle import Violation
-from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.membership.effects import Persist
-from chaos_lightning.membership.topology import Pair, pair, parts
-from chaos_lightning.protocol.types import NO_VIEW, Settings
+from chaos_lightning.membership.member import Phase
+from chaos_lightning.membership.scheduler import Phase as SchedulerPhase
+from chaos_lightning.membership.topology import pair, parts
+from chaos_lightning.protocol.types import NO_VIEW
 
 AT_ONCE = 16
 """So many numbers may be taken without a slot between them; the scheduler hears of a slot late, and counts anew."""
@@ -36,21 +35,7 @@ VIEWS = 4
 """A run may have so many views,"""
 VIEWS_PER_CAUSE = 2
 """and so many for each cause."""
-
-
-class Job(Protocol):
-    """What is asked of the job; `world.World` is one."""
-
-    kernel: Kernel
-    store: Store
-    settings: Settings
-    edges: Edges
-
-    @property
-    def nodes(self) -> Mapping[str, Trainee]: ...
-
-    @property
-    def scheduler(self) -> SchedulerHost: ...
+_WATCH_S = 0.25
 
 
 class Progress:
@@ -103,18 +88,56 @@ class Progress:
 
     # ------------------------------------------------------------------ at the end
 
-    def explained(self) -> bool:
-        """Whether a job that did not end could not go on, and its members know why."""
+    def explained(self, may_link: Callable[[Endpoint, Endpoint], bool]) -> bool:
+        """Whether a job that did not end could not go on, and its members know why.
+
+        Args:
+            may_link: Whether the network and everybody's wishes allow a link (`edges.Edges.may_link`).
+        """
         world = self._world
         here = [n for n in world.nodes.values() if n.alive and not n.frozen and not n.outcome]
         if not here or world.scheduler.finished or not world.scheduler.alive:
             return False
         holders = {n.name for n in here if n.training}
-        groups = [g for g in parts([n.name for n in here], self._links(here)) if not holders or holders & set(g)]
+        links = frozenset(pair(a.name, b.name) for a in here for b in here if a is not b and may_link(a, b))
+        groups = [g for g in parts([n.name for n in here], links) if not holders or holders & set(g)]
         enough = [g for g in groups if len(g) >= world.settings.min_nodes]
         return not enough and all(n.machine.notice for n in here)
 
-    def _links(self, here: list[Trainee]) -> frozenset[Pair]:
-        return frozenset(
-            pair(a.name, b.name) for a in here for b in here if a is not b and self._world.edges.may_link(a, b)
+
+class Patience:
+    """Watches that newcomers get in, whatever happened before (liveness from states in mid-run, protocol.md 18).
+
+    Args:
+        world: The job; its plan says how long a newcomer may wait once the last fault is over.
+    """
+
+    def __init__(self, world: Job) -> None:
+        self._world = world
+        self._calm_at = 0.0
+        # Who is silent for longer is dead, or is passed over: it excuses nobody else's waiting.
+        self._longest_s = min(
+            max((fault.lasts for fault in world.plan.faults), default=0.0), world.settings.hang_timeout_s
         )
+        if world.plan.patience_s:
+            world.kernel.after(_WATCH_S, self._look)
+
+    def disturbed(self) -> None:
+        """Something goes wrong now."""
+        self._calm_at = self._world.kernel.now + self._longest_s
+
+    def _look(self) -> None:
+        world = self._world
+        now, scheduler = world.kernel.now, world.scheduler
+        running = scheduler.alive and not scheduler.frozen and scheduler.machine.phase is SchedulerPhase.RUNNING
+        for node in world.nodes.values() if running else ():
+            if not node.alive or node.outcome or node.frozen or node.leaving or node.newcomer_since < 0:
+                continue
+            since = max(node.newcomer_since, self._calm_at, node.thawed_at)
+            if node.machine.phase in (Phase.WAITING, Phase.LOADING) and now - since > world.plan.patience_s:
+                peer = scheduler.machine.roster.peers.get(node.machine.member_id)
+                raise Violation(
+                    f"{node.machine.member_id} has been ready for {now - since:.1f} s and is not in; to the scheduler "
+                    f"it is {peer}"
+                )
+        world.kernel.after(_WATCH_S, self._look)

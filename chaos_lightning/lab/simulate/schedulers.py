@@ -14,18 +14,17 @@ written is durable by then; what was not sent is not sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
 
 from chaos_lightning.control.chain import Tip
 from chaos_lightning.control.election import WATCHED_S
 from chaos_lightning.errors import StoreError
-from chaos_lightning.lab.simulate.host import AGAIN_S, HostTrap, SchedulerHost, Seat
-from chaos_lightning.lab.simulate.kernel import Kernel
-from chaos_lightning.lab.simulate.plan import Fault, Plan
-from chaos_lightning.lab.simulate.store import Backup, Store
+from chaos_lightning.lab.simulate.fabric import Endpoint
+from chaos_lightning.lab.simulate.host import AGAIN_S, Candidacy, HostTrap, SchedulerHost
+from chaos_lightning.lab.simulate.job import Job
+from chaos_lightning.lab.simulate.plan import Fault
+from chaos_lightning.lab.simulate.store import Backup
 from chaos_lightning.membership.leader_search import HEARS_S, HEARS_SEVERAL_S, Attempt
-from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.scheduler import Phase
 
 SCHEDULER_FAULTS = (
@@ -54,34 +53,6 @@ WAKE_S = 0.4
 """One that wakes up notices within so long that its lease has ended."""
 
 
-class Client(Protocol):
-    """What is asked of a member's process."""
-
-    alive: bool
-    machine: MemberMachine
-
-    def break_stream(self) -> None: ...
-
-
-class Job(Protocol):
-    """What is asked of the job; `world.World` is one."""
-
-    plan: Plan
-    kernel: Kernel
-    store: Store
-
-    @property
-    def nodes(self) -> Mapping[str, Client]: ...
-
-    def open_host(self, place: str, seat: Seat) -> SchedulerHost: ...
-
-    def expect(self, more: int) -> None: ...
-
-    def say(self, words: str) -> None: ...
-
-    def copies(self, message: object) -> int: ...
-
-
 class Schedulers:
     """See the module.
 
@@ -92,7 +63,6 @@ class Schedulers:
     def __init__(self, world: Job) -> None:
         self._world = world
         self.crashes = 0
-        self.cut_streams = 0
         self.newest: Backup | None = None
         """The job's own store, while another one is in its place."""
         self._backup = Backup(Tip())
@@ -102,12 +72,8 @@ class Schedulers:
         self._hosts: list[SchedulerHost] = []
         self._dead: set[str] = set()
         """Places whose candidate was killed, and has not come back yet."""
-        world.store.remote = world.plan.candidates > 1
+        world.store.remote = world.plan.several
         self.leader = self._start()
-
-    @property
-    def several(self) -> bool:
-        return self._world.plan.candidates > 1
 
     # ------------------------------------------------------------------ lives
 
@@ -122,7 +88,9 @@ class Schedulers:
         place = plan.places[(number - 1) % plan.candidates]
         leader, world.store.leader = world.store.leader, number
         try:
-            host = world.open_host(place, Seat(number, place, plan.orderly, self._hears_s(), rebuild, world.copies))
+            host = world.open_host(
+                place, Candidacy(number, place, plan.orderly, self._hears_s(), rebuild, world.copies)
+            )
         except StoreError:
             world.store.leader = leader
             raise
@@ -137,19 +105,19 @@ class Schedulers:
         """Nobody looks for the first one, and one that stood by has seen the chain live."""
         if self._watched or not self._hosts:
             return 0.0
-        return HEARS_SEVERAL_S if self.several else HEARS_S
+        return HEARS_SEVERAL_S if self._world.plan.several else HEARS_S
 
     def ask(self, place: str) -> SchedulerHost | Attempt:
         """Who takes itself for the leader there; or what a member hears instead, that looks for it."""
-        host = next((h for h in reversed(self._hosts) if h.alive and h.seat.place == place), None)
-        if host is not None or not self.several or place in self._dead:
+        host = next((h for h in reversed(self._hosts) if h.alive and h.candidacy.place == place), None)
+        if host is not None or not self._world.plan.several or place in self._dead:
             return host or Attempt()
-        leads = self._stands(self.leader) and self.leader.seat.place not in self._dead
-        return Attempt(standby=True, leader=self.leader.seat.place if leads else "")
+        leads = self._stands(self.leader) and self.leader.candidacy.place not in self._dead
+        return Attempt(standby=True, leader=self.leader.candidacy.place if leads else "")
 
     def _stands(self, host: SchedulerHost) -> bool:
         """Whether it leads: it lives and holds the lease, if there is one."""
-        return host.alive and (not self.several or self._world.store.leader == host.seat.number)
+        return host.alive and (not self._world.plan.several or self._world.store.leader == host.candidacy.number)
 
     def _follow(self, gap: float) -> None:
         """Somebody leads after so long, if nobody does by then."""
@@ -161,7 +129,7 @@ class Schedulers:
                 world.expect(-1)
                 return
             try:
-                self._start(self.leader.seat.rebuild)  # with the same words as before
+                self._start(self.leader.candidacy.rebuild)  # with the same words as before
             except StoreError:
                 world.kernel.after(AGAIN_S, try_it)
                 return
@@ -178,16 +146,16 @@ class Schedulers:
     def _ended(self, host: SchedulerHost) -> None:
         """It was deposed, or its store failed for too long."""
         self._world.say(f"scheduler {host.machine.book.term} stands by: it leads no more")
-        self.cut_streams += host.lost
+        self._world.cut_streams += host.lost
         if host.machine.phase is not Phase.FINISHED:
             self._release(host)
             self._follow(self._world.kernel.between(0.02, 0.4))
 
     def _release(self, host: SchedulerHost) -> None:
-        if self._world.store.leader == host.seat.number:
+        if self._world.store.leader == host.candidacy.number:
             self._world.store.leader = 0
             led_s = self._world.kernel.now - self._led_since
-            self._watched = self._watched or (self.several and led_s > WATCHED_S)
+            self._watched = self._watched or (self._world.plan.several and led_s > WATCHED_S)
 
     def crash(self, host: SchedulerHost, lasts: float) -> None:
         """SIGKILL, or its machine is gone."""
@@ -196,10 +164,10 @@ class Schedulers:
         world = self._world
         world.say("the scheduler dies")
         self.crashes += 1
-        self._dead.add(host.seat.place)
+        self._dead.add(host.candidacy.place)
         host.crash()
-        self.cut_streams += host.lost
-        if not self.several:
+        self._world.cut_streams += host.lost
+        if not self._world.plan.several:
             self._follow(lasts)
         else:
             gap = self._gap_s()
@@ -213,7 +181,7 @@ class Schedulers:
         since = kernel.now
         host.freeze()
         kernel.after(lasts, host.thaw)
-        if not self.several:
+        if not self._world.plan.several:
             return
         patience = STOPPED_S if kernel.random.random() < 0.5 else kernel.between(*LEASE_S)
 
@@ -239,7 +207,7 @@ class Schedulers:
             host.cut_off = False
 
         kernel.after(lasts, over)
-        if not self.several:
+        if not self._world.plan.several:
             return
         lease = kernel.between(*LEASE_S)
 
@@ -297,7 +265,7 @@ class Schedulers:
             self.leader.crash()
             self._start(rebuild=True)
 
-    def can_spare(self, node: Client) -> bool:
+    def can_spare(self, node: Endpoint) -> bool:
         """Whether a lost chain can be rebuilt without this node (protocol.md 14a).
 
         So it is if of the last view that somebody stands in, and of a later one that a header may carry, more than half

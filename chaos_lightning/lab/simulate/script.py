@@ -28,8 +28,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.lab.simulate.connected import NodeSpec
-from chaos_lightning.lab.simulate.plan import Fault, Plan
+from chaos_lightning.lab.simulate.plan import Fault, NodeSpec, Plan
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.protocol.types import PlanSpec, Settings
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from chaos_lightning.control.chain import Tip, advance, check_id, entry_of, judge
+from chaos_lightning.control.chain import Entry, Tip, advance, chain_of, check_id, entry_of, judge
 from chaos_lightning.control.store import Appended
 from chaos_lightning.errors import StoreError
-from chaos_lightning.membership.effects import Chain, LinkWish, Persist
-from chaos_lightning.protocol.types import View, ViewId
+from chaos_lightning.membership.effects import Chain, Persist
+from chaos_lightning.protocol.types import View
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +25,19 @@ class Backup:
     """A store at a moment."""
 
     tip: Tip
-    views: tuple[View, ...] = ()
-    wishes: tuple[LinkWish, ...] = ()
-    changes: tuple[ViewId, ...] = ()
-    numbers: tuple[ViewId, ...] = ()
+    entries: tuple[Entry, ...] = ()
 
     def leftover(self) -> Backup:
         """The same under another id and by other processes: what a job of the day before has left behind."""
-        views = tuple(
-            replace(v, chain=LEFTOVER, members=tuple(replace(m, pid=m.pid + 10_000) for m in v.members))
-            for v in self.views
-        )
-        return replace(self, tip=replace(self.tip, end=replace(self.tip.end, id=LEFTOVER)), views=views)
+        end = replace(self.tip.end, id=LEFTOVER)
+        return Backup(replace(self.tip, end=end), tuple(map(_by_others, self.entries)))
+
+
+def _by_others(entry: Entry) -> Entry:
+    if entry.view is None:
+        return entry
+    members = tuple(replace(m, pid=m.pid + 10_000) for m in entry.view.members)
+    return replace(entry, view=replace(entry.view, chain=LEFTOVER, members=members))
 
 
 LEFTOVER = "chain-of-the-day-before"
@@ -47,12 +48,7 @@ class Store:
 
     def __init__(self) -> None:
         self.tip = Tip()
-        self.views: list[View] = []
-        self.wishes: list[LinkWish] = []
-        self.changes: list[ViewId] = []
-        """Views that a header was to carry."""
-        self.numbers: list[ViewId] = []
-        """All that were reserved or decided."""
+        self.entries: list[Entry] = []
         self.ids = 0
         """So many chains began here."""
         self.remote = False
@@ -71,6 +67,11 @@ class Store:
     def term(self) -> int:
         return self.tip.term
 
+    @property
+    def views(self) -> list[View]:
+        """All that were decided."""
+        return [e.view for e in self.entries if e.view is not None]
+
     def open(self, above: int = 0, chain: str = "") -> Chain:
         """A scheduler starts: its term outranks every older one, and all up to `above`.
 
@@ -83,16 +84,7 @@ class Store:
         check_id(self.tip, chain)
         end = self.tip.end.with_term(above, chain or self.tip.chain or f"chain-{self.ids}", self.tip.term)
         self.tip = replace(self.tip, end=end)
-        return Chain(
-            self.tip.term,
-            self.tip.highest,
-            tuple(self.views),
-            self.tip.finished,
-            tuple(self.wishes),
-            tuple(self.changes),
-            id=self.tip.chain,
-            numbers=tuple(self.numbers),
-        )
+        return chain_of(self.tip, self.tip.term, self.entries)
 
     def write(self, term: int, persist: Persist, candidate: int = 0, seen: Tip | None = None) -> Appended:
         """Compare-and-set, by a writer that has seen the chain end with `seen`.
@@ -121,10 +113,7 @@ class Store:
 
     def forget(self) -> None:
         """The chain is lost, as with a process's memory; terms go on counting."""
-        self.views.clear()
-        self.wishes.clear()
-        self.changes.clear()
-        self.numbers.clear()
+        self.entries.clear()
         self.tip = Tip(self.tip.end, self.tip.highest)
 
     def lose(self) -> None:
@@ -134,23 +123,16 @@ class Store:
 
     def backup(self) -> Backup:
         """What it holds now."""
-        return Backup(self.tip, tuple(self.views), tuple(self.wishes), tuple(self.changes), tuple(self.numbers))
+        return Backup(self.tip, tuple(self.entries))
 
     def restore(self, backup: Backup) -> None:
-        """What was here is gone, and this is here instead. Lists stay the same objects: the oracle reads them."""
-        self.tip = backup.tip
-        self.views[:], self.wishes[:] = backup.views, backup.wishes
-        self.changes[:], self.numbers[:] = backup.changes, backup.numbers
+        """What was here is gone, and this is here instead."""
+        self.tip, self.entries = backup.tip, list(backup.entries)
 
     def _append(self, persist: Persist) -> None:
-        self.tip = advance(self.tip, entry_of(persist), replace(self.tip.end, position=self.tip.end.position + 1))
-        if persist.kind in ("reserve", "view"):
-            self.numbers.append(persist.number)
-        if persist.view is not None:
-            self.views.append(persist.view)
-            self.changes += [persist.number] if persist.base is None else []
-        if persist.wish is not None:
-            self.wishes.append(persist.wish)
+        entry = entry_of(persist)
+        self.tip = advance(self.tip, entry, replace(self.tip.end, position=self.tip.end.position + 1))
+        self.entries.append(entry)
         self.on_write(persist)
 
     def _reach(self) -> None:

@@ -30,14 +30,14 @@ class Program:
         length: Samples per epoch.
         gather_every: A collective follows each so many steps; 0: none.
         ranges: Ranges of a step's result.
-        window_s: Mean duration of one member's work for a step, in seconds.
+        work_s: Mean duration of one member's work for a step, in seconds.
     """
 
     epochs: int = 2
     length: int = 24
     gather_every: int = 3
     ranges: int = 3
-    window_s: float = 0.02
+    work_s: float = 0.02
 
     def epoch(self, ledger: Ledger) -> int:
         """The epoch of the next step; `epochs` when all are spent."""

@@ -12,18 +12,22 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from chaos_lightning.lab.simulate.edges import LINK_FAULTS, Edges
-from chaos_lightning.lab.simulate.fabric import Fabric
-from chaos_lightning.lab.simulate.host import SchedulerHost, Seat, Store
+from chaos_lightning.lab.simulate.fabric import Endpoint, Fabric
+from chaos_lightning.lab.simulate.host import Candidacy, SchedulerHost
 from chaos_lightning.lab.simulate.kernel import Kernel
 from chaos_lightning.lab.simulate.node import Node, Trap
-from chaos_lightning.lab.simulate.observing import Patience
 from chaos_lightning.lab.simulate.oracle import Oracle, Violation, check_chain
 from chaos_lightning.lab.simulate.plan import Fault, Outcome, Plan
-from chaos_lightning.lab.simulate.progress import Progress
+from chaos_lightning.lab.simulate.progress import Patience, Progress
 from chaos_lightning.lab.simulate.schedulers import SCHEDULER_FAULTS, Schedulers
+from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.membership.effects import Drain, MemberEffect, Note, Persist
+from chaos_lightning.membership.leader_search import Attempt
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.protocol.types import Header, Hello, Kind, Welcome
+from chaos_lightning.protocol.types import Hello, Kind, Welcome
+
+NOTICED_S = 0.05
+"""The scheduler has heard of a newcomer's being ready by then."""
 
 
 class Hooks:
@@ -33,14 +37,6 @@ class Hooks:
     scheduler_class: type[SchedulerMachine] = SchedulerMachine
     host_class: type[SchedulerHost] = SchedulerHost
     store_class: type[Store] = Store
-
-    def kept_ranges(self, node: Node, header: Header) -> dict[int, int]:
-        """State ranges that a joiner need not pull since it holds them: none, for it threw its state away (11)."""
-        return {}
-
-    def accept_state(self, equal: bool) -> bool:
-        """Whether a pulled state is promoted, given that its hash equals the donors' (19)."""
-        return equal
 
 
 @dataclass(slots=True)
@@ -59,20 +55,21 @@ class World:
         self.kernel = Kernel(plan.seed)
         self.settings = plan.settings
         self.program = plan.program
-        self.damage = plan.damage
-        self.fabric: Fabric[Node] = Fabric(self.kernel)
+        self.fabric = Fabric(self.kernel)
         for one, other, extra in plan.slow_links:
             self.fabric.slow_links[frozenset((one, other))] = extra
         for one, other in plan.unlinked:
             self.fabric.block(one, other, float("inf"))
         self.rates = {frozenset((one, other)): rate_bps for one, other, rate_bps in plan.rates}
         self.store = self.hooks.store_class()
-        self.oracle = Oracle(plan.program, self.store.views)
+        self.oracle = Oracle(plan.program, lambda: self.store.views)
         self.progress = Progress(self)
         self.store.on_write, self.oracle.on_slot = self.progress.wrote, self.progress.committed
         self._counters = _Counters()
+        self.cut_streams = 0
+        """Control streams that broke."""
         self.log: list[str] = []
-        self.on_effect: Callable[[Node, MemberEffect], None] = lambda node, effect: None
+        self.on_effect: Callable[[Endpoint, MemberEffect], None] = lambda node, effect: None
         self.on_note: Callable[[Note], None] = lambda note: None
         self.on_fault: Callable[[str], None] = lambda words: None
         self.nodes: dict[str, Node] = {}
@@ -81,7 +78,7 @@ class World:
         for number, (spec, start) in enumerate(zip(plan.nodes, plan.starts, strict=True), 1):
             node = self.nodes[spec.name] = self.hooks.node_class(self, spec, number)
             self.kernel.at(start, node.connect)
-        self.edges = Edges(self, self.progress.struck)
+        self.edges = Edges(self)
         self._patience = Patience(self)
         for fault in plan.faults:
             self._schedule(fault)
@@ -91,7 +88,7 @@ class World:
         """The one that was elected last."""
         return self.schedulers.leader
 
-    def open_host(self, place: str, seat: Seat) -> SchedulerHost:
+    def open_host(self, place: str, candidacy: Candidacy) -> SchedulerHost:
         """A scheduler's process on this machine.
 
         Raises:
@@ -99,7 +96,8 @@ class World:
         """
         host = self.hooks.host_class(
             self.kernel, self.store, self.settings, self.hooks.scheduler_class, self.plan.store_s,
-            SchedulerMachine.validate_state if self.validate else None, lambda member: self.gone(place, member), seat,
+            SchedulerMachine.validate_state if self.validate else None, lambda member: self.gone(place, member),
+            candidacy,
         )  # fmt: skip
         host.on_note = lambda note: self.heed(host, note)
         host.on_answer = lambda token, granted: self.edges.answered(token, granted)
@@ -136,14 +134,42 @@ class World:
         self._counters.uid += 1
         return self._counters.uid
 
-    def holders(self, besides: Node, founding: str) -> list[str]:
+    def ask(self, place: str) -> SchedulerHost | Attempt:
+        """Who takes itself for the leader there; or what a member hears instead."""
+        return self.schedulers.ask(place)
+
+    def struck(self, troubles: int = 1, causes: int = 1) -> None:
+        """Something went wrong, was over, or came (`Progress.struck`)."""
+        self.progress.struck(troubles, causes)
+
+    def look(self) -> None:
+        """The graph may be in parts."""
+        self.edges.look()
+
+    def founds(self, founder: Endpoint) -> None:
+        """This process begins the job, or begins it again.
+
+        Raises:
+            Violation: It was ready in time to get the state before the last member left, and nothing else went wrong.
+        """
+        past = [n for n in self.nodes.values() if n.lineage and n is not founder]
+        alone = all(fault.action == "leave" for fault in self.plan.faults)
+        asked_at = max((n.asked_at for n in past), default=0.0)
+        if alone and founder.newcomer_since >= 0 and asked_at > founder.newcomer_since + NOTICED_S:
+            raise Violation(
+                f"{founder.machine.member_id} founds the job again: the training state went with the last member, who "
+                f"was asked to leave {asked_at - founder.newcomer_since:.2f} s after this newcomer was ready for it"
+            )
+        self.oracle.founded(founder.lineage, founder.state, self._holders(founder))
+
+    def _holders(self, founder: Endpoint) -> list[str]:
         """Members whose state the founding view forgets though it is there (contract 5, protocol.md 12a).
 
         Those that have not been in trouble lately, and all that live, stopped ones included, in the view before it. Who
         was asked to go holds nothing, nor does who was silent for longer than anybody is waited for.
         """
         views = self.store.views
-        before = [old for old, new in pairwise(views) if str(new.id) == founding]
+        before = [old for old, new in pairwise(views) if str(new.id) == founder.lineage]
 
         def forgotten(node: Node) -> bool:
             if not any(view.find(node.machine.member_id) for view in before) or node.leaving or node.drained:
@@ -153,7 +179,7 @@ class World:
         return [
             n.machine.member_id
             for n in self.nodes.values()
-            if n is not besides and n.alive and n.training
+            if n is not founder and n.alive and n.training
             if (not n.frozen and self.kernel.now - n.troubled_at > 10.0) or forgotten(n)
         ]
 
@@ -291,7 +317,7 @@ class World:
         violation = ""
         try:
             ended = self.kernel.run(self.plan.limit_s, self._over) or self._came_too_late()
-            if not ended and not self.progress.explained():
+            if not ended and not self.progress.explained(self.edges.may_link):
                 violation = f"stuck after {self.kernel.now:.1f} s: {self.describe()}"
             elif ended:
                 self._final()
@@ -317,7 +343,7 @@ class World:
             self.schedulers.crashes,
             self.store.term,
             self.store.errors,
-            self.schedulers.cut_streams,
+            self.cut_streams,
         )
 
     def _final(self) -> None:

@@ -1,4 +1,4 @@
-"""What a planted bug consists of, and the guards that are off where they would mask one ."""
+"""What a planted bug consists of, the guards that are off where they would mask one, and what two bugs share."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from chaos_lightning.lab.simulate.dataplane import DataPlane
-from chaos_lightning.lab.simulate.host import Store
 from chaos_lightning.lab.simulate.node import Node
 from chaos_lightning.lab.simulate.observing import Keeper, Observation
 from chaos_lightning.lab.simulate.plan import Plan
+from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.lab.simulate.world import Hooks
+from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.effects import Chain
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.scheduler import SchedulerMachine
-from chaos_lightning.protocol.types import Header, Settings
+from chaos_lightning.protocol.types import Settings, ViewId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +47,13 @@ def hooks_of(
     store: type[Store] = Store,
     keeper: type[Keeper] = Keeper,
     observation: type[Observation] = Observation,
-    base: type[Hooks] = Hooks,
 ) -> Callable[[], Hooks]:
     """Hooks with some classes replaced."""
     parts = {
         "machine_class": machine, "plane_class": plane, "keeper_class": keeper, "observation_class": observation
     }  # fmt: skip
     node_with = type(node.__name__, (node,), parts)
-    return type("BugHooks", (base,), {"node_class": node_with, "scheduler_class": scheduler, "store_class": store})
+    return type("BugHooks", (Hooks,), {"node_class": node_with, "scheduler_class": scheduler, "store_class": store})
 
 
 def with_parts(base: type[SchedulerMachine] = SchedulerMachine, **parts: type[Any]) -> type[SchedulerMachine]:
@@ -77,18 +77,17 @@ def with_parts(base: type[SchedulerMachine] = SchedulerMachine, **parts: type[An
     return Planted
 
 
-class StubbornHooks(Hooks):
-    """Takes what a thrown-out member kept for the job's state."""
-
-    def kept_ranges(self, node: Node, header: Header) -> dict[int, int]:
-        return dict(enumerate(node.state)) if node.training or node.life else {}
-
-    def accept_state(self, equal: bool) -> bool:
-        return True
-
-
-class TrustingHooks(Hooks):
+class TrustingNode(Node):
     """Promotes a joiner without comparing hashes."""
 
     def accept_state(self, equal: bool) -> bool:
         return True
+
+
+class HastyBook(Book):
+    """Announces a view before it is stored, and goes on."""
+
+    def persist(self, kind: str, number: ViewId, then: Callable[[], None], **fields: Any) -> None:
+        super().persist(kind, number, (lambda: None) if kind == "view" else then, **fields)
+        if kind == "view":
+            then()

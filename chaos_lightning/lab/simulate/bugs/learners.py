@@ -1,7 +1,7 @@
 """Planted bugs of replay joins (protocol.md 8, 15, 17, 18, 19).
 
 Theory of operation. A newcomer's state is compared with the members' when it is let in (19). That makes good whatever
-went wrong before, at the price of a pause; so what breaks 15 and 17 only shows with this proof off: `UnprovenHooks`
+went wrong before, at the price of a pause; so what breaks 15 and 17 only shows with this proof off: `UnprovenNode`
 takes the replayed state as it is. Nothing else is to go wrong in those runs (`calm_plan`), for a learner may apply
 a slot that is never committed by the survivors of its sender, which the proof makes good, too. A log that is let go
 too early harms nobody's state: it shows as ranges that all members wait for.
@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from chaos_lightning.lab.simulate.bugs.frame import Bug, TrustingHooks, hooks_of, with_parts
-from chaos_lightning.lab.simulate.node import Node
-from chaos_lightning.lab.simulate.observing import Entry, Keeper, Observation
+from chaos_lightning.lab.simulate.bugs.frame import Bug, TrustingNode, hooks_of, with_parts
+from chaos_lightning.lab.simulate.dataplane import Entry
+from chaos_lightning.lab.simulate.observing import Keeper, Observation
 from chaos_lightning.lab.simulate.plan import Plan
 from chaos_lightning.lab.simulate.plans.learners import all_leave_plan, calm_plan, promise_plan, silent_plan
 from chaos_lightning.membership.admission import Admission
@@ -59,12 +59,12 @@ class ForwardKeeper(Keeper):
 # ------------------------------------------------------------------ 17: every entry once, in order
 
 
-class SkippingObservation(Observation):
-    """Takes the newest entry instead of the one that stands on its own header."""
+class SkippingKeeper(Keeper):
+    """Gives the newest entry instead of the one that stands on the newcomer's header."""
 
-    def entry_of(self, keeper: Keeper, at: Header) -> Entry | None:
-        keeper.after(at)
-        newest = keeper.entries.get(keeper.newest)
+    def after(self, at: Header) -> Entry | None:
+        super().after(at)
+        newest = self.entries.get(self.newest)
         return newest if newest is not None and newest.header.seq > at.seq else None
 
 
@@ -104,11 +104,11 @@ class LeisurelyLearners(Learners):
 # ------------------------------------------------------------------ 19: proof
 
 
-class UnprovenHooks(TrustingHooks):
+class UnprovenNode(TrustingNode):
     """Takes what a newcomer replayed for the job's state, without comparing anything."""
 
-    def kept_ranges(self, node: Node, header: Header) -> dict[int, int]:
-        observation = node.observation
+    def kept_ranges(self, header: Header) -> dict[int, int]:
+        observation = self.observation
         if observation is None or not observation.catching_up.done or observation.state is None:
             return {}
         return dict(enumerate(observation.state)) if observation.log.at.seq == header.seq else {}
@@ -141,9 +141,9 @@ def _unproven(what: str, rule: str, plan: Callable[[int], Plan] = calm_plan, **p
     return Bug(
         rule=rule,
         what=what,
-        hooks=hooks_of(base=UnprovenHooks, **parts),  # type: ignore[arg-type]
+        hooks=hooks_of(node=UnprovenNode, **parts),  # type: ignore[arg-type]
         plan=plan,
-        control=hooks_of(base=UnprovenHooks),
+        control=hooks_of(node=UnprovenNode),
     )
 
 
@@ -157,7 +157,7 @@ LEARNER_BUGS: dict[str, Bug] = {
     "15-late": _unproven("the state is copied one step late", "15", keeper=LateKeeper),
     "15-mixed": _unproven("the optimizer writes into what is being copied", "15", keeper=MixingKeeper),
     "15-forward": _unproven("a forward pass writes into what is being copied", "15", keeper=ForwardKeeper),
-    "17-skips": _unproven("entries of the log are left out", "17", observation=SkippingObservation),
+    "17-skips": _unproven("entries of the log are left out", "17", keeper=SkippingKeeper),
     "17-twice": _unproven("entries of the log are applied twice", "17", observation=RepeatingObservation),
     "18-hasty": Bug(
         rule="18",
@@ -180,9 +180,9 @@ LEARNER_BUGS: dict[str, Bug] = {
     "19-unproven": Bug(
         rule="19",
         what="a replayed state is taken without comparing hashes",
-        hooks=hooks_of(base=UnprovenHooks),
+        hooks=hooks_of(node=UnprovenNode),
         plan=_impure_plan,
-        control=hooks_of(base=TrustingHooks),
+        control=hooks_of(node=TrustingNode),
     ),
 }
 """By name."""

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from chaos_lightning.lab.simulate.bugs.frame import Bug, hooks_of, with_parts
-from chaos_lightning.lab.simulate.host import Store
 from chaos_lightning.lab.simulate.node import Node
 from chaos_lightning.lab.simulate.plans.links import (
     bridge_plan,
@@ -20,6 +19,7 @@ from chaos_lightning.lab.simulate.plans.links import (
     split_plan,
     stranded_plan,
 )
+from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.membership.effects import Chain, Persist, SchedulerEffect, SchedulerEvent
 from chaos_lightning.membership.graph import Graph
 from chaos_lightning.membership.member import MemberMachine
@@ -108,7 +108,7 @@ class WishlessStore(Store):
     """Keeps views only: what was wished about links dies with the scheduler."""
 
     def open(self, above: int = 0, chain: str = "") -> Chain:
-        self.wishes.clear()
+        self.entries = [e for e in self.entries if e.wish is None]
         return super().open(above, chain)
 
 

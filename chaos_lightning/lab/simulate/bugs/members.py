@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from chaos_lightning.lab.simulate.bugs.frame import Bug, StubbornHooks, TrustingHooks, hooks_of, with_parts
+from chaos_lightning.lab.simulate.bugs.frame import Bug, HastyBook, TrustingNode, hooks_of, with_parts
 from chaos_lightning.lab.simulate.dataplane import DataPlane, Down, Result, Up
-from chaos_lightning.lab.simulate.host import Store
 from chaos_lightning.lab.simulate.node import Node
 from chaos_lightning.lab.simulate.plans.members import (
     DEATHS,
@@ -21,10 +19,10 @@ from chaos_lightning.lab.simulate.plans.members import (
     plans_of,
     stale_plan,
 )
+from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.lab.simulate.training import State
 from chaos_lightning.lab.simulate.world import Hooks
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.identity import Identity
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.recovery import Ruling
@@ -123,14 +121,6 @@ class BlindMachine(MemberMachine):
 # ------------------------------------------------------------------ 7, 14a: the chain
 
 
-class HastyBook(Book):
-    """Announces a view before it is stored."""
-
-    def persist(self, kind: str, number: ViewId, then: Callable[[], None], **fields: Any) -> None:
-        super().persist(kind, number, lambda: None, **fields)
-        then()
-
-
 class MemoryStore(Store):
     """Dies with the scheduler's process."""
 
@@ -220,17 +210,20 @@ class FirstOnlyNode(Node):
 # ------------------------------------------------------------------ 11: the excluded throw their state away
 
 
-class StubbornNode(Node):
-    """Thrown out, it keeps its training state for the next join."""
+class StubbornNode(TrustingNode):
+    """Thrown out, it keeps its training state for the next join, and takes it for the job's."""
 
     def forget(self) -> None:
         return
+
+    def kept_ranges(self, header: Header) -> dict[int, int]:
+        return dict(enumerate(self.state)) if self.training or self.life else {}
 
 
 # ------------------------------------------------------------------ 15, 19: what a joiner gets
 
 
-class LiveNode(Node):
+class LiveNode(TrustingNode):
     """Serves its memory as it is, not the snapshot at the header."""
 
     def serve_state(self, header: Header) -> State | None:
@@ -351,9 +344,9 @@ MEMBER_BUGS: dict[str, Bug] = {
     "11-stubborn": Bug(
         rule="11",
         what="the excluded keep their state",
-        hooks=hooks_of(node=StubbornNode, base=StubbornHooks),
+        hooks=hooks_of(node=StubbornNode),
         plan=plans_of("freeze", "freeze-trap"),
-        control=hooks_of(base=TrustingHooks),
+        control=hooks_of(node=TrustingNode),
     ),
     "14a-memory": Bug(
         rule="14a",
@@ -365,14 +358,14 @@ MEMBER_BUGS: dict[str, Bug] = {
     "15-live": Bug(
         rule="15",
         what="donors serve live memory",
-        hooks=hooks_of(node=LiveNode, base=TrustingHooks),
+        hooks=hooks_of(node=LiveNode),
         plan=plans_of("join", "two-joins"),
-        control=hooks_of(base=TrustingHooks),
+        control=hooks_of(node=TrustingNode),
     ),
     "19-trusting": Bug(
         rule="19",
         what="joiners are promoted unchecked",
-        hooks=hooks_of(base=TrustingHooks),
+        hooks=hooks_of(node=TrustingNode),
         plan=plans_of("join", "two-joins", damage=0.05),
     ),
     "25-drawn": Bug(

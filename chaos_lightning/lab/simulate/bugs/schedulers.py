@@ -6,13 +6,12 @@ a later term. So stores that refuse nothing come with a control of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 from chaos_lightning.control.chain import Tip
 from chaos_lightning.control.store import Appended
-from chaos_lightning.lab.simulate.bugs.frame import Bug, hooks_of, with_parts
+from chaos_lightning.lab.simulate.bugs.frame import Bug, HastyBook, hooks_of, with_parts
 from chaos_lightning.lab.simulate.plans.members import (
     blip_plan,
     busy_plan,
@@ -33,7 +32,6 @@ from chaos_lightning.lab.simulate.plans.schedulers import (
     strange_plan,
 )
 from chaos_lightning.lab.simulate.store import Store
-from chaos_lightning.membership.book import Book
 from chaos_lightning.membership.detector import Detector, Suspicion
 from chaos_lightning.membership.effects import Chain, Persist
 from chaos_lightning.membership.identity import Identity
@@ -43,7 +41,7 @@ from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.membership.terms import Terms
-from chaos_lightning.protocol.types import NO_VIEW, Entered, Heartbeat, Hello, Member, Settings, Verdict, View, ViewId
+from chaos_lightning.protocol.types import NO_VIEW, Entered, Heartbeat, Hello, Member, Settings, Verdict, View
 
 
 class RashDetector(Detector):
@@ -127,15 +125,6 @@ class FaithfulRoster(Roster):
 
 
 FaithfulScheduler = with_parts(terms=FaithfulTerms, roster=FaithfulRoster)
-
-
-class HastyBook(Book):
-    """Announces a view before it is stored, and goes on."""
-
-    def persist(self, kind: str, number: ViewId, then: Callable[[], None], **fields: Any) -> None:
-        super().persist(kind, number, (lambda: None) if kind == "view" else then, **fields)
-        if kind == "view":
-            then()
 
 
 class LaxStore(Store):

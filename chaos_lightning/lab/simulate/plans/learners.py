@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from chaos_lightning.lab.simulate.node import NodeSpec
-from chaos_lightning.lab.simulate.observing import Replaying
-from chaos_lightning.lab.simulate.plan import Fault, Plan
+from chaos_lightning.lab.simulate.plan import Fault, NodeSpec, Plan, Replaying
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.protocol.types import Settings
 
@@ -30,7 +28,7 @@ def _job(seed: int, founders: int, newcomers: Sequence[float], **fields: object)
             reconnect_grace_s=4.0,
             observe_timeout_s=1.0,
         ),
-        program=Program(epochs=2, length=60, gather_every=random.choice((0, 2, 4)), window_s=0.015),
+        program=Program(epochs=2, length=60, gather_every=random.choice((0, 2, 4)), work_s=0.015),
         nodes=tuple(NodeSpec(name=n, host=random.choice(hosts), replay=True) for n in names),
         starts=(*(0.002 * i for i in range(founders)), *newcomers),
     )
@@ -172,7 +170,7 @@ def patient_plan(seed: int) -> Plan:
         faults=(*(replace(f, lasts=min(f.lasts, 1.5)) for f in plan.faults), *extra),
         settings=settings,
         replaying=replace(replaying, apply_s=min(replaying.apply_s, 0.01)),
-        program=Program(epochs=1, length=900 if extra else 600, gather_every=0, window_s=0.06),
+        program=Program(epochs=1, length=900 if extra else 600, gather_every=0, work_s=0.06),
         patience_s=8.0,
         limit_s=200.0,
     )
@@ -215,7 +213,7 @@ def silent_plan(seed: int) -> Plan:
         plan,
         faults=(stopped,),
         settings=replace(plan.settings, observe_timeout_s=random.choice((1.0, 300.0))),
-        program=Program(epochs=1, length=500, gather_every=0, window_s=0.08),
+        program=Program(epochs=1, length=500, gather_every=0, work_s=0.08),
         patience_s=4.0,
     )
 

@@ -14,14 +14,12 @@ aim, `bridging_plan` and `flapping_link_plan` at recoveries that bring nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 from random import Random
 
-from chaos_lightning.lab.simulate.node import NodeSpec
-from chaos_lightning.lab.simulate.observing import Replaying
-from chaos_lightning.lab.simulate.plan import Fault, Plan
+from chaos_lightning.lab.simulate.plan import Fault, NodeSpec, Plan, Replaying
 from chaos_lightning.lab.simulate.plans.members import random_plan
 from chaos_lightning.protocol.types import PlanSpec
 
@@ -49,6 +47,17 @@ def random_graph(random: Random, names: list[str]) -> list[Edge]:
     edges = [(random.choice(names[:i]), name) for i, name in enumerate(names) if i]
     more = random.choice((0.0, 0.3, 0.6))
     return edges + [e for e in combinations(names, 2) if e not in edges and random.random() < more]
+
+
+def _near(names: Iterable[str], edges: Sequence[Edge]) -> dict[str, tuple[str, ...]]:
+    """Of each of these nodes those that it has an edge to."""
+    return {n: tuple(sorted({a if b == n else b for a, b in edges if n in (a, b)})) for n in names}
+
+
+def _unlinked(names: Iterable[str], edges: Iterable[Edge]) -> tuple[Edge, ...]:
+    """All pairs of these nodes but for those that have an edge."""
+    there = {frozenset(e) for e in edges}
+    return tuple(e for e in combinations(names, 2) if frozenset(e) not in there)
 
 
 def _link_faults(random: Random, edges: list[Edge], names: list[str]) -> list[Fault]:
@@ -88,14 +97,10 @@ def wired_plan(seed: int, kinds: tuple[str, ...] = OTHERS) -> Plan:
     names = [n.name for n in plan.nodes]
     how = random.choice(("complete", "named", "hidden"))
     edges = list(combinations(names, 2)) if how == "complete" else random_graph(random, names)
-    unlinked: list[Edge] = []
     nodes = plan.nodes
     if how == "named":
-        near = {n: tuple(sorted({a if b == n else b for a, b in edges if n in (a, b)})) for n in names}
+        near = _near(names, edges)
         nodes = tuple(replace(n, neighbours=near[n.name]) for n in plan.nodes)
-    elif how == "hidden":
-        there = {frozenset(e) for e in edges}
-        unlinked = [e for e in combinations(names, 2) if frozenset(e) not in there]
     faults = [f for _ in range(random.randint(1, 3)) for f in _link_faults(random, edges, names)]
     cuts = [f.at for f in faults if f.action in ("cut", "split")]
     # A stream and a link that break together are a death, whoever lives (protocol.md 12, docs/LOG.md).
@@ -107,10 +112,10 @@ def wired_plan(seed: int, kinds: tuple[str, ...] = OTHERS) -> Plan:
     return replace(
         plan,
         settings=replace(plan.settings, min_nodes=1, max_nodes=16, plan=PlanSpec(random.choice(PLANS))),
-        program=replace(plan.program, epochs=1, length=random.randint(40, 110), window_s=random.choice((0.02, 0.04))),
+        program=replace(plan.program, epochs=1, length=random.randint(40, 110), work_s=random.choice((0.02, 0.04))),
         nodes=nodes,
         faults=tuple(faults),
-        unlinked=tuple(unlinked),
+        unlinked=_unlinked(names, edges) if how == "hidden" else (),
         measured=random.random() < 0.7,
         rates=tuple((a, b, random.choice(RATES_BPS)) for a, b in edges),
     )
@@ -123,7 +128,7 @@ def _job(seed: int, count: int, hosts: tuple[str, ...]) -> Plan:
     return replace(
         plan,
         settings=replace(plan.settings, min_nodes=1, max_nodes=16),
-        program=replace(plan.program, epochs=1, length=60 * count, gather_every=random.choice((0, 3)), window_s=0.04),
+        program=replace(plan.program, epochs=1, length=60 * count, gather_every=random.choice((0, 3)), work_s=0.04),
         nodes=tuple(NodeSpec(name=f"n{i}", host=random.choice(hosts)) for i in range(count)),
         starts=tuple(random.uniform(0.0, 0.02) for _ in range(count)),
         faults=(),
@@ -169,7 +174,6 @@ def removal_plan(seed: int) -> Plan:
     edges = ring + [
         e for e in combinations(names, 2) if e not in ring and e[::-1] not in ring and random.random() < 0.3
     ]
-    there = {frozenset(e) for e in edges}
     faults = []
     for _ in range(random.randint(3, 8)):
         one, other = random.choice(edges)
@@ -180,11 +184,11 @@ def removal_plan(seed: int) -> Plan:
     return replace(
         plan,
         faults=tuple(faults),
-        unlinked=tuple(e for e in combinations(names, 2) if frozenset(e) not in there),
+        unlinked=_unlinked(names, edges),
         measured=True,
         unfailing=True,
         slow_links=slow,
-        program=replace(plan.program, window_s=0.02),
+        program=replace(plan.program, work_s=0.02),
     )
 
 
@@ -222,7 +226,7 @@ def ring_plan(seed: int) -> Plan:
     return replace(
         plan,
         settings=replace(plan.settings, min_nodes=count, plan=PlanSpec("chain")),
-        program=replace(plan.program, gather_every=random.choice((0, 1)), window_s=0.01),
+        program=replace(plan.program, gather_every=random.choice((0, 1)), work_s=0.01),
         nodes=tuple(replace(n, neighbours=near[n.name]) for n in plan.nodes),
         starts=tuple(0.001 * (i + 1) for i in range(count)),
         faults=(cut,),
@@ -318,9 +322,8 @@ def sparse_plan(seed: int) -> Plan:
     edges = shape(random, random.choice(SHAPES), names)
     coming = _newcomers(random, names)
     linked = edges + [(j, n) for j, near in coming.items() for n in near]
-    near = {n: tuple(sorted({a if b == n else b for a, b in linked if n in (a, b)})) for n in [*names, *coming]}
+    near = _near([*names, *coming], linked)
     named = random.random() < 0.5 and all(near.values())
-    there = {frozenset(e) for e in linked}
     hosts = random.choice(HOSTS)
     replay = random.random() < 0.5
     slow = [
@@ -341,7 +344,7 @@ def sparse_plan(seed: int) -> Plan:
             epochs=1,
             length=random.randint(15, 30) * len(names),
             gather_every=random.choice((0, 0, 3)),
-            window_s=random.choice((0.02, 0.04, 0.1)),
+            work_s=random.choice((0.02, 0.04, 0.1)),
         ),
         nodes=tuple(
             NodeSpec(
@@ -357,7 +360,7 @@ def sparse_plan(seed: int) -> Plan:
             random.uniform(0.0, 0.02) if n in names else random.choice((0.01, random.uniform(0.1, 2.0))) for n in near
         ),
         faults=tuple(_calm([*faults, *idle])),
-        unlinked=() if named else tuple(e for e in combinations(near, 2) if frozenset(e) not in there),
+        unlinked=() if named else _unlinked(near, linked),
         measured=random.random() < 0.7 or bool(idle),
         slow_links=tuple(slow),
         replaying=Replaying(pull_s=random.choice((0.002, 0.002, 0.4))),
@@ -373,16 +376,15 @@ def bridging_plan(seed: int) -> Plan:
     edges = shape(random, "row", names)
     coming = [f"j{i}" for i in range(random.choice((1, 1, 2)))]
     linked = edges + [(j, n) for j in coming for n in names]
-    there = {frozenset(e) for e in linked}
     one, other = random.choice(edges)
     return replace(
         plan,
         settings=replace(plan.settings, min_nodes=random.choice((1, len(names))), max_nodes=16),
-        program=replace(plan.program, window_s=random.choice((0.02, 0.5)), length=20 * len(names), gather_every=0),
+        program=replace(plan.program, work_s=random.choice((0.02, 0.5)), length=20 * len(names), gather_every=0),
         nodes=tuple(NodeSpec(name=n) for n in (*names, *coming)),
         starts=tuple(0.001 * (i + 1) for i in range(len(names))) + tuple(random.uniform(0.5, 1.0) for _ in coming),
         faults=(Fault(action="rate", node=one, other=other, at=random.uniform(0.2, 0.4), rate_bps=0.0),),
-        unlinked=tuple(e for e in combinations([*names, *coming], 2) if frozenset(e) not in there),
+        unlinked=_unlinked([*names, *coming], linked),
         measured=True,
         slow_links=(),
     )
@@ -392,16 +394,16 @@ def flapping_link_plan(seed: int) -> Plan:
     """The only link between two parts breaks again and again, while a step takes longer than the link stands."""
     random = Random(seed * 157 + 5)
     plan = bridging_plan(seed)
-    names = [n for n in plan.nodes if n.name.startswith("n")]
+    nodes = tuple(n for n in plan.nodes if n.name.startswith("n"))
+    names = [n.name for n in nodes]
     flap = Fault(action="flap", node="n0", other="n1", at=random.uniform(0.3, 0.6), lasts=3.0)
-    there = [e for e in combinations([n.name for n in names], 2) if int(e[1][1:]) - int(e[0][1:]) > 1]
     return replace(
         plan,
-        program=replace(plan.program, window_s=1.5, length=6 * len(names)),
-        nodes=tuple(names),
+        program=replace(plan.program, work_s=1.5, length=6 * len(names)),
+        nodes=nodes,
         starts=plan.starts[: len(names)],
         faults=(flap,),
-        unlinked=tuple(there),
+        unlinked=_unlinked(names, pairwise(names)),
         measured=False,
     )
 
@@ -422,7 +424,7 @@ def stranded_plan(seed: int) -> Plan:
     return replace(
         plan,
         settings=replace(plan.settings, min_nodes=count, max_nodes=count + len(lost) if not founds else count),
-        program=replace(plan.program, window_s=0.02, length=40 * count, gather_every=0),
+        program=replace(plan.program, work_s=0.02, length=40 * count, gather_every=0),
         nodes=tuple(NodeSpec(name=n) for n in come),
         starts=tuple(come.values()),
         faults=faults,
@@ -439,13 +441,13 @@ def bridge_plan(seed: int) -> Plan:
     names = [f"n{i}" for i in range(random.choice((3, 3, 4)))]
     edges = shape(random, "row", names)
     linked = edges + [("j0", n) for n in names]
-    near = {n: tuple(sorted({x if y == n else y for x, y in linked if n in (x, y)})) for n in (*names, "j0")}
+    near = _near((*names, "j0"), linked)
     at = random.uniform(0.4, 0.6)
     how = random.choice(("kill", "kill", "leave", "drain"))
     return replace(
         plan,
         settings=replace(plan.settings, min_nodes=len(names), max_nodes=16),
-        program=replace(plan.program, window_s=0.03, length=30 * len(names), gather_every=0),
+        program=replace(plan.program, work_s=0.03, length=30 * len(names), gather_every=0),
         nodes=tuple(NodeSpec(name=n, neighbours=near[n]) for n in near),
         starts=(*(0.001 * (i + 1) for i in range(len(names))), at + random.choice((-0.1, 0.0, 0.5, 5.0))),
         faults=(Fault(action=how, node=names[1], at=at),),
@@ -472,15 +474,14 @@ def needed_plan(seed: int) -> Plan:
     else:
         linked = list(pairwise(names)) + [("j0", n) for n in names]
         faults = (Fault(action="cut", node=names[0], other=names[1], at=at, lasts=80.0),)
-    there = {frozenset(e) for e in linked}
     return replace(
         plan,
         settings=replace(plan.settings, min_nodes=len(names), max_nodes=len(names) + idle),
-        program=replace(plan.program, window_s=0.03, length=40 * len(names), gather_every=0),
+        program=replace(plan.program, work_s=0.03, length=40 * len(names), gather_every=0),
         nodes=tuple(NodeSpec(name=n) for n in (*names, "j0")),
         starts=(*(0.001 * (i + 1) for i in range(len(names))), 0.2),
         faults=faults,
-        unlinked=tuple(e for e in combinations((*names, "j0"), 2) if frozenset(e) not in there),
+        unlinked=_unlinked((*names, "j0"), linked),
         measured=idle,
         slow_links=(),
     )

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from chaos_lightning.lab.simulate.node import NodeSpec
-from chaos_lightning.lab.simulate.plan import Fault, Plan
+from chaos_lightning.lab.simulate.plan import Fault, NodeSpec, Plan
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.protocol.types import Settings
 
@@ -116,7 +115,7 @@ def random_plan(seed: int, kinds: tuple[str, ...] = KINDS, *, damage: float = 0.
             epochs=random.choice((1, 2)),
             length=random.randint(14, 40),
             gather_every=random.choice((0, 2, 4)),
-            window_s=random.choice((0.01, 0.03)),
+            work_s=random.choice((0.01, 0.03)),
         ),
         nodes=tuple(
             NodeSpec(
@@ -158,7 +157,7 @@ def half_sent_plan(seed: int) -> Plan:
         faults=(fault,),
         settings=settings,
         slow_links=tuple((a, b, random.choice((0.02, 0.1))) for a, b in pairs),
-        program=replace(plan.program, gather_every=random.choice((0, 2)), window_s=0.01, epochs=2),
+        program=replace(plan.program, gather_every=random.choice((0, 2)), work_s=0.01, epochs=2),
         store_s=0.02,
     )
 
@@ -226,7 +225,7 @@ def forgetful_plan(seed: int) -> Plan:
         Fault(action="sched-crash-write", node=excluded, lasts=2.0),
     )
     settings = replace(plan.settings, min_nodes=1, reconnect_grace_s=0.2)
-    program = replace(plan.program, epochs=2, length=60, window_s=0.01)
+    program = replace(plan.program, epochs=2, length=60, work_s=0.01)
     return replace(plan, faults=faults, settings=settings, program=program)
 
 
@@ -284,7 +283,7 @@ def last_holder_plan(seed: int) -> Plan:
     return replace(
         plan,
         settings=replace(plan.settings, min_nodes=1, max_nodes=16),
-        program=replace(plan.program, epochs=2, length=40, window_s=0.02),
+        program=replace(plan.program, epochs=2, length=40, work_s=0.02),
         nodes=tuple(NodeSpec(name=n, host=random.choice(hosts)) for n in names),
         starts=starts,
         faults=tuple(faults),
@@ -299,7 +298,7 @@ def blip_plan(seed: int) -> Plan:
     return replace(
         plan,
         settings=replace(plan.settings, min_nodes=1, max_nodes=16),
-        program=replace(plan.program, epochs=1, length=6, gather_every=0, window_s=2.0),
+        program=replace(plan.program, epochs=1, length=6, gather_every=0, work_s=2.0),
         nodes=(NodeSpec(name="n0", host="h1"), NodeSpec(name="j0", host="h2")),
         starts=(0.0, 0.05),
         faults=(Fault(action="stream", node="n0", at=at), Fault(action="link", node="n0", other="j0", at=at)),
@@ -333,7 +332,7 @@ def busy_plan(seed: int) -> Plan:
     return replace(
         plan,
         settings=replace(plan.settings, min_nodes=1),
-        program=replace(plan.program, epochs=2, length=60, window_s=0.03),
+        program=replace(plan.program, epochs=2, length=60, work_s=0.03),
         nodes=tuple(replace(n, host=f"h-{n.name}") for n in plan.nodes),
         faults=tuple(faults),
         watched=seed % 2 > 0,

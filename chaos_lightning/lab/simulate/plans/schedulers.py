@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from chaos_lightning.lab.simulate.node import NodeSpec
-from chaos_lightning.lab.simulate.plan import Fault, Plan
+from chaos_lightning.lab.simulate.plan import Fault, NodeSpec, Plan
 from chaos_lightning.lab.simulate.plans.members import forgetful_plan, random_plan
 
 MEMBERS = ("kill", "kill-trap", "kill-too", "freeze", "leave", "join", "join", "stream", "lag", "slow-link", "drain")
@@ -67,7 +66,7 @@ def _on(random: Random, plan: Plan, *more: Fault) -> Plan:
         orderly=random.random() < 0.6,
         doubled=random.choice((0.0, 0.0, 0.1)),
         store_s=random.choice((0.002, 0.02, 0.1)),
-        program=replace(plan.program, epochs=1, length=random.randint(60, 200), window_s=random.choice((0.02, 0.04))),
+        program=replace(plan.program, epochs=1, length=random.randint(60, 200), work_s=random.choice((0.02, 0.04))),
     )
 
 
@@ -125,7 +124,7 @@ def overlapping_plan(seed: int) -> Plan:
     at, lasts = random.uniform(0.1, 0.4), random.choice((0.32, 0.4, 0.5))
     kill = Fault(action="kill", node="n0", at=at + lasts + random.uniform(-0.05, 0.1))
     plan = _on(random, plan, Fault(action="sched-freeze", at=at, lasts=lasts), kill)
-    program = replace(plan.program, length=40 * len(plan.nodes), window_s=0.04)
+    program = replace(plan.program, length=40 * len(plan.nodes), work_s=0.04)
     settings = replace(plan.settings, min_nodes=1)
     return replace(plan, candidates=2, program=program, settings=settings, store_s=0.01)
 
@@ -148,7 +147,7 @@ def lingering_plan(seed: int) -> Plan:
     return replace(
         plan,
         candidates=random.choice((2, 3)),
-        program=replace(plan.program, length=50 * len(nodes), window_s=0.08, gather_every=0),
+        program=replace(plan.program, length=50 * len(nodes), work_s=0.08, gather_every=0),
         settings=replace(plan.settings, min_nodes=1, max_nodes=16),
     )
 
@@ -204,7 +203,7 @@ def lost_plan(seed: int) -> Plan:
         faults.append(Fault(action="rebuild", at=again + 1.5))
     plan = _on(random, replace(plan, starts=starts), *faults)
     settings = replace(plan.settings, min_nodes=1, max_nodes=16, reconnect_grace_s=random.choice((0.5, 2.0)))
-    program = replace(plan.program, length=60 * len(plan.nodes), window_s=0.05)
+    program = replace(plan.program, length=60 * len(plan.nodes), work_s=0.05)
     candidates = random.choice((1, 1, 2))
     return replace(plan, candidates=candidates, settings=settings, program=program, store_s=0.005)
 
@@ -224,7 +223,7 @@ def _another_store(seed: int, kind: str) -> tuple[Random, Plan, float]:
     ]
     plan = _on(random, replace(plan, nodes=nodes, starts=starts, unlinked=()), *faults)
     rules = replace(plan.settings, min_nodes=1, max_nodes=16, reconnect_grace_s=random.choice((0.5, 2.0)))
-    program = replace(plan.program, length=100 * len(nodes), window_s=0.05)
+    program = replace(plan.program, length=100 * len(nodes), work_s=0.05)
     plan = replace(plan, settings=rules, program=program, store_s=0.005, faults=tuple(faults), doubled=0.0)
     return random, plan, at
 

@@ -1,0 +1,31 @@
+"""One member's ways to all schedulers, as if they were one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chaos_lightning.lab.edge.relay import Way
+
+
+class Ways:
+    """See the module.
+
+    Args:
+        ways: To the schedulers; they know the member by its process.
+        name: The member's.
+    """
+
+    def __init__(self, ways: Sequence[Way], name: str) -> None:
+        self._ways, self._name = ways, name
+        self.endpoint = ",".join(way.endpoint for way in ways)
+
+    def cut(self) -> None:
+        for way in self._ways:
+            way.cut(self._name)
+
+    def restore(self) -> None:
+        for way in self._ways:
+            way.restore(self._name)
+
+    def close(self) -> None:
+        self.restore()
