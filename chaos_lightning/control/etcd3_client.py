@@ -33,7 +33,7 @@ from typing import Any
 from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.channel import CLIENT_OPTIONS, RECONNECT_SOON
 from chaos_lightning.control.etcd_address import EtcdAddress
-from chaos_lightning.control.etcd_client import ATTEMPT_S, METHODS, method
+from chaos_lightning.control.etcd_methods import ATTEMPT_S, METHODS, method
 from chaos_lightning.errors import ConfigurationError, StoreError
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)

@@ -27,15 +27,14 @@ from typing import Any, Protocol
 from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.channel import CLIENT_OPTIONS, RECONNECT_SOON
 from chaos_lightning.control.etcd_address import EtcdAddress, read_file
-from chaos_lightning.control.etcd_trouble import Attempt, check_certificate, explain_refusal, explain_silence
+from chaos_lightning.control.etcd_methods import ATTEMPT_S, STREAMED, method
+from chaos_lightning.control.etcd_trouble import FailedCall, check_certificate, explain_refusal, explain_silence
 from chaos_lightning.errors import ConfigurationError, StoreError
 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 
 DEADLINE_S = 5.0
-ATTEMPT_S = 1.0
-"""A server that does not answer within this time is left for the next one."""
 _PAUSE_S = 0.05
 _AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _OWN_DEADLINE = "context deadline exceeded"
@@ -74,33 +73,6 @@ class Connection(Protocol):
         """Idempotent."""
 
 
-METHODS: dict[Any, tuple[str, Any]] = {
-    pb.RangeRequest: ("KV/Range", pb.RangeResponse),
-    pb.TxnRequest: ("KV/Txn", pb.TxnResponse),
-    pb.CompactionRequest: ("KV/Compact", pb.CompactionResponse),
-    pb.StatusRequest: ("Maintenance/Status", pb.StatusResponse),
-    pb.LeaseGrantRequest: ("Lease/LeaseGrant", pb.LeaseGrantResponse),
-    pb.LeaseRevokeRequest: ("Lease/LeaseRevoke", pb.LeaseRevokeResponse),
-    pb.LeaseKeepAliveRequest: ("Lease/LeaseKeepAlive", pb.LeaseKeepAliveResponse),
-    pb.WatchRequest: ("Watch/Watch", pb.WatchResponse),
-    pb.AuthenticateRequest: ("Auth/Authenticate", pb.AuthenticateResponse),
-}
-"""By kind of request: the method's path, and its reply."""
-_STREAMED = (pb.LeaseKeepAliveRequest, pb.WatchRequest)
-"""Their methods stream both ways."""
-
-
-def method(channel: grpc.Channel, request: Any) -> Any:
-    """gRPC's callable for requests of this kind."""
-    path, reply = METHODS[request]
-    make = channel.stream_stream if request in _STREAMED else channel.unary_unary
-    return make(
-        f"/etcdserverpb.{path}",
-        request_serializer=request.SerializeToString,
-        response_deserializer=reply.FromString,
-    )
-
-
 class OwnConnection:
     """By gRPC alone; its channel is made when it is first needed.
 
@@ -125,7 +97,7 @@ class OwnConnection:
     def ask(self, request: Any, limit_s: float) -> Any:
         made = self._method(type(request))
         metadata = self._metadata(limit_s)
-        if type(request) not in _STREAMED:
+        if type(request) not in STREAMED:
             return made(request, timeout=limit_s, metadata=metadata)
         call = made(iter([request]), timeout=limit_s, metadata=metadata)
         try:
@@ -238,7 +210,7 @@ class EtcdClient:
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         until = time.monotonic() + deadline_s
         renewed = False
-        failed: dict[str, Attempt] = {}
+        failed: dict[str, FailedCall] = {}
         while True:
             if self._closed:
                 raise StoreError(f"the connection to {self.address} is closed")
@@ -260,7 +232,7 @@ class EtcdClient:
                 self._next(server)
                 silent_s = limit_s if code == grpc.StatusCode.DEADLINE_EXCEEDED else 0.0
                 if server.name not in failed or silent_s >= failed[server.name].silent_s:
-                    failed[server.name] = Attempt(words, silent_s)
+                    failed[server.name] = FailedCall(words, silent_s)
                 if time.monotonic() + _PAUSE_S >= until:
                     raise UnansweredError(explain_silence(self.address, failed, deadline_s)) from error
                 time.sleep(_PAUSE_S)

@@ -1,0 +1,38 @@
+"""What may be asked of a server of etcd: each kind of request, its method and its reply, for whichever client asks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from chaos_lightning.control import etcd_pb2 as pb
+
+if TYPE_CHECKING:  # who calls imports it, after channel.py has set its environment
+    import grpc
+
+ATTEMPT_S = 1.0
+"""A server that does not answer within this time is left for the next one."""
+METHODS: dict[Any, tuple[str, Any]] = {
+    pb.RangeRequest: ("KV/Range", pb.RangeResponse),
+    pb.TxnRequest: ("KV/Txn", pb.TxnResponse),
+    pb.CompactionRequest: ("KV/Compact", pb.CompactionResponse),
+    pb.StatusRequest: ("Maintenance/Status", pb.StatusResponse),
+    pb.LeaseGrantRequest: ("Lease/LeaseGrant", pb.LeaseGrantResponse),
+    pb.LeaseRevokeRequest: ("Lease/LeaseRevoke", pb.LeaseRevokeResponse),
+    pb.LeaseKeepAliveRequest: ("Lease/LeaseKeepAlive", pb.LeaseKeepAliveResponse),
+    pb.WatchRequest: ("Watch/Watch", pb.WatchResponse),
+    pb.AuthenticateRequest: ("Auth/Authenticate", pb.AuthenticateResponse),
+}
+"""By kind of request: the method's path, and its reply."""
+STREAMED = (pb.LeaseKeepAliveRequest, pb.WatchRequest)
+"""Their methods stream both ways."""
+
+
+def method(channel: grpc.Channel, request: Any) -> Any:
+    """gRPC's callable for requests of this kind."""
+    path, reply = METHODS[request]
+    make = channel.stream_stream if request in STREAMED else channel.unary_unary
+    return make(
+        f"/etcdserverpb.{path}",
+        request_serializer=request.SerializeToString,
+        response_deserializer=reply.FromString,
+    )
