@@ -22,7 +22,7 @@ from torch import Tensor
 from chaos_lightning.strategies import results
 from chaos_lightning.strategies.evaluation import refit_limits
 from chaos_lightning.strategies.loops import unfinish_epoch
-from chaos_lightning.strategies.session import Session
+from chaos_lightning.strategies.session import FitSession
 from chaos_lightning.strategies.stepping import IDLE_KEY
 
 
@@ -42,7 +42,7 @@ class Companion(pl.Callback):
         session: This fit's part in the job; None in a copy, which has no part in it.
     """
 
-    def __init__(self, session: Session | None) -> None:
+    def __init__(self, session: FitSession | None) -> None:
         self._session = session
         self._like: dict[str, Any] = {"loss": torch.zeros(())}
         """What an idle member's `outputs` are: those of its last batch, without the samples."""
@@ -118,7 +118,7 @@ class Launcher(_Launcher):
         session: Of the fit that has just ended, if it was one.
     """
 
-    def __init__(self, session: Callable[[], Session | None]) -> None:
+    def __init__(self, session: Callable[[], FitSession | None]) -> None:
         self._session = session
 
     @property

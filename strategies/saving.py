@@ -27,7 +27,7 @@ from lightning.pytorch.strategies import Strategy
 
 from chaos_lightning.errors import ChaosError, StateError
 from chaos_lightning.replication.parts import part_of, sweep
-from chaos_lightning.strategies.session import Session
+from chaos_lightning.strategies.session import FitSession
 
 KEY = "chaos_lightning"
 LOADERS = "combined_loader"
@@ -81,7 +81,7 @@ def _explained(error: Exception, checkpoint: dict[str, Any], path: str) -> Excep
 
 
 def save(
-    strategy: Strategy, session: Session | None, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
+    strategy: Strategy, session: FitSession | None, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
 ) -> None:
     """The writer writes a checkpoint of a step that is stable, and all members learn how it fared.
 
@@ -108,7 +108,7 @@ def save(
             return
 
 
-def _agree(session: Session, path: str, error: Exception | None, *, tried: bool) -> bool:
+def _agree(session: FitSession, path: str, error: Exception | None, *, tried: bool) -> bool:
     """All members learn how the writer fared, and raise if it failed; False if it died before it could tell.
 
     Args:
@@ -135,7 +135,7 @@ def _agree(session: Session, path: str, error: Exception | None, *, tried: bool)
 
 
 def write(
-    io: CheckpointIO, session: Session | None, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
+    io: CheckpointIO, session: FitSession | None, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
 ) -> None:
     """Writes a file; the caller has made sure that its step is stable and that this member is the writer."""
     mark = "final"

@@ -71,7 +71,7 @@ class NoStep(Exception):
     """The optimizer step that is under way does not take place."""
 
 
-class Session:
+class FitSession:
     """See the module. One per call of `fit`.
 
     Args:

@@ -1,6 +1,6 @@
 """ChaosStrategy: Lightning's hooks, handed on to where they are served.
 
-Theory of operation. The strategy itself knows what Lightning calls when, and nothing else: a `Session` is this fit's
+Theory of operation. The strategy itself knows what Lightning calls when, and nothing else: a `FitSession` is this fit's
 part in the job, `Collectives` are Lightning's small collectives, `ChaosEnvironment` says who this process is. Outside
 of fit there is no session, and everything behaves as on a single device.
 """
@@ -36,7 +36,7 @@ from chaos_lightning.strategies.preparing import DataTurn
 from chaos_lightning.strategies.refusals import check_host_version, refuse, refuse_loaders, warn_ignored
 from chaos_lightning.strategies.saving import save, with_loaders
 from chaos_lightning.strategies.schedules import go_by_step
-from chaos_lightning.strategies.session import DataMode, Session
+from chaos_lightning.strategies.session import DataMode, FitSession
 
 _log = logging.getLogger("chaos_lightning")
 
@@ -88,7 +88,7 @@ class ChaosStrategy(ParallelStrategy):
             "max_nodes": max_nodes,
             "log_dir": log_dir,
         }
-        self.session: Session | None = None
+        self.session: FitSession | None = None
         self.collectives = Collectives(self._gather, self._device)
         self._turn = DataTurn(self.environment)
         self._place: Place | None = None
@@ -134,7 +134,7 @@ class ChaosStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         self._launcher = Launcher(self._present_session)
 
-    def _present_session(self) -> Session | None:
+    def _present_session(self) -> FitSession | None:
         return self.session
 
     def model_to_device(self) -> None:
@@ -165,7 +165,7 @@ class ChaosStrategy(ParallelStrategy):
         end_evaluating(config)
         place = Place(config)
         self.environment.place(place.rank, place.world_size)
-        self.session = Session(
+        self.session = FitSession(
             trainer,
             config,
             place,
@@ -276,7 +276,7 @@ class ChaosStrategy(ParallelStrategy):
         return session.backward(closure_loss, lambda loss: parent(loss, optimizer, *args, **kwargs))
 
     def _manual_backward(
-        self, session: Session, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+        self, session: FitSession, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """As the parent's, with the average where DDP has it: before `on_after_backward` and whatever comes then."""
         module, precision = session.trainer.lightning_module, self.precision_plugin

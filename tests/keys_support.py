@@ -17,7 +17,7 @@ from chaos_lightning.protocol.codec import wrap_from_member
 from chaos_lightning.security import keyfiles
 from chaos_lightning.security.access import TOKEN_KEY
 from chaos_lightning.security.credentials import Credentials, KeyFolder
-from chaos_lightning.security.keyfiles import CHAIN, KEY, NODES, TOKEN, TRUSTED, Node
+from chaos_lightning.security.keyfiles import CHAIN, KEY, NODES, TOKEN, TRUSTED, KeyHolder
 from chaos_lightning.security.roles import OBSERVER, OPERATOR
 
 PATIENCE_S = 20.0
@@ -28,7 +28,7 @@ class Keys:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        nodes = [Node("a"), Node("b"), Node("o", OBSERVER), Node("p", OPERATOR)]
+        nodes = [KeyHolder("a"), KeyHolder("b"), KeyHolder("o", OBSERVER), KeyHolder("p", OPERATOR)]
         self.cluster = keyfiles.init(folder, nodes)
 
     def at(self, name: str) -> Path:
@@ -42,7 +42,7 @@ class Keys:
 
     def issued(self, role: str, days: float) -> dict[str, str]:
         """Files for somebody called "odd"; with negative days the certificate has expired."""
-        return keyfiles.issue(self.cluster, Node("odd", role), days)
+        return keyfiles.issue(self.cluster, KeyHolder("odd", role), days)
 
     def secrets(self) -> dict[str, str]:
         """Whatever must not be seen anywhere: tokens, and lines of every private key."""

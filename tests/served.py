@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from chaos_lightning.control.agent import Agent
 from chaos_lightning.control.auth_interceptor import Service
 from chaos_lightning.control.memory_store import MemoryStore
-from chaos_lightning.control.options import ServerConfig
+from chaos_lightning.control.options import SchedulerServerConfig
 from chaos_lightning.control.server import SchedulerServer
 from chaos_lightning.control.store import Store
 from chaos_lightning.events.events import EventLog
@@ -133,7 +133,7 @@ class Served:
         self._stop = asyncio.Event()
         factory = machine or (lambda settings, chain: ScriptedMachine(settings, chain, self))
         self.server = SchedulerServer(
-            ServerConfig(**{"port": 0, **config}),
+            SchedulerServerConfig(**{"port": 0, **config}),
             open_store,
             log or EventLog(None),
             factory,

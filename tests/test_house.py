@@ -169,6 +169,13 @@ def product_classes() -> list[tuple[Path, ast.ClassDef]]:
     ]
 
 
+def test_a_public_class_name_means_one_thing() -> None:
+    """Private ones apart, and Lightning's Trainer, as its type is declared in strategies/."""
+    public = [node.name for path, node in product_classes() if path.name != "lightning_types.py"]
+    counts = Counter(name for name in public if not name.startswith("_"))
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
 def test_no_class_goes_over_several_files() -> None:
     """A class is put together of parts; it inherits from another file's only where that is an interface."""
     classes = product_classes()

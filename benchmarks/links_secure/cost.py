@@ -26,7 +26,7 @@ from chaos_lightning.transport.frames import Frame, FrameType, payload_checksum
 from chaos_lightning.transport.handshake import tune
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop
-from chaos_lightning.transport.sealing import TAG_NBYTES, Level, ProtectedSocket, Session, segment_nbytes
+from chaos_lightning.transport.sealing import TAG_NBYTES, Level, ProtectedSocket, SealedSession, segment_nbytes
 
 FRAME_NBYTES = 1 << 20
 BOUND_SLOWER = 1 / 0.7
@@ -80,7 +80,7 @@ def _ends(kind: str) -> tuple[_End, _End]:
     if kind not in ("plain", "checksum"):
         said = os.urandom(16)
         socks = [
-            ProtectedSocket.around(sock, Session(Level(kind), b"benchmark", said, dialled=dialled))
+            ProtectedSocket.around(sock, SealedSession(Level(kind), b"benchmark", said, dialled=dialled))
             for sock, dialled in zip(socks, (True, False), strict=True)
         ]
     one, other = (_End(sock) for sock in socks)

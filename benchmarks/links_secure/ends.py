@@ -132,13 +132,13 @@ class _Course:
 def _over_link(sock: socket.socket, case: Case, *, sends: bool) -> tuple[float, float]:
     from chaos_lightning.transport.handshake import tune
     from chaos_lightning.transport.loop import IoLoop
-    from chaos_lightning.transport.sealing import Level, ProtectedSocket, Session
+    from chaos_lightning.transport.sealing import Level, ProtectedSocket, SealedSession
 
     mode, nbytes, _ = case
     tune(sock)
     if mode not in ("plain", "checksum"):
         said = str(case).encode() + bytes(16)  # each case is run once per connection and round
-        sock = ProtectedSocket.around(sock, Session(Level(mode), b"benchmark", said, dialled=sends))
+        sock = ProtectedSocket.around(sock, SealedSession(Level(mode), b"benchmark", said, dialled=sends))
     owner = _Owner(nbytes if not sends else 64)
     loop = IoLoop("benchmark", lambda error: owner.broken("", None, repr(error)))
     loop.start()

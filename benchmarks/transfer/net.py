@@ -363,7 +363,7 @@ class Joiner:
 
 def calibrate(net: Network, name: str, seq: int, nbytes: int) -> float:
     """What this link really carries alone, in bits per second: a tenth at the start is not counted."""
-    from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
+    from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type
 
     endpoint = next(e for e in net.endpoints() if e.member == name)
     part = 1 << 20
@@ -379,7 +379,7 @@ def calibrate(net: Network, name: str, seq: int, nbytes: int) -> float:
             marks.append((time.perf_counter(), got))
 
         def ask(i: int) -> None:
-            channel.send(Frame(Type.GET_STATE, HEAD, seq, i * part, sizes[i]))
+            channel.send(BulkFrame(Type.GET_STATE, HEAD, seq, i * part, sizes[i]))
 
         for i in range(min(4, len(sizes))):
             ask(i)

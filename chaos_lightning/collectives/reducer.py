@@ -20,12 +20,12 @@ from chaos_lightning.errors import WireError
 from chaos_lightning.planning.trees import Tree, expand
 from chaos_lightning.protocol.types import NO_VIEW, Span, View, ViewId
 from chaos_lightning.transport.frames import Frame, FrameType
-from chaos_lightning.transport.reference import Reference, UnreadableError
+from chaos_lightning.transport.reference import PartialSum, UnreadableError
 
 BLOCK_NBYTES = 262144
 """What is read by reference is added in blocks of this size: they stay in the processor's cache."""
 
-Partial = memoryview | Reference
+Partial = memoryview | PartialSum
 SendChunk = Callable[[str, FrameType, ViewId, int, int, Sequence[memoryview]], None]
 """(peer, type, view, slot, start, pieces of the payload; none means zeros)"""
 
@@ -270,11 +270,11 @@ class Reducer:
         into = result[start:stop]
         summands: list[memoryview] = _between(own, start, stop) if own else []
         for partial in partials:
-            if not summands and isinstance(partial, Reference):
+            if not summands and isinstance(partial, PartialSum):
                 partial.read(start, stop, into)
                 summands = [into]
                 continue
-            if isinstance(partial, Reference):
+            if isinstance(partial, PartialSum):
                 block = self._block[: stop - start]
                 partial.read(start, stop, block)
             else:

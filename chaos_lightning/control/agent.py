@@ -30,7 +30,7 @@ from chaos_lightning.control.channel import CLIENT_OPTIONS, SilentError, Standby
 from chaos_lightning.control.service_pb2_grpc import SchedulerStub
 from chaos_lightning.errors import ChaosError, RefusedError, SchedulerUnreachableError, WireError
 from chaos_lightning.machine.forks import only_here
-from chaos_lightning.membership.leader_search import PULSE_TIMEOUT_S, Attempt, LeaderSearch
+from chaos_lightning.membership.leader_search import PULSE_TIMEOUT_S, Conversation, LeaderSearch
 from chaos_lightning.protocol import chaos_pb2
 from chaos_lightning.protocol.codec import unwrap_to_member, wrap_from_member
 from chaos_lightning.protocol.types import (
@@ -234,10 +234,10 @@ class Agent(threading.Thread):
                 return
             self._pause(pause_s)
 
-    def _attempt(self, reason: ChaosError) -> Attempt:
+    def _attempt(self, reason: ChaosError) -> Conversation:
         standby = isinstance(reason, StandbyError)
         leader = reason.leader if isinstance(reason, StandbyError) else ""
-        return Attempt(self._answered, isinstance(reason, SilentError), standby, leader)
+        return Conversation(self._answered, isinstance(reason, SilentError), standby, leader)
 
     def _tell(self, state: str, told: str) -> str:
         """Tells a state unless it was the last one told; returns it."""

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Literal, Self, get_args
 
 from chaos_lightning.control.options import SchedulerOptions
-from chaos_lightning.control.store import EMPTY, Appended, End, Record, Store, outranked
+from chaos_lightning.control.store import EMPTY, Appended, End, Store, StoreRecord, outranked
 from chaos_lightning.errors import StoreError, WireError
 from chaos_lightning.membership.effects import Chain, LinkWish, Persist
 from chaos_lightning.membership.peers import short
@@ -30,7 +30,7 @@ EntryKind = Literal["reserve", "view", "link", "finish"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ChainEntry:
     """One durable decision; `revision` is its record's position."""
 
     revision: int
@@ -41,7 +41,7 @@ class Entry:
     hand_on: bool = False
     wish: LinkWish | None = None
 
-    def same(self, other: Entry) -> bool:
+    def same(self, other: ChainEntry) -> bool:
         """Equal but for the revision."""
         return replace(self, revision=other.revision) == other
 
@@ -54,7 +54,7 @@ class Tip:
     highest: ViewId = NO_VIEW
     last_view: ViewId = NO_VIEW
     finished: bool = False
-    last: Entry | None = None
+    last: ChainEntry | None = None
 
     @property
     def term(self) -> int:
@@ -66,7 +66,7 @@ class Tip:
         return self.end.id
 
 
-def entry_of(effect: Persist) -> Entry:
+def entry_of(effect: Persist) -> ChainEntry:
     """The entry that a Persist effect asks for; a malformed one is a StoreError.
 
     It is without the answers of a large collective: they are kept by members, and no scheduler reads them back.
@@ -83,10 +83,10 @@ def entry_of(effect: Persist) -> Entry:
     base = effect.base
     if base is not None and base.answers:
         base = replace(base, answers=())
-    return Entry(0, kind, effect.number, effect.view, base, effect.hand_on, effect.wish)  # type: ignore[arg-type]
+    return ChainEntry(0, kind, effect.number, effect.view, base, effect.hand_on, effect.wish)  # type: ignore[arg-type]
 
 
-def judge(tip: Tip, term: int, entry: Entry, seen: Tip | None = None) -> Appended:
+def judge(tip: Tip, term: int, entry: ChainEntry, seen: Tip | None = None) -> Appended:
     """Whether `entry` of the scheduler with this term may follow `tip`.
 
     Args:
@@ -101,7 +101,7 @@ def judge(tip: Tip, term: int, entry: Entry, seen: Tip | None = None) -> Appende
     return Appended(not refused, refused, tip.end) if refused else _follows(tip, term, entry)
 
 
-def _follows(tip: Tip, term: int, entry: Entry) -> Appended:
+def _follows(tip: Tip, term: int, entry: ChainEntry) -> Appended:
     words = ""
     if tip.finished:
         words = "the job is finished"
@@ -116,7 +116,7 @@ def _follows(tip: Tip, term: int, entry: Entry) -> Appended:
     return Appended(not words, words, tip.end)
 
 
-def advance(tip: Tip, entry: Entry, end: End) -> Tip:
+def advance(tip: Tip, entry: ChainEntry, end: End) -> Tip:
     """The tip after this entry, with which the log ends so."""
     return Tip(
         end=end,
@@ -127,7 +127,7 @@ def advance(tip: Tip, entry: Entry, end: End) -> Tip:
     )
 
 
-def chain_of(tip: Tip, term: int, entries: Sequence[Entry]) -> Chain:
+def chain_of(tip: Tip, term: int, entries: Sequence[ChainEntry]) -> Chain:
     """What these entries, which end with `tip`, tell a scheduler that starts with this term."""
     return Chain(
         term=term,
@@ -153,7 +153,7 @@ def check_id(tip: Tip, chain: str) -> None:
         raise StoreError(f"chain {short(tip.chain)} cannot become chain {short(chain)}: it holds views already")
 
 
-def reached(entries: Iterable[Entry]) -> int:
+def reached(entries: Iterable[ChainEntry]) -> int:
     """The last optimizer step that a decision names since the job was founded; 0 if none does."""
     step = 0
     for base in (e.base for e in entries if e.base is not None):
@@ -164,7 +164,7 @@ def reached(entries: Iterable[Entry]) -> int:
 # ------------------------------------------------------------------ bytes
 
 
-def entry_bytes(entry: Entry) -> bytes:
+def entry_bytes(entry: ChainEntry) -> bytes:
     """A record's body: a line of JSON, then view and base as they travel, of the sizes that the line names."""
     parts = [encode(part) if part is not None else None for part in (entry.view, entry.base)]
     head = {
@@ -176,7 +176,7 @@ def entry_bytes(entry: Entry) -> bytes:
     return json.dumps(head).encode() + b"\n" + b"".join(part or b"" for part in parts)
 
 
-def entry_from(record: Record) -> Entry:
+def entry_from(record: StoreRecord) -> ChainEntry:
     """From its record.
 
     Raises:
@@ -249,7 +249,7 @@ class JobChain:
         """What the next decision is compared with, as the store has it now."""
         return self._read()[0]
 
-    def entries(self, after: int = 0) -> tuple[Entry, ...]:
+    def entries(self, after: int = 0) -> tuple[ChainEntry, ...]:
         """Entries with a revision above `after`, oldest first."""
         return tuple(self._entry(record) for record in self.store.read(after)[1])
 
@@ -282,7 +282,7 @@ class JobChain:
         self._tip = self._seen = None
         return self.store.begin_again()
 
-    def _read(self) -> tuple[Tip, tuple[Entry, ...]]:
+    def _read(self) -> tuple[Tip, tuple[ChainEntry, ...]]:
         end, records = self.store.read()
         entries = tuple(self._entry(record) for record in records)
         tip = Tip()
@@ -290,7 +290,7 @@ class JobChain:
             tip = advance(tip, entry, replace(end, position=entry.revision))
         return replace(tip, end=end), entries
 
-    def _entry(self, record: Record) -> Entry:
+    def _entry(self, record: StoreRecord) -> ChainEntry:
         try:
             return entry_from(record)
         except StoreError as error:

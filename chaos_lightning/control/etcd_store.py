@@ -28,7 +28,7 @@ from typing import Any
 from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control.etcd_address import read_address
 from chaos_lightning.control.etcd_client import CompactedError, EtcdClient, delete, open_client, put, same_revision
-from chaos_lightning.control.store import Appended, End, Record, Store, judge
+from chaos_lightning.control.store import Appended, End, Store, StoreRecord, judge
 from chaos_lightning.errors import ConfigurationError, StoreError
 
 FORMAT = 3
@@ -121,21 +121,21 @@ class EtcdStore(Store):
             )
         return document
 
-    def _record(self, found: pb.KeyValue) -> Record:
+    def _record(self, found: pb.KeyValue) -> StoreRecord:
         name = found.key.decode(errors="replace").rpartition("/")[2]
         document = self._document(found.value, f"record/{name}")
         try:
             kind, term, before = document["kind"], document["term"], document["before"]
             if type(term) is not int or not isinstance(kind, str) or not isinstance(before, str):
                 raise ValueError(f"kind {kind!r}, term {term!r}, before {before!r}")
-            return Record(int(name), kind, term, base64.b64decode(document["body"], validate=True), before)
+            return StoreRecord(int(name), kind, term, base64.b64decode(document["body"], validate=True), before)
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{self.place}: record {name} is damaged: {error}") from error
 
     def end(self) -> End:
         return self._look().end
 
-    def read(self, after: int = 0) -> tuple[End, tuple[Record, ...]]:
+    def read(self, after: int = 0) -> tuple[End, tuple[StoreRecord, ...]]:
         for _ in range(_RACES):
             known = self._look()
             records = [self._record(kv) for kv in self._client.get_all(self._key("record/"))[0]]
@@ -185,7 +185,7 @@ class EtcdStore(Store):
                 raise StoreError(refused)
         raise StoreError(f"{self.place}: others took {_RACES} terms in turn while this scheduler asked for one")
 
-    def _append(self, record: Record, seen: End, *, cut: bool) -> Appended:
+    def _append(self, record: StoreRecord, seen: End, *, cut: bool) -> Appended:
         key, value = self._key(f"record/{record.position:016d}"), _record_bytes(record)
         if len(value) > MAX_RECORD_NBYTES:
             raise StoreError(f"a record of kind {record.kind} has {len(value)} bytes, etcd takes {MAX_RECORD_NBYTES}")
@@ -266,7 +266,7 @@ def open_job(address: str, job: str) -> EtcdStore:
     return EtcdStore(client, job_root(client.address.prefix, job))
 
 
-def _record_bytes(record: Record) -> bytes:
+def _record_bytes(record: StoreRecord) -> bytes:
     body = base64.b64encode(record.body).decode()
     head = {"format": FORMAT, "kind": record.kind, "term": record.term, "before": record.before, "wall": time.time()}
     return json.dumps({**head, "body": body}).encode()

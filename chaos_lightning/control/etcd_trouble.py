@@ -29,7 +29,7 @@ _WEB = "a web server answers there, no etcd: look at the port"
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class FailedCall:
     """How a call failed at one server: gRPC's words, and for how long it was silent (0: it was not)."""
 
     words: str
@@ -155,7 +155,7 @@ def _matches(host: str, name: str) -> bool:
 # ------------------------------------------------------------------ words
 
 
-def explain_silence(address: EtcdAddress, failed: Mapping[str, Attempt], deadline_s: float) -> str:
+def explain_silence(address: EtcdAddress, failed: Mapping[str, FailedCall], deadline_s: float) -> str:
     """No server has answered a call within its deadline."""
     each = [f"{server}: {_why(address, server, attempt)}" for server, attempt in sorted(failed.items())]
     unasked = [server for server in address.servers if server not in failed]
@@ -166,7 +166,7 @@ def explain_silence(address: EtcdAddress, failed: Mapping[str, Attempt], deadlin
     )
 
 
-def _why(address: EtcdAddress, server: str, attempt: Attempt) -> str:
+def _why(address: EtcdAddress, server: str, attempt: FailedCall) -> str:
     words = attempt.words
     lower = words.lower()
     if "no leader" in lower or "request timed out" in lower or "context deadline exceeded" in lower:

@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from chaos_lightning.control.store import Appended, End, Record, Store, judge
+from chaos_lightning.control.store import Appended, End, Store, StoreRecord, judge
 from chaos_lightning.errors import StoreError
 
 
@@ -19,7 +19,7 @@ class Shelf:
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     end: End = field(default_factory=End)
-    records: list[Record] = field(default_factory=list)
+    records: list[StoreRecord] = field(default_factory=list)
 
 
 class MemoryStore(Store):
@@ -58,7 +58,7 @@ class MemoryStore(Store):
         with shelf.changed:
             return shelf.end
 
-    def _append(self, record: Record, seen: End, *, cut: bool) -> Appended:
+    def _append(self, record: StoreRecord, seen: End, *, cut: bool) -> Appended:
         shelf = self._open()
         with shelf.changed:
             verdict = judge(shelf.end, record, seen, cut=cut)
@@ -70,7 +70,7 @@ class MemoryStore(Store):
                 shelf.changed.notify_all()
             return verdict
 
-    def read(self, after: int = 0) -> tuple[End, tuple[Record, ...]]:
+    def read(self, after: int = 0) -> tuple[End, tuple[StoreRecord, ...]]:
         shelf = self._open()
         with shelf.changed:
             return shelf.end, self._checked(shelf.end, shelf.records, after)

@@ -224,7 +224,7 @@ class Owed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig:
+class SchedulerServerConfig:
     """How the shell behaves; the job's rules are in `settings`.
 
     Attributes:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from chaos_lightning.control.options import (
     SchedulerOptions,
-    ServerConfig,
+    SchedulerServerConfig,
     change_settings,
     check_advertise,
     check_settings,
@@ -98,14 +98,14 @@ def _take_all_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _server_config(options: SchedulerOptions) -> ServerConfig:
+def _server_config(options: SchedulerOptions) -> SchedulerServerConfig:
     host, port = split_endpoint(options.listen)
     if options.in_etcd and host in WILDCARDS and not options.advertise:
         raise ConfigurationError(
             f"--listen {options.listen}: other schedulers would name that to members, who cannot call it; say where "
             "this one is reached: --advertise HOST:PORT"
         )
-    return ServerConfig(
+    return SchedulerServerConfig(
         host=host,
         port=port,
         advertise=check_advertise(options.advertise, "--advertise "),

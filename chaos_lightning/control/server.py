@@ -26,7 +26,7 @@ from chaos_lightning.control.chain_writer import ChainWriter
 from chaos_lightning.control.claims import Claims
 from chaos_lightning.control.driver import Driver, MachineFactory, real_machine
 from chaos_lightning.control.link_keys import KeyIssuer
-from chaos_lightning.control.options import GAVE_WAY, Owed, ServerConfig
+from chaos_lightning.control.options import GAVE_WAY, Owed, SchedulerServerConfig
 from chaos_lightning.control.service_pb2_grpc import add_SchedulerServicer_to_server
 from chaos_lightning.control.store import StoreFactory
 from chaos_lightning.control.streams import Streams
@@ -60,7 +60,7 @@ class SchedulerServer:
 
     def __init__(
         self,
-        config: ServerConfig,
+        config: SchedulerServerConfig,
         open_store: StoreFactory,
         events: EventLog,
         machine: MachineFactory = real_machine,
@@ -360,7 +360,7 @@ class SchedulerServer:
 
 
 async def serve(
-    config: ServerConfig,
+    config: SchedulerServerConfig,
     open_store: StoreFactory,
     events: EventLog,
     machine: MachineFactory = real_machine,

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from chaos_lightning.control.store import Appended, End, Record, Store, judge
+from chaos_lightning.control.store import Appended, End, Store, StoreRecord, judge
 from chaos_lightning.errors import ConfigurationError, StoreError
 
 FORMAT = 4
@@ -173,7 +173,7 @@ class SqliteStore(Store):
         with self._snapshot() as db:
             return self._end(db)
 
-    def read(self, after: int = 0) -> tuple[End, tuple[Record, ...]]:
+    def read(self, after: int = 0) -> tuple[End, tuple[StoreRecord, ...]]:
         with self._snapshot() as db:
             end = self._end(db)
             rows = db.execute(f"SELECT {_COLUMNS} FROM record ORDER BY position").fetchall()
@@ -204,7 +204,7 @@ class SqliteStore(Store):
         self.term = end.term
         return end
 
-    def _append(self, record: Record, seen: End, *, cut: bool) -> Appended:
+    def _append(self, record: StoreRecord, seen: End, *, cut: bool) -> Appended:
         with self._transaction() as db:
             verdict = judge(self._end(db), record, seen, cut=cut)
             if verdict.ok and not verdict.detail:
@@ -247,12 +247,12 @@ class SqliteStore(Store):
                 self._file_lock = None
 
 
-def _record(row: tuple[int, str, int, bytes, str]) -> Record:
+def _record(row: tuple[int, str, int, bytes, str]) -> StoreRecord:
     """From a row; SQLite keeps values of any type in any column."""
     for value, kind in zip(row, (int, str, int, bytes, str), strict=True):
         if type(value) is not kind:
             raise StoreError(f"record {row[0]!r} is damaged: {value!r} where {kind.__name__} is expected")
-    return Record(*row)
+    return StoreRecord(*row)
 
 
 def archive(path: Path) -> Path | None:

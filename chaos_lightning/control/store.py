@@ -43,7 +43,7 @@ class ReadAnewError(StoreError):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class StoreRecord:
     """What a writer of a log has written.
 
     Attributes:
@@ -104,7 +104,7 @@ class End:
             )
         return replace(self, term=max(self.term, above) + 1, id=log_id or self.id or secrets.token_hex(8))
 
-    def then(self, record: Record, *, cut: bool = False) -> End:
+    def then(self, record: StoreRecord, *, cut: bool = False) -> End:
         """After this record."""
         first = record.position if cut else self.first
         return replace(self, position=record.position, hash=record.hash, first=first)
@@ -155,7 +155,7 @@ def outranked(end: End, term: int, seen: End | None) -> str:
     return ""
 
 
-def judge(end: End, record: Record, seen: End, *, cut: bool = False) -> Appended:
+def judge(end: End, record: StoreRecord, seen: End, *, cut: bool = False) -> Appended:
     """Whether `record` may be written to a log that ends so; the one rule all stores share.
 
     Args:
@@ -211,13 +211,13 @@ class Store(abc.ABC):
             after: The end of the log as this writer saw it last: of `take_term`, `read` or the last `append`.
             cut: It sums up all records before it, and they go in the same moment.
         """
-        return self._append(Record(after.position + 1, kind, self.term, body, after.hash), after, cut=cut)
+        return self._append(StoreRecord(after.position + 1, kind, self.term, body, after.hash), after, cut=cut)
 
     @abc.abstractmethod
-    def _append(self, record: Record, seen: End, *, cut: bool) -> Appended: ...
+    def _append(self, record: StoreRecord, seen: End, *, cut: bool) -> Appended: ...
 
     @abc.abstractmethod
-    def read(self, after: int = 0) -> tuple[End, tuple[Record, ...]]:
+    def read(self, after: int = 0) -> tuple[End, tuple[StoreRecord, ...]]:
         """The end of the log, and all records with a position above `after`, oldest first.
 
         Raises:
@@ -243,7 +243,7 @@ class Store(abc.ABC):
     def close(self) -> None:
         """Lets go of file or connection. Idempotent."""
 
-    def _checked(self, end: End, found: Sequence[Record], after: int) -> tuple[Record, ...]:
+    def _checked(self, end: End, found: Sequence[StoreRecord], after: int) -> tuple[StoreRecord, ...]:
         """The records above `after` of those that were found, if that is all of them."""
         if after > end.position:
             raise ReadAnewError(

@@ -28,7 +28,7 @@ _HEARD_S = 0.7
 """A busy machine may keep a member from speaking for so long."""
 
 
-class Stream:
+class MemberStream:
     """One member's, while it stands.
 
     Args:
@@ -73,7 +73,7 @@ class Streams:
         self._hello_timeout_s = hello_timeout_s
         self._pulses = pulses
         self._count = 0
-        self.standing: dict[int, Stream] = {}
+        self.standing: dict[int, MemberStream] = {}
         self.keys: KeyIssuer | None = None
         """Of who leads now."""
 
@@ -98,7 +98,7 @@ class Streams:
         for to, what in self.keys.with_keys(number, message, self.standing):
             self._put(self.standing[to], what)
 
-    def _put(self, stream: Stream, message: ToMember) -> None:
+    def _put(self, stream: MemberStream, message: ToMember) -> None:
         """Keys go to both ends of a link, and the one that the message is not for may not read either."""
         if stream.outbox.qsize() < _MAX_OUTBOX:
             stream.outbox.put_nowait(message)
@@ -128,7 +128,7 @@ class Streams:
     async def attend(self, context: Any, peer: str) -> None:
         """One member's stream, from its Hello to its end."""
         self._count += 1
-        stream = Stream(self._count, peer)
+        stream = MemberStream(self._count, peer)
         if self._pulses:
             stream.outbox.put_nowait(Pulse())  # from the first moment on, silence means something
         self.standing[stream.number] = stream
@@ -160,13 +160,13 @@ class Streams:
             del self.standing[stream.number]
             self._feed(fx.Closed(stream.number, abrupt))
 
-    def _expect_hello(self, stream: Stream) -> None:
+    def _expect_hello(self, stream: MemberStream) -> None:
         """Whoever has not said by now who it is takes a place that somebody may need."""
         if not stream.name:
             self._refused(stream.peer, f"no hello within {self._hello_timeout_s:g} s (Attend)")
             stream.cut.set()
 
-    async def _read(self, stream: Stream, context: Any) -> bool:
+    async def _read(self, stream: MemberStream, context: Any) -> bool:
         """Feeds what the member says; True if it said goodbye before the stream ended."""
         goodbye = False
         while True:
@@ -182,7 +182,7 @@ class Streams:
                 stream.name = message.name
             self._feed(fx.MessageIn(stream.number, message))
 
-    async def _write(self, stream: Stream, context: Any) -> None:
+    async def _write(self, stream: MemberStream, context: Any) -> None:
         """Sends until the machine closes the stream."""
         while True:
             message = await stream.outbox.get()

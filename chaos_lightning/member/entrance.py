@@ -46,7 +46,7 @@ def no_replay(config: EngineConfig, replay: Replay | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Arrival:
     """Where a member came in."""
 
     role: str
@@ -72,7 +72,7 @@ class Entrance:
     accumulation: Accumulation
     load: Callable[[Header, StateAccess], None]
 
-    def enter(self, state: StateAccess, replay: Replay | None, deadline: float) -> Place | None:
+    def enter(self, state: StateAccess, replay: Replay | None, deadline: float) -> Arrival | None:
         """Waits until this member stands in a view; None if it is to give up (it was told to leave).
 
         Raises:
@@ -102,7 +102,7 @@ class Entrance:
                     self.transfer.publish(pull[0], state, self.accumulation.layout)
                     loaded = fx.StateLoaded(pull[0].hash)
                     self.shell.loop.call(partial(self.shell.feed, loaded))
-                    return Place("joiner", *pull)
+                    return Arrival("joiner", *pull)
             elif view is None:
                 assert observe is not None
                 if replay is not None:
@@ -132,4 +132,4 @@ class Entrance:
                 if base != GENESIS:
                     self.load(base, state)
                 self.transfer.publish(base, state, self.accumulation.layout)
-                return Place("founder", base, view)
+                return Arrival("founder", base, view)

@@ -51,7 +51,7 @@ class Keeping:
         self._folder = folder_of(config)
         self._events = events
         self._told: set[str] = set()
-        self._offered: tuple[Kept, files.Record] | None = None
+        self._offered: tuple[Kept, files.StateOnDisk] | None = None
 
     # ------------------------------------------------------------------ coming
 
@@ -161,7 +161,7 @@ class Keeping:
         """The audit compares what was kept with what is gone on from."""
         self._events.emit("state_hash", seq=header.seq, step=header.step, head=header.hash, hash=value)
 
-    def _records(self) -> list[files.Record]:
+    def _records(self) -> list[files.StateOnDisk]:
         found = []
         for path in sorted(self._folder.glob(f"*/{files.RECORD}")) if self._folder is not None else ():
             if path.parent.name.endswith(".bad"):
@@ -172,7 +172,7 @@ class Keeping:
                 self._warn(f"{error}; it is not used")
         return found
 
-    def _checked(self, record: files.Record, hello: Hello) -> Kept:
+    def _checked(self, record: files.StateOnDisk, hello: Hello) -> Kept:
         """What this record offers, if this process may go on from it.
 
         Raises:
@@ -207,7 +207,7 @@ def _terms(hello: Hello) -> dict[str, Any]:
     return {"package": hello.package, "accumulate": hello.accumulate, "fingerprint": dict(hello.fingerprint)}
 
 
-def _older(record: files.Record, header: Header) -> bool:
+def _older(record: files.StateOnDisk, header: Header) -> bool:
     """One that another keeper writes at the same moment is not: each would remove the other's."""
     try:
         its = decode(Header, bytes.fromhex(str(record.said.get("header"))))

@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chaos_lightning.membership.book import Book
-from chaos_lightning.membership.desk import Desk, Phase
+from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Close, Send
 from chaos_lightning.membership.hearing import Hearing
 from chaos_lightning.membership.identity import Identity
 from chaos_lightning.membership.judging import Deaths
 from chaos_lightning.membership.peers import (
+    JobTerms,
     Peer,
-    Reference,
     Standing,
     difference,
     has_place,
@@ -89,7 +89,7 @@ class Admission:
             self._admit(conn, admitted)
 
     def _admit(self, conn: int, hello: Hello) -> None:
-        if self.desk.phase is Phase.FINISHED:
+        if self.desk.phase is SchedulerPhase.FINISHED:
             reason = "the job is finished"
             self.desk.out.append(Send(conn, Released(reason) if hello.resume else Refused(reason)))
             return
@@ -132,13 +132,13 @@ class Admission:
             return
         self.roster.take_over(peer, conn, hello)
         if not self.roster.vouched and self.roster.was_member(peer.id):
-            self.roster.vouched, self.roster.reference = True, Reference.of(hello)
+            self.roster.vouched, self.roster.reference = True, JobTerms.of(hello)
             self.terms.turn_away_strangers()
-        self.roster.reference = self.roster.reference or Reference.of(hello)
+        self.roster.reference = self.roster.reference or JobTerms.of(hello)
         self.deaths.revive(peer)
         self.roster.greet(peer, "joiner" if peer.standing is not Standing.STANDBY else "standby", "welcome back")
         self.rebuild.greeted(peer)
-        if self.desk.phase is Phase.PREPARING or self.desk.phase is Phase.HOLDING:
+        if self.desk.phase is SchedulerPhase.PREPARING or self.desk.phase is SchedulerPhase.HOLDING:
             if peer.id in self.recovery.expected and peer.report is None:
                 self.roster.send(peer, Prepare(self.recovery.number, self.recovery.why))
         elif self.book.decision is not None and self.book.decision.view.find(peer.id) is not None:
@@ -173,7 +173,7 @@ class Admission:
                     conn, hello, f"{words}: take another name, or wait until it is found dead", retry=True
                 )
                 return
-        said = Reference.of(hello)
+        said = JobTerms.of(hello)
         self.roster.reference = self.roster.reference or said
         member = member_of(hello, f"{hello.name}~{self.roster.incarnation}")
         self.roster.incarnation += 1
@@ -202,7 +202,7 @@ class Admission:
         elif standby:
             self.roster.greet(peer, "standby", f"max_nodes={self.desk.settings.max_nodes} are in")
             self.roster.send(peer, Notice(f"on standby: {self.desk.settings.max_nodes} nodes are in", waiting=True))
-        elif self.desk.phase is Phase.FOUNDING:
+        elif self.desk.phase is SchedulerPhase.FOUNDING:
             self.roster.greet(
                 peer, "founder", f"the job begins when min_nodes={self.desk.settings.min_nodes} are ready"
             )
@@ -214,11 +214,11 @@ class Admission:
         if peer is None or peer.conn != conn:
             return
         peer.conn, peer.closed_at = None, self.desk.now
-        if peer.keeps_since is not None and self.desk.phase is Phase.FOUNDING:
+        if peer.keeps_since is not None and self.desk.phase is SchedulerPhase.FOUNDING:
             self.roster.drop(peer)
             return
         inside = peer.standing in (Standing.MEMBER, Standing.LEAVER) or (abrupt and self.roster.is_written(peer))
-        if not inside or self.desk.phase is Phase.FINISHED:
+        if not inside or self.desk.phase is SchedulerPhase.FINISHED:
             self.roster.drop(peer)
         elif not abrupt:
             self.roster.die(peer, "it closed its control stream in good order", proven=True)

@@ -8,7 +8,7 @@ from chaos_lightning.membership.effects import Note, SchedulerEffect
 from chaos_lightning.protocol.types import Settings
 
 
-class Phase(enum.StrEnum):
+class SchedulerPhase(enum.StrEnum):
     FOUNDING = "founding"
     REBUILDING = "rebuilding"
     STALE = "stale"
@@ -28,7 +28,7 @@ class Desk:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.phase = Phase.FOUNDING
+        self.phase = SchedulerPhase.FOUNDING
         self.clock: float | None = None
         """Time of the last event (s); None before the first."""
         self.out: list[SchedulerEffect] = []
@@ -46,4 +46,4 @@ class Desk:
 
     @property
     def reserving(self) -> bool:
-        return self.phase in (Phase.PREPARING, Phase.HOLDING)
+        return self.phase in (SchedulerPhase.PREPARING, SchedulerPhase.HOLDING)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 
 from chaos_lightning.membership.book import Book
-from chaos_lightning.membership.desk import Desk, Phase
+from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.peers import Peer, has_place
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.membership.topology import (
@@ -118,7 +118,7 @@ class Graph:
 
     def _few(self) -> bool:
         """Whether fewer than min_nodes can go on, so that newcomers count over any link that stands (14)."""
-        return self._desk.phase is Phase.HOLDING or self.staying() < max(1, self._settings.min_nodes)
+        return self._desk.phase is SchedulerPhase.HOLDING or self.staying() < max(1, self._settings.min_nodes)
 
     def leads(self, newcomer: Peer, member: Peer) -> bool:
         """Whether it can come in by its link to this one; by a link that carries nothing only where it is needed."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chaos_lightning.membership.book import Book
-from chaos_lightning.membership.desk import Desk, Phase
+from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.keeping import Keeper
 from chaos_lightning.membership.learners import Learners
-from chaos_lightning.membership.links import Links
+from chaos_lightning.membership.links import LinkRegistry
 from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.recovering import Recovery
@@ -39,7 +39,7 @@ class Hearing:
     book: Book
     recovery: Recovery
     detector: Detector
-    links: Links
+    links: LinkRegistry
     learners: Learners
     keeper: Keeper
     rebuild: Rebuild
@@ -64,7 +64,7 @@ class Hearing:
                     stranger = not certain and self.links.is_stranger(peer, suspect)
                     self.detector.verdict(peer.id, message, stranger=stranger)
             case Report(number):
-                if self.desk.phase is Phase.PREPARING and number == self.recovery.number:
+                if self.desk.phase is SchedulerPhase.PREPARING and number == self.recovery.number:
                     peer.report = message
                     self.detector.reported(peer.id)
             case Entered():

@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from chaos_lightning.membership.book import Book
-from chaos_lightning.membership.desk import Desk, Phase
+from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Chain, Close, Send
 from chaos_lightning.membership.peers import Peer, Process, Standing, process_of, same_process, short
@@ -148,7 +148,7 @@ class Identity:
             if hello.chain in self._book.ended and hello.view != NO_VIEW:
                 self._turn_home(conn, hello.chain)
                 return None
-            if self._desk.phase is Phase.STALE:
+            if self._desk.phase is SchedulerPhase.STALE:
                 self._desk.out.append(Send(conn, Refused(self._stale, retry=True)))
                 return None
             if self._is_another(hello.chain) and self._rebuild.holds_views:
@@ -304,7 +304,7 @@ class Identity:
             for conn in self._roster.conns:
                 self._desk.out.append(Close(conn, "this scheduler rebuilds its chain; connect again"))
         else:
-            self._desk.phase = Phase.STALE
+            self._desk.phase = SchedulerPhase.STALE
             for conn in self._roster.conns:
                 self._desk.out.append(Send(conn, Refused(self._stale, retry=True)))
         self._roster.conns = dict.fromkeys(self._roster.conns, "")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chaos_lightning.membership.book import Book
-from chaos_lightning.membership.desk import Desk, Phase
+from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.detector import Detector, Held
 from chaos_lightning.membership.effects import Gone, Look
 from chaos_lightning.membership.peers import Peer, Standing
@@ -48,7 +48,7 @@ class Deaths:
             p.id: p for p in self._roster.peers.values() if p.standing not in (Standing.MEMBER, Standing.LEAVER)
         }
         if (
-            self._desk.phase is Phase.PREPARING
+            self._desk.phase is SchedulerPhase.PREPARING
             and self._desk.now - self._recovery.prepared_at > self._settings.report_timeout_s
         ):
             for peer in self._roster.members():

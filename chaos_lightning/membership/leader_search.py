@@ -34,7 +34,7 @@ been busy for a moment, so the first time is short; and who waits for a frozen o
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class Conversation:
     """How one conversation with a scheduler ended, or why none came about.
 
     Attributes:
@@ -80,7 +80,7 @@ class LeaderSearch:
             return _ANSWER_TIMEOUT_S
         return PULSE_TIMEOUT_S if self._silences.get(self.endpoint) == 1 else _ANSWER_TIMEOUT_S / 5
 
-    def ended(self, attempt: Attempt, now_s: float, chance: float) -> float:
+    def ended(self, attempt: Conversation, now_s: float, chance: float) -> float:
         """Chooses whom to ask next.
 
         Args:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from chaos_lightning.membership.book import Book
-from chaos_lightning.membership.desk import Desk, Phase
+from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Answer, LinkWish
 from chaos_lightning.membership.graph import Graph
@@ -57,7 +57,7 @@ class _Asked:
     answer: Callable[[bool, str], None]
 
 
-class Links:
+class LinkRegistry:
     """See the module. Arguments are the parts that it uses."""
 
     def __init__(
@@ -213,7 +213,7 @@ class Links:
 
     def _ends(self, asked: _Asked) -> tuple[Peer, Peer] | str:
         """Who is meant; words if that is not clear, or nothing can be changed any more."""
-        if self._desk.phase in (Phase.FINISHED, Phase.DEPOSED):
+        if self._desk.phase in (SchedulerPhase.FINISHED, SchedulerPhase.DEPOSED):
             return f"this scheduler is {self._desk.phase}: no link changes any more"
         a, b = asked.ends
         one, other = self._find(a), self._find(b)
@@ -260,7 +260,7 @@ class Links:
 
     def tell_whom_to_dial(self) -> None:
         """Tells newcomers and members of each other; the list replaces the one before."""
-        if self._desk.phase in (Phase.FINISHED, Phase.DEPOSED):
+        if self._desk.phase in (SchedulerPhase.FINISHED, SchedulerPhase.DEPOSED):
             return
         wants = self._topology.wants
         newcomers = [p for p in self._roster.peers.values() if p.standing in NEWCOMER]
@@ -310,7 +310,7 @@ class Links:
         if not late:
             return others
         words = ", ".join(f"{p.id} ({self._topology.down(peer.id, p.id) or 'no answer'})" for p in late)
-        if self._desk.phase is not Phase.FOUNDING and not any(p.id in peer.up for p in others):
+        if self._desk.phase is not SchedulerPhase.FOUNDING and not any(p.id in peer.up for p in others):
             self._roster.tell(
                 f"{peer.id} reaches none of its neighbours: {words}; it comes in when a link stands", [peer]
             )

@@ -60,7 +60,7 @@ from chaos_lightning.membership.learning import Learning
 from chaos_lightning.membership.neighbours import Neighbours
 from chaos_lightning.membership.recovery import needs_bytes
 from chaos_lightning.membership.slots import close_slot, kind_of
-from chaos_lightning.membership.stimuli import Digest
+from chaos_lightning.membership.stimuli import MessageDigest
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
@@ -99,7 +99,7 @@ MAX_EARLY = 4096
 """Contributions kept for attempts that this member has not entered; more than any job has members."""
 
 
-class Phase(enum.StrEnum):
+class MemberPhase(enum.StrEnum):
     OUT = "out"
     WAITING = "waiting"
     LOADING = "loading"
@@ -129,7 +129,7 @@ class MemberMachine:
     """
 
     def __init__(self) -> None:
-        self.phase = Phase.OUT
+        self.phase = MemberPhase.OUT
         self.member_id = ""
         self.role = ""
         self.view: View | None = None
@@ -148,7 +148,7 @@ class MemberMachine:
         self.closing_is_stable = False
         self.neighbours = Neighbours()
         self.learning = Learning()
-        self.stimulus_log: deque[tuple[float, MemberEvent | Digest]] = deque(maxlen=LOG_LENGTH)
+        self.stimulus_log: deque[tuple[float, MemberEvent | MessageDigest]] = deque(maxlen=LOG_LENGTH)
         self._lingers_since = 0.0
         self._raw = False
         self._entering: Decide | None = None
@@ -167,7 +167,7 @@ class MemberMachine:
         self.stimulus_log.append((now, stimuli.of_member(event)))
         self._now = now
         self._out = []
-        if self.phase is Phase.GONE:
+        if self.phase is MemberPhase.GONE:
             return []
         match event:
             case ControlIn(message, held):
@@ -210,7 +210,7 @@ class MemberMachine:
     @property
     def loaded(self) -> bool:
         """Whether this member holds the training state at `header`."""
-        return self.phase in (Phase.ACTIVE, Phase.LEAVING, Phase.CLOSED)
+        return self.phase in (MemberPhase.ACTIVE, MemberPhase.LEAVING, MemberPhase.CLOSED)
 
     @property
     def is_root(self) -> bool:
@@ -299,7 +299,7 @@ class MemberMachine:
             case Recall():  # a scheduler that is to rebuild a lost chain
                 self._emit(ToScheduler(RebuildReport(self.view, self.waiting_view, self.promised)))
             case Released(reason, asked):
-                self.closing_is_stable = self.phase is Phase.CLOSED
+                self.closing_is_stable = self.phase is MemberPhase.CLOSED
                 self._leave_now(reason, asked=asked)
 
     def _on_welcome(self, message: Welcome) -> None:
@@ -315,15 +315,15 @@ class MemberMachine:
                 self._eject(f"{words}: it welcomes {message.member.id}", rejoin=True)
                 return
             self.member_id = message.member.id
-            self.phase, self._ready_sent = Phase.WAITING, False
+            self.phase, self._ready_sent = MemberPhase.WAITING, False
             self._emit(*self.learning.told(None))
             return
         # The control stream was replaced: whatever was under way on the old one is said again. Links go first: a link
         # that comes up after this member stood in its view would mean that bytes were lost on it.
         self._emit(*self.neighbours.again(), ToScheduler(self._position()))
-        if self._ready_sent and self.phase is Phase.WAITING:
+        if self._ready_sent and self.phase is MemberPhase.WAITING:
             self._emit(ToScheduler(Ready()))
-        if self.phase is Phase.CLOSED:
+        if self.phase is MemberPhase.CLOSED:
             # No word of leaving: the job would count as left by its last member, and not as finished.
             self._emit(ToScheduler(Finished(self.seq, self.step)))
         elif self.pending_leave:
@@ -331,7 +331,7 @@ class MemberMachine:
 
     def _on_learners(self, message: ServeLearners) -> None:
         self.learners = message.ids
-        if self.phase is Phase.WAITING:
+        if self.phase is MemberPhase.WAITING:
             self._emit(*self.learning.told(message.view if self.member_id in message.ids else None))
 
     def _on_next_view(self, view: View) -> None:
@@ -343,7 +343,7 @@ class MemberMachine:
     # ------------------------------------------------------------------ the open slot
 
     def _on_own(self, contribution: Contribution) -> None:
-        if self.phase is not Phase.ACTIVE:
+        if self.phase is not MemberPhase.ACTIVE:
             self._note("dropped", what="own contribution", seq=contribution.seq, reason=f"this member is {self.phase}")
             return
         assert contribution.seq == self.seq + 1, f"contribution to slot {contribution.seq}, {self.seq + 1} is open"
@@ -377,7 +377,7 @@ class MemberMachine:
 
     def _try_close(self) -> None:
         """The root makes the header once all contributions and, for a STEP, all reduced bytes are here (2)."""
-        if self.phase is not Phase.ACTIVE or not self.is_root or self.prepared or self._entering is not None:
+        if self.phase is not MemberPhase.ACTIVE or not self.is_root or self.prepared or self._entering is not None:
             return
         view = self.view
         assert view is not None
@@ -419,11 +419,11 @@ class MemberMachine:
         if self._outdated(header.view):
             self._note("dropped", what="header", seq=header.seq, view=str(header.view), promised=str(self.promised))
             return
-        if self.phase in (Phase.WAITING, Phase.LOADING):
+        if self.phase in (MemberPhase.WAITING, MemberPhase.LOADING):
             self._emit(*self.learning.consider(self.member_id, header))
             self._consider_admission(header)
             return
-        if self.phase is not Phase.ACTIVE or header.view != self._entered_id or header.seq <= self.seq:
+        if self.phase is not MemberPhase.ACTIVE or header.view != self._entered_id or header.seq <= self.seq:
             return
         if header.prev_hash != self.header.hash:
             words = f"header of slot {header.seq} stands on {header.prev_hash}, this member on {self.header.hash}"
@@ -473,7 +473,7 @@ class MemberMachine:
             self._enter(entering.view, entering.reason)
             return
         if change is not None and change.find(self.member_id) is None:
-            self.phase, self._lingers_since = Phase.LEAVING, self._now
+            self.phase, self._lingers_since = MemberPhase.LEAVING, self._now
             self._finish_reason = self.pending_leave or change.reason
             self._emit(Committed(header, change))
             return
@@ -511,11 +511,11 @@ class MemberMachine:
         self._open_next()
 
     def _open_next(self) -> None:
-        if self.phase is not Phase.ACTIVE:
+        if self.phase is not MemberPhase.ACTIVE:
             return
         assert self.view is not None
         if self.header.kind is Kind.CLOSING and not self.header.error:
-            self.phase, self._lingers_since = Phase.CLOSED, self._now
+            self.phase, self._lingers_since = MemberPhase.CLOSED, self._now
             self._finish_reason = "the job is finished"
             self._emit(ToScheduler(Finished(self.seq, self.step)))
             return
@@ -533,7 +533,7 @@ class MemberMachine:
         self._load(header, change)
 
     def _load(self, header: Header, view: View) -> None:
-        self.phase = Phase.LOADING
+        self.phase = MemberPhase.LOADING
         founded = self.assigning if self.header.hash == header.hash else None  # no recovery assigns slot 1
         self.view, self.header, self.assigning = view, header, header.view_change or founded or view
         self.neighbours.enter(None)
@@ -545,10 +545,10 @@ class MemberMachine:
         self._emit(Viewed(view), ToScheduler(self._position()), PullState(header, view))
 
     def _on_state_loaded(self, head: str) -> None:
-        if self.phase is not Phase.LOADING or head != self.header.hash:
+        if self.phase is not MemberPhase.LOADING or head != self.header.hash:
             self._note("dropped", what="state", head=head, reason=f"this member needs {self.header.hash}")
             return
-        self.phase = Phase.ACTIVE
+        self.phase = MemberPhase.ACTIVE
         self._emit(ToScheduler(self._position()))
         if not self.prepared:
             self._open_next()
@@ -597,7 +597,7 @@ class MemberMachine:
         elif self.member_id in view.joiners:
             self._load(base, view)
         elif self.view is None and base.next_view == NO_VIEW:  # GENESIS, or a state that this member has in a file
-            self.phase, self.header, self.assigning = Phase.ACTIVE, base, view
+            self.phase, self.header, self.assigning = MemberPhase.ACTIVE, base, view
             self._enter(view, decision.reason)
         else:
             self._eject(
@@ -633,21 +633,21 @@ class MemberMachine:
     # ------------------------------------------------------------------ going
 
     def _on_tick(self) -> None:
-        leaves = self.phase is Phase.LEAVING
-        if (leaves or self.phase is Phase.CLOSED) and self._now - self._lingers_since > LINGER_TIMEOUT_S:
+        leaves = self.phase is MemberPhase.LEAVING
+        if (leaves or self.phase is MemberPhase.CLOSED) and self._now - self._lingers_since > LINGER_TIMEOUT_S:
             self._leave_now(f"{self._finish_reason}; not released within {LINGER_TIMEOUT_S:g} s", asked=leaves)
 
     def _leave_now(self, reason: str, *, asked: bool) -> None:
-        self.phase = Phase.GONE
+        self.phase = MemberPhase.GONE
         self._emit(Left(reason, asked))
 
     def _eject(self, reason: str, *, rejoin: bool) -> None:
-        if rejoin and (self.pending_leave or self.phase is Phase.LEAVING):
+        if rejoin and (self.pending_leave or self.phase is MemberPhase.LEAVING):
             self._leave_now(reason, asked=True)  # a scheduler that was restarted in between does not know
             return
         if self.view is not None:
             self._emit(DropAttempt(self.view.id))
-        self.phase = Phase.GONE
+        self.phase = MemberPhase.GONE
         self._emit(Ejected(reason, rejoin))
 
     # ------------------------------------------------------------------ small moves
@@ -674,7 +674,7 @@ class MemberMachine:
         return waiting if waiting is not None and waiting.predecessor == self._entered_id else None
 
     def _check_ready(self) -> None:
-        if self.phase is Phase.WAITING and not self._ready_sent and self.neighbours.ready:
+        if self.phase is MemberPhase.WAITING and not self._ready_sent and self.neighbours.ready:
             self._ready_sent = True
             self._emit(ToScheduler(Ready()))
 
@@ -684,15 +684,15 @@ class MemberMachine:
         """Asserts what must hold between two events."""
         if self.view is not None:
             assert self.promised >= self.view.id, (self.promised, self.view.id)
-            assert self.phase is not Phase.OUT
-        if self.phase in (Phase.ACTIVE, Phase.LOADING):
+            assert self.phase is not MemberPhase.OUT
+        if self.phase in (MemberPhase.ACTIVE, MemberPhase.LOADING):
             assert self.view is not None
             assert self.view.find(self.member_id) is not None, "in a view that does not hold this member"
             assert self.assigning is not None
-        if self.pending is not None and self.phase is Phase.ACTIVE:
+        if self.pending is not None and self.phase is MemberPhase.ACTIVE:
             assert self.pending.seq == self.seq + 1
             assert self.pending.prev_hash == self.header.hash
-        if self.contribution is not None and self.phase is Phase.ACTIVE:
+        if self.contribution is not None and self.phase is MemberPhase.ACTIVE:
             assert self.contribution.seq == self.seq + 1
         if self._complete is not None:
             assert self._complete == (self._entered_id, self.seq + 1)

@@ -82,7 +82,7 @@ class Peer:
     condemned: str = ""
     """Why it must go although it may live; nothing clears this."""
     report: Report | None = None
-    said: Reference | None = None
+    said: JobTerms | None = None
     """What it said of itself as a newcomer."""
     differs: str = ""
     """In what it is of another program than the job, none of whose members answers: it waits for these to be found."""
@@ -132,7 +132,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
+class JobTerms:
     """What every member must equal: taken from the job's first member."""
 
     name: str
@@ -141,7 +141,7 @@ class Reference:
     fingerprint: tuple[tuple[str, str], ...]
 
     @classmethod
-    def of(cls, hello: Hello) -> Reference:
+    def of(cls, hello: Hello) -> JobTerms:
         return cls(name=hello.name, package=hello.package, accumulate=hello.accumulate, fingerprint=hello.fingerprint)
 
 
@@ -154,7 +154,7 @@ def refusal(hello: Hello, settings: Settings) -> str:
     return ""
 
 
-def difference(hello: Hello | Reference, reference: Reference | None) -> str:
+def difference(hello: Hello | JobTerms, reference: JobTerms | None) -> str:
     """What of this process is another than the job's, in words with both values; "" if nothing is."""
     if reference is None:
         return ""

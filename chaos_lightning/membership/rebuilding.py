@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from chaos_lightning.membership.book import REBUILT, Book
-from chaos_lightning.membership.desk import Desk, Phase
+from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.effects import Chain, Close, TakeTerm
-from chaos_lightning.membership.peers import Peer, Reference, Standing, difference, first_incarnation, short
+from chaos_lightning.membership.peers import JobTerms, Peer, Standing, difference, first_incarnation, short
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling
 from chaos_lightning.membership.roster import Roster, member_of
@@ -46,8 +46,8 @@ class Rebuild:
         self._recovery = recovery
         self._job_terms = terms
         self._topology = topology
-        if chain.rebuild and desk.phase is Phase.FOUNDING:
-            desk.phase = Phase.REBUILDING
+        if chain.rebuild and desk.phase is SchedulerPhase.FOUNDING:
+            desk.phase = SchedulerPhase.REBUILDING
         self.may_rebuild = chain.rebuild
         """The operator's word: it is used up as soon as the job goes on by the chain, as it is or rebuilt."""
         self._prefix: tuple[View, ...] = ()
@@ -66,7 +66,7 @@ class Rebuild:
 
     @property
     def rebuilds(self) -> bool:
-        return self.before is not None or self._desk.phase is Phase.REBUILDING
+        return self.before is not None or self._desk.phase is SchedulerPhase.REBUILDING
 
     @property
     def holds_views(self) -> bool:
@@ -79,7 +79,7 @@ class Rebuild:
     def begin_to_rebuild(self) -> bool:
         if self.may_rebuild:
             self._prefix, self._book.views = tuple(self._book.views), []
-            self._desk.phase = Phase.REBUILDING
+            self._desk.phase = SchedulerPhase.REBUILDING
         return self.may_rebuild
 
     def take_in(self, conn: int, hello: Hello) -> None:
@@ -94,11 +94,11 @@ class Rebuild:
         peer = Peer(member_of(hello, hello.resume), Standing.REPORTER, conn=conn, heard=self._desk.now)
         peer.neighbours, peer.no_replay, peer.entered = hello.neighbours, hello.replay, hello.view
         peer.chain = hello.chain
-        peer.said = Reference.of(hello) if newcomer else None
+        peer.said = JobTerms.of(hello) if newcomer else None
         self._roster.peers[peer.id], self._roster.conns[conn] = peer, peer.id
         self._terms, self._topology.news = max(self._terms, hello.term), True
         if not newcomer:
-            self._roster.reference = Reference.of(hello)
+            self._roster.reference = JobTerms.of(hello)
             self._job_terms.turn_away_strangers()
         self._roster.greet(peer, "joiner", "the chain is being rebuilt from what its members report")
         self.greeted(peer)
@@ -282,7 +282,7 @@ class Rebuild:
                 peer.standing = Standing.REPORTER
                 if peer.conn is None or peer.condemned:  # the latter was told that it is out
                     self._roster.drop(peer)
-        self._book.views, self.before, self._desk.phase, self._recovery.again = [], None, Phase.REBUILDING, ""
+        self._book.views, self.before, self._desk.phase, self._recovery.again = [], None, SchedulerPhase.REBUILDING, ""
         return True
 
     def turn_short(self, ruling: Ruling) -> bool:

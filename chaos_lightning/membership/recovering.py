@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from chaos_lightning.membership.backoff import LONGEST_S, Backoff
 from chaos_lightning.membership.book import Book
-from chaos_lightning.membership.desk import Desk, Phase
+from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.roster import Roster
 from chaos_lightning.protocol.types import NO_VIEW, Prepare, ViewId
 
@@ -23,7 +23,7 @@ class Recovery:
         self.expected: frozenset[str] = frozenset()
         """Whose reports the present one waits for."""
         self.prepared_at = 0.0
-        self.returning = desk.phase is Phase.RUNNING
+        self.returning = desk.phase is SchedulerPhase.RUNNING
         """After a restart, until all members of the last view are back."""
         # A number beyond the last view: members may have promised it and wait for its decision.
         self.promised = bool(book.views) and book.highest.number > book.views[-1].id.number
@@ -67,7 +67,7 @@ class Recovery:
         return True
 
     def _prepare(self, number: ViewId) -> None:
-        self._desk.phase = Phase.PREPARING
+        self._desk.phase = SchedulerPhase.PREPARING
         self.number, self.prepared_at = number, self._desk.now
         self.again = ""  # what was lost while the number was written is made up for, too
         self._book.decision = self._book.announced = None

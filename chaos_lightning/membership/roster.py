@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chaos_lightning.membership.book import Book
-from chaos_lightning.membership.desk import Desk, Phase
+from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import Chain, Close, Send
 from chaos_lightning.membership.peers import (
     NEWCOMER,
     UNKNOWN_LEARNERS,
+    JobTerms,
     Peer,
-    Reference,
     Standing,
     first_incarnation,
 )
@@ -55,7 +55,7 @@ class Roster:
         self.incarnation = first_incarnation(chain.term, chain.views)
         self.dismissed: dict[str, Released] = {}
         """What was said to whom was released on its own or the operator's wish: it may not have heard it."""
-        self.reference: Reference | None = None
+        self.reference: JobTerms | None = None
         """What every member must equal."""
         self.vouched = not chain.views
         """The reference is that of somebody who holds the state, or nobody does: a newcomer's is only for now."""
@@ -148,7 +148,7 @@ class Roster:
 
     def forget_terms(self) -> None:
         """What the job is, the dead do not say: where nobody holds its state, who is here does (protocol.md 12b)."""
-        if not self.peers or (self._desk.phase is Phase.FOUNDING and not self.newcomers()):
+        if not self.peers or (self._desk.phase is SchedulerPhase.FOUNDING and not self.newcomers()):
             self.reference = None
 
     def fence(self, peer: Peer, reason: str) -> None:

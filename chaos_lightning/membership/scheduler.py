@@ -27,8 +27,7 @@ from itertools import pairwise
 from chaos_lightning.membership import stimuli
 from chaos_lightning.membership.admission import Admission
 from chaos_lightning.membership.book import Book
-from chaos_lightning.membership.desk import Desk
-from chaos_lightning.membership.desk import Phase as Phase
+from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.effects import (
     Answer,
@@ -55,14 +54,14 @@ from chaos_lightning.membership.identity import Identity
 from chaos_lightning.membership.judging import Deaths
 from chaos_lightning.membership.keeping import Keeper
 from chaos_lightning.membership.learners import Learners
-from chaos_lightning.membership.links import Links
+from chaos_lightning.membership.links import LinkRegistry
 from chaos_lightning.membership.peers import NEWCOMER, Peer, Standing, has_place
 from chaos_lightning.membership.rebuilding import Rebuild
 from chaos_lightning.membership.recovering import Recovery
 from chaos_lightning.membership.recovery import Ruling, rule
 from chaos_lightning.membership.rewiring import Rewiring
 from chaos_lightning.membership.roster import Roster
-from chaos_lightning.membership.stimuli import Digest
+from chaos_lightning.membership.stimuli import MessageDigest
 from chaos_lightning.membership.terms import Terms
 from chaos_lightning.membership.topology import CUT_PATIENCE_S, Net, Topology, connected, in_words, parts
 from chaos_lightning.membership.views import Change, changed_view, founding_view, intended_change, recovered_view
@@ -89,20 +88,26 @@ class SchedulerMachine:
     """
 
     def __init__(self, settings: Settings, chain: Chain) -> None:
-        self.stimulus_log: deque[tuple[float, SchedulerEvent | Digest]] = deque(maxlen=512)
+        self.stimulus_log: deque[tuple[float, SchedulerEvent | MessageDigest]] = deque(maxlen=512)
         self.tick_interval_s = settings.heartbeat_interval_s / 2
         self._bridges_since: float | None = None
         """Since when members that would part the others by leaving have been kept for that."""
         self.settings = settings
         self.desk = desk = Desk(settings)
-        desk.phase = Phase.FINISHED if chain.finished else Phase.RUNNING if chain.views else Phase.FOUNDING
+        desk.phase = (
+            SchedulerPhase.FINISHED
+            if chain.finished
+            else SchedulerPhase.RUNNING
+            if chain.views
+            else SchedulerPhase.FOUNDING
+        )
         self.detector = detector = Detector(settings)
         self.topology = topology = Topology(chain.wishes)
         self.book = book = Book(desk, chain)
         self.roster = roster = Roster(desk, book, detector, topology, chain)
         self.recovery = recovery = Recovery(desk, book, roster)
         self.graph = graph = Graph(desk, book, roster, topology)
-        self.links = Links(desk, book, roster, recovery, graph, topology, detector)
+        self.links = LinkRegistry(desk, book, roster, recovery, graph, topology, detector)
         self.rewiring = Rewiring(desk, book, roster, recovery, graph, topology, detector)
         self.deaths = Deaths(desk, book, roster, recovery, detector)
         self.learners = Learners(desk, book, roster, graph)
@@ -117,11 +122,11 @@ class SchedulerMachine:
 
     @property
     def _deposed(self) -> bool:
-        return self.desk.phase is Phase.DEPOSED
+        return self.desk.phase is SchedulerPhase.DEPOSED
 
     def _depose(self, why: str) -> None:
         """Another scheduler rules: nothing is decided or said here any more; members find the other one."""
-        self.desk.phase = Phase.DEPOSED
+        self.desk.phase = SchedulerPhase.DEPOSED
         self.desk.note("error", text=f"deposed: {why}; another scheduler rules")
         for conn in self.roster.conns:
             self.desk.out.append(Close(conn, "this scheduler is deposed; connect again"))
@@ -164,13 +169,13 @@ class SchedulerMachine:
         for peer in self.roster.peers.values():
             assert peer.conn is None or self.roster.conns.get(peer.conn) == peer.id, peer.id
             assert peer.standing is not Standing.MEMBER or peer.id in ids, f"{peer.id} is in no view"
-            lost = self.desk.phase is Phase.FOUNDING  # members that held nothing are newcomers again
+            lost = self.desk.phase is SchedulerPhase.FOUNDING  # members that held nothing are newcomers again
             assert lost or peer.standing is Standing.MEMBER or peer.id not in ids, f"{peer.id} is in the last view"
         if self.desk.reserving:
             assert latest is not None
             assert self.recovery.number.number > latest.id.number, (self.recovery.number, latest.id)
             assert self.recovery.number <= self.book.highest, (self.recovery.number, self.book.highest)
-        if self.desk.phase is Phase.FOUNDING and self.book.persisting is None:
+        if self.desk.phase is SchedulerPhase.FOUNDING and self.book.persisting is None:
             assert not self.roster.living(), "somebody holds the state"
 
     def _change_view(self, latest: View, change: Change, net: Net) -> bool:
@@ -179,7 +184,7 @@ class SchedulerMachine:
         return True
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> SchedulerPhase:
         return self.desk.phase
 
     def on(self, now: float, event: SchedulerEvent) -> list[SchedulerEffect]:
@@ -261,17 +266,17 @@ class SchedulerMachine:
                 if self.roster.conns.get(conn) == "":
                     self.admission.on_hello(conn, hello)
             return True
-        if self.desk.phase is Phase.STALE:
+        if self.desk.phase is SchedulerPhase.STALE:
             return False
         if self.links.turn_wishes():
             return True
-        if self.desk.phase in (Phase.DEPOSED, Phase.FINISHED):
+        if self.desk.phase in (SchedulerPhase.DEPOSED, SchedulerPhase.FINISHED):
             return False
         if self.terms.turn_terms() or self._promote():
             return True
-        if self.desk.phase is Phase.FOUNDING:
+        if self.desk.phase is SchedulerPhase.FOUNDING:
             return self._turn_founding()
-        if self.desk.phase is Phase.REBUILDING:
+        if self.desk.phase is SchedulerPhase.REBUILDING:
             return self.rebuild.turn_rebuilding()
         if self.rebuild.turn_again():
             return True
@@ -281,7 +286,7 @@ class SchedulerMachine:
             if not self.deaths.take_back():
                 self._lose("all members of the last view are gone")
             return True
-        if self.desk.phase is Phase.RUNNING:
+        if self.desk.phase is SchedulerPhase.RUNNING:
             return self._turn_running()
         return self._turn_recovering()
 
@@ -294,14 +299,14 @@ class SchedulerMachine:
                 continue
             if has_place(peer.member, self.roster.peers, self.settings):
                 peer.standing = Standing.LINKING
-                role = "founder" if self.desk.phase is Phase.FOUNDING else "joiner"
+                role = "founder" if self.desk.phase is SchedulerPhase.FOUNDING else "joiner"
                 self.roster.greet(peer, role, "promoted from standby: a place is free")
                 return True
         return False
 
     def _turn_founding(self) -> bool:
         if self.roster.living():
-            self.desk.phase = Phase.RUNNING
+            self.desk.phase = SchedulerPhase.RUNNING
             return True
         self.keeper.refuse_foreign()
         why_not = self.identity.why_not_found() or self.keeper.wait_for_kept()
@@ -475,7 +480,7 @@ class SchedulerMachine:
         return self.recovery.begin(why, urgent=True)
 
     def _turn_recovering(self) -> bool:
-        if self.desk.phase is Phase.HOLDING:
+        if self.desk.phase is SchedulerPhase.HOLDING:
             for peer in self.roster.leavers():
                 self.roster.release(peer, "the others wait for members, and go on without it")
             for peer in [p for p in self.roster.living() if p.leaving]:
@@ -519,8 +524,8 @@ class SchedulerMachine:
             text = f"training waits: {self.rewiring.able(ruling)} of min_nodes={self.settings.min_nodes} nodes are here"
             text += "".join(f"; {m}: {words}" for m, words in self.rewiring.cut.items())
             self.roster.tell(text, [*self.roster.living(), *self.graph.ready()])
-            if self.desk.phase is not Phase.HOLDING:
-                self.desk.phase = Phase.HOLDING
+            if self.desk.phase is not SchedulerPhase.HOLDING:
+                self.desk.phase = SchedulerPhase.HOLDING
                 self.desk.note("notice", text=text)
                 return True
             return False
@@ -562,11 +567,11 @@ class SchedulerMachine:
         self.roster.vouched = True  # who is in this view says what the job is
         self._append(view)
         self.rebuild.chain_begun()
-        if self.desk.phase is Phase.FOUNDING:
+        if self.desk.phase is SchedulerPhase.FOUNDING:
             self.keeper.founded()
             self.book.reached = ruling.base.step
             self.recovery.backoff.founded(ruling.base.seq)
-        self.desk.phase, self.recovery.returning, self.book.announced = Phase.RUNNING, False, None
+        self.desk.phase, self.recovery.returning, self.book.announced = SchedulerPhase.RUNNING, False, None
         self.book.decision = Decide(view, ruling.base, ruling.hand_on, ruling.sources, view.reason)
         self.desk.note(
             "decide", id=str(view.id), members=view.ids(), base=ruling.base.hash, hand_on=ruling.hand_on,
@@ -632,7 +637,7 @@ class SchedulerMachine:
         why = ""
         if self.book.persisting is not None:
             why = "a decision is being written at this moment; ask again"
-        elif self.desk.phase is Phase.FINISHED:
+        elif self.desk.phase is SchedulerPhase.FINISHED:
             why = "the job is finished already; the next one by its name begins when this scheduler ends, in a moment"
         elif lost and not force:
             why = f"{lost}. To begin another job all the same: --force" if self.book.views else lost
@@ -658,7 +663,7 @@ class SchedulerMachine:
         """Who is in the job is let go, whatever it does; newcomers come again, and found the next one."""
         reason = "an operator has ended the job"
         who = [p.id for p in self.roster.members()]
-        self.desk.phase = Phase.FINISHED
+        self.desk.phase = SchedulerPhase.FINISHED
         for peer in self.roster.peers.values():
             if peer.standing in (Standing.MEMBER, Standing.LEAVER):
                 self.roster.send(peer, Released(reason, asked=True))
@@ -669,7 +674,7 @@ class SchedulerMachine:
         self.desk.out.append(SchedulerDone(reason, again=True))
 
     def _finished(self) -> None:
-        self.desk.phase = Phase.FINISHED
+        self.desk.phase = SchedulerPhase.FINISHED
         for peer in list(self.roster.peers.values()):
             self.roster.send(peer, Released("the job is finished"))
         peers = self.roster.peers.values()
@@ -689,7 +694,7 @@ class SchedulerMachine:
             peer.way, peer.caught_up = "", False
         self._sort_out([*self.roster.members(), *self.roster.leavers()], None, ruling)
         self.desk.phase = (
-            Phase.FOUNDING
+            SchedulerPhase.FOUNDING
         )  # not before all are sorted: those that are newcomers again say what the job is
         # One of them that comes back before others found the job holds its state, and says what it is.
         self.roster.vouched = False

@@ -15,34 +15,36 @@ from chaos_lightning.protocol.types import Contribution, Decide, Header, Report
 
 
 @dataclass(frozen=True, slots=True)
-class Digest:
+class MessageDigest:
     """A large event in words."""
 
     kind: str
     words: str
 
 
-def of_member(event: MemberEvent) -> MemberEvent | Digest:
+def of_member(event: MemberEvent) -> MemberEvent | MessageDigest:
     """What a member remembers of this event."""
     match event:
         case PeerIn(peer, message):
-            return Digest("PeerIn", f"{peer}: {in_words(message)}")
+            return MessageDigest("PeerIn", f"{peer}: {in_words(message)}")
         case Contribute(contribution):
-            return Digest("Contribute", in_words(contribution))
+            return MessageDigest("Contribute", in_words(contribution))
         case ControlIn(Decide() as decision):
             hand_on = f"hand on {in_words(decision.base)}" if decision.hand_on else f"redo after {decision.base.seq}"
-            return Digest("ControlIn", f"decide {decision.view.id} of {', '.join(decision.view.ids())}, {hand_on}")
+            return MessageDigest(
+                "ControlIn", f"decide {decision.view.id} of {', '.join(decision.view.ids())}, {hand_on}"
+            )
         case _:
             return event
 
 
-def of_scheduler(event: SchedulerEvent) -> SchedulerEvent | Digest:
+def of_scheduler(event: SchedulerEvent) -> SchedulerEvent | MessageDigest:
     """What a scheduler remembers of this event."""
     match event:
         case MessageIn(conn, Report() as report):
             pending = f", pending {in_words(report.pending)}" if report.pending is not None else ""
             words = f"{conn}: report for {report.number}, entered {report.entered}, at {report.seq} ({report.head})"
-            return Digest("MessageIn", f"{words}, loaded={report.loaded}, raw={report.raw}{pending}")
+            return MessageDigest("MessageIn", f"{words}, loaded={report.loaded}, raw={report.raw}{pending}")
         case _:
             return event
 

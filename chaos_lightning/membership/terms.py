@@ -6,7 +6,7 @@ holds the state answers, a newcomer's is only for now: whoever differs waits, an
 
 from __future__ import annotations
 
-from chaos_lightning.membership.desk import Desk, Phase
+from chaos_lightning.membership.desk import Desk, SchedulerPhase
 from chaos_lightning.membership.detector import Detector
 from chaos_lightning.membership.peers import Peer, Standing, difference
 from chaos_lightning.membership.roster import Roster
@@ -33,9 +33,9 @@ class Terms:
 
     def authorities(self) -> list[Peer]:
         """Who can say now what the job is: who holds its state and answers; where nobody holds one, who founds it."""
-        if self._desk.phase is Phase.REBUILDING:
+        if self._desk.phase is SchedulerPhase.REBUILDING:
             return [p for p in self._roster.peers.values() if p.standing is Standing.REPORTER]
-        if self._desk.phase is Phase.FOUNDING and not self._roster.living():
+        if self._desk.phase is SchedulerPhase.FOUNDING and not self._roster.living():
             limit = self._desk.now - self._settings.heartbeat_timeout_s
             return [p for p in self._roster.newcomers() if not p.differs and p.conn is not None and p.heard >= limit]
         return [p for p in self._roster.living() if p.conn is not None and p.id not in self._detector.suspicions]
@@ -52,7 +52,7 @@ class Terms:
         if self.authorities():
             self.turn_away_strangers()
             return True
-        if self._desk.phase is not Phase.FOUNDING or self._roster.living():
+        if self._desk.phase is not SchedulerPhase.FOUNDING or self._roster.living():
             return False
         self._roster.reference = differing[0].said
         for peer in self._roster.newcomers():

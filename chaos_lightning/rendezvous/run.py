@@ -106,7 +106,7 @@ def run(arguments: Sequence[str]) -> None:
         config, entrypoint, command = config_from_args(given)
     except ValueError as error:
         raise ConfigurationError(f"chaos-lightning run: {error}") from error
-    sys.exit(Node(config, given, entrypoint, command).run())
+    sys.exit(NodeWorkers(config, given, entrypoint, command).run())
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Worker:
     due: float = field(default_factory=time.monotonic)
 
 
-class Node:
+class NodeWorkers:
     """All workers of this node. See the module."""
 
     def __init__(self, config: LaunchConfig, given: argparse.Namespace, entrypoint: Any, command: list[str]) -> None:

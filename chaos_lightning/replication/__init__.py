@@ -24,7 +24,7 @@ from chaos_lightning.replication.planned import PolicyOptions
 from chaos_lightning.replication.policies import POLICIES, make_policy
 from chaos_lightning.replication.policy import Job, SharedQueue, SourceStats, TransferPolicy
 from chaos_lightning.replication.pull import PullReport, pull_result, pull_state
-from chaos_lightning.replication.server import ServerConfig, StateServer
+from chaos_lightning.replication.server import StateServer, StateServerConfig
 from chaos_lightning.replication.session import SourceReport
 from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.table import StateTable, build_table, decode_table, layout_hash, state_hash
@@ -37,12 +37,12 @@ __all__ = [
     "PolicyOptions",
     "PullConfig",
     "PullReport",
-    "ServerConfig",
     "SharedQueue",
     "SourceReport",
     "SourceStats",
     "StateAccess",
     "StateServer",
+    "StateServerConfig",
     "StateTable",
     "TransferPolicy",
     "build_table",

@@ -20,7 +20,7 @@ from pathlib import Path
 from chaos_lightning.errors import ConfigurationError, StateError, WireError
 from chaos_lightning.planning import baselines
 from chaos_lightning.planning.shards import SHARD_NBYTES, SharePlan
-from chaos_lightning.replication.bulk import Frame, Type
+from chaos_lightning.replication.bulk import BulkFrame, Type
 from chaos_lightning.replication.checkpoint import DiskThrottle, file_name
 from chaos_lightning.replication.client import Deliver, Donor, Sink
 from chaos_lightning.replication.planned import (
@@ -157,7 +157,7 @@ def reader(folder: Path, disk_bps: float) -> Deliver:
                     work_queue.arrived(request, got)
                     if got != len(buffer):
                         raise StateError(f"the checkpoint {name} ends at byte {at}, expected were {job.stop}")
-                frame = Frame(Type.DATA, donor.head, donor.seq, job.start, job.nbytes, sink.flags)
+                frame = BulkFrame(Type.DATA, donor.head, donor.seq, job.start, job.nbytes, sink.flags)
                 bad = sink.landed(job, buffers, frame, in_place=True)
                 if bad is None or bad:
                     work_queue.wrong(request, bad or ())

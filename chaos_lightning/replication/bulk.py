@@ -124,7 +124,7 @@ _LIMITS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class BulkFrame:
     """The header of one request or reply."""
 
     type: Type
@@ -164,7 +164,7 @@ def named_head(name: str) -> str:
     return hashlib.blake2b(f"state:{name}".encode(), digest_size=8).hexdigest()
 
 
-def decode(data: bytes | bytearray | memoryview) -> Frame:
+def decode(data: bytes | bytearray | memoryview) -> BulkFrame:
     """Read a header; everything in it is checked here, before anything is allocated for its payload."""
     if len(data) != HEADER_NBYTES:
         raise WireError(f"a bulk frame header has {HEADER_NBYTES} bytes, got {len(data)}")
@@ -186,7 +186,7 @@ def decode(data: bytes | bytearray | memoryview) -> Frame:
         raise WireError(f"bulk frame {type_.name} of {length} bytes, the limit is {_LIMITS[type_]}")
     if offset + length > MAX_STATE_NBYTES:
         raise WireError(f"bulk frame {type_.name} reaches byte {offset + length}, the limit is {MAX_STATE_NBYTES}")
-    return Frame(type_, head.hex(), seq, offset, length, flags, payload_sum)
+    return BulkFrame(type_, head.hex(), seq, offset, length, flags, payload_sum)
 
 
 def checksum_of(parts: Sequence[memoryview | bytes]) -> int:
@@ -216,7 +216,7 @@ class BulkSocket:
 
     # --- sending --------------------------------------------------------------------------------------------------
 
-    def send(self, frame: Frame, payload: Sequence[memoryview | bytes] = ()) -> None:
+    def send(self, frame: BulkFrame, payload: Sequence[memoryview | bytes] = ()) -> None:
         """Send header and payload straight from the memory given, without joining or copying it."""
         parts = [memoryview(p) for p in payload if len(p)]
         if self._stream is not None:  # the payload has records of its own, which open straight at its place
@@ -251,7 +251,7 @@ class BulkSocket:
 
     # --- receiving ------------------------------------------------------------------------------------------------
 
-    def receive_header(self, *, patience_s: float | None = None) -> Frame | None:
+    def receive_header(self, *, patience_s: float | None = None) -> BulkFrame | None:
         """The next header; None at a clean end of the stream.
 
         Args:
@@ -306,7 +306,7 @@ class BulkSocket:
             on_bytes(got)
         return got
 
-    def reply_to(self, request: Frame, answer: Type, heard: Callable[[], None] = lambda: None) -> Frame:
+    def reply_to(self, request: BulkFrame, answer: Type, heard: Callable[[], None] = lambda: None) -> BulkFrame:
         """The header of the answer to a request that was sent before; whoever is asked may say first that it lives.
 
         Args:
@@ -335,12 +335,12 @@ class BulkSocket:
             if frame.type is not Type.PENDING:
                 raise WireError(f"the donor answered {frame.type.name} where {answer.name} was expected")
 
-    def ask(self, request: Frame, answer: Type, heard: Callable[[], None] = lambda: None) -> bytes:
+    def ask(self, request: BulkFrame, answer: Type, heard: Callable[[], None] = lambda: None) -> bytes:
         """Sends a request and returns the answer's payload; arguments and errors are those of `reply_to`."""
         self.send(request)
         return self.receive_payload(self.reply_to(request, answer, heard))
 
-    def receive_payload(self, frame: Frame) -> bytes:
+    def receive_payload(self, frame: BulkFrame) -> bytes:
         """A control payload. Memory grows with what has arrived, never with what a header claims."""
         data = bytearray()
         while len(data) < frame.length:
@@ -351,12 +351,12 @@ class BulkSocket:
         return bytes(data)
 
 
-def check_payload(frame: Frame, parts: Sequence[memoryview]) -> None:
+def check_payload(frame: BulkFrame, parts: Sequence[memoryview]) -> None:
     """WireError unless the payload matches the header's checksum."""
     if checksum_of(parts) != frame.checksum:
         raise WireError(f"payload of bulk frame {frame.type.name} arrived corrupted: its checksum does not match")
 
 
-def reply(type_: Type, head: str, seq: int, payload: bytes, offset: int = 0) -> tuple[Frame, tuple[bytes, ...]]:
+def reply(type_: Type, head: str, seq: int, payload: bytes, offset: int = 0) -> tuple[BulkFrame, tuple[bytes, ...]]:
     """A control reply with its checksum."""
-    return Frame(type_, head, seq, offset, len(payload), 0, checksum_of([payload])), (payload,)
+    return BulkFrame(type_, head, seq, offset, len(payload), 0, checksum_of([payload])), (payload,)

@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 
 from chaos_lightning.errors import RefusedError, WireError
 from chaos_lightning.protocol.types import Span
-from chaos_lightning.replication.bulk import Frame, Type
+from chaos_lightning.replication.bulk import BulkFrame, Type
 from chaos_lightning.replication.client import Donor, Sink, elsewhere
 from chaos_lightning.replication.published import Published, RefusalError
-from chaos_lightning.replication.table import DTYPES, Entry, StateTable, dtype_name
+from chaos_lightning.replication.table import DTYPES, StateTable, TableEntry, dtype_name
 from chaos_lightning.replication.work_queue import WorkQueue
-from chaos_lightning.transport.reference import MAX_PIECES, Generation, Neighbour, address_of
+from chaos_lightning.transport.reference import MAX_PIECES, Generation, NeighbourMemory, address_of
 
 UNCHECKED = 0
 """In the place of a generation where none need be looked at: hashes tell whether the bytes were right."""
@@ -99,7 +99,7 @@ class Places:
             said = json.loads(data[_LENGTH.size : _LENGTH.size + length])
             self.generation = int(said["generation"])
             offer = bytes.fromhex(said["offer"])
-            entries: list[Entry] = []
+            entries: list[TableEntry] = []
             at = 0
             self._addresses: list[int] = []
             for name, dtype, shape, attached, device, address in said["tensors"]:
@@ -107,7 +107,7 @@ class Places:
                 for size in shape:
                     nbytes *= int(size)
                 shape = tuple(int(size) for size in shape)
-                entries.append(Entry(str(name), str(dtype), shape, at, nbytes, (), bool(attached), str(device)))
+                entries.append(TableEntry(str(name), str(dtype), shape, at, nbytes, (), bool(attached), str(device)))
                 self._addresses.append(int(address))
                 at += nbytes
         except (ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
@@ -116,7 +116,7 @@ class Places:
         """Without hashes."""
         self.manifest = data[_LENGTH.size + length :]
         self._starts = [e.offset for e in entries]
-        self._neighbour = Neighbour(offer)
+        self._neighbour = NeighbourMemory(offer)
 
     @property
     def readable(self) -> bool:
@@ -174,7 +174,7 @@ class Buffers:
             offer = bytes.fromhex(said["offer"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise WireError(f"malformed buffers: {error!r}") from error
-        self._neighbour = Neighbour(offer)
+        self._neighbour = NeighbourMemory(offer)
 
     def read(self, seq: int, raw: memoryview, spans: Sequence[Span]) -> bool:
         """Fills these ranges of `raw` with the sums of slot `seq`; False if they are overwritten there by now.
@@ -210,7 +210,9 @@ def deliver(donor: Donor, work_queue: WorkQueue, sink: Sink) -> None:
         places.read(job.start, buffers)
         donor.heard_at = time.monotonic()
         work_queue.arrived(request, job.nbytes)
-        donor.judge(request, work_queue, sink, buffers, Frame(Type.DATA, donor.head, donor.seq, job.start, job.nbytes))
+        donor.judge(
+            request, work_queue, sink, buffers, BulkFrame(Type.DATA, donor.head, donor.seq, job.start, job.nbytes)
+        )
 
 
 def _places_of(donor: Donor) -> Places | None:

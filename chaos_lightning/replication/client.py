@@ -22,9 +22,9 @@ from typing import Any, Protocol, TypeVar
 
 from chaos_lightning.errors import StateError, WireError
 from chaos_lightning.replication import bulk
-from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
+from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type
 from chaos_lightning.replication.policy import Job, Request
-from chaos_lightning.replication.source import Dial, Endpoint, Source, reason_of
+from chaos_lightning.replication.source import ByteSource, Dial, Endpoint, reason_of
 from chaos_lightning.replication.table import Piece
 from chaos_lightning.replication.work_queue import WorkQueue
 
@@ -35,7 +35,7 @@ _REDIAL_MOST_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Digest:
+class StateDigest:
     """What a donor says it has."""
 
     state: str
@@ -91,7 +91,7 @@ class Sink(Protocol):
         """Memory for the job's bytes, in order, at their place if possible."""
         ...
 
-    def landed(self, job: Job, buffers: list[memoryview], frame: Frame, *, in_place: bool) -> list[Piece] | None:
+    def landed(self, job: Job, buffers: list[memoryview], frame: BulkFrame, *, in_place: bool) -> list[Piece] | None:
         """Verify what arrived; the corrupted pieces, or None if all of it is corrupted.
 
         With `in_place` the buffers came from `land`, and what is verified is brought to its place.
@@ -114,7 +114,7 @@ class Donor:
         """Why there is no connection just now, if one broke."""
         self.heard_at = time.monotonic()
         """When it last said something (or was first asked)."""
-        self.source = Source(
+        self.source = ByteSource(
             endpoint, dial, stall_timeout_s=config.stall_timeout_s, deadline=deadline, head=head, seq=seq
         )
         self._config = config
@@ -185,19 +185,19 @@ class Donor:
         """One control request, dialling again if the connection breaks."""
         while True:
             try:
-                payload = self._connect().ask(Frame(type_, self.head, self.seq), answer, self._heard)
+                payload = self._connect().ask(BulkFrame(type_, self.head, self.seq), answer, self._heard)
                 self._failures = 0
                 return payload
             except (OSError, WireError) as error:
                 if not self._survives(error):
                     raise
 
-    def digest(self) -> Digest:
+    def digest(self) -> StateDigest:
         """What this donor has for the head."""
         data = self.ask(Type.GET_DIGEST, Type.DIGEST)
         try:
             document = json.loads(data)
-            digest = Digest(document["state"], document["attached"], document["manifest"], document["nbytes"])
+            digest = StateDigest(document["state"], document["attached"], document["manifest"], document["nbytes"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise WireError(f"malformed digest: {error!r}") from error
         texts = (digest.state, digest.attached, digest.manifest)
@@ -246,7 +246,7 @@ class Donor:
             ):
                 under_way.append(request)
                 job = request.job
-                self._connect().send(Frame(sink.request, self.head, self.seq, job.start, job.nbytes))
+                self._connect().send(BulkFrame(sink.request, self.head, self.seq, job.start, job.nbytes))
             if not under_way:
                 return
             self._receive(under_way.popleft(), work_queue, sink)
@@ -254,7 +254,7 @@ class Donor:
     def _receive(self, request: Request, work_queue: WorkQueue, sink: Sink) -> None:
         job = request.job
         channel = self._connect()
-        asked = Frame(sink.request, self.head, self.seq, job.start, job.nbytes)
+        asked = BulkFrame(sink.request, self.head, self.seq, job.start, job.nbytes)
         frame = channel.reply_to(asked, Type.DATA, self._heard)
         if (frame.offset, frame.length) != (job.start, job.nbytes) or frame.flags != sink.flags:
             raise WireError(
@@ -267,7 +267,7 @@ class Donor:
         self.judge(request, work_queue, sink, buffers, frame)
 
     def judge(
-        self, request: Request, work_queue: WorkQueue, sink: Sink, buffers: list[memoryview], frame: Frame
+        self, request: Request, work_queue: WorkQueue, sink: Sink, buffers: list[memoryview], frame: BulkFrame
     ) -> None:
         """All of a request's bytes are here: verify them and tell the work queue.
 

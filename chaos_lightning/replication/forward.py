@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from chaos_lightning.errors import ChaosError, RefusedError, WireError
 from chaos_lightning.replication import bulk
-from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
+from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type
 
 MAX_HOPS = 8
 MAX_NAME = 256
@@ -78,7 +78,7 @@ class Forwarder:
     _open: set[socket.socket] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def relay(self, near: BulkSocket, request: Frame) -> str:
+    def relay(self, near: BulkSocket, request: BulkFrame) -> str:
         """Carry out a ROUTE request and pass on what follows, until one side ends.
 
         Returns:
@@ -94,7 +94,7 @@ class Forwarder:
             return words
         back = threading.Thread(target=self._replies, args=(far, near), name=f"chaos-relay-{route[-1]}", daemon=True)
         try:
-            near.send(Frame(Type.ROUTED, request.head, request.seq))
+            near.send(BulkFrame(Type.ROUTED, request.head, request.seq))
             back.start()
             self._requests(near, far)
             return f"the relay to {route[-1]} ended"
@@ -116,7 +116,7 @@ class Forwarder:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _extend(self, request: Frame, route: Sequence[str]) -> BulkSocket:
+    def _extend(self, request: BulkFrame, route: Sequence[str]) -> BulkSocket:
         if self.me in route:
             raise RefusedError(f"the route {' - '.join(route)} leads back to {self.me}")
         with self._lock:

@@ -37,7 +37,7 @@ MAX_ATTACHED_NBYTES = 8 << 30
 
 
 @dataclass(frozen=True)
-class Record:
+class StateOnDisk:
     """A state on disk."""
 
     folder: Path
@@ -59,7 +59,7 @@ class Record:
         return decode_table(self.table.encode()).state_hash
 
 
-def write(folder: Path, head: str, seq: int, state: StateAccess, said: Mapping[str, Any]) -> Record:
+def write(folder: Path, head: str, seq: int, state: StateAccess, said: Mapping[str, Any]) -> StateOnDisk:
     """Keeps the state, which must be still, in this folder.
 
     Args:
@@ -82,7 +82,7 @@ def write(folder: Path, head: str, seq: int, state: StateAccess, said: Mapping[s
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         done = json.loads(CheckpointWriter(folder).save(item, lambda: None))
         text = encoded.data.decode("utf-8", "surrogatepass")
-        record = Record(folder, said, done["name"], done["nbytes"], table.encode().decode(), text)
+        record = StateOnDisk(folder, said, done["name"], done["nbytes"], table.encode().decode(), text)
         document = {"version": _VERSION, "said": dict(said), "name": record.name, "nbytes": record.nbytes}
         _replace(folder / RECORD, json.dumps({**document, "table": record.table, "manifest": text}).encode())
     except OSError as error:
@@ -90,7 +90,7 @@ def write(folder: Path, head: str, seq: int, state: StateAccess, said: Mapping[s
     return record
 
 
-def read(folder: Path) -> Record:
+def read(folder: Path) -> StateOnDisk:
     """The record in this folder, if its bytes are there in their length.
 
     Raises:
@@ -105,7 +105,7 @@ def read(folder: Path) -> Record:
         table, manifest = document["table"], document["manifest"]
         if not (isinstance(said, dict) and all(isinstance(t, str) for t in (name, table, manifest))):
             raise StateError(f"{path} is no record of a training state")
-        record = Record(folder, said, Path(name).name, int(nbytes), table, manifest)
+        record = StateOnDisk(folder, said, Path(name).name, int(nbytes), table, manifest)
         size = record.path.stat().st_size
     except OSError as error:
         raise StateError(f"{path}: {error}") from error
@@ -116,7 +116,7 @@ def read(folder: Path) -> Record:
     return record
 
 
-def load(record: Record, state: StateAccess) -> None:
+def load(record: StateOnDisk, state: StateAccess) -> None:
     """Puts the kept state in the place of this one.
 
     Raises:
@@ -132,7 +132,7 @@ def load(record: Record, state: StateAccess) -> None:
         raise StateError(f"{record.path} is not what was kept: {error}") from error
 
 
-def _fill(record: Record, table: StateTable, sink: StateSink) -> None:
+def _fill(record: StateOnDisk, table: StateTable, sink: StateSink) -> None:
     frame: Any = None  # pieces have their own hashes
     with record.path.open("rb", buffering=0) as file, torch.no_grad():
         for job in cut_jobs(table, list(table.pieces()), 1 << 20, attached=frozenset()):

@@ -41,7 +41,7 @@ _KEPT_AT_LEAST = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LoggedSlot:
     """One committed slot."""
 
     seq: int
@@ -68,7 +68,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    entry: Entry
+    entry: LoggedSlot
     source: memoryview | None
     still: Callable[[], bool]
     generation: int
@@ -91,7 +91,7 @@ class SlotLog:
         self.late = 0
         """Entries that were left out because their bytes were about to be overwritten."""
         self._changed = changed
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, LoggedSlot] = {}
         self._newest = -1
         self.gone = -1
         """The last slot of a log that was ended."""
@@ -141,7 +141,7 @@ class SlotLog:
         if raw is not None and sum(stop - start for start, stop in spans) <= AT_ONCE_NBYTES:
             # Steps of small models are over before another thread gets its turn.
             copy, raw = _copy(raw, spans), None
-        entry = Entry(header.seq, header.prev_hash, header.hash, encoded, copy, wanted)
+        entry = LoggedSlot(header.seq, header.prev_hash, header.hash, encoded, copy, wanted)
         with self._changed:
             # An entry that is there at once must leave no gap that the thread has yet to fill.
             lent = frozenset(readers) if not self._waiting else frozenset()
@@ -188,12 +188,12 @@ class SlotLog:
 
     # ------------------------------------------------------------------ the serving threads' side (holding `changed`)
 
-    def after(self, head: str, seq: int) -> Entry | None:
+    def after(self, head: str, seq: int) -> LoggedSlot | None:
         """The entry of slot `seq`, if it stands on `head`."""
         entry = self._entries.get(seq)
         return entry if entry is not None and entry.prev == head else None
 
-    def at(self, head: str, seq: int) -> Entry | None:
+    def at(self, head: str, seq: int) -> LoggedSlot | None:
         """The entry of slot `seq` with the header `head`."""
         entry = self._entries.get(seq)
         return entry if entry is not None and entry.head == head else None
@@ -275,7 +275,7 @@ class SlotLog:
             self._left.add(order.entry.seq)
             self._changed.notify_all()
 
-    def _store(self, entry: Entry) -> None:
+    def _store(self, entry: LoggedSlot) -> None:
         self._entries[entry.seq] = entry
         self._newest = max(self._newest, entry.seq) if len(self._entries) > 1 else entry.seq
         self._evict()

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from chaos_lightning.errors import ChaosError, RefusedError, StateError, WireError
 from chaos_lightning.protocol.types import Header, Span
 from chaos_lightning.replication import bulk
-from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
+from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type
 from chaos_lightning.replication.by_reference import Buffers
 from chaos_lightning.replication.log import unpacked
-from chaos_lightning.replication.source import Dial, Endpoint, Source, reason_of
+from chaos_lightning.replication.source import ByteSource, Dial, Endpoint, reason_of
 
 REQUEST_NBYTES = 4 << 20
 INLINE_NBYTES = 64 << 10
@@ -45,7 +45,7 @@ class LogEntry:
 class _Keeper:
     """A member that keeps the log."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ByteSource) -> None:
         self.source = source
         self.failed = ""
         self.lent: Buffers | None = None
@@ -100,7 +100,7 @@ class LogReader:
         self.received_nbytes = 0
         self._began = (header.seq, time.monotonic())
         self._told_at = 0.0
-        self._keepers = [_Keeper(Source(s, dial, stall_timeout_s=stall_timeout_s)) for s in sources]
+        self._keepers = [_Keeper(ByteSource(s, dial, stall_timeout_s=stall_timeout_s)) for s in sources]
         self._decode = decode
         self._scope = scope
         self._by_reference = by_reference
@@ -190,7 +190,7 @@ class LogReader:
             try:
                 channel = self._connect(keeper)
                 self.listening = True
-                request = Frame(Type.GET_ENTRY, at.hash, at.seq + 1, 0, INLINE_NBYTES)
+                request = BulkFrame(Type.GET_ENTRY, at.hash, at.seq + 1, 0, INLINE_NBYTES)
                 channel.send(request)
                 frame = channel.reply_to(request, Type.ENTRY, self._check_open)
                 encoded, inline = unpacked(channel.receive_payload(frame))
@@ -227,7 +227,7 @@ class LogReader:
             channel = keeper.source.channel
             if channel is not None and keeper.lent is not None and not keeper.failed:
                 with contextlib.suppress(OSError):  # what becomes of this connection shows when it is needed
-                    channel.send(Frame(Type.HAVE_RESULT, header.hash, header.seq))
+                    channel.send(BulkFrame(Type.HAVE_RESULT, header.hash, header.seq))
 
     def _fetch(self, header: Header, raw: memoryview, spans: Sequence[Span]) -> None:
         missing = [span for span in spans if span[1] > span[0]]
@@ -268,7 +268,7 @@ class LogReader:
         channel = self._connect(keeper)
         began = time.monotonic()
         requests = [
-            Frame(Type.GET_RESULT, header.hash, header.seq, at, min(REQUEST_NBYTES, stop - at))
+            BulkFrame(Type.GET_RESULT, header.hash, header.seq, at, min(REQUEST_NBYTES, stop - at))
             for start, stop in part
             for at in range(start, stop, REQUEST_NBYTES)
         ]
@@ -299,7 +299,7 @@ class LogReader:
             channel = keeper.source.connect()
             if fresh and self._by_reference and keeper.source.beside():
                 with contextlib.suppress(RefusedError, PermissionError):
-                    keeper.lent = Buffers(channel.ask(Frame(Type.GET_BUFFERS, NOBODY, 0), Type.BUFFERS))
+                    keeper.lent = Buffers(channel.ask(BulkFrame(Type.GET_BUFFERS, NOBODY, 0), Type.BUFFERS))
             return channel
 
     def _fail(self, keeper: _Keeper, error: BaseException) -> None:

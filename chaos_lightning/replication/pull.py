@@ -34,15 +34,15 @@ from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import Span
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.access import StateAccess
-from chaos_lightning.replication.bulk import Frame, Type
-from chaos_lightning.replication.client import Digest, Donor, PullConfig
+from chaos_lightning.replication.bulk import BulkFrame, Type
+from chaos_lightning.replication.client import Donor, PullConfig, StateDigest
 from chaos_lightning.replication.hashing import Hashes, Own, hash_regions
 from chaos_lightning.replication.landing import Landing
 from chaos_lightning.replication.manifest import decode_values, fitting
 from chaos_lightning.replication.memory import Region, region
 from chaos_lightning.replication.policies import make_policy
 from chaos_lightning.replication.policy import Job, SharedQueue, TransferPolicy, cut_jobs
-from chaos_lightning.replication.session import Meter, PullReport, Session, Tell
+from chaos_lightning.replication.session import PullMeter, PullReport, PullSession, Tell
 from chaos_lightning.replication.source import Dial, Endpoint
 from chaos_lightning.replication.table import Piece, StateTable, build_table, decode_table, dtype_name
 from chaos_lightning.replication.work_queue import WorkQueue
@@ -64,7 +64,7 @@ class StateSink:
     def land(self, job: Job) -> list[memoryview]:
         return [self._regions[p.entry].land(p.start, p.stop) for p in job.pieces]
 
-    def landed(self, job: Job, buffers: list[memoryview], frame: Frame, *, in_place: bool) -> list[Piece] | None:
+    def landed(self, job: Job, buffers: list[memoryview], frame: BulkFrame, *, in_place: bool) -> list[Piece] | None:
         bad = []
         for piece, buffer in zip(job.pieces, buffers, strict=True):
             if xxhash.xxh3_128_digest(buffer) != piece.digest:
@@ -92,7 +92,7 @@ class ResultSink:
     def land(self, job: Job) -> list[memoryview]:
         return [self._target.land(job.start, job.stop)]
 
-    def landed(self, job: Job, buffers: list[memoryview], frame: Frame, *, in_place: bool) -> list[Piece] | None:
+    def landed(self, job: Job, buffers: list[memoryview], frame: BulkFrame, *, in_place: bool) -> list[Piece] | None:
         if bulk.checksum_of(buffers) != frame.checksum:
             return None
         if in_place:
@@ -108,10 +108,10 @@ class ResultSink:
 class _Survey:
     """Who has which state."""
 
-    def __init__(self, session: Session, patient: bool) -> None:
+    def __init__(self, session: PullSession, patient: bool) -> None:
         self.session = session
         self.patient = patient
-        self.digests: dict[str, Digest] = {}
+        self.digests: dict[str, StateDigest] = {}
         self._first_at = float("inf")
 
     def begin(self) -> None:
@@ -126,7 +126,7 @@ class _Survey:
                 if kind == "digest":
                     self.heard(member, digest)
 
-    def heard(self, member: str, digest: Digest) -> None:
+    def heard(self, member: str, digest: StateDigest) -> None:
         """This donor has answered."""
         self.digests[member] = digest
         self._first_at = min(self._first_at, time.monotonic())
@@ -163,7 +163,7 @@ class _Survey:
 class _StatePull:
     def __init__(
         self,
-        session: Session,
+        session: PullSession,
         state: StateAccess,
         policy: TransferPolicy,
         progress: Tell | None,
@@ -299,7 +299,7 @@ class _StatePull:
         wanted = digests[lead]
         usable = [m for m in self.survey.living() if digests[m].state == wanted.state]
         holders = frozenset(m for m in usable if digests[m].attached == wanted.attached)
-        meter = Meter(table.nbytes, table.nbytes - missing_nbytes, self.progress)
+        meter = PullMeter(table.nbytes, table.nbytes - missing_nbytes, self.progress)
 
         def recruit(kind: str, member: str, result: Any) -> bool:
             digests[member] = result
@@ -387,7 +387,7 @@ def pull_state(
         DeadlineError: The deadline passed.
     """
     policy = policy or make_policy("adaptive")
-    with Session(policy.sources(donors), dial, what="state", head=head, seq=seq, config=config) as session:
+    with PullSession(policy.sources(donors), dial, what="state", head=head, seq=seq, config=config) as session:
         session.abandoned = abandoned
         return _StatePull(session, state, policy, progress, replayed).run(head, seq)
 
@@ -425,7 +425,7 @@ def pull_result(
     needed = union(wanted if wanted is not None else [(0, flat.numel())])
     if needed and (needed[0][0] < 0 or needed[-1][1] > flat.numel()):
         raise ValueError(f"spans {list(needed)} are not within the {flat.numel()} reduced bytes")
-    with Session(donors, dial, what="result", head=head, seq=seq, config=config) as session:
+    with PullSession(donors, dial, what="result", head=head, seq=seq, config=config) as session:
         held = {e.member: union(spans.get(e.member, ())) for e in donors}
         jobs = _result_jobs(needed, held, session.config.request_nbytes)
         total = sum(stop - start for start, stop in needed)

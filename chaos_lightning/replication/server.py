@@ -35,11 +35,11 @@ from chaos_lightning.errors import StateError, WireError
 from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import Header, Span
 from chaos_lightning.replication import bulk
-from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
+from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type
 from chaos_lightning.replication.by_reference import Lender, refuse_unless
 from chaos_lightning.replication.checkpoint import CheckpointWriter
 from chaos_lightning.replication.forward import Forwarder
-from chaos_lightning.replication.log import DEFAULT_CAP_NBYTES, Entry, SlotLog
+from chaos_lightning.replication.log import DEFAULT_CAP_NBYTES, LoggedSlot, SlotLog
 from chaos_lightning.replication.manifest import encode_manifest
 from chaos_lightning.replication.memory import in_place, region, synchronize
 from chaos_lightning.replication.pace import Pace
@@ -51,7 +51,7 @@ HOLD = 0.6
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig:
+class StateServerConfig:
     """Waits of the serving side, in seconds."""
 
     publish_timeout_s: float = 30.0
@@ -82,8 +82,8 @@ class ServerConfig:
 class StateServer:
     """Serves what was published, to any number of peers, one calling thread each."""
 
-    def __init__(self, config: ServerConfig | None = None) -> None:
-        self.config = config or ServerConfig()
+    def __init__(self, config: StateServerConfig | None = None) -> None:
+        self.config = config or StateServerConfig()
         self._changed = threading.Condition()
         self._state: Published | None = None
         self._named: dict[str, dict[int, Published]] = {}
@@ -407,7 +407,7 @@ class StateServer:
                     self.log.attend(peer, until=True)
             sock.close()
 
-    def _answer(self, channel: BulkSocket, request: Frame, peer: str) -> None:
+    def _answer(self, channel: BulkSocket, request: BulkFrame, peer: str) -> None:
         if request.type is Type.ROUTE:
             channel.receive_payload(request)
             raise RefusalError("this member passes no requests on to others")
@@ -419,7 +419,7 @@ class StateServer:
             nonlocal last
             if time.monotonic() - last >= self.config.pending_interval_s:
                 last = time.monotonic()
-                channel.send(Frame(Type.PENDING, request.head, request.seq))
+                channel.send(BulkFrame(Type.PENDING, request.head, request.seq))
 
         head, seq = request.head, request.seq
         if request.type in bulk.NEIGHBOURLY:
@@ -459,9 +459,9 @@ class StateServer:
             checksum, flags = (bulk.checksum_of(views), 0) if result else (0, bulk.UNSUMMED)
             with self._changed:  # before it can be seen that they have come
                 self.served_nbytes[peer] = self.served_nbytes.get(peer, 0) + request.length
-            channel.send(Frame(Type.DATA, head, seq, start, request.length, flags, checksum), views)
+            channel.send(BulkFrame(Type.DATA, head, seq, start, request.length, flags, checksum), views)
 
-    def _answer_beside(self, channel: BulkSocket, request: Frame, peer: str, tick: Callable[[], None]) -> None:
+    def _answer_beside(self, channel: BulkSocket, request: BulkFrame, peer: str, tick: Callable[[], None]) -> None:
         """Somebody who reads this process's memory."""
         head, seq = request.head, request.seq
         if request.type is Type.HAVE_STATE:
@@ -482,7 +482,7 @@ class StateServer:
             places = lender.places(self._find(request, tick), manifest=request.length == 1)
             channel.send(*bulk.reply(Type.PLACES, head, seq, places))
 
-    def _find(self, request: Frame, tick: Callable[[], None]) -> Published:
+    def _find(self, request: BulkFrame, tick: Callable[[], None]) -> Published:
         """What is published for this header; waits, ticking, while its slot is still ahead."""
         what = "result" if request.type is Type.GET_RESULT else "state"
         give_up = time.monotonic() + self.config.publish_timeout_s
@@ -503,7 +503,7 @@ class StateServer:
                 self._changed.wait(min(left, self.config.pending_interval_s))
             tick()
 
-    def _held(self, what: str, request: Frame) -> list[Published]:
+    def _held(self, what: str, request: BulkFrame) -> list[Published]:
         if request.type is Type.GET_PLACES and request.length:
             return [] if self._lent is None else [self._lent]
         if what == "state" and request.head in self._named:
@@ -517,7 +517,7 @@ class StateServer:
         item.spans = entry.spans
         return [item]
 
-    def _entry(self, request: Frame, tick: Callable[[], None]) -> tuple[Entry, int]:
+    def _entry(self, request: BulkFrame, tick: Callable[[], None]) -> tuple[LoggedSlot, int]:
         """The logged header that stands on the request's, and the last slot in the log."""
         give_up = time.monotonic() + self.config.publish_timeout_s
         while True:
@@ -537,7 +537,7 @@ class StateServer:
                 self._changed.wait(min(left, self.config.pending_interval_s))
             tick()
 
-    def _refuse_if_hopeless(self, request: Frame, what: str, held: Sequence[Published]) -> None:
+    def _refuse_if_hopeless(self, request: BulkFrame, what: str, held: Sequence[Published]) -> None:
         asked = f"the {what} at header {request.head} (slot {request.seq}) is not served here"
         if self._closed:
             raise RefusalError(f"{asked}: this member is leaving or was excluded")
@@ -561,4 +561,4 @@ class StateServer:
         return f"this member has not published any {what}"
 
 
-__all__ = ["ServerConfig", "StateServer"]
+__all__ = ["StateServer", "StateServerConfig"]

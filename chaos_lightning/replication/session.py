@@ -106,7 +106,7 @@ class PullReport:
     sources: Mapping[str, SourceReport] = field(default_factory=dict)
 
 
-class Session:
+class PullSession:
     """The donors of one pull and what became of them."""
 
     def __init__(
@@ -147,7 +147,7 @@ class Session:
             e.member: Donor(e, dial, head=head, seq=seq, config=self.config, deadline=self.deadline) for e in endpoints
         }
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> PullSession:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -329,7 +329,7 @@ class Session:
         )
 
 
-class Meter:
+class PullMeter:
     """Turns verified bytes into `Progress`."""
 
     def __init__(self, total_nbytes: int, here_nbytes: int, tell: Tell | None) -> None:

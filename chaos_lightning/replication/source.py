@@ -1,6 +1,6 @@
 """Where bytes can be had from: a member, the way to it, and the connection.
 
-Theory of operation. A `Source` is dialled when it is first needed, by whichever thread asks. One without a link is
+Theory of operation. A `ByteSource` is dialled when it is first needed, by whichever thread asks. One without a link is
 reached through its neighbours: the way is made first (forward.py). What a source on this machine lends can be read out
 of its memory instead (by_reference.py). `cut` from another thread ends any wait.
 """
@@ -35,7 +35,7 @@ Dial = Callable[[Endpoint], socket.socket]
 """Returns a connected, authenticated, blocking socket; bounded in time by itself."""
 
 
-class Source:
+class ByteSource:
     """See the module.
 
     Args:

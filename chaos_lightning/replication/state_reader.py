@@ -18,13 +18,13 @@ from functools import partial
 
 from chaos_lightning.errors import ChaosError, RefusedError, StateError, WireError
 from chaos_lightning.replication.access import StateAccess
-from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
+from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type
 from chaos_lightning.replication.by_reference import Places
 from chaos_lightning.replication.client import PullConfig
 from chaos_lightning.replication.landing import Landing
 from chaos_lightning.replication.memory import Region
 from chaos_lightning.replication.session import PullReport, SourceReport
-from chaos_lightning.replication.source import Dial, Endpoint, Source, reason_of
+from chaos_lightning.replication.source import ByteSource, Dial, Endpoint, reason_of
 from chaos_lightning.replication.table import StateTable
 
 BLOCK_NBYTES = 16 << 20
@@ -98,7 +98,7 @@ class StateReader:
 
     def _connected(self, endpoint: Endpoint) -> BulkSocket | None:
         deadline = self._began + self._config.deadline_s
-        source = Source(endpoint, self._dial, stall_timeout_s=self._config.stall_timeout_s, deadline=deadline)
+        source = ByteSource(endpoint, self._dial, stall_timeout_s=self._config.stall_timeout_s, deadline=deadline)
         try:
             channel = source.connect()
         except (ChaosError, OSError) as error:
@@ -110,7 +110,7 @@ class StateReader:
         return None
 
     def _tell(self, channel: BulkSocket) -> None:
-        channel.send(Frame(Type.HAVE_STATE, self._head, self._seq, self._at))
+        channel.send(BulkFrame(Type.HAVE_STATE, self._head, self._seq, self._at))
 
     def _tell_others(self) -> None:
         """Those who keep the state, too, hear how much of it is here."""
@@ -138,7 +138,7 @@ class StateReader:
         """Goes on where the last donor ended; None if this one cannot give the rest."""
         try:
             while True:
-                request = Frame(Type.GET_PLACES, self._head, self._seq, 0, 1)
+                request = BulkFrame(Type.GET_PLACES, self._head, self._seq, 0, 1)
                 places = Places(channel.ask(request, Type.PLACES, self._go_on))
                 if self._landing is None:  # every donor describes the same
                     limit = self._config.max_attached_nbytes

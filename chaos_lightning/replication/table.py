@@ -46,7 +46,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TableEntry:
     """One tensor of the state."""
 
     name: str
@@ -87,7 +87,7 @@ class Piece:
 class StateTable:
     """What the state consists of, in order; replicated tensors first."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TableEntry, ...]
 
     @cached_property
     def nbytes(self) -> int:
@@ -118,7 +118,7 @@ class StateTable:
         return json.dumps({"piece": PIECE_NBYTES, "tensors": rows}, separators=(",", ":")).encode()
 
 
-def _fold(entries: Iterable[Entry]) -> str:
+def _fold(entries: Iterable[TableEntry]) -> str:
     state = xxhash.xxh3_128()
     for e in entries:
         state.update(json.dumps([e.name, e.dtype, list(e.shape), e.nbytes]).encode())
@@ -140,7 +140,7 @@ def decode_table(data: bytes) -> StateTable:
             raise WireError(f"state table with pieces of {piece_nbytes!r} bytes, expected {PIECE_NBYTES}")
         if type(rows) is not list or len(rows) > MAX_TENSORS:
             raise WireError(f"state table without a list of at most {MAX_TENSORS} tensors")
-        entries: list[Entry] = []
+        entries: list[TableEntry] = []
         offset = 0
         for row in rows:
             entries.append(_entry(row, offset))
@@ -156,7 +156,7 @@ def decode_table(data: bytes) -> StateTable:
     return StateTable(tuple(entries))
 
 
-def _entry(row: object, offset: int) -> Entry:
+def _entry(row: object, offset: int) -> TableEntry:
     if type(row) is not list or len(row) != 7:
         raise WireError("state table with a malformed row")
     name, dtype, shape, nbytes, digests, attached, device = row
@@ -175,7 +175,7 @@ def _entry(row: object, offset: int) -> Entry:
     if len(raw) != -(-nbytes // PIECE_NBYTES) * DIGEST_NBYTES:
         raise WireError(f"state table: tensor {name!r} of {nbytes} bytes has {len(raw) / DIGEST_NBYTES} piece hashes")
     hashes = tuple(raw[i : i + DIGEST_NBYTES] for i in range(0, len(raw), DIGEST_NBYTES))
-    return Entry(name, dtype, tuple(shape), offset, nbytes, hashes, bool(attached), device)
+    return TableEntry(name, dtype, tuple(shape), offset, nbytes, hashes, bool(attached), device)
 
 
 def hash_region(source: Region) -> tuple[bytes, ...]:
@@ -202,13 +202,13 @@ def build_table(
         tick: Called now and then, so that a long hash does not look like a death.
     """
     rows = [(name, t, False) for name, t in tensors] + [(name, t, True) for name, t in attached]
-    entries: list[Entry] = []
+    entries: list[TableEntry] = []
     offset = 0
     for index, (name, tensor, extra) in enumerate(rows):
         source = regions[index] if regions is not None else region(name, tensor)
         digests = hash_region(source) if hashes is None else hashes[index]
         shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
-        entries.append(Entry(name, dtype, shape, offset, source.nbytes, digests, extra, tensor.device.type))
+        entries.append(TableEntry(name, dtype, shape, offset, source.nbytes, digests, extra, tensor.device.type))
         offset += source.nbytes
         if tick is not None:
             tick()
@@ -255,7 +255,7 @@ def check_layout(table: StateTable, tensors: Sequence[tuple[str, Tensor]]) -> No
         )
 
 
-def placeholder(entry: Entry) -> Tensor:
+def placeholder(entry: TableEntry) -> Tensor:
     """Stands for a tensor that is yet to be made: a shape without memory."""
     return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
 

@@ -75,11 +75,11 @@ def keys(
 
 
 def _init(folder: Path, nodes: list[str], cluster: str, days: float) -> None:
-    from chaos_lightning.security.keyfiles import NODES, Node, init
+    from chaos_lightning.security.keyfiles import NODES, KeyHolder, init
 
     if not nodes:
         raise ConfigurationError("keys init: name the nodes, for example --node a=10.0.0.5 --node b=10.0.0.6")
-    made = init(folder, [Node.read(text) for text in nodes], name=cluster, days=days)
+    made = init(folder, [KeyHolder.read(text) for text in nodes], name=cluster, days=days)
     for member in made.nodes:
         hosts = f" for {', '.join(member.hosts)}" if member.hosts else ""
         print(f"{folder / NODES / member.name}: {member.role}{hosts}")
@@ -87,14 +87,14 @@ def _init(folder: Path, nodes: list[str], cluster: str, days: float) -> None:
 
 
 def _node(folder: Path, name: str, role: str, days: float, *, renew: bool) -> None:
-    from chaos_lightning.security.keyfiles import Node, add, load
+    from chaos_lightning.security.keyfiles import KeyHolder, add, load
     from chaos_lightning.security.roles import MEMBER
 
     if not name:
         raise ConfigurationError("keys node: say whom the keys are for, for example: keys node c=10.0.0.7")
     known = load(folder).node(name.partition("=")[0].strip()) if renew else None
     as_role = role or (known.role if known is not None else MEMBER)
-    there = add(folder, Node.read(name, as_role), days=days, renew=renew)
+    there = add(folder, KeyHolder.read(name, as_role), days=days, renew=renew)
     print(f"{there}: {as_role}; copy it to that node")
 
 

@@ -47,7 +47,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Node:
+class KeyHolder:
     """Whom a certificate is made for.
 
     Attributes:
@@ -77,7 +77,7 @@ class Node:
             )
 
     @classmethod
-    def read(cls, text: str, role: str = MEMBER) -> Node:
+    def read(cls, text: str, role: str = MEMBER) -> KeyHolder:
         """Of "NAME" or "NAME=HOST,ADDRESS,..."."""
         name, equals, hosts = text.partition("=")
         found = tuple(dict.fromkeys(h.strip() for h in hosts.split(",") if h.strip()))
@@ -107,7 +107,7 @@ class Cluster:
     old_authority: str = ""
     bridge: str = ""
     tokens: tuple[str, ...] = field(default=(), repr=False)
-    nodes: tuple[Node, ...] = ()
+    nodes: tuple[KeyHolder, ...] = ()
     format: int = FORMAT
 
     @property
@@ -115,11 +115,11 @@ class Cluster:
         """The first half of a rotation is done, the second is not."""
         return bool(self.old_authority) or len(self.tokens) > 1
 
-    def node(self, name: str) -> Node | None:
+    def node(self, name: str) -> KeyHolder | None:
         return next((n for n in self.nodes if n.name == name), None)
 
 
-def issue(cluster: Cluster, node: Node, days: float = NODE_DAYS) -> dict[str, str]:
+def issue(cluster: Cluster, node: KeyHolder, days: float = NODE_DAYS) -> dict[str, str]:
     """The files of a node's folder, with a new key."""
     certificate, key = certify(cluster.authority, cluster.name, node.name, node.role, node.hosts, days)
     files = {TRUSTED: cluster.authority[0] + cluster.old_authority, CHAIN: certificate + cluster.bridge, KEY: key}
@@ -153,7 +153,7 @@ def _folder(path: Path) -> Path:
     return path
 
 
-def _hand_out(folder: Path, cluster: Cluster, nodes: Iterable[Node], days: float) -> None:
+def _hand_out(folder: Path, cluster: Cluster, nodes: Iterable[KeyHolder], days: float) -> None:
     for node in nodes:
         there = _folder(_folder(folder / NODES) / node.name)
         for name, text in issue(cluster, node, days).items():
@@ -185,7 +185,7 @@ def load(folder: Path) -> Cluster:
     try:
         if given["format"] != FORMAT:
             raise ConfigurationError(f"{path} has format {given['format']}, this version knows {FORMAT}")
-        nodes = tuple(Node(n["name"], n["role"], tuple(n["hosts"])) for n in given["nodes"])
+        nodes = tuple(KeyHolder(n["name"], n["role"], tuple(n["hosts"])) for n in given["nodes"])
         certificate, key = given["authority"]
         return Cluster(
             given["name"],
@@ -202,7 +202,7 @@ def load(folder: Path) -> Cluster:
 # ------------------------------------------------------------------------------------------------ what one may ask for
 
 
-def init(folder: Path, nodes: Iterable[Node], *, name: str = "cluster", days: float = NODE_DAYS) -> Cluster:
+def init(folder: Path, nodes: Iterable[KeyHolder], *, name: str = "cluster", days: float = NODE_DAYS) -> Cluster:
     """Makes a cluster's keys; an operator called "operator" is among its nodes.
 
     Raises:
@@ -212,7 +212,7 @@ def init(folder: Path, nodes: Iterable[Node], *, name: str = "cluster", days: fl
         raise ConfigurationError(f"cluster {name!r} may have up to 64 letters, digits, dots, dashes and underscores")
     given = list(nodes)
     if not any(n.role == OPERATOR for n in given):
-        given.append(Node(OPERATOR, OPERATOR))
+        given.append(KeyHolder(OPERATOR, OPERATOR))
     twice = sorted({n.name for n in given if [m.name for m in given].count(n.name) > 1})
     if twice:
         raise ConfigurationError(f"node {', '.join(twice)} is given twice")
@@ -228,7 +228,7 @@ def init(folder: Path, nodes: Iterable[Node], *, name: str = "cluster", days: fl
     return cluster
 
 
-def add(folder: Path, node: Node, *, days: float = NODE_DAYS, renew: bool = False) -> Path:
+def add(folder: Path, node: KeyHolder, *, days: float = NODE_DAYS, renew: bool = False) -> Path:
     """Keys for one more node; with `renew`, new ones for a node that has some. Returns their folder.
 
     Raises:

@@ -31,7 +31,7 @@ from typing import Protocol
 from chaos_lightning.errors import RefusedError, WireError
 from chaos_lightning.transport.locality import on_this_machine
 from chaos_lightning.transport.medium import installed
-from chaos_lightning.transport.sealing import Level, ProtectedSocket, Session, mixed
+from chaos_lightning.transport.sealing import Level, ProtectedSocket, SealedSession, mixed
 
 VERSION = 3
 PURPOSES = ("link", "bulk", "watch")
@@ -52,11 +52,11 @@ class Greeting:
     peer: str
     purpose: str
     version: int = VERSION
-    session: Session | None = field(default=None, compare=False, repr=False)
+    session: SealedSession | None = field(default=None, compare=False, repr=False)
     """What protects the connection, once it is accepted."""
 
 
-class Keys(Protocol):
+class LinkKeyring(Protocol):
     """What this member knows of keys; methods may wait for a moment, and are called by any thread."""
 
     def level(self, *, local: bool) -> Level:
@@ -155,7 +155,7 @@ def dial(
     *,
     token: bytes | Sequence[bytes] = b"",
     deadline_s: float = 5.0,
-    keys: Keys | None = None,
+    keys: LinkKeyring | None = None,
 ) -> socket.socket:
     """Connects, proves token and key both ways and returns a blocking, tuned socket, protected as `keys` says.
 
@@ -190,7 +190,7 @@ def dial(
         sock.settimeout(None)
         if level is Level.CHECKSUM:
             return sock
-        return ProtectedSocket.around(sock, Session(level, secret, opening + body, dialled=True))
+        return ProtectedSocket.around(sock, SealedSession(level, secret, opening + body, dialled=True))
     except BaseException:
         sock.close()
         raise
@@ -225,7 +225,7 @@ def accept(
     me: str,
     token: bytes | Sequence[bytes] = b"",
     deadline_s: float = 5.0,
-    keys: Keys | None = None,
+    keys: LinkKeyring | None = None,
     objection: Callable[[Greeting], str] = lambda greeting: "",
 ) -> Greeting:
     """The listening side's half. On refusal the reason is sent, the socket closed and RefusedError raised.
@@ -274,7 +274,7 @@ def accept(
         sock.settimeout(None)
         if claim.level is Level.CHECKSUM:
             return claim.greeting
-        return replace(claim.greeting, session=Session(claim.level, secret, opening + body, dialled=False))
+        return replace(claim.greeting, session=SealedSession(claim.level, secret, opening + body, dialled=False))
     except BaseException:
         sock.close()
         raise
@@ -287,7 +287,7 @@ def _given(answer: dict[str, object], name: str) -> list[object]:
     return given[:2] if isinstance(given, list) else []
 
 
-def _mismatch(claim: _Claim, sock: socket.socket, job: str, me: str, keys: Keys | None) -> str:
+def _mismatch(claim: _Claim, sock: socket.socket, job: str, me: str, keys: LinkKeyring | None) -> str:
     """Why somebody who has proved to know what members know is not let in all the same."""
     greeting = claim.greeting
     if greeting.version != VERSION:

@@ -36,8 +36,8 @@ from chaos_lightning.transport.reference import (
     PIECE,
     SMALLEST_NBYTES,
     Generation,
-    Neighbour,
-    Reference,
+    NeighbourMemory,
+    PartialSum,
     intact,
     pieces_of,
     refer,
@@ -58,7 +58,7 @@ class Chunks(Protocol):
     def target(self, peer: str, frame: Frame) -> memoryview | None:
         """Memory for the payload, or None to divert it: exactly frame.length bytes, but none for an UP by reference."""
 
-    def arrived(self, peer: str, frame: Frame, payload: memoryview | Reference) -> None: ...
+    def arrived(self, peer: str, frame: Frame, payload: memoryview | PartialSum) -> None: ...
 
 
 class Owner(Chunks, Protocol):
@@ -125,7 +125,7 @@ class Link:
         self._bin = memoryview(bytearray(1 << 18))
         self._left = 0
         self._said_bye = False
-        self._neighbour: Neighbour | None = None
+        self._neighbour: NeighbourMemory | None = None
         self.by_reference = False
         """Chunks to this peer are sent as references: it can read them."""
         self.open = True
@@ -437,7 +437,7 @@ class Link:
 
     def _on_offer(self, offer: bytes) -> None:
         try:
-            self._neighbour = Neighbour(offer)
+            self._neighbour = NeighbourMemory(offer)
         except OSError:  # the kernel says no: chunks come by value
             return
         self.send(FrameType.ACCEPT)
@@ -453,7 +453,7 @@ class Link:
         self.received_nbytes += frame.length
         if frame.type == FrameType.UP:
             self._owner.arrived(
-                self.peer, frame, Reference(self._neighbour, pieces, frame.view, frame.seq, self._on_lost)
+                self.peer, frame, PartialSum(self._neighbour, pieces, frame.view, frame.seq, self._on_lost)
             )
         elif intact(False, frame.view, frame.seq, self._neighbour.read(pieces, into)):
             self._owner.arrived(self.peer, frame, into)

@@ -179,7 +179,7 @@ class _Peer:
     socks: dict[socket.socket, Reading | None] = field(default_factory=dict)
 
 
-class Meter:
+class LinkMeter:
     """See the module. All methods belong to one thread.
 
     Args:

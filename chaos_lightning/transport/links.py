@@ -33,12 +33,12 @@ from chaos_lightning.membership.topology import neighbours
 from chaos_lightning.protocol.types import NO_VIEW, LinkReport, Member, View, ViewId
 from chaos_lightning.security.credentials import Credentials, Secret
 from chaos_lightning.transport.frames import MAX_PAYLOAD_NBYTES, Frame, FrameType
-from chaos_lightning.transport.handshake import Greeting, Keys, accept, dial
+from chaos_lightning.transport.handshake import Greeting, LinkKeyring, accept, dial
 from chaos_lightning.transport.link import Chunks, Link
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.measuring import Measuring
 from chaos_lightning.transport.medium import installed
-from chaos_lightning.transport.reference import Generation, Reference
+from chaos_lightning.transport.reference import Generation, PartialSum
 from chaos_lightning.transport.sealing import ProtectedSocket, session_of
 from chaos_lightning.transport.watching import Watching
 
@@ -110,7 +110,7 @@ class Links:
         token: Secret,
         refused: Callable[[str], None],
         *,
-        keys: Keys | None = None,
+        keys: LinkKeyring | None = None,
         generation: Generation | None = None,
     ) -> None:
         self.port = 0
@@ -484,7 +484,7 @@ class Links:
             return None if link is None else self._measuring.target(link, frame)
         return memoryview(bytearray(frame.length))
 
-    def arrived(self, peer: str, frame: Frame, payload: memoryview | Reference) -> None:
+    def arrived(self, peer: str, frame: Frame, payload: memoryview | PartialSum) -> None:
         """Passes a frame to whom it concerns."""
         if frame.type in (FrameType.UP, FrameType.DOWN):
             self._to.chunks.arrived(peer, frame, payload)

@@ -20,7 +20,7 @@ from functools import partial
 from chaos_lightning.protocol.types import LinkReport
 from chaos_lightning.transport.frames import Frame
 from chaos_lightning.transport.link import Link
-from chaos_lightning.transport.link_meter import Lookout, Meter
+from chaos_lightning.transport.link_meter import LinkMeter, Lookout
 from chaos_lightning.transport.locality import on_this_machine
 from chaos_lightning.transport.medium import Pacer
 from chaos_lightning.transport.pacing import pace
@@ -68,7 +68,7 @@ class Measuring:
         self._later = later
         self._report = report
         self._probes = Probes(later, self._on_probe)
-        self._meter = Meter(self._on_transfer)
+        self._meter = LinkMeter(self._on_transfer)
         self._pacer = pacer
         self._links: dict[str, Link] = {}
         self._asked_at: dict[str, float] = {}

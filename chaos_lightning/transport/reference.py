@@ -9,7 +9,7 @@ happens before the receiver has read, or the receiver is out. Who is out may rea
 it *after* the bytes: bytes that were not still any more are recognised and dropped (`intact`).
 
 A partial sum is not read when its frame comes but when it is added, block by block, so that each block is added while
-it is in the processor's cache (`Reference`).
+it is in the processor's cache (`PartialSum`).
 
 Whether a process may read another one's memory is up to the kernel (same user, no seccomp filter, same pid namespace),
 so it is tried: each end of a link between addresses of one machine offers its generation, and references are sent only
@@ -106,7 +106,7 @@ def intact(up: bool, view: ViewId, seq: int, now: tuple[ViewId, int]) -> bool:
     return not up and now[1] == seq + 1
 
 
-class Neighbour:
+class NeighbourMemory:
     """Another process of this machine, whose memory this one may read.
 
     Args:
@@ -168,7 +168,7 @@ class UnreadableError(ChaosError):
 
 
 @dataclass(slots=True)
-class Reference:
+class PartialSum:
     """A partial sum that still lies in its sender's memory.
 
     Attributes:
@@ -180,7 +180,7 @@ class Reference:
             in the middle of a sum.
     """
 
-    neighbour: Neighbour
+    neighbour: NeighbourMemory
     pieces: list[tuple[int, int]]
     view: ViewId
     seq: int

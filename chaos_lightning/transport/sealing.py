@@ -281,7 +281,7 @@ class Opener:
         return self._spare
 
 
-class Stream:
+class SealedStream:
     """Bytes without frames that this module would know, as records that each begin with their length (4 bytes).
 
     One thread may send while another one receives.
@@ -378,7 +378,7 @@ class Stream:
             whole = self._opener.took(count)
 
 
-class Session:
+class SealedSession:
     """What both ends of one protected connection agreed on.
 
     Args:
@@ -402,7 +402,7 @@ class Session:
         self.level = level
         self.sealer = Sealer(level, traffic_key(mine))
         self.opener = Opener(level, traffic_key(its))
-        self.stream = Stream(self.sealer, self.opener)
+        self.stream = SealedStream(self.sealer, self.opener)
         self.watch_key = traffic_key("watch")
         """For a connection that is handed over to a watcher, which seals nothing (machine/watcher.py)."""
 
@@ -410,10 +410,10 @@ class Session:
 class ProtectedSocket(socket.socket):
     """A connection whose records are sealed; whoever sends or receives on it uses its session."""
 
-    session: Session | None = None
+    session: SealedSession | None = None
 
     @classmethod
-    def around(cls, sock: socket.socket, session: Session | None) -> socket.socket:
+    def around(cls, sock: socket.socket, session: SealedSession | None) -> socket.socket:
         """The same connection, with this session; `sock` is used up. Without a session: `sock`."""
         if session is None:
             return sock
@@ -431,7 +431,7 @@ class ProtectedSocket(socket.socket):
         return made
 
 
-def session_of(sock: socket.socket) -> Session | None:
+def session_of(sock: socket.socket) -> SealedSession | None:
     """What protects this connection; None: nothing but checksums."""
     return sock.session if isinstance(sock, ProtectedSocket) else None
 

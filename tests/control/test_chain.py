@@ -14,7 +14,7 @@ from store_support import Open
 from chaos_lightning.control.chain import JobChain, advance, entry_bytes, entry_from, entry_of
 from chaos_lightning.control.memory_store import MemoryStore, Shelf
 from chaos_lightning.control.sqlite_store import SqliteStore
-from chaos_lightning.control.store import Record
+from chaos_lightning.control.store import StoreRecord
 from chaos_lightning.errors import StoreError
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
@@ -275,7 +275,7 @@ def test_an_empty_store_takes_the_id_of_the_chain_that_is_rebuilt_in_it_and_one_
 )
 def test_an_entry_travels_as_bytes(effect: Persist) -> None:
     entry = entry_of(effect)
-    found = entry_from(Record(7, entry.kind, 1, entry_bytes(entry)))
+    found = entry_from(StoreRecord(7, entry.kind, 1, entry_bytes(entry)))
     assert found.revision == 7
     assert found.same(entry)
 
@@ -315,7 +315,7 @@ def test_a_writer_whose_answer_got_lost_goes_on_after_what_it_wrote(monkeypatch:
     """With the same decision again, or with another one."""
     once = MemoryStore._append
 
-    def lost(self: MemoryStore, record: Record, seen: object, *, cut: bool) -> object:
+    def lost(self: MemoryStore, record: StoreRecord, seen: object, *, cut: bool) -> object:
         once(self, record, seen, cut=cut)  # type: ignore[arg-type]
         raise StoreError("planted: the answer got lost")
 

@@ -22,7 +22,7 @@ from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import Welcome
 from chaos_lightning.security import certificates, keyfiles, roles
 from chaos_lightning.security.access import TOKEN_KEY
-from chaos_lightning.security.keyfiles import Node
+from chaos_lightning.security.keyfiles import KeyHolder
 from chaos_lightning.security.roles import ANYBODY, MEMBER, OBSERVER, OPERATOR, TOKEN, Right, Rights
 
 CALLS = ("Attend", "Status", "Drain", "ChangeLink", "Reset", "Claim")
@@ -317,7 +317,7 @@ def ring(endpoint: str, what: str, files: dict[str, str], token: str | None = No
 def test_a_service_that_is_added_says_who_may_call_it(tmp_path: Path, ringer: str, refusals: Refusals) -> None:
     """With a role that only it knows; the scheduler's own calls are not for that."""
     keys, bell = Keys(tmp_path / "keys"), Bell()
-    keyfiles.add(keys.folder, Node("r", ringer))
+    keyfiles.add(keys.folder, KeyHolder("r", ringer))
     rights = {"Ring": Right((ringer, MEMBER), with_token=(MEMBER,)), "Listen": Right((OBSERVER,))}
     added = Service(BELL, rights, lambda server: server.add_generic_rpc_handlers((bell,)))
     with serving(answer, token=keys.of("a"), log=refusals, services=[added]) as served:

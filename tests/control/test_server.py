@@ -26,7 +26,7 @@ from chaos_lightning.control.channel import CLIENT_OPTIONS, SERVER_OPTIONS, drai
 from chaos_lightning.control.memory_store import MemoryStore
 from chaos_lightning.control.service_pb2_grpc import SchedulerStub
 from chaos_lightning.control.sqlite_store import SqliteStore
-from chaos_lightning.control.store import Appended, End, Record
+from chaos_lightning.control.store import Appended, End, StoreRecord
 from chaos_lightning.errors import ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.events.events import EventLog, read_events
 from chaos_lightning.membership import effects as fx
@@ -176,7 +176,7 @@ class Journal(MemoryStore):
         self.broken = 0
         self.deposed = False
 
-    def _append(self, record: Record, seen: End, *, cut: bool) -> Appended:
+    def _append(self, record: StoreRecord, seen: End, *, cut: bool) -> Appended:
         assert self.gate.wait(PATIENCE_S)
         if self.broken:
             self.broken -= 1
@@ -271,10 +271,10 @@ def test_the_end_of_a_job_is_owed_for_as_long_as_the_store_is_away(
 ) -> None:
     monkeypatch.setattr("chaos_lightning.control.chain_writer._STORE_PATIENCE_S", 0.0)
     monkeypatch.setattr("chaos_lightning.control.sqlite_store._BUSY_TIMEOUT_S", 0.1)
-    path, tries = tmp_path / "chain.sqlite", Facts[Record]()
+    path, tries = tmp_path / "chain.sqlite", Facts[StoreRecord]()
 
     class Counting(SqliteStore):
-        def _append(self, record: Record, seen: End, *, cut: bool) -> Appended:
+        def _append(self, record: StoreRecord, seen: End, *, cut: bool) -> Appended:
             tries.add(record)
             return super()._append(record, seen, cut=cut)
 
@@ -283,11 +283,11 @@ def test_the_end_of_a_job_is_owed_for_as_long_as_the_store_is_away(
             client.states.wait(lambda s: s == "connected")
             other.execute("BEGIN IMMEDIATE")
             client.agent.send(Leave("x"))
-            tries.wait_for(Record, 2)
+            tries.wait_for(StoreRecord, 2)
             served.server.config = replace(served.server.config, idle_timeout_s=0.05)
             client.close()  # members do not linger for ever
             until(lambda: not fetch_status(served.endpoint)["streams"], "nobody is here")
-            tries.wait_for(Record, len(tries.seen) + 2)
+            tries.wait_for(StoreRecord, len(tries.seen) + 2)
             until(lambda: "database is locked" in fetch_status(served.endpoint)["owed"], "that it says what it owes")
             if not comes_back:
                 served.loop.call_soon_threadsafe(served.server.end, "stopped by SIGTERM")

@@ -28,11 +28,11 @@ from chaos_lightning.control.driver import real_machine
 from chaos_lightning.control.etcd_address import read_address
 from chaos_lightning.control.etcd_servers import EtcdServers
 from chaos_lightning.control.memory_store import MemoryStore
-from chaos_lightning.control.options import Owed, SchedulerOptions, ServerConfig
+from chaos_lightning.control.options import Owed, SchedulerOptions, SchedulerServerConfig
 from chaos_lightning.control.server import CANNOT_LEAD
 from chaos_lightning.control.service_pb2_grpc import SchedulerStub
 from chaos_lightning.control.store import Store
-from chaos_lightning.control.streams import Stream, Streams
+from chaos_lightning.control.streams import MemberStream, Streams
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol import chaos_pb2
 from chaos_lightning.protocol.types import Settings, ViewId
@@ -247,7 +247,9 @@ def test_an_end_that_its_store_has_not_answered_yet_is_owed(monkeypatch: pytest.
 def test_a_process_that_stands_by_again_knows_what_it_owes(monkeypatch: pytest.MonkeyPatch) -> None:
     owed, seen = Owed(fx.Persist(1, "finish", ViewId(1, 1)), "chain", "1.1", "away"), []
 
-    async def serve(config: ServerConfig, *_: Any, on_started: Callable[[Any], None], **__: Any) -> tuple[str, bool]:
+    async def serve(
+        config: SchedulerServerConfig, *_: Any, on_started: Callable[[Any], None], **__: Any
+    ) -> tuple[str, bool]:
         seen.append(config.owed)
         if len(seen) == 1:
             on_started(SimpleNamespace(end=None, status=lambda: dict.fromkeys(STATUS, ""), owed=owed))
@@ -331,7 +333,7 @@ def test_one_that_was_elected_says_that_it_still_takes_the_chain() -> None:
 
 def test_a_member_that_is_not_heard_is_not_present() -> None:
     streams = Streams(print, print, print, hello_timeout_s=1.0, pulses=True)
-    heard, silent = streams.standing[1], streams.standing[2] = Stream(1, "a"), Stream(2, "b")
+    heard, silent = streams.standing[1], streams.standing[2] = MemberStream(1, "a"), MemberStream(2, "b")
     heard.name, silent.name = "a", "b"
     silent.heard -= 2.0
     assert streams.present(1.0) == {"a"}

@@ -31,7 +31,7 @@ from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import Notice, Verdict, Welcome
 from chaos_lightning.security import keyfiles
 from chaos_lightning.security.credentials import Credentials, KeyFolder
-from chaos_lightning.security.keyfiles import Node
+from chaos_lightning.security.keyfiles import KeyHolder
 from chaos_lightning.security.tls_trouble import tls_trouble
 
 
@@ -199,7 +199,7 @@ def test_a_port_that_is_taken_is_named(keys: Keys, scheduler: Served) -> None:
 
 def test_every_address_of_a_name_is_listened_on(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls_proxy, "addresses", lambda host: ("127.0.0.1", "127.0.0.3"))
-    keyfiles.add(keys.folder, Node("a", hosts=("127.0.0.3",)), renew=True)
+    keyfiles.add(keys.folder, KeyHolder("a", hosts=("127.0.0.3",)), renew=True)
     with serving(token=keys.of("a"), host="localhost") as served:
         for address in ("127.0.0.1", "127.0.0.3"):
             assert fetch_status(f"{address}:{served.server.port}", keys.of("b"))["role"] == "leader"
@@ -218,7 +218,7 @@ def test_names_that_the_certificate_is_not_made_for(keys: Keys) -> None:
             fetch_status(place, keys.of("b"))
         with attending(place, token=keys.of("b")) as client:
             assert "not for 127.0.0.2" in client.states.wait(lambda state: state.startswith("failed"))
-        keyfiles.add(keys.folder, Node("a", hosts=("127.0.0.2",)), renew=True)
+        keyfiles.add(keys.folder, KeyHolder("a", hosts=("127.0.0.2",)), renew=True)
         assert fetch_status(place, keys.of("b"))["role"] == "leader"  # nobody was started again
 
 
@@ -426,7 +426,7 @@ def test_new_keys_of_the_same_authority_disturb_nobody(keys: Keys, scheduler: Se
     """Another certificate for the scheduler's node, and the first half of a rotation."""
     with attending(scheduler.endpoint, token=keys.of("b")) as client:
         client.messages.wait_for(Welcome)
-        keyfiles.add(keys.folder, Node("a"), renew=True)
+        keyfiles.add(keys.folder, KeyHolder("a"), renew=True)
         keyfiles.rotate(keys.folder)
         trusted = keys.of("a").keys.current().trusted  # type: ignore[union-attr]
         until(lambda: {g.trusted for g in the_proxy(scheduler)._inside} == {trusted}, "a look at who is in")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from served import attending, serving
 
-from chaos_lightning.control.streams import Stream, Streams
+from chaos_lightning.control.streams import MemberStream, Streams
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.protocol.types import Hello, Leave, Member, NextView, Notice, Settings, View, ViewId, Welcome
 
@@ -35,7 +35,7 @@ def test_keys_that_come_with_messages_to_others_count_for_who_does_not_read(monk
     monkeypatch.setattr("chaos_lightning.control.streams._MAX_OUTBOX", 8)
     write = Streams._write
 
-    async def stuck(streams: Streams, stream: Stream, context: Any) -> None:
+    async def stuck(streams: Streams, stream: MemberStream, context: Any) -> None:
         if stream.number == 1:
             await asyncio.Event().wait()
         await write(streams, stream, context)

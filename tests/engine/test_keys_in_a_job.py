@@ -18,7 +18,7 @@ from chaos_lightning.machine.listener import free_ports
 from chaos_lightning.observe.commands import report
 from chaos_lightning.security import keyfiles
 from chaos_lightning.security.credentials import Credentials, KeyFolder
-from chaos_lightning.security.keyfiles import KEY, NODES, Node
+from chaos_lightning.security.keyfiles import KEY, NODES, KeyHolder
 from chaos_lightning.security.roles import OBSERVER, OPERATOR
 
 SPEC: dict[str, Any] = {"epochs": 1000, "step_s": 0.01}
@@ -27,8 +27,8 @@ SPEC: dict[str, Any] = {"epochs": 1000, "step_s": 0.01}
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
     folder = tmp_path / "keys"
-    nodes = [Node(name) for name in ("scheduler", "s0", "s1", "a", "b", "c")]
-    keyfiles.init(folder, [*nodes, Node("ann", OBSERVER), Node("olga", OPERATOR)])
+    nodes = [KeyHolder(name) for name in ("scheduler", "s0", "s1", "a", "b", "c")]
+    keyfiles.init(folder, [*nodes, KeyHolder("ann", OBSERVER), KeyHolder("olga", OPERATOR)])
     return folder
 
 

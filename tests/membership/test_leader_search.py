@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from chaos_lightning.membership.leader_search import LONGEST_PAUSE_S, PULSE_TIMEOUT_S, Attempt, LeaderSearch
+from chaos_lightning.membership.leader_search import LONGEST_PAUSE_S, PULSE_TIMEOUT_S, Conversation, LeaderSearch
 
-NOBODY, ANSWERED, SILENT = Attempt(), Attempt(answered=True), Attempt(silent=True)
+NOBODY, ANSWERED, SILENT = Conversation(), Conversation(answered=True), Conversation(silent=True)
 
 
-def names(leader: str) -> Attempt:
-    return Attempt(standby=True, leader=leader)
+def names(leader: str) -> Conversation:
+    return Conversation(standby=True, leader=leader)
 
 
 def test_the_only_scheduler_is_asked_ever_more_seldom_and_soon_again_once_it_answers() -> None:
@@ -51,7 +51,7 @@ def test_a_silent_one_is_left_alone_for_a_while_though_others_name_it() -> None:
 
 
 @pytest.mark.parametrize("attempt", [ANSWERED, names("")], ids=["answers", "stands by"])
-def test_a_word_makes_up_for_silence(attempt: Attempt) -> None:
+def test_a_word_makes_up_for_silence(attempt: Conversation) -> None:
     search = LeaderSearch(["a", "b"])
     search.ended(SILENT, 0.0, 1.0)
     search.ended(names("a"), 1.0, 1.0)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from membership_script import contribution, header_after, member
 
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.member import MemberMachine, Phase
+from chaos_lightning.membership.member import MemberMachine, MemberPhase
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
@@ -95,17 +95,17 @@ class Watch:
     def feed(self, event: fx.MemberEvent | Kind) -> None:
         machine = self.machine
         if isinstance(event, Kind):
-            if machine.phase is not Phase.ACTIVE or machine.view is None:
+            if machine.phase is not MemberPhase.ACTIVE or machine.view is None:
                 return
             mine = contribution(machine.view, machine.header, event, ME)
             event = fx.Contribute(replace(mine, view=NO_VIEW))
-        promised, loading = machine.promised, machine.phase is Phase.LOADING
+        promised, loading = machine.promised, machine.phase is MemberPhase.LOADING
         self.at = machine.seq
         for effect in machine.on(0.0, event):
             self.check(effect, promised)
         machine.validate_state()
         assert machine.promised >= promised
-        if loading or machine.phase is Phase.LOADING:
+        if loading or machine.phase is MemberPhase.LOADING:
             self.head = machine.header.hash  # a pulled state is another beginning
 
     def check(self, effect: fx.MemberEffect, promised: ViewId) -> None:
@@ -160,4 +160,4 @@ def test_one_that_stands_in_a_view_and_is_taken_for_another_process_begins_anew(
     (ejected,) = [effect for effect in effects if isinstance(effect, fx.Ejected)]
     assert ejected.rejoin
     assert ejected.reason == "the scheduler takes b~2 in view 1.1 for another process: it welcomes z~9"
-    assert machine.phase is Phase.GONE
+    assert machine.phase is MemberPhase.GONE

@@ -8,8 +8,8 @@ import pytest
 from rebuilding_talk import ABC, GRACE_S, HEAD, NAMES, Talk, hello, view
 
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.desk import SchedulerPhase
 from chaos_lightning.membership.member import MemberMachine
-from chaos_lightning.membership.scheduler import Phase
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
@@ -137,7 +137,7 @@ def test_who_was_put_out_comes_again_and_still_knows_what_was_in_the_jobs_store(
     assert again.promised == NO_VIEW
     talk = Talk(rebuild=False, chain=stored(A, chain=X, term=3))
     talk.comes(replace(hello("a", new=True), **again.knowledge()))
-    assert talk.machine.phase is Phase.STALE
+    assert talk.machine.phase is SchedulerPhase.STALE
     again.on(2.0, fx.ControlIn(Welcome(NAMES["d"], 1, "joiner", "", *beats, chain=Y)))
     assert again.knowledge()["known"] == NO_VIEW, "it is of another chain now"
 
@@ -146,7 +146,7 @@ def test_a_member_of_the_last_stored_view_that_stands_in_a_later_one_stops_every
     """The attack: the copy knows {A}, A went on to a view with B and C, froze, and is the first that comes."""
     talk = Talk(rebuild=False, chain=stored(A, chain=X))
     talk.comes(says_hello("a", view(3, 1, "abc")))
-    assert talk.machine.phase is Phase.STALE
+    assert talk.machine.phase is SchedulerPhase.STALE
     (refused,) = talk.heard("a", Refused)
     assert refused.retry  # type: ignore[attr-defined]
     for word in ("a~1", "view 1.3", X[:8], "view 1.1", "--rebuild"):
@@ -160,7 +160,7 @@ def test_a_member_of_the_last_stored_view_that_stands_in_a_later_one_stops_every
 def test_a_number_that_a_member_was_told_of_or_has_promised_is_as_good_as_a_view(known: ViewId) -> None:
     talk = Talk(rebuild=False, chain=stored(A, AB, chain=X, term=3))
     talk.comes(says_hello("a", AB, known=known))
-    assert talk.machine.phase is Phase.STALE
+    assert talk.machine.phase is SchedulerPhase.STALE
 
 
 def test_a_recovery_that_is_under_way_stops_when_somebody_knows_more() -> None:
@@ -169,10 +169,10 @@ def test_a_recovery_that_is_under_way_stops_when_somebody_knows_more() -> None:
         talk.comes(says_hello(name, AB))
         talk.says(name, Entered(AB.id, HEAD.seq, HEAD.step, HEAD.hash, chain=X))
     talk.feed(fx.Gone("b~2", "its process is gone"))
-    assert talk.machine.phase is Phase.PREPARING
+    assert talk.machine.phase is SchedulerPhase.PREPARING
     before = len(talk.stored)
     talk.comes(says_hello("c", view(5, 4, "bcd")))
-    assert talk.machine.phase is Phase.STALE
+    assert talk.machine.phase is SchedulerPhase.STALE
     talk.says("a", Heartbeat(AB.id, HEAD.seq, HEAD.step, chain=X))
     talk.passes(10 * GRACE_S)
     assert len(talk.stored) == before
@@ -189,18 +189,18 @@ def test_what_a_member_learns_later_counts_as_well(by: str) -> None:
         Heartbeat(AB.id, 2, 1, chain=X, known=later) if by == "heartbeat" else Entered(later, 2, 1, HEAD.hash, chain=X)
     )
     talk.says("a", told)
-    assert talk.machine.phase is Phase.STALE
+    assert talk.machine.phase is SchedulerPhase.STALE
     assert "view 1.3" in talk.reason
 
 
 def test_a_term_that_another_scheduler_took_before_shows_a_copy() -> None:
     talk = Talk(rebuild=False, chain=stored(A, chain=X, term=2))
     talk.comes(says_hello("a", A, term=2))
-    assert talk.machine.phase is Phase.STALE
+    assert talk.machine.phase is SchedulerPhase.STALE
     again = Talk(rebuild=False, chain=stored(A, chain=X, term=2))
     again.comes(says_hello("a", A, term=1))
     again.comes(says_hello("a", A, term=2))  # it has heard of it here, and its stream broke
-    assert again.machine.phase is Phase.RUNNING
+    assert again.machine.phase is SchedulerPhase.RUNNING
 
 
 # ------------------------------------------------------------------------------------------------ hearing first
@@ -216,7 +216,7 @@ def test_a_scheduler_that_has_just_started_decides_nothing_before_all_could_come
     assert talk.said.get(talk.conns["a"], []) == []
     assert "listens" in talk.reason
     talk.comes(says_hello("c", view(4, 3, "bcd")))
-    assert talk.machine.phase is Phase.STALE
+    assert talk.machine.phase is SchedulerPhase.STALE
     assert talk.heard("a", Refused)
 
 
@@ -249,7 +249,7 @@ def test_a_stale_store_is_rebuilt_on_the_operators_word_and_keeps_what_it_has() 
     later = of(X, view(6, 5, "bcd"))
     talk = Talk(chain=stored(A, AB, chain=X, rebuild=True))
     talk.comes(says_hello("b", later))
-    assert talk.machine.phase is Phase.REBUILDING
+    assert talk.machine.phase is SchedulerPhase.REBUILDING
     assert talk.conns["b"] in talk.closed
     for name in "bcd":
         talk.comes(says_hello(name, later))
@@ -303,7 +303,7 @@ def test_the_operators_word_is_used_up_once_the_job_goes_on_by_the_chain_as_it_i
         talk.says(name, Entered(AB.id, 50, 50, HEAD.hash, chain=X))
     talk.passes(5.0)
     talk.comes(says_hello("d", view(9, 2, "d")))
-    assert talk.machine.phase is Phase.STALE
+    assert talk.machine.phase is SchedulerPhase.STALE
     assert "an older copy, or another scheduler leads: d~4 knows of view 1.9" in talk.reason
     assert not any(talk.heard(name, kind) for name in "ab" for kind in HARM)
     assert all(talk.heard(name, Refused) for name in "ab")
@@ -322,7 +322,7 @@ def test_the_operators_word_is_used_up_by_the_rebuilt_chain() -> None:
     for name in "ab":
         talk.says(name, Entered(rebuilt.id, HEAD.seq, HEAD.step, HEAD.hash, chain=X))
     talk.comes(says_hello("d", replace(view(9, 2, "d"), id=ViewId(7, 9)), term=7))
-    assert talk.machine.phase is Phase.STALE
+    assert talk.machine.phase is SchedulerPhase.STALE
     assert not any(talk.heard(name, Fence) for name in "ab")
 
 
@@ -355,4 +355,4 @@ def test_what_lies_before_a_rebuilt_view_is_over_and_not_lacking() -> None:
     talk = Talk(rebuild=False, chain=stored(A, AB, first, chain=X, term=3))
     talk.comes(says_hello("d", view(9, 8, "d")))
     assert talk.heard("d", Fence)
-    assert talk.machine.phase is Phase.RUNNING
+    assert talk.machine.phase is SchedulerPhase.RUNNING

@@ -9,9 +9,9 @@ from membership_script import header_after
 from rebuilding_talk import ABC, ABCD, GRACE_S, HEAD, NAMES, Talk, half_promised, hello, view
 
 from chaos_lightning.membership import effects as fx
+from chaos_lightning.membership.desk import SchedulerPhase
 from chaos_lightning.membership.identity import KNOCKS_S
 from chaos_lightning.membership.member import MemberMachine
-from chaos_lightning.membership.scheduler import Phase
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
@@ -148,10 +148,10 @@ def test_one_that_knows_a_later_view_comes_while_the_others_promise() -> None:
     for name in "ab":
         talk.reports(name, ABC)
     talk.passes(1.1 * GRACE_S)
-    assert talk.machine.phase is Phase.PREPARING
+    assert talk.machine.phase is SchedulerPhase.PREPARING
     talk.promises("a", ABC)
     talk.reports("c", later)
-    assert talk.machine.phase is Phase.REBUILDING
+    assert talk.machine.phase is SchedulerPhase.REBUILDING
     assert "2 of the 2 members of view 1.5 must report; 1 did (c~3)" in talk.reason
     talk.promises("b", ABC)
     assert not talk.views()
@@ -207,7 +207,7 @@ def test_who_came_and_did_not_tell_what_it_knows_is_absent_until_it_comes_again(
     assert talk.heard("c", Recall)
     del talk.conns["c"]
     talk.passes(1.1 * GRACE_S)
-    assert talk.machine.phase is Phase.PREPARING
+    assert talk.machine.phase is SchedulerPhase.PREPARING
     assert silent in talk.closed
     talk.reports("c", ABC)
     for name in "abc":
@@ -218,7 +218,7 @@ def test_who_came_and_did_not_tell_what_it_knows_is_absent_until_it_comes_again(
 def test_too_few_are_left_while_they_promise() -> None:
     talk = half_promised()
     talk.feed(fx.Closed(talk.conns.pop("b"), False))
-    assert talk.machine.phase is Phase.REBUILDING
+    assert talk.machine.phase is SchedulerPhase.REBUILDING
     assert not talk.views()
     talk.reports("c", ABC)
     for name in "ac":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rebuilding_talk import ABC, GRACE_S, HEAD, NAMES, Talk, half_promised, hello, view
 
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.scheduler import Phase
+from chaos_lightning.membership.desk import SchedulerPhase
 from chaos_lightning.protocol.types import (
     GENESIS,
     Fence,
@@ -39,15 +39,15 @@ def test_who_was_put_out_while_newcomers_are_waited_for_is_no_reporter_any_more(
     assert talk.heard("c", Fence)
     for name in "ab":
         talk.promises(name, ABC)
-    assert talk.machine.phase is Phase.HOLDING
+    assert talk.machine.phase is SchedulerPhase.HOLDING
     talk.feed(fx.Closed(talk.conns.pop("b"), False))
-    assert talk.machine.phase is Phase.REBUILDING
+    assert talk.machine.phase is SchedulerPhase.REBUILDING
     assert "1 did (a~1). Missing: b~2 at 127.0.0.1, c~3 at 127.0.0.1" in talk.reason
     talk.reports("b", ABC)
     talk.passes(1.1 * GRACE_S)
     for name in "ab":
         talk.promises(name, ABC)
-    assert talk.machine.phase is Phase.HOLDING
+    assert talk.machine.phase is SchedulerPhase.HOLDING
     talk.comes(hello("c", new=True))
     (welcome,) = talk.heard("c", Welcome)
     for name in "ab":
@@ -61,7 +61,7 @@ def test_one_that_falls_silent_on_a_stream_that_stands_counts_again_when_it_spea
     talk = half_promised()
     frozen = talk.conns.pop("b")
     talk.passes(talk.machine.settings.hang_timeout_s + 2.0)
-    assert talk.machine.phase is Phase.REBUILDING
+    assert talk.machine.phase is SchedulerPhase.REBUILDING
     assert "1 did (a~1)" in talk.reason
     assert len(talk.stored) < 4
     talk.conns["b"] = frozen
@@ -110,9 +110,9 @@ def test_one_that_beats_and_does_not_answer_is_waited_for_a_while_and_named() ->
     assert not talk.views()
     assert f"d~4 must tell what they know: they were asked, and are waited for, for {limit:g} s" in talk.reason
     talk.passes(0.6)
-    assert talk.machine.phase is Phase.PREPARING
+    assert talk.machine.phase is SchedulerPhase.PREPARING
     talk.comes(hello("d", view(2, 1, "abd")))
-    assert talk.machine.phase is Phase.PREPARING, "it had its time"
+    assert talk.machine.phase is SchedulerPhase.PREPARING, "it had its time"
     for name in "ab":
         talk.promises(name, ABC)
     assert talk.views()[0].ids() == ("a~1", "b~2")
@@ -126,7 +126,7 @@ def test_one_that_does_not_answer_and_is_needed_is_named() -> None:
     talk.passes(talk.machine.settings.report_timeout_s + GRACE_S)
     assert "Missing: b~2 at 127.0.0.1 (it is connected, but does not answer), c~3" in talk.reason
     talk.says("b", RebuildReport(ABC, None, ABC.id))
-    assert talk.machine.phase is Phase.PREPARING
+    assert talk.machine.phase is SchedulerPhase.PREPARING
 
 
 def test_one_that_is_drained_before_it_has_told_where_it_stands_stays_all_the_same() -> None:

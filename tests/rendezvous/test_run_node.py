@@ -80,7 +80,7 @@ class Room:
         given = run.parser().parse_args([*arguments, str(WORKER), str(self._folder / "worker"), "leave"])
         given.master_port = 29500
         config, entrypoint, command = config_from_args(given)
-        node = run.Node(config, given, entrypoint, command)
+        node = run.NodeWorkers(config, given, entrypoint, command)
         node._say = self.said.append  # type: ignore[method-assign]
         errors: list[BaseException] = []
 

@@ -32,7 +32,7 @@ from chaos_lightning.machine.process_table import start_time
 from chaos_lightning.membership.effects import Persist
 from chaos_lightning.protocol.types import NO_VIEW, Settings, View, ViewId
 from chaos_lightning.security.credentials import Credentials
-from chaos_lightning.security.keyfiles import NODES, Node, init
+from chaos_lightning.security.keyfiles import NODES, KeyHolder, init
 from chaos_lightning.security.roles import OBSERVER
 
 HERE = Path(__file__).resolve().parent
@@ -203,7 +203,7 @@ def test_agents_with_keys_meet_over_tls(
 ) -> None:
     """The token in their environment is not used then, and opens nothing."""
     keys = tmp_path / "keys"
-    init(keys, [Node("one"), Node("two"), Node("ann", OBSERVER)])
+    init(keys, [KeyHolder("one"), KeyHolder("two"), KeyHolder("ann", OBSERVER)])
     first = torchrun(conf=f"node=one,keys_dir={keys / NODES / 'one'}", nodes="1:2")
     first.wait("view")
     second = torchrun(conf=f"node=two,keys_dir={os.path.relpath(keys / NODES / 'two')}", nodes="1:2")

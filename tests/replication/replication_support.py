@@ -17,10 +17,10 @@ from chaos_lightning.replication import (
     ModuleState,
     PullConfig,
     PullReport,
-    ServerConfig,
     SourceStats,
     StateAccess,
     StateServer,
+    StateServerConfig,
     TransferPolicy,
     pull_state,
 )
@@ -124,14 +124,14 @@ class ThreadDonor:
         self.acceptor.close()
 
 
-def start_donor(member: str, config: ServerConfig | None = None) -> ThreadDonor:
+def start_donor(member: str, config: StateServerConfig | None = None) -> ThreadDonor:
     server = StateServer(config)
     endings: list[str] = []
     return ThreadDonor(member, server, Acceptor(lambda sock: endings.append(server.serve(sock, "joiner"))), endings)
 
 
 @contextlib.contextmanager
-def donors(*members: str, config: ServerConfig | None = None) -> Iterator[list[ThreadDonor]]:
+def donors(*members: str, config: StateServerConfig | None = None) -> Iterator[list[ThreadDonor]]:
     """Running donors that have not published anything yet."""
     started = [start_donor(m, config) for m in members]
     try:
@@ -142,7 +142,7 @@ def donors(*members: str, config: ServerConfig | None = None) -> Iterator[list[T
 
 
 @contextlib.contextmanager
-def publishing(state: Any, *members: str, config: ServerConfig | None = None) -> Iterator[list[ThreadDonor]]:
+def publishing(state: Any, *members: str, config: StateServerConfig | None = None) -> Iterator[list[ThreadDonor]]:
     """Running donors that all serve this very state at HEAD."""
     with donors(*members, config=config) as started:
         for donor in started:

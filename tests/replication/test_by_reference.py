@@ -13,7 +13,7 @@ from replication_support import HEAD, LIMIT_S, OTHER, SEQ, ThreadDonor, dial, do
 
 from chaos_lightning.errors import StateError, WireError
 from chaos_lightning.protocol.types import NO_VIEW
-from chaos_lightning.replication import PullConfig, PullReport, ServerConfig, pull_state
+from chaos_lightning.replication import PullConfig, PullReport, StateServerConfig, pull_state
 from chaos_lightning.replication import state_reader as reading
 from chaos_lightning.replication.bulk import BulkSocket
 from chaos_lightning.replication.by_reference import Buffers, Lender, Places
@@ -41,7 +41,7 @@ def hurried(server: StateServer, hold_s: float = LIMIT_S) -> None:
 
 @contextlib.contextmanager
 def lending(*members: str, hold_s: float = LIMIT_S) -> Iterator[list[ThreadDonor]]:
-    with donors(*members, config=ServerConfig(pending_interval_s=0.01)) as started:
+    with donors(*members, config=StateServerConfig(pending_interval_s=0.01)) as started:
         for donor in started:
             lend(donor.server)
             hurried(donor.server, hold_s)

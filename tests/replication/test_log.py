@@ -21,7 +21,7 @@ from chaos_lightning.replication import log_reader
 from chaos_lightning.replication.by_reference import Lender
 from chaos_lightning.replication.log import SlotLog
 from chaos_lightning.replication.log_reader import LogReader, _shares
-from chaos_lightning.replication.server import ServerConfig
+from chaos_lightning.replication.server import StateServerConfig
 from chaos_lightning.transport.reference import Generation
 
 NBYTES = 4096
@@ -76,7 +76,7 @@ def reader_of(started: Sequence[ThreadDonor], *, buffers: int = 3, by_reference:
 
 @pytest.fixture
 def three() -> Iterator[list[ThreadDonor]]:
-    with donors("a", "b", "c", config=ServerConfig(pending_interval_s=0.01)) as started:
+    with donors("a", "b", "c", config=StateServerConfig(pending_interval_s=0.01)) as started:
         yield started
 
 

@@ -7,7 +7,7 @@ from replication_support import LIMIT_S, Proxy, donors
 from test_log import chain, keep, read, reader_of, reduced
 
 from chaos_lightning.replication import log_reader
-from chaos_lightning.replication.server import ServerConfig
+from chaos_lightning.replication.server import StateServerConfig
 
 AT = 600
 """Byte of the first donor's stream that is changed: in its first answers, whichever way the bytes travel."""
@@ -30,7 +30,7 @@ class Damage:
 def test_a_damaged_entry_is_never_applied(others: str, inline_nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_reader, "INLINE_NBYTES", inline_nbytes)
     headers, damage = chain(12), Damage()
-    with donors("a", *others, config=ServerConfig(pending_interval_s=0.01)) as started:
+    with donors("a", *others, config=StateServerConfig(pending_interval_s=0.01)) as started:
         for donor in started:
             for header in headers:
                 keep(donor.server.log, header)

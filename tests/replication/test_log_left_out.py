@@ -10,14 +10,14 @@ from test_log import chain, keep, read, reader_of
 
 from chaos_lightning.replication import log as log_module
 from chaos_lightning.replication.log import SlotLog
-from chaos_lightning.replication.server import ServerConfig
+from chaos_lightning.replication.server import StateServerConfig
 
 
 @pytest.mark.parametrize("last", [4, 2])
 def test_whoever_asks_for_an_entry_that_was_left_out_hears_why(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if it is the last one; nobody waits for the next commit to learn that this one will not come."""
     monkeypatch.setattr(log_module, "AT_ONCE_NBYTES", 0)  # as if slots were large
-    with donors("a", config=ServerConfig(pending_interval_s=0.01)) as started:
+    with donors("a", config=StateServerConfig(pending_interval_s=0.01)) as started:
         for header in chain(last):
             keep(started[0].server.log, header, still=header.seq != 2)
         reader = reader_of(started)
@@ -50,7 +50,7 @@ def test_who_settles_has_the_last_slot_copied_at_once(
 
 
 def test_whoever_asks_a_log_that_was_ended_hears_so() -> None:
-    with donors("a", config=ServerConfig(pending_interval_s=0.01)) as started:
+    with donors("a", config=StateServerConfig(pending_interval_s=0.01)) as started:
         server = started[0].server
         for header in chain(3):
             keep(server.log, header)

@@ -12,7 +12,7 @@ from replication_support import LIMIT_S, Plain, dial, listen, numbered, start_do
 
 from chaos_lightning.errors import ChaosError, StateError
 from chaos_lightning.member.connection_pool import ConnectionPool
-from chaos_lightning.replication import Endpoint, PullConfig, ServerConfig, StateServer, pull_state, state_hash
+from chaos_lightning.replication import Endpoint, PullConfig, StateServer, StateServerConfig, pull_state, state_hash
 from chaos_lightning.replication.bulk import named_head
 
 CONFIG = PullConfig(deadline_s=LIMIT_S, request_nbytes=1 << 16)
@@ -27,7 +27,7 @@ def pulled(endpoint: Endpoint, name: str, version: int) -> Plain:
 def test_several_versions_of_several_states_are_served_side_by_side() -> None:
     """As a parameter server would: outer parameters of two models, while slower clusters still pull older ones."""
     states = {(name, v): numbered(3, 20_000, seed=10 * v + len(name)) for name in ("outer", "teacher") for v in (0, 1)}
-    donor = start_donor("server", ServerConfig(publish_timeout_s=0.3))
+    donor = start_donor("server", StateServerConfig(publish_timeout_s=0.3))
     with closing(donor):
         for (name, version), state in states.items():
             donor.server.hold(name, version, state.tensors(), state.manifest())

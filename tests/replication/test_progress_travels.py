@@ -5,13 +5,13 @@ from __future__ import annotations
 from chaos_lightning.protocol.codec import wrap_from_member
 from chaos_lightning.protocol.types import Progress
 from chaos_lightning.replication.policy import SourceStats
-from chaos_lightning.replication.session import Meter
+from chaos_lightning.replication.session import PullMeter
 
 
 def test_progress_before_anything_was_measured() -> None:
     """The sum of no rates was a whole number, which the codec refuses: every pull with a listener ended there."""
     said: list[Progress] = []
-    meter = Meter(100, 0, said.append)
+    meter = PullMeter(100, 0, said.append)
     meter(0, {})
     meter(40, {"a~1": SourceStats()})
     for now in said:

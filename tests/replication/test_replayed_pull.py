@@ -10,7 +10,7 @@ import torch
 from replication_support import HEAD, LIMIT_S, SEQ, Plain, dial, numbered, publishing
 
 from chaos_lightning.errors import StateError
-from chaos_lightning.replication import Endpoint, PullConfig, PullReport, ServerConfig, pull_state, state_hash
+from chaos_lightning.replication import Endpoint, PullConfig, PullReport, StateServerConfig, pull_state, state_hash
 from chaos_lightning.replication.hashing import Own, hash_regions
 from chaos_lightning.replication.memory import region
 from chaos_lightning.replication.table import build_table, hash_region
@@ -68,7 +68,7 @@ def test_tensors_that_only_the_manifest_has_are_pulled() -> None:
 
 def test_the_first_donor_may_be_dead() -> None:
     state, mine = numbered(2, SIZE, seed=1), numbered(2, SIZE, seed=1)
-    with publishing(state, "a", "b", config=ServerConfig(pending_interval_s=0.01)) as started:
+    with publishing(state, "a", "b", config=StateServerConfig(pending_interval_s=0.01)) as started:
         endpoints = [d.endpoint for d in started]
         started[0].close()
         report = prove(started, mine, endpoints)

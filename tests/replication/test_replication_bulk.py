@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from replication_support import HEAD, LIMIT_S, SEQ, Acceptor, dial, numbered, publishing
 
 from chaos_lightning.errors import StateError, WireError
-from chaos_lightning.replication import PullConfig, ServerConfig, StateServer, pull_state, state_hash
+from chaos_lightning.replication import PullConfig, StateServer, StateServerConfig, pull_state, state_hash
 from chaos_lightning.replication.bulk import _LIMITS as LIMITS
 from chaos_lightning.replication.bulk import (
     HEADER_NBYTES,
     MAX_CONTROL_NBYTES,
     MAX_RANGE_NBYTES,
     UNSUMMED,
+    BulkFrame,
     BulkSocket,
-    Frame,
     Type,
     decode,
     reply,
@@ -33,7 +33,7 @@ from chaos_lightning.replication.bulk import (
 
 CONTROL = [Type.DIGEST, Type.TABLE, Type.MANIFEST]
 FRAMES = st.builds(
-    Frame,
+    BulkFrame,
     type=st.sampled_from(Type),
     head=st.binary(min_size=8, max_size=8).map(bytes.hex),
     seq=st.integers(0, 2**64 - 1),
@@ -61,13 +61,13 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 @settings(deadline=None)
 @given(FRAMES)
-def test_a_header_comes_back(frame: Frame) -> None:
+def test_a_header_comes_back(frame: BulkFrame) -> None:
     assert decode(frame.encode()) == frame
 
 
 @settings(deadline=None)
 @given(FRAMES, st.integers(0, HEADER_NBYTES - 1), st.integers(0, 7))
-def test_a_flipped_bit_in_a_header_is_noticed(frame: Frame, at: int, bit: int) -> None:
+def test_a_flipped_bit_in_a_header_is_noticed(frame: BulkFrame, at: int, bit: int) -> None:
     data = bytearray(frame.encode())
     data[at] ^= 1 << bit
     with pytest.raises(WireError):
@@ -104,12 +104,12 @@ def test_limits_are_checked_before_anything_is_allocated(data: bytes, words: str
 @pytest.mark.parametrize("head", ["", "xyz", "0123456789abcde", "0123456789ABCDEF", "g" * 16])
 def test_a_head_is_a_headers_hash(head: str) -> None:
     with pytest.raises(ValueError, match="hex"):
-        Frame(Type.DATA, head, 0).encode()
+        BulkFrame(Type.DATA, head, 0).encode()
 
 
 def test_memory_grows_with_what_arrives_and_not_with_what_is_claimed() -> None:
     with pair() as (near, far):
-        far.sendall(Frame(Type.TABLE, HEAD, SEQ, 0, MAX_CONTROL_NBYTES).encode() + b"x" * 100)
+        far.sendall(BulkFrame(Type.TABLE, HEAD, SEQ, 0, MAX_CONTROL_NBYTES).encode() + b"x" * 100)
         far.close()
         channel = BulkSocket(near, stall_timeout_s=LIMIT_S)
         frame = channel.receive_header()
@@ -161,7 +161,7 @@ def test_many_buffers_at_once(sizes: list[int]) -> None:
         targets.append(bytearray(size))
         at += size
     with pair() as (near, far):
-        frame = Frame(Type.DATA, HEAD, SEQ, 0, at)
+        frame = BulkFrame(Type.DATA, HEAD, SEQ, 0, at)
         sender = threading.Thread(target=lambda: BulkSocket(far, stall_timeout_s=LIMIT_S).send(frame, parts))
         sender.start()
         channel = BulkSocket(near, stall_timeout_s=LIMIT_S)
@@ -175,7 +175,7 @@ def test_many_buffers_at_once(sizes: list[int]) -> None:
 
 NONSENSE = st.lists(
     st.binary(max_size=200)
-    | FRAMES.map(Frame.encode)
+    | FRAMES.map(BulkFrame.encode)
     | st.builds(lambda f, tail: f.encode() + tail, FRAMES, st.binary()),
     max_size=5,
 ).map(b"".join)
@@ -184,7 +184,7 @@ NONSENSE = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(NONSENSE)
 def test_a_server_survives_a_peer_that_speaks_nonsense(data: bytes) -> None:
-    server = StateServer(ServerConfig(publish_timeout_s=0.01, idle_timeout_s=LIMIT_S, stall_timeout_s=LIMIT_S))
+    server = StateServer(StateServerConfig(publish_timeout_s=0.01, idle_timeout_s=LIMIT_S, stall_timeout_s=LIMIT_S))
     state = numbered(2, 10)
     server.publish(HEAD, SEQ, state.tensors(), {})
     near, far = socket.socketpair()
@@ -279,7 +279,7 @@ def test_a_malformed_digest(text: bytes) -> None:
 # --- the serving side ------------------------------------------------------------------------------------------------
 
 
-def ask(server: StateServer, *requests: Frame) -> list[tuple[Frame, bytes]]:
+def ask(server: StateServer, *requests: BulkFrame) -> list[tuple[BulkFrame, bytes]]:
     """Send all requests at once, return all replies."""
     near, far = socket.socketpair()
     with near:
@@ -305,9 +305,9 @@ def test_pipelined_requests_are_answered_in_order() -> None:
     whole = b"".join(t.numpy().tobytes() for _, t in state.tensors())
     replies = ask(
         server,
-        Frame(Type.GET_STATE, HEAD, SEQ, 390, 420),
-        Frame(Type.GET_MANIFEST, HEAD, SEQ),
-        Frame(Type.GET_STATE, HEAD, SEQ, 0, 1200),
+        BulkFrame(Type.GET_STATE, HEAD, SEQ, 390, 420),
+        BulkFrame(Type.GET_MANIFEST, HEAD, SEQ),
+        BulkFrame(Type.GET_STATE, HEAD, SEQ, 0, 1200),
     )
     assert [frame.type for frame, _ in replies] == [Type.DATA, Type.MANIFEST, Type.DATA]
     assert replies[0][1] == whole[390:810]
@@ -323,10 +323,10 @@ def test_ranges_outside_are_refused_and_the_connection_goes_on() -> None:
     server.publish_result(SEQ, HEAD, torch.arange(100, dtype=torch.uint8), [(0, 10), (10, 20), (50, 60)])
     replies = ask(
         server,
-        Frame(Type.GET_STATE, HEAD, SEQ, 390, 20),
-        Frame(Type.GET_STATE, HEAD, SEQ, 0, 0),
-        Frame(Type.GET_RESULT, HEAD, SEQ, 15, 10),
-        Frame(Type.GET_RESULT, HEAD, SEQ, 5, 10),
+        BulkFrame(Type.GET_STATE, HEAD, SEQ, 390, 20),
+        BulkFrame(Type.GET_STATE, HEAD, SEQ, 0, 0),
+        BulkFrame(Type.GET_RESULT, HEAD, SEQ, 15, 10),
+        BulkFrame(Type.GET_RESULT, HEAD, SEQ, 5, 10),
     )
     assert [frame.type for frame, _ in replies] == [Type.REFUSED] * 3 + [Type.DATA]
     assert b"outside the 400 bytes" in replies[0][1]
@@ -335,11 +335,11 @@ def test_ranges_outside_are_refused_and_the_connection_goes_on() -> None:
 
 
 def test_results_of_the_last_slots_are_kept_and_withdrawn() -> None:
-    server = StateServer(ServerConfig(results_kept=2))
+    server = StateServer(StateServerConfig(results_kept=2))
     heads = [f"{i:016x}" for i in range(4)]
     for seq in (1, 2, 3):
         server.publish_result(seq, heads[seq], torch.full((4,), seq, dtype=torch.uint8), [(0, 4)])
-    gets = [Frame(Type.GET_RESULT, heads[seq], seq, 0, 4) for seq in (1, 2, 3)]
+    gets = [BulkFrame(Type.GET_RESULT, heads[seq], seq, 0, 4) for seq in (1, 2, 3)]
     assert [payload[:1] for _, payload in ask(server, *gets)][1:] == [b"\2", b"\3"]
     server.withdraw(before=3)
     replies = ask(server, *gets)
@@ -350,13 +350,13 @@ def test_results_of_the_last_slots_are_kept_and_withdrawn() -> None:
 
 
 def test_closing_wakes_a_waiting_peer_and_ends_its_thread() -> None:
-    server = StateServer(ServerConfig(publish_timeout_s=LIMIT_S, pending_interval_s=0.02))
+    server = StateServer(StateServerConfig(publish_timeout_s=LIMIT_S, pending_interval_s=0.02))
     near, far = socket.socketpair()
     with near:
         thread = threading.Thread(target=server.serve, args=(far, "peer"))
         thread.start()
         channel = BulkSocket(near, stall_timeout_s=LIMIT_S)
-        channel.send(Frame(Type.GET_DIGEST, HEAD, SEQ))
+        channel.send(BulkFrame(Type.GET_DIGEST, HEAD, SEQ))
         pending = channel.receive_header()
         assert pending is not None
         assert pending.type is Type.PENDING
@@ -369,7 +369,7 @@ def test_closing_wakes_a_waiting_peer_and_ends_its_thread() -> None:
 
 
 def test_a_peer_that_never_asks_is_dropped() -> None:
-    server = StateServer(ServerConfig(idle_timeout_s=0.01))
+    server = StateServer(StateServerConfig(idle_timeout_s=0.01))
     near, far = socket.socketpair()
     with near:
         assert server.serve(far, "peer") == "peer was silent for too long"
@@ -378,7 +378,7 @@ def test_a_peer_that_never_asks_is_dropped() -> None:
 def test_replies_in_place_of_requests_are_refused() -> None:
     near, far = socket.socketpair()
     with near:
-        near.sendall(Frame(Type.PENDING, HEAD, SEQ).encode())
+        near.sendall(BulkFrame(Type.PENDING, HEAD, SEQ).encode())
         assert "sent PENDING where a request was expected" in StateServer().serve(far, "peer")
 
 
@@ -390,4 +390,4 @@ def test_odd_results_are_refused() -> None:
         server.publish_result(SEQ, HEAD, torch.zeros(4, dtype=torch.uint8), [(0, 5)])
     for wrong in ({"idle_timeout_s": 0}, {"results_kept": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            ServerConfig(**wrong)  # type: ignore[arg-type]
+            StateServerConfig(**wrong)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ from chaos_lightning.replication import (
     Endpoint,
     ModuleState,
     PullConfig,
-    ServerConfig,
+    StateServerConfig,
     build_table,
     bulk,
     pull_result,
@@ -54,7 +54,7 @@ def _doomed(pipe: Connection) -> None:
     donor.server.publish(HEAD, SEQ, state.tensors(), state.manifest())
     send, ranges = bulk.BulkSocket.send, 0
 
-    def send_or_die(self: bulk.BulkSocket, frame: bulk.Frame, payload: Sequence[memoryview | bytes] = ()) -> None:
+    def send_or_die(self: bulk.BulkSocket, frame: bulk.BulkFrame, payload: Sequence[memoryview | bytes] = ()) -> None:
         nonlocal ranges
         if frame.type is bulk.Type.DATA:
             ranges += 1
@@ -207,14 +207,14 @@ def test_a_dial_that_hangs_holds_nobody_up() -> None:
 
 
 def test_deadline_names_who_was_waited_for() -> None:
-    config = ServerConfig(pending_interval_s=0.02)
+    config = StateServerConfig(pending_interval_s=0.02)
     with donors("late", config=config) as started, pytest.raises(DeadlineError, match=r"waiting for late.*join again"):
         pull([started[0].endpoint], numbered(1, 1), PullConfig(deadline_s=0.3))
 
 
 def test_a_donor_that_is_late_is_not_waited_for_for_ever() -> None:
     theirs, mine = numbered(5, 10_000), numbered(5, 10_000, seed=1)
-    config = ServerConfig(publish_timeout_s=LIMIT_S, pending_interval_s=0.02)
+    config = StateServerConfig(publish_timeout_s=LIMIT_S, pending_interval_s=0.02)
     with donors("late", "b", config=config) as started:
         started[1].server.publish(HEAD, SEQ, theirs.tensors(), theirs.manifest())
         report = pull([d.endpoint for d in started], mine, QUICK)
@@ -224,7 +224,7 @@ def test_a_donor_that_is_late_is_not_waited_for_for_ever() -> None:
 
 def test_an_abandoned_pull_ends() -> None:
     superseded = threading.Event()
-    with donors("late", config=ServerConfig(pending_interval_s=0.02)) as started:
+    with donors("late", config=StateServerConfig(pending_interval_s=0.02)) as started:
         donor = started[0]
 
         def dial_and_supersede(endpoint: Endpoint) -> socket.socket:

@@ -15,8 +15,8 @@ from chaos_lightning.replication import (
     ModuleState,
     PullConfig,
     PullReport,
-    ServerConfig,
     StateAccess,
+    StateServerConfig,
     pull_result,
     pull_state,
     state_hash,
@@ -163,7 +163,7 @@ def test_copying_an_unknown_tensor_is_refused() -> None:
 
 def test_a_donor_on_its_way_to_the_header_is_waited_for() -> None:
     theirs, mine = numbered(3, 1000), numbered(3, 1000, seed=1)
-    config = ServerConfig(publish_timeout_s=LIMIT_S, pending_interval_s=0.02)
+    config = StateServerConfig(publish_timeout_s=LIMIT_S, pending_interval_s=0.02)
     with donors("a", config=config) as started:
         donor = started[0]
         donor.server.publish(OTHER, SEQ - 1, theirs.tensors(), {})

@@ -29,7 +29,7 @@ from chaos_lightning.errors import ChaosError, StateError
 from chaos_lightning.replication import (
     Endpoint,
     PullConfig,
-    ServerConfig,
+    StateServerConfig,
     pull_result,
     pull_state,
     state_hash,
@@ -62,7 +62,7 @@ def test_a_donor_that_went_on_is_refused() -> None:
 
 
 def test_a_header_that_never_comes() -> None:
-    config = ServerConfig(publish_timeout_s=0.05, pending_interval_s=0.02)
+    config = StateServerConfig(publish_timeout_s=0.05, pending_interval_s=0.02)
     with donors("a", config=config) as started, pytest.raises(StateError, match=r"not published within 0\.05 s"):
         pull([started[0].endpoint], numbered(1, 1))
 

@@ -15,7 +15,7 @@ from chaos_lightning.errors import StateError
 from chaos_lightning.replication import server, snapshot
 from chaos_lightning.replication.client import PullConfig
 from chaos_lightning.replication.pull import PullReport, pull_state
-from chaos_lightning.replication.server import ServerConfig
+from chaos_lightning.replication.server import StateServerConfig
 from chaos_lightning.replication.snapshot import Snapshot
 from chaos_lightning.replication.source import Endpoint
 
@@ -106,7 +106,7 @@ def test_who_asks_before_the_copy_is_whole_waits_for_it(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Snapshot, "_copy", staticmethod(slow))
     state, mine = numbered(1, 100, seed=1), numbered(1, 100, seed=2)
-    with donors("a", config=ServerConfig(pending_interval_s=0.01)) as (donor,):
+    with donors("a", config=StateServerConfig(pending_interval_s=0.01)) as (donor,):
         donor.server.snapshot(HEAD, SEQ, state.tensors(), state.manifest())
         threading.Timer(0.1, gate.set).start()
         pull([donor.endpoint], mine)
@@ -116,7 +116,7 @@ def test_who_asks_before_the_copy_is_whole_waits_for_it(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("how", ["released", "lease over"])
 def test_what_nobody_observes_any_more_is_gone(how: str) -> None:
     state = numbered(1, 100)
-    with donors("a", config=ServerConfig(lease_s=0.001)) as (donor,):
+    with donors("a", config=StateServerConfig(lease_s=0.001)) as (donor,):
         donor.server.snapshot(HEAD, SEQ, state.tensors(), state.manifest()).settle(LIMIT_S)
         pull([donor.endpoint], numbered(1, 100, seed=2))  # it is there
         if how == "released":
@@ -129,10 +129,10 @@ def test_what_nobody_observes_any_more_is_gone(how: str) -> None:
 
 def test_a_donor_without_memory_says_so_to_whoever_asks() -> None:
     state = numbered(1, 1000)
-    with donors("poor", "rich", config=ServerConfig(snapshot_cap_nbytes=3000)) as (poor, rich):
+    with donors("poor", "rich", config=StateServerConfig(snapshot_cap_nbytes=3000)) as (poor, rich):
         with pytest.raises(StateError, match="over the limit"):
             poor.server.snapshot(HEAD, SEQ, state.tensors(), state.manifest())
-        rich.server.config = ServerConfig()
+        rich.server.config = StateServerConfig()
         rich.server.snapshot(HEAD, SEQ, state.tensors(), state.manifest()).settle(LIMIT_S)
         report = pull([poor.endpoint, rich.endpoint], numbered(1, 1000, seed=2))
     assert set(report.by_source) == {"rich"}

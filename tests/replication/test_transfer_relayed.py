@@ -16,7 +16,7 @@ from replication_support import HEAD, LIMIT_S, SEQ, Acceptor, ThreadDonor, dial,
 
 from chaos_lightning.errors import RefusedError, WireError
 from chaos_lightning.replication import StateServer
-from chaos_lightning.replication.bulk import MAX_ROUTE_NBYTES, BulkSocket, Frame, Type, decode, reply
+from chaos_lightning.replication.bulk import MAX_ROUTE_NBYTES, BulkFrame, BulkSocket, Type, decode, reply
 from chaos_lightning.replication.forward import (
     MAX_HOPS,
     PART_NBYTES,
@@ -53,7 +53,7 @@ def tunnel(first: ThreadDonor, *route: str) -> Iterator[BulkSocket]:
         yield channel
 
 
-def ask(channel: BulkSocket, *requests: Frame) -> list[tuple[Frame, bytes]]:
+def ask(channel: BulkSocket, *requests: BulkFrame) -> list[tuple[BulkFrame, bytes]]:
     for request in requests:
         channel.send(request)
     found = []
@@ -71,9 +71,9 @@ def test_requests_go_to_the_far_end_and_answers_come_back(names: str) -> None:
     with line(*names) as by_name, tunnel(by_name["a"], *names[1:]) as channel:
         answers = ask(
             channel,
-            Frame(Type.GET_MANIFEST, HEAD, SEQ),
-            Frame(Type.GET_STATE, HEAD, SEQ, 400, 3_000_000),
-            Frame(Type.GET_STATE, HEAD, SEQ, 0, 10**7),
+            BulkFrame(Type.GET_MANIFEST, HEAD, SEQ),
+            BulkFrame(Type.GET_STATE, HEAD, SEQ, 400, 3_000_000),
+            BulkFrame(Type.GET_STATE, HEAD, SEQ, 0, 10**7),
         )
         whole = b"".join(t.numpy().tobytes() for _, t in numbered(2, 1_000_000).tensors())
     assert answers[0][1] == b'{"x":1}'
@@ -86,7 +86,7 @@ def test_requests_go_to_the_far_end_and_answers_come_back(names: str) -> None:
 def test_a_relay_holds_a_part_and_never_the_range() -> None:
     with line("a", "b") as by_name, tunnel(by_name["a"], "b") as channel:
         sink = memoryview(bytearray(8_000_000))
-        channel.send(Frame(Type.GET_STATE, HEAD, SEQ, 0, 8_000_000))
+        channel.send(BulkFrame(Type.GET_STATE, HEAD, SEQ, 0, 8_000_000))
         frame = channel.receive_header()
         assert frame is not None
         tracemalloc.start()
@@ -127,7 +127,7 @@ def test_a_member_relays_for_a_few_at_a_time() -> None:
         while forwarder._open:  # the relay notices that its joiner has gone
             assert not ended.wait(0.005)
         with tunnel(by_name["a"], "b") as channel:
-            assert ask(channel, Frame(Type.GET_MANIFEST, HEAD, SEQ))[0][1] == b'{"x":1}'
+            assert ask(channel, BulkFrame(Type.GET_MANIFEST, HEAD, SEQ))[0][1] == b'{"x":1}'
 
 
 def test_the_far_end_dies_and_the_joiner_hears_of_it() -> None:
@@ -158,7 +158,7 @@ def test_a_far_end_that_answers_with_requests_is_cut_off() -> None:
     def script(sock: socket.socket) -> None:
         channel = BulkSocket(sock, stall_timeout_s=LIMIT_S)
         if channel.receive_header() is not None:
-            channel.send(Frame(Type.GET_MANIFEST, HEAD, SEQ))
+            channel.send(BulkFrame(Type.GET_MANIFEST, HEAD, SEQ))
 
     odd = Acceptor(script)
     server = StateServer()
@@ -169,7 +169,7 @@ def test_a_far_end_that_answers_with_requests_is_cut_off() -> None:
         thread.start()
         channel = BulkSocket(near, stall_timeout_s=LIMIT_S)
         send_route(channel, HEAD, SEQ, ["odd"])
-        channel.send(Frame(Type.GET_DIGEST, HEAD, SEQ))
+        channel.send(BulkFrame(Type.GET_DIGEST, HEAD, SEQ))
         assert channel.receive_header() is None
         thread.join(LIMIT_S)
     odd.close()
@@ -214,7 +214,7 @@ def test_a_route_that_is_none_is_refused(data: bytes) -> None:
 
 def test_a_route_that_is_too_long_is_refused_before_it_is_read() -> None:
     with pytest.raises(WireError, match="ROUTE of 4097 bytes, the limit is 4096"):
-        decode(Frame(Type.ROUTE, HEAD, SEQ, 0, MAX_ROUTE_NBYTES + 1).encode())
+        decode(BulkFrame(Type.ROUTE, HEAD, SEQ, 0, MAX_ROUTE_NBYTES + 1).encode())
 
 
 @settings(deadline=None)

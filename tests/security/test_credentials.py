@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from keys_support import CHAIN, KEY, TOKEN, TRUSTED, Keys, write_keys
 
-from chaos_lightning.control.options import ServerConfig
+from chaos_lightning.control.options import SchedulerServerConfig
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.security import keyfiles
 from chaos_lightning.security.credentials import Credentials, KeyFolder, check_bind, known
@@ -52,8 +52,8 @@ def test_what_they_are_good_for(keys: Keys) -> None:
 def test_nothing_secret_is_in_what_is_printed(keys: Keys) -> None:
     credentials = keys.of("a")
     assert credentials.keys is not None
-    shown = repr((credentials, credentials.keys, credentials.keys.current(), ServerConfig(token=credentials)))
-    shown += repr((ServerConfig(token=b"a bare token"), Credentials(b"a bare token"), keys.cluster))
+    shown = repr((credentials, credentials.keys, credentials.keys.current(), SchedulerServerConfig(token=credentials)))
+    shown += repr((SchedulerServerConfig(token=b"a bare token"), Credentials(b"a bare token"), keys.cluster))
     assert "a bare token" not in shown
     for secret in keys.secrets().values():
         assert secret not in shown

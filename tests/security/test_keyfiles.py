@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from chaos_lightning.cli import app
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.security import certificates, keyfiles
-from chaos_lightning.security.keyfiles import CLUSTER, Node
+from chaos_lightning.security.keyfiles import CLUSTER, KeyHolder
 from chaos_lightning.security.roles import MEMBER, OBSERVER, OPERATOR
 
 
@@ -138,8 +138,8 @@ def test_a_node_more_and_a_certificate_renewed(tmp_path: Path) -> None:
 
 def test_show_says_who_until_when_and_nothing_secret(tmp_path: Path) -> None:
     folder = made(tmp_path)
-    keyfiles.add(folder, Node("gone", OBSERVER), days=1)
-    old = keyfiles.issue(keyfiles.load(folder), Node("gone", OBSERVER), -0.001)
+    keyfiles.add(folder, KeyHolder("gone", OBSERVER), days=1)
+    old = keyfiles.issue(keyfiles.load(folder), KeyHolder("gone", OBSERVER), -0.001)
     (folder / NODES / "gone" / CHAIN).write_text(old[CHAIN])
     output = run("show", "--dir", str(folder))
     for word in ("a ", "member", "operator", "node-a.example", "UTC", "it expired on"):
@@ -238,7 +238,7 @@ def test_who_is_added_in_the_middle_meets_everybody(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys")
     old = copy(keys.at("a"), tmp_path / "old")
     keyfiles.rotate(keys.folder)
-    keyfiles.add(keys.folder, Node("c"))
+    keyfiles.add(keys.folder, KeyHolder("c"))
     assert meet(old, keys.at("c")) == meet(keys.at("c"), old) == ""
     early = copy(keys.at("c"), tmp_path / "early")
     keyfiles.finish(keys.folder)

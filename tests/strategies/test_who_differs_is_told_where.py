@@ -15,7 +15,7 @@ from strategy_job import Job
 from strategy_models import Regression, Stream, loader, trainer
 from torch.utils.data import DataLoader
 
-from chaos_lightning.membership.peers import Reference, difference
+from chaos_lightning.membership.peers import JobTerms, difference
 from chaos_lightning.protocol.types import Hello
 from chaos_lightning.strategies import ChaosStrategy
 from chaos_lightning.strategies.fingerprint import advice
@@ -133,7 +133,7 @@ def test_two_runs_of_a_sweep_are_not_one_job(tmp_path: Path, double: Any, second
         fit.fit(Swept(**settings), loader())
     a, b = (tuple(sorted(engine.fingerprint.items())) for engine in double.made)
     hello = Hello("sweep", "b", "here", "127.0.0.1", 1, 1, 1, 4, 1, "1.0", b)
-    refusal = difference(hello, Reference.of(replace(hello, name="a", fingerprint=a)))
+    refusal = difference(hello, JobTerms.of(replace(hello, name="a", fingerprint=a)))
     assert sorted({name for name, _ in {*a} ^ {*b}}) == names
     assert bool(refusal) == bool(names)
     for name in names:

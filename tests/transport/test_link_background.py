@@ -13,7 +13,7 @@ from chaos_lightning.transport.frames import Frame, FrameType, pack
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.probe import Op
-from chaos_lightning.transport.sealing import Level, ProtectedSocket, Session
+from chaos_lightning.transport.sealing import Level, ProtectedSocket, SealedSession
 
 DEADLINE_S = 20.0
 PIECE = memoryview(bytes(64 << 10))
@@ -51,7 +51,7 @@ class Pair:
             other, _ = server.accept()
         if level:
             one, other = (
-                ProtectedSocket.around(sock, Session(Level(level), b"key", b"said", dialled=sock is one))
+                ProtectedSocket.around(sock, SealedSession(Level(level), b"key", b"said", dialled=sock is one))
                 for sock in (one, other)
             )
         self.loop.start()

@@ -15,8 +15,8 @@ from chaos_lightning.transport.link_meter import (
     SAMPLE_NBYTES,
     SOONEST_S,
     Estimate,
+    LinkMeter,
     Lookout,
-    Meter,
     Reading,
     read_counters,
 )
@@ -112,7 +112,7 @@ class Counters:
         self.now = 0.0
         self.of: dict[object, tuple[float, float, float]] = {}
         self.told: list[tuple[str, float]] = []
-        self.meter = Meter(lambda peer, rate: self.told.append((peer, rate)), self.read)  # type: ignore[arg-type]
+        self.meter = LinkMeter(lambda peer, rate: self.told.append((peer, rate)), self.read)  # type: ignore[arg-type]
 
     def read(self, sock: object) -> Reading | None:
         acked, unsent, busy = self.of[sock]
@@ -284,7 +284,7 @@ def test_the_kernel_counts_what_a_real_connection_carries() -> None:
 
             reader = threading.Thread(target=drain, daemon=True)
             reader.start()
-            meter = Meter(lambda peer, rate: told.append((peer, rate)))
+            meter = LinkMeter(lambda peer, rate: told.append((peer, rate)))
             meter.watch("b", sock)
             sender = threading.Thread(target=sock.sendall, args=(bytes(total),), daemon=True)
             sender.start()

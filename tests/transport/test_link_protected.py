@@ -23,7 +23,7 @@ from chaos_lightning.transport.sealing import (
     TAG_NBYTES,
     Level,
     ProtectedSocket,
-    Session,
+    SealedSession,
     segment_nbytes,
 )
 
@@ -34,7 +34,7 @@ levels = pytest.mark.parametrize("level", ["authenticated", "encrypted"])
 
 
 def protect(sock: socket.socket, level: str, *, dialled: bool) -> socket.socket:
-    return ProtectedSocket.around(sock, Session(Level(level), b"key", b"said", dialled=dialled))
+    return ProtectedSocket.around(sock, SealedSession(Level(level), b"key", b"said", dialled=dialled))
 
 
 def sockets(level: str) -> tuple[socket.socket, socket.socket]:
@@ -231,11 +231,11 @@ def test_requests_and_replies_pass_a_bulk_connection(level: str) -> None:
     data = random.Random(2).randbytes(700_000)
     with near, far:
         joiner, donor = BulkSocket(near, stall_timeout_s=5), BulkSocket(far, stall_timeout_s=5)
-        joiner.send(bulk.Frame(Type.GET_STATE, HEAD, 3, 0, len(data)))
+        joiner.send(bulk.BulkFrame(Type.GET_STATE, HEAD, 3, 0, len(data)))
         request = donor.receive_header()
         assert request is not None
         assert request.length == len(data)
-        frame = bulk.Frame(Type.DATA, HEAD, 3, 0, len(data), 0, bulk.checksum_of([data]))
+        frame = bulk.BulkFrame(Type.DATA, HEAD, 3, 0, len(data), 0, bulk.checksum_of([data]))
         parts = [memoryview(data)[:300_000], memoryview(data)[300_000:300_010], memoryview(data)[300_010:]]
         sender = threading.Thread(target=lambda: donor.send(frame, parts))
         sender.start()
@@ -266,7 +266,7 @@ def test_a_relay_seals_each_hop_anew(level: str) -> None:
         donor = BulkSocket(far, stall_timeout_s=5)
         request = donor.receive_header()
         assert request is not None
-        frame = bulk.Frame(Type.DATA, HEAD, 3, 0, len(data), 0, bulk.checksum_of([data]))
+        frame = bulk.BulkFrame(Type.DATA, HEAD, 3, 0, len(data), 0, bulk.checksum_of([data]))
         donor.send(frame, [memoryview(data)])
 
     def relay() -> None:
@@ -282,7 +282,7 @@ def test_a_relay_seals_each_hop_anew(level: str) -> None:
             thread.start()
         joiner = BulkSocket(near, stall_timeout_s=5)
         send_route(joiner, HEAD, 3, ["d"])
-        joiner.send(bulk.Frame(Type.GET_STATE, HEAD, 3, 0, len(data)))
+        joiner.send(bulk.BulkFrame(Type.GET_STATE, HEAD, 3, 0, len(data)))
         reply = joiner.receive_header()
         assert reply is not None
         into = memoryview(bytearray(len(data)))

@@ -13,8 +13,8 @@ from chaos_lightning.errors import WireError
 from chaos_lightning.protocol.types import ViewId
 from chaos_lightning.transport.reference import (
     Generation,
-    Neighbour,
-    Reference,
+    NeighbourMemory,
+    PartialSum,
     UnreadableError,
     address_of,
     intact,
@@ -55,7 +55,7 @@ def announced(child: subprocess.Popen[str]) -> tuple[bytes, list[tuple[int, int]
 
 def test_bytes_and_generation_come_from_the_other_process(child: subprocess.Popen[str]) -> None:
     offer, pieces = announced(child)
-    neighbour = Neighbour(offer)
+    neighbour = NeighbourMemory(offer)
     into = memoryview(bytearray(len(EXPECTED)))
     assert neighbour.read(pieces, into) == (VIEW, 41)
     assert bytes(into) == EXPECTED
@@ -64,7 +64,7 @@ def test_bytes_and_generation_come_from_the_other_process(child: subprocess.Pope
 def test_a_part_of_a_chunk_is_found_across_its_pieces(child: subprocess.Popen[str]) -> None:
     offer, pieces = announced(child)
     lost: list[OSError] = []
-    reference = Reference(Neighbour(offer), pieces, VIEW, 41, lost.append)
+    reference = PartialSum(NeighbourMemory(offer), pieces, VIEW, 41, lost.append)
     into = memoryview(bytearray(1000))
     reference.read(150, 1150, into)
     assert bytes(into) == EXPECTED[150:1150]
@@ -73,7 +73,7 @@ def test_a_part_of_a_chunk_is_found_across_its_pieces(child: subprocess.Popen[st
 
 def test_a_partial_sum_of_a_sender_that_went_on_is_refused(child: subprocess.Popen[str]) -> None:
     offer, pieces = announced(child)
-    reference = Reference(Neighbour(offer), pieces, VIEW, 41, lambda error: None)
+    reference = PartialSum(NeighbourMemory(offer), pieces, VIEW, 41, lambda error: None)
     assert child.stdin is not None
     assert child.stdout is not None
     child.stdin.write("42\n")
@@ -86,7 +86,7 @@ def test_a_partial_sum_of_a_sender_that_went_on_is_refused(child: subprocess.Pop
 def test_a_process_that_died_is_told(child: subprocess.Popen[str]) -> None:
     offer, pieces = announced(child)
     lost: list[OSError] = []
-    reference = Reference(Neighbour(offer), pieces, VIEW, 41, lost.append)
+    reference = PartialSum(NeighbourMemory(offer), pieces, VIEW, 41, lost.append)
     child.kill()
     child.wait(20)
     with pytest.raises(UnreadableError, match="cannot be read"):
@@ -96,7 +96,7 @@ def test_a_process_that_died_is_told(child: subprocess.Popen[str]) -> None:
 
 def test_memory_that_is_not_there_is_an_error_and_no_crash() -> None:
     generation = Generation()
-    neighbour = Neighbour(generation.offer())
+    neighbour = NeighbourMemory(generation.offer())
     with pytest.raises(OSError, match="Bad address"):
         neighbour.read([(4096, 100)], memoryview(bytearray(100)))
 
@@ -104,15 +104,15 @@ def test_memory_that_is_not_there_is_an_error_and_no_crash() -> None:
 def test_an_offer_with_another_nonce_is_another_process() -> None:
     generation = Generation()
     offer = bytearray(generation.offer())
-    assert Neighbour(bytes(offer)).generation() == (ViewId(0, 0), 0)
+    assert NeighbourMemory(bytes(offer)).generation() == (ViewId(0, 0), 0)
     offer[-1] ^= 1
     with pytest.raises(ProcessLookupError, match="another one by now"):
-        Neighbour(bytes(offer))
+        NeighbourMemory(bytes(offer))
 
 
 def test_a_malformed_offer_is_refused() -> None:
     with pytest.raises(WireError, match="3 bytes"):
-        Neighbour(b"abc")
+        NeighbourMemory(b"abc")
 
 
 def test_references_name_this_process_and_its_bytes() -> None:

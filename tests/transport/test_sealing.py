@@ -17,8 +17,8 @@ from chaos_lightning.transport.sealing import (
     Level,
     Opener,
     ProtectedSocket,
+    SealedSession,
     Sealer,
-    Session,
     mixed,
     segment_nbytes,
     session_of,
@@ -29,9 +29,11 @@ KEY = bytes(range(32))
 levels = pytest.mark.parametrize("level", PROTECTED)
 
 
-def ends(level: Level, secret: bytes = b"secret", transcript: bytes = b"said") -> tuple[Session, Session]:
+def ends(level: Level, secret: bytes = b"secret", transcript: bytes = b"said") -> tuple[SealedSession, SealedSession]:
     """The dialler's session and the other one."""
-    return Session(level, secret, transcript, dialled=True), Session(level, secret, transcript, dialled=False)
+    return SealedSession(level, secret, transcript, dialled=True), SealedSession(
+        level, secret, transcript, dialled=False
+    )
 
 
 def wire(sealer: Sealer, parts: list[bytes], *, header: bool = True) -> list[bytes]:

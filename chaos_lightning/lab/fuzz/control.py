@@ -33,7 +33,7 @@ import grpc
 
 from chaos_lightning.control.agent import Agent
 from chaos_lightning.control.memory_store import MemoryStore
-from chaos_lightning.control.options import ServerConfig
+from chaos_lightning.control.options import SchedulerServerConfig
 from chaos_lightning.control.server import SchedulerServer
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.lab.fuzz import mutate
@@ -69,7 +69,7 @@ class _Server:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="fuzzed", daemon=True)
         self._thread.start()
-        config = ServerConfig(port=0, settings=Settings(min_nodes=1, max_nodes=64))
+        config = SchedulerServerConfig(port=0, settings=Settings(min_nodes=1, max_nodes=64))
         self.server = SchedulerServer(config, MemoryStore, EventLog.in_directory(None, "fuzz", role="scheduler"))
         self.port = asyncio.run_coroutine_threadsafe(self.server.start(), self.loop).result(PATIENCE_S)
         self.channel = grpc.insecure_channel(f"127.0.0.1:{self.port}")
@@ -260,18 +260,18 @@ class _Proxied:
 
         folder = Path(tempfile.mkdtemp(prefix="chaos-fuzz-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        cluster = keyfiles.init(folder / "keys", [keyfiles.Node("a"), keyfiles.Node("b")])
-        keyfiles.init(folder / "others", [keyfiles.Node("b")])
+        cluster = keyfiles.init(folder / "keys", [keyfiles.KeyHolder("a"), keyfiles.KeyHolder("b")])
+        keyfiles.init(folder / "others", [keyfiles.KeyHolder("b")])
         member, other = folder / "keys" / "nodes" / "b", folder / "others" / "nodes" / "b"
         late = folder / "late"
         late.mkdir(0o700)
-        for name, text in keyfiles.issue(cluster, keyfiles.Node("late"), -0.001).items():
+        for name, text in keyfiles.issue(cluster, keyfiles.KeyHolder("late"), -0.001).items():
             (late / name).write_text(text)
         self.shown = [_context(member), _context(other), _context(late), _context(None), _context(member, alpn="")]
         self.refused = 0
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="fuzzed-proxy", daemon=True).start()
-        config = ServerConfig(port=0, settings=Settings(min_nodes=1, max_nodes=8))
+        config = SchedulerServerConfig(port=0, settings=Settings(min_nodes=1, max_nodes=8))
         server = SchedulerServer(config, MemoryStore, EventLog.in_directory(None, "fuzz", role="scheduler"))
 
         async def start() -> tuple[Any, int]:

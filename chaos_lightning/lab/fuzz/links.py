@@ -41,7 +41,7 @@ from chaos_lightning.transport.frames import HEADER_NBYTES, Frame, FrameType, pa
 from chaos_lightning.transport.handshake import VERSION, Greeting, accept, dial
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop
-from chaos_lightning.transport.sealing import SEGMENT_NBYTES, TAG_NBYTES, Level, ProtectedSocket, Session, mixed
+from chaos_lightning.transport.sealing import SEGMENT_NBYTES, TAG_NBYTES, Level, ProtectedSocket, SealedSession, mixed
 
 # ------------------------------------------------------------------ links
 
@@ -376,9 +376,9 @@ class Fate(enum.IntEnum):
     """Not sealed at all."""
 
 
-def a_session(level: Level, *, dialled: bool) -> Session:
+def a_session(level: Level, *, dialled: bool) -> SealedSession:
     """One end of a connection whose keys everybody here knows."""
-    return Session(level, b"a secret of this fuzzer", b"a transcript", dialled=dialled)
+    return SealedSession(level, b"a secret of this fuzzer", b"a transcript", dialled=dialled)
 
 
 def fate_of(tag: int) -> Fate:

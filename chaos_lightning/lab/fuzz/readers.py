@@ -278,10 +278,10 @@ def _mutate_parts_of_json(data: bytes, rng: Random) -> bytes:
 
 
 def _entry(rng: Random, number: int, view: bool) -> bytes:
-    from chaos_lightning.control.chain import Entry, entry_bytes
+    from chaos_lightning.control.chain import ChainEntry, entry_bytes
 
     some = mutate.value_of(View, rng) if view else None
-    body = entry_bytes(Entry(0, "view" if view else "reserve", ViewId(1, number), some))
+    body = entry_bytes(ChainEntry(0, "view" if view else "reserve", ViewId(1, number), some))
     document = {"format": 3, "kind": "view" if view else "reserve", "term": 1, "before": ""}
     return json.dumps({**document, "body": base64.b64encode(body).decode(), "wall": 1.5}).encode()
 
@@ -322,7 +322,7 @@ def _read_store(data: bytes) -> None:
     from chaos_lightning.control.chain import entry_from
     from chaos_lightning.control.election import Candidate
     from chaos_lightning.control.etcd_store import EtcdStore
-    from chaos_lightning.control.store import Record
+    from chaos_lightning.control.store import StoreRecord
 
     parts = mutate.split(data)
     entries = [part for tag, part in parts if tag & 3 == 1]
@@ -333,7 +333,7 @@ def _read_store(data: bytes) -> None:
                 store.read()
         elif tag & 3 == 1:
             with contextlib.suppress(StoreError):
-                entry_from(Record(1, "view" if tag & 4 else "reserve", 1, part))
+                entry_from(StoreRecord(1, "view" if tag & 4 else "reserve", 1, part))
         elif tag & 3 == 2:
             Candidate.read(part)
         elif tag & 3 == 3:

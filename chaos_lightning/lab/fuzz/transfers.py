@@ -23,7 +23,7 @@ from chaos_lightning.lab.fuzz import mutate
 from chaos_lightning.lab.fuzz.links import a_session
 from chaos_lightning.lab.fuzz.target import LARGE_NBYTES, PATIENCE_S, FindingError, Target
 from chaos_lightning.replication import bulk
-from chaos_lightning.replication.bulk import BulkSocket, Frame, Type
+from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type
 from chaos_lightning.transport.sealing import Level, ProtectedSocket
 
 HEAD = "00112233445566aa"
@@ -62,10 +62,10 @@ class _Donor:
         import torch
 
         from chaos_lightning.replication.forward import Forwarder
-        from chaos_lightning.replication.server import ServerConfig, StateServer
+        from chaos_lightning.replication.server import StateServer, StateServerConfig
 
         state = _State(1.0)
-        waits = ServerConfig(
+        waits = StateServerConfig(
             publish_timeout_s=0.005, stall_timeout_s=PATIENCE_S, idle_timeout_s=PATIENCE_S, pending_interval_s=0.002
         )
         self.server, self.neighbour = StateServer(waits), StateServer(waits)
@@ -88,7 +88,7 @@ class _Donor:
         served.start()
         with near:
             channel = BulkSocket(near, stall_timeout_s=PATIENCE_S)
-            channel.send(Frame(Type.GET_STATE, HEAD, SEQ, 0, 64))
+            channel.send(BulkFrame(Type.GET_STATE, HEAD, SEQ, 0, 64))
             try:
                 answer = channel.receive_header()
             except OSError as error:
@@ -185,9 +185,9 @@ def _pull(connect: Callable[[], socket.socket], *, replayed: bool) -> str:
 # ------------------------------------------------------------------ inputs
 
 
-def _split(data: bytes) -> list[tuple[Frame, bytes]]:
+def _split(data: bytes) -> list[tuple[BulkFrame, bytes]]:
     """Frames that these bytes begin with, and their payloads."""
-    found: list[tuple[Frame, bytes]] = []
+    found: list[tuple[BulkFrame, bytes]] = []
     at = 0
     while len(data) - at >= bulk.HEADER_NBYTES and len(found) < mutate.MAX_ITEMS:
         try:
@@ -201,7 +201,7 @@ def _split(data: bytes) -> list[tuple[Frame, bytes]]:
     return found
 
 
-def _joined(frames: list[tuple[Frame, bytes]]) -> bytes:
+def _joined(frames: list[tuple[BulkFrame, bytes]]) -> bytes:
     """The same as bytes; checksums are made good."""
     said = []
     for frame, payload in frames:
@@ -213,9 +213,9 @@ def _joined(frames: list[tuple[Frame, bytes]]) -> bytes:
 @functools.cache
 def bulk_seeds() -> list[bytes]:
     """Requests of every type; a route and what follows it; and what a donor answers to a whole pull."""
-    asked = [Frame(kind, HEAD, SEQ, 0, 512 if kind in bulk.RANGES else 0) for kind in Type if kind < Type.ROUTE]
-    way = (Frame(Type.ROUTE, HEAD, SEQ, 0, 7), b'["b~2"]')
-    seeds = [_joined([(frame, b"")]) for frame in (*asked, Frame(Type.SAVE, HEAD, SEQ))]
+    asked = [BulkFrame(kind, HEAD, SEQ, 0, 512 if kind in bulk.RANGES else 0) for kind in Type if kind < Type.ROUTE]
+    way = (BulkFrame(Type.ROUTE, HEAD, SEQ, 0, 7), b'["b~2"]')
+    seeds = [_joined([(frame, b"")]) for frame in (*asked, BulkFrame(Type.SAVE, HEAD, SEQ))]
     seeds += [_joined([(frame, b"") for frame in asked]), _joined([way, *((frame, b"") for frame in asked[:6])])]
     requests = [bytes([flags]) + said for said in seeds for flags in (0, SEALED)]
     answers = [bytes([DONOR_HOSTILE | flags]) + _answers() for flags in (0, SEALED, REPLAYED, REPLAYED | SEALED)]

@@ -10,7 +10,7 @@ from chaos_lightning.lab.simulate.job import Job
 from chaos_lightning.lab.simulate.kernel import Process
 from chaos_lightning.lab.simulate.plan import NodeSpec
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.leader_search import PULSE_S, PULSE_TIMEOUT_S, Attempt, LeaderSearch
+from chaos_lightning.membership.leader_search import PULSE_S, PULSE_TIMEOUT_S, Conversation, LeaderSearch
 from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.verdict import UNSEEN, verdict
 from chaos_lightning.protocol.types import (
@@ -141,7 +141,7 @@ class Connected(Process):
         if not self.alive or self.outcome or self.stream is not None:
             return
         host = self.world.ask(self._search.endpoint)
-        if isinstance(host, Attempt):
+        if isinstance(host, Conversation):
             self._ask_again(host)
             return
         self._answered = self._silent = False
@@ -190,7 +190,7 @@ class Connected(Process):
             for _ in range(self.world.copies(message)):
                 stream.up.send(message, lambda m: host.deliver(lambda: host.message(stream, m)))  # type: ignore[arg-type]
 
-    def _ask_again(self, attempt: Attempt) -> None:
+    def _ask_again(self, attempt: Conversation) -> None:
         rest_s = self._search.ended(attempt, self.kernel.now, self.kernel.random.random())
         self.timer(rest_s + CALL_S, self.connect)
 
@@ -211,7 +211,7 @@ class Connected(Process):
         def lost() -> None:
             if self.stream is stream:
                 self.stream = None
-                self._ask_again(Attempt(self._answered, self._silent))
+                self._ask_again(Conversation(self._answered, self._silent))
 
         self.deliver(lost)
 
@@ -250,7 +250,7 @@ class Connected(Process):
         self.feed(fx.ControlIn(message, self.held()))  # type: ignore[arg-type]
         if type(message).__name__ == "Refused" and getattr(message, "retry", False):
             self._close_stream()
-            self._ask_again(Attempt(answered=not admitted))  # who is in a job knocks ever more seldom
+            self._ask_again(Conversation(answered=not admitted))  # who is in a job knocks ever more seldom
 
     def _beat(self, life: int) -> None:
         if life != self.life or self.outcome:

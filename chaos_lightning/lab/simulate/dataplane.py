@@ -51,7 +51,7 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SumEntry:
     """One slot of the log. `results`: what it reduced, None if nothing."""
 
     header: Header

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from chaos_lightning.lab.simulate.dataplane import DataPlane, Entry
+from chaos_lightning.lab.simulate.dataplane import DataPlane, SumEntry
 from chaos_lightning.lab.simulate.kernel import Action, Kernel
 from chaos_lightning.lab.simulate.plan import NodeSpec
 from chaos_lightning.lab.simulate.training import State
@@ -89,7 +89,7 @@ class Endpoint(Protocol):
 
     def serve_copy(self, header: Header) -> State | None: ...
 
-    def serve_entry(self, at: Header) -> tuple[Entry | None, int]: ...
+    def serve_entry(self, at: Header) -> tuple[SumEntry | None, int]: ...
 
     # its own pulls'
 

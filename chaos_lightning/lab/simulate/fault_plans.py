@@ -21,7 +21,7 @@ from chaos_lightning.lab.simulate.script import Script
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.lab.simulate.world import Hooks, World
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.member import Phase
+from chaos_lightning.membership.member import MemberPhase
 from chaos_lightning.protocol.types import Header, Kind
 
 _DONE_BY = {
@@ -146,7 +146,7 @@ class PlannedNode(Node):
         if self.alive:
             self._passes(LoopPhase.ALLREDUCE, self.header.step, life)
 
-    def _apply(self, effect: fx.MemberEffect, phase: Phase) -> None:
+    def _apply(self, effect: fx.MemberEffect, phase: MemberPhase) -> None:
         super()._apply(effect, phase)
         match effect:
             case fx.Committed(header, _):

@@ -12,7 +12,8 @@ from chaos_lightning.lab.simulate.fabric import Pipe, Stream, Taker
 from chaos_lightning.lab.simulate.kernel import Kernel, Process
 from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.membership import effects as fx
-from chaos_lightning.membership.scheduler import Phase, SchedulerMachine
+from chaos_lightning.membership.desk import SchedulerPhase
+from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.protocol.types import (
     Decide,
     Fence,
@@ -137,7 +138,7 @@ class SchedulerHost(Process):
 
     @property
     def finished(self) -> bool:
-        return self.machine.phase is Phase.FINISHED
+        return self.machine.phase is SchedulerPhase.FINISHED
 
     def _tick(self) -> None:
         self.feed(fx.SchedulerTick())

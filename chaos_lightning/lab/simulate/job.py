@@ -17,7 +17,7 @@ from chaos_lightning.lab.simulate.plan import Plan
 from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.lab.simulate.training import Program
 from chaos_lightning.membership.effects import MemberEffect
-from chaos_lightning.membership.leader_search import Attempt
+from chaos_lightning.membership.leader_search import Conversation
 from chaos_lightning.protocol.types import Settings
 
 
@@ -42,7 +42,7 @@ class Job(Protocol):
     @property
     def scheduler(self) -> SchedulerHost: ...
 
-    def ask(self, place: str) -> SchedulerHost | Attempt: ...
+    def ask(self, place: str) -> SchedulerHost | Conversation: ...
 
     def open_host(self, place: str, candidacy: Candidacy) -> SchedulerHost: ...
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from chaos_lightning.lab.simulate.connected import Connected
 from chaos_lightning.lab.simulate.connected import Trap as Trap
-from chaos_lightning.lab.simulate.dataplane import DataPlane, Down, Entry, Up
+from chaos_lightning.lab.simulate.dataplane import DataPlane, Down, SumEntry, Up
 from chaos_lightning.lab.simulate.fabric import Stream
 from chaos_lightning.lab.simulate.job import Job
 from chaos_lightning.lab.simulate.observing import Keeper, Observation, StatePull
@@ -24,7 +24,7 @@ from chaos_lightning.lab.simulate.puller import Pull, ResultPull
 from chaos_lightning.lab.simulate.training import State, after_forward, apply_result, initial_state, spent_of
 from chaos_lightning.membership import effects as fx
 from chaos_lightning.membership.dialling import Dial, Dialling, LinkStep, Tell
-from chaos_lightning.membership.member import MemberMachine, Phase
+from chaos_lightning.membership.member import MemberMachine, MemberPhase
 from chaos_lightning.membership.routing import Drop, Hand, RoutedMessage, Router, RouteStep, Take
 from chaos_lightning.protocol.types import (
     GENESIS,
@@ -185,7 +185,7 @@ class Node(Connected):
             machine.validate_state()
         self._carry_out(deque(effects), machine, phase)
 
-    def _carry_out(self, effects: deque[fx.MemberEffect], machine: MemberMachine, phase: Phase) -> None:
+    def _carry_out(self, effects: deque[fx.MemberEffect], machine: MemberMachine, phase: MemberPhase) -> None:
         while effects and self.alive and machine is self.machine:
             if self.frozen:
                 self._backlog.insert(0, lambda: self._carry_out(effects, machine, phase))
@@ -202,7 +202,7 @@ class Node(Connected):
                     continue
             self._apply(effect, phase)
 
-    def _apply(self, effect: fx.MemberEffect, phase: Phase) -> None:
+    def _apply(self, effect: fx.MemberEffect, phase: MemberPhase) -> None:
         self.world.on_effect(self, effect)
         match effect:
             case fx.ToScheduler(message):
@@ -282,7 +282,7 @@ class Node(Connected):
         if self.observation is not None and self.observation.catching_up.done:
             self.world.oracle.replayed(self.machine.member_id, header, moved, self.world.plan.replaying.calm)
         self.feed(fx.StateLoaded(header.hash))
-        if self.machine.phase is Phase.ACTIVE and not self.training:
+        if self.machine.phase is MemberPhase.ACTIVE and not self.training:
             self._start(header)
 
     def _start(self, header: Header) -> None:
@@ -366,7 +366,7 @@ class Node(Connected):
         self._contribute(kind, payload=payload, name=str(kind), prev_hash=self.header.hash)
 
     def _contribute(self, kind: Kind, **fields: object) -> None:
-        if self.outcome or self.machine.phase is not Phase.ACTIVE:
+        if self.outcome or self.machine.phase is not MemberPhase.ACTIVE:
             return
         contribution = Contribution(
             member=self.machine.member_id,
@@ -400,7 +400,7 @@ class Node(Connected):
         change = header.view_change
         if change is not None and change.joiners and change.find(self.machine.member_id) is not None:
             self.publish(header)
-        if self.machine.phase is Phase.ACTIVE:
+        if self.machine.phase is MemberPhase.ACTIVE:
             self._begin()
 
     def externalise(self, before: Header, header: Header) -> None:
@@ -432,7 +432,7 @@ class Node(Connected):
         state = self.keeper.state_at(header)
         return None if self.outcome else state
 
-    def serve_entry(self, at: Header) -> tuple[Entry | None, int]:
+    def serve_entry(self, at: Header) -> tuple[SumEntry | None, int]:
         """To a learner: the entry that stands on `at`, None if not yet; the last slot of the log.
 
         Raises:
@@ -476,13 +476,13 @@ class Node(Connected):
         self.life += 1
         self.die()
 
-    def _ejected(self, reason: str, rejoin: bool, phase: Phase) -> None:
+    def _ejected(self, reason: str, rejoin: bool, phase: MemberPhase) -> None:
         oracle = self.world.oracle
         oracle.ejections += 1
         if "no link leads to" in reason:
             self.world.look()
         # A joiner that was loading when it reported may have loaded since; it was none of the members yet.
-        in_the_job = phase in (Phase.ACTIVE, Phase.CLOSED) and "it was loading slot" not in reason
+        in_the_job = phase in (MemberPhase.ACTIVE, MemberPhase.CLOSED) and "it was loading slot" not in reason
         if in_the_job and self.kernel.now - self.troubled_at > 10.0:
             me = self.machine.member_id
             raise Violation(f"{me} lives and answered in time, yet it is out: {reason} (contract 5)")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chaos_lightning.lab.simulate.dataplane import Entry, Result
+from chaos_lightning.lab.simulate.dataplane import Result, SumEntry
 from chaos_lightning.lab.simulate.fabric import Endpoint
 from chaos_lightning.lab.simulate.job import Job
 from chaos_lightning.lab.simulate.puller import Pull
@@ -51,7 +51,7 @@ class Keeper:
         self._job = job
         self.node = node
         self.copy: Copy | None = None
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, SumEntry] = {}
         self.gone = -1
         """The last slot of a log that was ended."""
         self.copying = 0
@@ -106,7 +106,7 @@ class Keeper:
                 if machine.seq > header.seq:
                     return  # too late: the buffer is about to be used again
             if generation == self._generation and machine is node.machine:
-                self.entries[header.seq] = Entry(header, results)
+                self.entries[header.seq] = SumEntry(header, results)
                 while len(self.entries) > self._job.plan.replaying.log_entries:
                     del self.entries[min(self.entries)]
 
@@ -136,7 +136,7 @@ class Keeper:
             return None
         raise LookupError(f"the state at {header.hash} is not kept here")
 
-    def after(self, at: Header) -> Entry | None:
+    def after(self, at: Header) -> SumEntry | None:
         """The entry that stands on `at`; None if that slot is not committed yet.
 
         Raises:
@@ -281,7 +281,7 @@ class Observation(Pull):
             return
         self._answer(lambda: self._entry(source, at, entry, newest))
 
-    def _entry(self, source: _Source, at: Header, entry: Entry | None, newest: int) -> None:
+    def _entry(self, source: _Source, at: Header, entry: SumEntry | None, newest: int) -> None:
         self._hear(source)
         if entry is None or self._busy or at is not self.log.at:
             return
@@ -293,7 +293,7 @@ class Observation(Pull):
         duration = self.job.plan.replaying.apply_s * node.spec.pace * node.kernel.between(0.5, 1.5)
         node.timer(duration if entry.results is not None else 0.0, lambda: self._applied(entry))
 
-    def _applied(self, entry: Entry) -> None:
+    def _applied(self, entry: SumEntry) -> None:
         self._busy = False
         if self.stopped:
             return
@@ -311,7 +311,7 @@ class Observation(Pull):
         if hopeless:
             self._give_up(hopeless)
 
-    def apply(self, entry: Entry) -> None:
+    def apply(self, entry: SumEntry) -> None:
         """A step of the log, as a pure function of state and results."""
         if entry.results is not None and self.state is not None:
             self.state = apply_result(self.state, entry.results)

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from chaos_lightning.lab.simulate.fabric import Endpoint
 from chaos_lightning.lab.simulate.job import Job
 from chaos_lightning.lab.simulate.oracle import Violation
+from chaos_lightning.membership.desk import SchedulerPhase
 from chaos_lightning.membership.effects import Persist
-from chaos_lightning.membership.member import Phase
-from chaos_lightning.membership.scheduler import Phase as SchedulerPhase
+from chaos_lightning.membership.member import MemberPhase
 from chaos_lightning.membership.topology import pair, parts
 from chaos_lightning.protocol.types import NO_VIEW
 
@@ -134,7 +134,7 @@ class Patience:
             if not node.alive or node.outcome or node.frozen or node.leaving or node.newcomer_since < 0:
                 continue
             since = max(node.newcomer_since, self._calm_at, node.thawed_at)
-            if node.machine.phase in (Phase.WAITING, Phase.LOADING) and now - since > world.plan.patience_s:
+            if node.machine.phase in (MemberPhase.WAITING, MemberPhase.LOADING) and now - since > world.plan.patience_s:
                 peer = scheduler.machine.roster.peers.get(node.machine.member_id)
                 raise Violation(
                     f"{node.machine.member_id} has been ready for {now - since:.1f} s and is not in; to the scheduler "

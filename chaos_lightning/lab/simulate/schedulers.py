@@ -24,8 +24,8 @@ from chaos_lightning.lab.simulate.host import AGAIN_S, Candidacy, HostTrap, Sche
 from chaos_lightning.lab.simulate.job import Job
 from chaos_lightning.lab.simulate.plan import Fault
 from chaos_lightning.lab.simulate.store import Backup
-from chaos_lightning.membership.leader_search import HEARS_S, HEARS_SEVERAL_S, Attempt
-from chaos_lightning.membership.scheduler import Phase
+from chaos_lightning.membership.desk import SchedulerPhase
+from chaos_lightning.membership.leader_search import HEARS_S, HEARS_SEVERAL_S, Conversation
 
 SCHEDULER_FAULTS = (
     "sched-freeze",
@@ -107,13 +107,13 @@ class Schedulers:
             return 0.0
         return HEARS_SEVERAL_S if self._world.plan.several else HEARS_S
 
-    def ask(self, place: str) -> SchedulerHost | Attempt:
+    def ask(self, place: str) -> SchedulerHost | Conversation:
         """Who takes itself for the leader there; or what a member hears instead, that looks for it."""
         host = next((h for h in reversed(self._hosts) if h.alive and h.candidacy.place == place), None)
         if host is not None or not self._world.plan.several or place in self._dead:
-            return host or Attempt()
+            return host or Conversation()
         leads = self._stands(self.leader) and self.leader.candidacy.place not in self._dead
-        return Attempt(standby=True, leader=self.leader.candidacy.place if leads else "")
+        return Conversation(standby=True, leader=self.leader.candidacy.place if leads else "")
 
     def _stands(self, host: SchedulerHost) -> bool:
         """Whether it leads: it lives and holds the lease, if there is one."""
@@ -147,7 +147,7 @@ class Schedulers:
         """It was deposed, or its store failed for too long."""
         self._world.say(f"scheduler {host.machine.book.term} stands by: it leads no more")
         self._world.cut_streams += host.lost
-        if host.machine.phase is not Phase.FINISHED:
+        if host.machine.phase is not SchedulerPhase.FINISHED:
             self._release(host)
             self._follow(self._world.kernel.between(0.02, 0.4))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from chaos_lightning.control.chain import Entry, Tip, advance, chain_of, check_id, entry_of, judge
+from chaos_lightning.control.chain import ChainEntry, Tip, advance, chain_of, check_id, entry_of, judge
 from chaos_lightning.control.store import Appended
 from chaos_lightning.errors import StoreError
 from chaos_lightning.membership.effects import Chain, Persist
@@ -25,7 +25,7 @@ class Backup:
     """A store at a moment."""
 
     tip: Tip
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[ChainEntry, ...] = ()
 
     def leftover(self) -> Backup:
         """The same under another id and by other processes: what a job of the day before has left behind."""
@@ -33,7 +33,7 @@ class Backup:
         return Backup(replace(self.tip, end=end), tuple(map(_by_others, self.entries)))
 
 
-def _by_others(entry: Entry) -> Entry:
+def _by_others(entry: ChainEntry) -> ChainEntry:
     if entry.view is None:
         return entry
     members = tuple(replace(m, pid=m.pid + 10_000) for m in entry.view.members)
@@ -48,7 +48,7 @@ class Store:
 
     def __init__(self) -> None:
         self.tip = Tip()
-        self.entries: list[Entry] = []
+        self.entries: list[ChainEntry] = []
         self.ids = 0
         """So many chains began here."""
         self.remote = False

@@ -22,7 +22,7 @@ from chaos_lightning.lab.simulate.progress import Patience, Progress
 from chaos_lightning.lab.simulate.schedulers import SCHEDULER_FAULTS, Schedulers
 from chaos_lightning.lab.simulate.store import Store
 from chaos_lightning.membership.effects import Drain, MemberEffect, Note, Persist
-from chaos_lightning.membership.leader_search import Attempt
+from chaos_lightning.membership.leader_search import Conversation
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.protocol.types import Hello, Kind, Welcome
 
@@ -134,7 +134,7 @@ class World:
         self._counters.uid += 1
         return self._counters.uid
 
-    def ask(self, place: str) -> SchedulerHost | Attempt:
+    def ask(self, place: str) -> SchedulerHost | Conversation:
         """Who takes itself for the leader there; or what a member hears instead."""
         return self.schedulers.ask(place)
 

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from chaos_lightning.lab.simulate.bugs.frame import Bug, TrustingNode, hooks_of, with_parts
-from chaos_lightning.lab.simulate.dataplane import Entry
+from chaos_lightning.lab.simulate.dataplane import SumEntry
 from chaos_lightning.lab.simulate.observing import Keeper, Observation
 from chaos_lightning.lab.simulate.plan import Plan
 from chaos_lightning.lab.simulate.plans.learners import all_leave_plan, calm_plan, promise_plan, silent_plan
 from chaos_lightning.membership.admission import Admission
-from chaos_lightning.membership.desk import Phase
+from chaos_lightning.membership.desk import SchedulerPhase
 from chaos_lightning.membership.learners import Learners
 from chaos_lightning.membership.peers import Peer, Standing
 from chaos_lightning.protocol.types import FromMember, Header
@@ -62,7 +62,7 @@ class ForwardKeeper(Keeper):
 class SkippingKeeper(Keeper):
     """Gives the newest entry instead of the one that stands on the newcomer's header."""
 
-    def after(self, at: Header) -> Entry | None:
+    def after(self, at: Header) -> SumEntry | None:
         super().after(at)
         newest = self.entries.get(self.newest)
         return newest if newest is not None and newest.header.seq > at.seq else None
@@ -71,7 +71,7 @@ class SkippingKeeper(Keeper):
 class RepeatingObservation(Observation):
     """Applies an entry again whose answer came twice."""
 
-    def apply(self, entry: Entry) -> None:
+    def apply(self, entry: SumEntry) -> None:
         super().apply(entry)
         if entry.header.seq % 3 == 0:
             super().apply(entry)
@@ -123,7 +123,7 @@ class CountingAdmission(Admission):
     def on_message(self, conn: int, message: FromMember) -> None:
         super().on_message(conn, message)
         peer = self.roster.peers.get(self.roster.conns.get(conn, ""))
-        if self.desk.phase is not Phase.PREPARING or peer is None or peer.standing is not Standing.OBSERVING:
+        if self.desk.phase is not SchedulerPhase.PREPARING or peer is None or peer.standing is not Standing.OBSERVING:
             return
         given = next((p.report for p in self.roster.living() if p.report is not None), None)
         missing = next((p for p in self.roster.living() if p.report is None), None)
