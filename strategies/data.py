@@ -59,7 +59,7 @@ class EngineSource:
 class Fed(Protocol):
     """The fit that a loader feeds, as the loader sees it."""
 
-    def rest(self) -> None:
+    def safe_point(self) -> None:
         """The safe point before each batch. StopIteration if there are no more."""
 
     def begin_pass(self, epoch: int) -> None:
@@ -91,7 +91,7 @@ class TrainLoader:
         return self
 
     def __next__(self) -> Any:
-        self._fit.rest()
+        self._fit.safe_point()
         batch = next(self.begin())
         if batch is None:
             raise UnsupportedError(

@@ -298,8 +298,8 @@ class FitSession:
 
     # ------------------------------------------------------------------ the safe point
 
-    def rest(self) -> None:
-        """Between two batches, with all counters at rest. StopIteration once this member has left."""
+    def safe_point(self) -> None:
+        """Between two batches, at a safe point: all counters are at rest. StopIteration once this member has left."""
         if self.departed:
             if self._keep_due:
                 self._keep()
@@ -345,7 +345,7 @@ class FitSession:
         if self._loader.under_way or self.stepper.manual is not None:
             return False
         self.elastic.give_up()
-        self.stepper.forget_window()
+        self.stepper.forget_accumulation()
         return True
 
     def _check_stepped(self) -> None:

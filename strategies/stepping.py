@@ -282,7 +282,7 @@ class Stepper:
         self._proof = ""
         if self.manual is not None:
             self.manual.averaged(number)
-        self.forget_window()
+        self.forget_accumulation()
         return header
 
     # ------------------------------------------------------------------ manual optimization
@@ -322,13 +322,13 @@ class Stepper:
         """What a closure returns that came to nothing."""
         return torch.zeros((), device=self._module.device) if self.manual is None else None
 
-    def forget_window(self) -> None:
+    def forget_accumulation(self) -> None:
         """The next micro-batch begins a new one."""
         self._accumulation, self._unit = [], 0.0
 
     def reset(self) -> None:
         """The member joined again: nothing is open."""
-        self.forget_window()
+        self.forget_accumulation()
         if self.manual is not None:
             self.manual.reset()
 

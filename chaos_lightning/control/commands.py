@@ -79,7 +79,7 @@ def _show(facts: dict[str, Any]) -> None:
         console.print(f"owes: {facts['owed']}")
     if facts.get("role") == "standby":
         console.print(f"job {facts['job']} at {facts['endpoint']}: stands by")
-        _show_seat(console, facts)
+        _show_candidacy(console, facts)
         return
     console.print(
         f"job {facts['job']} at {facts['endpoint']}: {machine.get('phase', '?')}, "
@@ -88,7 +88,7 @@ def _show(facts: dict[str, Any]) -> None:
     )
     if machine.get("reason"):
         console.print(f"because: {machine['reason']}")
-    _show_seat(console, facts)
+    _show_candidacy(console, facts)
     rows = [*machine.get("members", ()), *machine.get("others", ())]
     if not rows:
         console.print("nobody is here yet")
@@ -107,7 +107,7 @@ def _show(facts: dict[str, Any]) -> None:
     _show_links(console, machine)
 
 
-def _show_seat(console: Any, facts: dict[str, Any]) -> None:
+def _show_candidacy(console: Any, facts: dict[str, Any]) -> None:
     """Of several schedulers: which one leads, since when and why, which stand by, and what this one waits for."""
     if "leader" not in facts:
         return

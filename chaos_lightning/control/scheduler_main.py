@@ -79,7 +79,7 @@ def open_store(options: SchedulerOptions) -> Store:
     return SqliteStore(path, job, exclusive=True)
 
 
-def _seat(options: SchedulerOptions, *, followed: bool) -> EtcdCandidacy | None:
+def _candidacy(options: SchedulerOptions, *, followed: bool) -> EtcdCandidacy | None:
     """In etcd several schedulers stand by for each other."""
     if not options.in_etcd:
         return None
@@ -145,12 +145,12 @@ def run(options: SchedulerOptions) -> int:
     with EventLog.in_directory(options.log_dir or None, options.settings.job, role="scheduler") as events:
         first = look = True
         while True:
-            seat = _seat(options, followed=not first)
-            if seat is not None and look and (words := seat.check(config.settings)):
+            candidacy = _candidacy(options, followed=not first)
+            if candidacy is not None and look and (words := candidacy.check(config.settings)):
                 _say(words)
-            open_it = seat.open_store if seat is not None else lambda: open_store(options)
-            reason, failed = asyncio.run(serve(config, open_it, events, on_started=on_started, candidacy=seat))
-            if seat is None or not failed:
+            open_it = candidacy.open_store if candidacy is not None else lambda: open_store(options)
+            reason, failed = asyncio.run(serve(config, open_it, events, on_started=on_started, candidacy=candidacy))
+            if candidacy is None or not failed:
                 break
             _say(f"scheduler of job {options.settings.job} stands by again: {reason}")
             config = replace(config, owed=servers.pop().owed if servers else config.owed)

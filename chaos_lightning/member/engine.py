@@ -236,7 +236,7 @@ class Engine:
                 # It was frozen or cut off on the threshold: nothing is lost but the place in the queue.
                 self.events.emit("rejoin", old_id=self.member_id, reason=str(error))
                 self._forget()
-                self._mail.rest(pause_s)
+                self._mail.pause(pause_s)
         made.accumulation.settle()
         warn_of_rules(self.config, made.shell.welcome)
         self._tell_of_loss(made.shell.machine.assigning)

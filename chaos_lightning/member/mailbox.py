@@ -112,7 +112,7 @@ class Mailbox:
                 continue
             self.changed.wait(min(left, 1.0))
 
-    def rest(self, seconds: float) -> None:
+    def pause(self, seconds: float) -> None:
         """Waits for so long, or until this member is to give up."""
         with self.changed:
             self.changed.wait_for(lambda: self.giving_up, seconds)

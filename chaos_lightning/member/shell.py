@@ -48,7 +48,7 @@ from chaos_lightning.protocol.types import (
     ViewId,
     Welcome,
 )
-from chaos_lightning.replication.by_reference import Lender
+from chaos_lightning.replication.by_reference import MemoryExport
 from chaos_lightning.replication.forward import Forwarder
 from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.transport.links import PING_INTERVAL_S, Links, Takers
@@ -107,7 +107,7 @@ class Shell:
         self._beat_at = self._links_at = 0.0
         self._contributed_at = self._committed_at = time.monotonic()
         if links.generation is not None:
-            self.server.lender = Lender(links.reads, links.generation, memory.result_bytes)
+            self.server.memory_export = MemoryExport(links.reads, links.generation, memory.result_bytes)
 
     # ------------------------------------------------------------------ set-up
 

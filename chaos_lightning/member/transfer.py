@@ -283,7 +283,7 @@ class Transfer:
         """Takes a snapshot out of the memory of a member on this machine; None if nobody lends it."""
         ways, pool = {e.member: e for e in donors}, self._pool
 
-        def spare(member: str, channel: BulkSocket) -> None:
+        def keep(member: str, channel: BulkSocket) -> None:
             pool.put(ways[member], channel.sock)
 
         reader = StateReader(
@@ -294,7 +294,7 @@ class Transfer:
             seq=header.seq,
             config=config,
             abandoned=superseded,
-            spare=spare,
+            keep=keep,
         )
         return reader.run()
 

@@ -2,10 +2,10 @@
 
 Theory of operation. As with gradients (transport/reference.py) one copy by the kernel takes the place of two and of the
 network stack, and it is the newcomer that makes it: donors, who train meanwhile, only say where their bytes lie. They
-say so to those that have shown on their link that they can read here (`Lender`). That the bytes were still the right
-ones is known afterwards: a state that donors rest at is verified by its piece hashes; a snapshot by its own generation
-(snapshot.py), which changes before the optimizer writes; a slot's sums by the generation of the open attempt, which
-changes before another attempt overwrites them.
+say so to those that have shown on their link that they can read here (`MemoryExport`). That the bytes were still the
+right ones is known afterwards: a state that donors rest at is verified by its piece hashes; a snapshot by its own
+generation (snapshot.py), which changes before the optimizer writes; a slot's sums by the generation of the open
+attempt, which changes before another attempt overwrites them.
 
 Snapshots are taken by `StateReader` (state_reader.py), logged slots by `LogReader`, and what a pull lacks by `deliver`.
 """
@@ -34,7 +34,7 @@ Readable = Callable[[str], bool]
 """Whether this member has shown that it can read this process's memory."""
 
 
-class Lender:
+class MemoryExport:
     """Says to members of this machine where this process's bytes lie. Any thread.
 
     Args:
@@ -75,18 +75,18 @@ class Lender:
         return json.dumps({"offer": self._generation.offer().hex(), "results": at}).encode()
 
 
-def refuse_unless(lender: Lender | None, peer: str) -> Lender:
+def refuse_unless(export: MemoryExport | None, peer: str) -> MemoryExport:
     """RefusalError if this member may not read here."""
-    if lender is None or not lender.readable(peer):
+    if export is None or not export.readable(peer):
         raise RefusalError("this member's memory is not read from there")
-    return lender
+    return export
 
 
 class Places:
     """Where a donor's state lies.
 
     Args:
-        data: What `Lender.places` gave.
+        data: What `MemoryExport.places` gave.
 
     Raises:
         WireError: It is malformed.
@@ -160,7 +160,7 @@ class Buffers:
     """Where a donor's reduced bytes lie.
 
     Args:
-        data: What `Lender.buffers` gave.
+        data: What `MemoryExport.buffers` gave.
 
     Raises:
         WireError: It is malformed.
@@ -225,4 +225,4 @@ def _places_of(donor: Donor) -> Places | None:
     return places if places.readable else None
 
 
-__all__ = ["Buffers", "Lender", "Places", "deliver", "refuse_unless"]
+__all__ = ["Buffers", "MemoryExport", "Places", "deliver", "refuse_unless"]

@@ -8,7 +8,7 @@ first thread that needs it.
 
 For learners the state at a header is kept as a copy (`snapshot`), beside what is published live, and slots from there
 on are kept in `log`, until `release` or the end of a lease: a scheduler that died cannot pin them. Learners that can
-read this process's memory (`lender`) are given some time to do so before anything is copied for them.
+read this process's memory (`memory_export`) are given some time to do so before anything is copied for them.
 
 A request names header and slot. What this member does not hold for exactly that header is refused by name
 (protocol.md 11, 15): another header of the same slot is a fork, an older slot is gone. Only a slot that is still
@@ -36,7 +36,7 @@ from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import Header, Span
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type
-from chaos_lightning.replication.by_reference import Lender, refuse_unless
+from chaos_lightning.replication.by_reference import MemoryExport, refuse_unless
 from chaos_lightning.replication.checkpoint import CheckpointWriter
 from chaos_lightning.replication.forward import Forwarder
 from chaos_lightning.replication.log import DEFAULT_CAP_NBYTES, LoggedSlot, SlotLog
@@ -108,7 +108,7 @@ class StateServer:
         """Set it to let others reach members through this one."""
         self.checkpoints: CheckpointWriter | None = None
         """Set it to let others have checkpoints written here."""
-        self.lender: Lender | None = None
+        self.memory_export: MemoryExport | None = None
         """Set it to let members of this machine read this process's memory."""
 
     # --- the training thread's side -------------------------------------------------------------------------------
@@ -283,8 +283,8 @@ class StateServer:
 
     def _readers(self, learners: Collection[str]) -> Collection[str]:
         """These learners, if all of them read this process's memory; else nobody."""
-        lender = self.lender
-        return learners if lender is not None and all(lender.readable(o) for o in learners) else ()
+        export = self.memory_export
+        return learners if export is not None and all(export.readable(o) for o in learners) else ()
 
     def release(self) -> None:
         """Nobody observes any more: snapshot and log are forgotten."""
@@ -473,13 +473,13 @@ class StateServer:
             with self._changed:
                 self.log.taken(peer, seq)
         elif request.type is Type.GET_BUFFERS:
-            buffers = refuse_unless(self.lender, peer).buffers()
+            buffers = refuse_unless(self.memory_export, peer).buffers()
             with self._changed:
                 self.log.attend(peer)
             channel.send(*bulk.reply(Type.BUFFERS, head, seq, buffers))
         else:
-            lender = refuse_unless(self.lender, peer)
-            places = lender.places(self._find(request, tick), manifest=request.length == 1)
+            export = refuse_unless(self.memory_export, peer)
+            places = export.places(self._find(request, tick), manifest=request.length == 1)
             channel.send(*bulk.reply(Type.PLACES, head, seq, places))
 
     def _find(self, request: BulkFrame, tick: Callable[[], None]) -> Published:

@@ -30,7 +30,7 @@ from chaos_lightning.replication.table import StateTable
 BLOCK_NBYTES = 16 << 20
 """So much is read between two looks at the generation and words to the donors."""
 
-Spare = Callable[[str, BulkSocket], None]
+Keep = Callable[[str, BulkSocket], None]
 
 
 class StateReader:
@@ -44,7 +44,7 @@ class StateReader:
         seq: Its slot.
         config: Waits and sizes.
         abandoned: Asked now and then; True ends it.
-        spare: Given (member, connection) of connections that are in good order afterwards; any thread.
+        keep: Given (member, connection) of connections that are in good order afterwards; any thread.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StateReader:
         seq: int,
         config: PullConfig,
         abandoned: Callable[[], bool],
-        spare: Spare,
+        keep: Keep,
     ) -> None:
         self._endpoints = [e for e in endpoints if not e.route]
         self._dial = dial
@@ -65,7 +65,7 @@ class StateReader:
         self._head, self._seq = head, seq
         self._config = config
         self._abandoned = abandoned
-        self._spare = spare
+        self._keep = keep
         self._began = time.monotonic()
         self._failed: dict[str, str] = {}
         self._sources: dict[str, SourceReport] = {}
@@ -106,7 +106,7 @@ class StateReader:
             return None
         if source.beside():
             return channel
-        self._spare(endpoint.member, channel)
+        self._keep(endpoint.member, channel)
         return None
 
     def _tell(self, channel: BulkSocket) -> None:
@@ -130,7 +130,7 @@ class StateReader:
         except OSError:
             channel.sock.close()
         else:
-            self._spare(member, channel)
+            self._keep(member, channel)
 
     # ------------------------------------------------------------------ bytes
 
@@ -145,11 +145,11 @@ class StateReader:
                     self._landing = Landing(self._state, places.table, places.manifest, limit)
                 if self._read(places, self._landing.regions, member, channel):
                     self._landing.finish()
-                    self._spare(member, channel)
+                    self._keep(member, channel)
                     return places
         except RefusedError as error:
             self._failed[member] = str(error)
-            self._spare(member, channel)
+            self._keep(member, channel)
         except (OSError, WireError) as error:
             self._failed[member] = reason_of(error)
             channel.sock.close()

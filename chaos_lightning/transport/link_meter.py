@@ -16,8 +16,8 @@ only where the peer does not take its bytes, which is no less true of the link a
 uses gives none either: probes look after those (`Meter.stale`).
 
 A link that fell behind is the likeliest to be unused, for trees go round it, and the likeliest to change again. So
-`Lookout` has it probed soon, and the less often the longer it has been so: its recovery is noticed after a quarter of
-the time that it took, and a link that stays slow costs some twenty probes in all.
+`ReprobeSchedule` has it probed soon, and the less often the longer it has been so: its recovery is noticed after a
+quarter of the time that it took, and a link that stays slow costs some twenty probes in all.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _near(rate: float, other: float) -> bool:
     return abs(rate - other) <= CHANGE * other
 
 
-class Lookout:
+class ReprobeSchedule:
     """How long a link may go unheard of before it is probed; pure bookkeeping for one link.
 
     Args:

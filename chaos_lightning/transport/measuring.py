@@ -1,9 +1,9 @@
 """What this member knows of its links: latency and rate for the scheduler, bytes and rates for the event log.
 
 Theory of operation. Rates come from two sources. A probe measures a link when it is made, and when nothing was heard of
-its rate for `RENEW_S`, or for much less if it fell behind or its first probe came to nothing (`Lookout`); the meter
-learns from the job's own bytes, those of state transfers included. Each result becomes a LinkReport, and the last one
-of each link is kept, so that a scheduler that was restarted can be told again.
+its rate for `RENEW_S`, or for much less if it fell behind or its first probe came to nothing (`ReprobeSchedule`); the
+meter learns from the job's own bytes, those of state transfers included. Each result becomes a LinkReport, and the last
+one of each link is kept, so that a scheduler that was restarted can be told again.
 
 Links between processes of one machine are not measured: their bytes cross no medium. Unless the medium is emulated
 (transport/medium.py); such links send nothing by reference either, since that would go round what is emulated.
@@ -20,7 +20,7 @@ from functools import partial
 from chaos_lightning.protocol.types import LinkReport
 from chaos_lightning.transport.frames import Frame
 from chaos_lightning.transport.link import Link
-from chaos_lightning.transport.link_meter import LinkMeter, Lookout
+from chaos_lightning.transport.link_meter import LinkMeter, ReprobeSchedule
 from chaos_lightning.transport.locality import on_this_machine
 from chaos_lightning.transport.medium import Pacer
 from chaos_lightning.transport.pacing import pace
@@ -73,7 +73,7 @@ class Measuring:
         self._links: dict[str, Link] = {}
         self._asked_at: dict[str, float] = {}
         self._flows: dict[str, _Flow] = {}
-        self._lookouts: dict[str, Lookout] = {}
+        self._reprobes: dict[str, ReprobeSchedule] = {}
         self._soon = False
         self.reports: dict[str, LinkReport] = {}
         """The last one of each link that stands."""
@@ -89,7 +89,7 @@ class Measuring:
         self._links[peer] = link
         self._pacer.join(peer, link.sock, link.pace, time.monotonic())
         if self._measured(peer, link):
-            self._lookouts.setdefault(peer, Lookout(RENEW_S)).made(time.monotonic())
+            self._reprobes.setdefault(peer, ReprobeSchedule(RENEW_S)).made(time.monotonic())
             self._meter.watch(peer, link.sock)
             self._probe(peer, link, "link made")
 
@@ -110,7 +110,7 @@ class Measuring:
         self._meter.forget(peer)
         self._flows.pop(peer, None)
         self._asked_at.pop(peer, None)
-        self._lookouts.pop(peer, None)
+        self._reprobes.pop(peer, None)
 
     def _measured(self, peer: str, link: Link) -> bool:
         return not link.local or self.emulated(peer)
@@ -154,16 +154,16 @@ class Measuring:
         """Reads the counters, and probes what was not heard of for too long; call it several times a second."""
         self._read(now)
         for peer, link in list(self._links.items()):
-            lookout = self._lookouts.get(peer)
-            pause_s = RENEW_S if lookout is None else lookout.pause_s(now)
+            reprobe = self._reprobes.get(peer)
+            pause_s = RENEW_S if reprobe is None else reprobe.pause_s(now)
             if now - self._asked_at.get(peer, 0.0) <= pause_s or not self._meter.stale(peer, now, pause_s):
                 continue
             if self._measured(peer, link):
                 why = f"nothing was heard of its rate for {RENEW_S:g} s"
                 if peer not in self.reports:
                     why = "not measured yet"
-                elif lookout is not None and lookout.behind:
-                    why = f"it carried {lookout.best_bps / 1e6:.3g} Mbit/s before"
+                elif reprobe is not None and reprobe.behind:
+                    why = f"it carried {reprobe.best_bps / 1e6:.3g} Mbit/s before"
                 self._probe(peer, link, why)
 
     def facts(self, now: float) -> list[dict[str, object]]:
@@ -215,6 +215,6 @@ class Measuring:
         self._heard(report)
 
     def _heard(self, report: LinkReport) -> None:
-        self._lookouts.setdefault(report.peer, Lookout(RENEW_S)).heard(report.rate_bps, time.monotonic())
+        self._reprobes.setdefault(report.peer, ReprobeSchedule(RENEW_S)).heard(report.rate_bps, time.monotonic())
         self.reports[report.peer] = report
         self._report(report)

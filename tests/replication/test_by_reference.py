@@ -16,7 +16,7 @@ from chaos_lightning.protocol.types import NO_VIEW
 from chaos_lightning.replication import PullConfig, PullReport, StateServerConfig, pull_state
 from chaos_lightning.replication import state_reader as reading
 from chaos_lightning.replication.bulk import BulkSocket
-from chaos_lightning.replication.by_reference import Buffers, Lender, Places
+from chaos_lightning.replication.by_reference import Buffers, MemoryExport, Places
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.snapshot import COPIED, LIVE, Snapshot
 from chaos_lightning.replication.state_reader import StateReader
@@ -29,7 +29,7 @@ READER = "joiner"
 def lend(server: StateServer, *, to: str = READER, nbytes: int = 4096) -> list[memoryview]:
     """Has a server lend its memory to one member; its result buffers."""
     results = [memoryview(bytearray(nbytes)) for _ in range(2)]
-    server.lender = Lender(lambda peer: peer == to, Generation(), results)
+    server.memory_export = MemoryExport(lambda peer: peer == to, Generation(), results)
     return results
 
 
@@ -232,8 +232,8 @@ def test_what_is_released_is_not_read_any_more() -> None:
         copy = snapshot(donor, state)
         item = donor.server._lent
         assert item is not None
-        assert donor.server.lender is not None
-        places = Places(donor.server.lender.places(item, manifest=False))
+        assert donor.server.memory_export is not None
+        places = Places(donor.server.memory_export.places(item, manifest=False))
         into = memoryview(bytearray(100))
         assert places.generation == LIVE
         assert places.read(50, [into])
@@ -242,7 +242,7 @@ def test_what_is_released_is_not_read_any_more() -> None:
         assert not places.read(50, [into]), "the optimizer may write by now"
         donor.server.release()
         assert not places.read(50, [into])
-        assert Places(donor.server.lender.places(item, manifest=False)).generation > COPIED
+        assert Places(donor.server.memory_export.places(item, manifest=False)).generation > COPIED
 
 
 def test_a_lease_that_is_over_ends_what_was_lent() -> None:
@@ -321,7 +321,7 @@ def test_odd_buffers_are_a_wire_error(data: bytes) -> None:
 def test_sums_are_read_until_the_next_but_one_slot_opens() -> None:
     generation = Generation()
     results = [memoryview(bytearray(range(256)) * 4), memoryview(bytearray(1024))]
-    buffers = Buffers(Lender(lambda peer: True, generation, results).buffers())
+    buffers = Buffers(MemoryExport(lambda peer: True, generation, results).buffers())
     raw = memoryview(bytearray(1024))
     for seq, intact in ((8, True), (9, True), (10, False), (0, False)):
         generation.set(NO_VIEW, seq)

@@ -18,7 +18,7 @@ from chaos_lightning.protocol.codec import decode, encode
 from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, Span
 from chaos_lightning.replication import log as log_module
 from chaos_lightning.replication import log_reader
-from chaos_lightning.replication.by_reference import Lender
+from chaos_lightning.replication.by_reference import MemoryExport
 from chaos_lightning.replication.log import SlotLog
 from chaos_lightning.replication.log_reader import LogReader, _shares
 from chaos_lightning.replication.server import StateServerConfig
@@ -274,7 +274,7 @@ class Lending:
         self.results = [memoryview(bytearray(NBYTES)) for _ in range(2)]
         self.generation = Generation()
         self.open = 0
-        donor.server.lender = Lender(lambda peer: peer == "joiner", self.generation, self.results)
+        donor.server.memory_export = MemoryExport(lambda peer: peer == "joiner", self.generation, self.results)
 
     def commit(self, header: Header, hold_s: float = LIMIT_S) -> None:
         """Reduces a slot and keeps it."""

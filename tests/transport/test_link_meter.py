@@ -16,8 +16,8 @@ from chaos_lightning.transport.link_meter import (
     SOONEST_S,
     Estimate,
     LinkMeter,
-    Lookout,
     Reading,
+    ReprobeSchedule,
     read_counters,
 )
 from chaos_lightning.transport.pacing import pace
@@ -200,69 +200,69 @@ def test_who_has_bytes_to_send_is_known() -> None:
 # ---------------------------------------------------------------------- when to probe again
 
 
-def watch(lookout: Lookout, from_s: float, until_s: float, rate_bps: float) -> list[float]:
+def watch(reprobe: ReprobeSchedule, from_s: float, until_s: float, rate_bps: float) -> list[float]:
     """When a link that carries this much is probed, by a member that looks ten times a second."""
     probed, heard_at = [], from_s
     for tick in range(round(10 * from_s), round(10 * until_s)):
-        if tick / 10 - heard_at > lookout.pause_s(tick / 10):
+        if tick / 10 - heard_at > reprobe.pause_s(tick / 10):
             heard_at = tick / 10
             probed.append(heard_at)
-            lookout.heard(rate_bps, heard_at)
+            reprobe.heard(rate_bps, heard_at)
     return probed
 
 
 def test_a_link_that_carries_what_it_did_is_probed_seldom() -> None:
-    lookout = Lookout(60.0)
+    reprobe = ReprobeSchedule(60.0)
     for at_s, rate_bps in ((0.0, 100 * MBIT), (1.0, 80 * MBIT), (2.0, 300 * MBIT), (3.0, 230 * MBIT)):
-        lookout.heard(rate_bps, at_s)
-        assert not lookout.behind
-    assert len(watch(lookout, 3.0, 303.0, 230 * MBIT)) == 4
+        reprobe.heard(rate_bps, at_s)
+        assert not reprobe.behind
+    assert len(watch(reprobe, 3.0, 303.0, 230 * MBIT)) == 4
 
 
 @pytest.mark.parametrize("slow_bps", [0.0, 5 * MBIT, 70 * MBIT])
 @pytest.mark.parametrize("outage_s", [1.0, 5.0, 20.0, 100.0, 1000.0])
 def test_a_recovery_is_noticed_after_a_part_of_the_outage(slow_bps: float, outage_s: float) -> None:
-    lookout = Lookout(60.0)
-    lookout.heard(100 * MBIT, 0.0)
-    lookout.heard(slow_bps, 50.0)
-    assert lookout.behind
+    reprobe = ReprobeSchedule(60.0)
+    reprobe.heard(100 * MBIT, 0.0)
+    reprobe.heard(slow_bps, 50.0)
+    assert reprobe.behind
     back_s = 50.0 + outage_s
-    probed = watch(lookout, 50.0, back_s + 61.0, slow_bps)
+    probed = watch(reprobe, 50.0, back_s + 61.0, slow_bps)
     noticed_s = next(at_s for at_s in probed if at_s >= back_s) - back_s
     assert noticed_s <= min(60.2, max(SOONEST_S, PART_OF_OUTAGE * (outage_s + noticed_s)) + 0.2)
 
 
 def test_a_link_that_stays_slow_costs_few_probes_and_is_then_taken_as_it_is() -> None:
-    lookout = Lookout(60.0)
-    lookout.heard(100 * MBIT, 0.0)
-    lookout.heard(10 * MBIT, 0.0)
-    probed = watch(lookout, 0.0, 3600.0, 10 * MBIT)
+    reprobe = ReprobeSchedule(60.0)
+    reprobe.heard(100 * MBIT, 0.0)
+    reprobe.heard(10 * MBIT, 0.0)
+    probed = watch(reprobe, 0.0, 3600.0, 10 * MBIT)
     assert len([at_s for at_s in probed if at_s < 300]) < 30
     assert len([at_s for at_s in probed if at_s >= 300]) <= 55
-    assert not lookout.behind
-    lookout.heard(5 * MBIT, 3600.0)
-    assert lookout.behind, "it can fall again"
+    assert not reprobe.behind
+    reprobe.heard(5 * MBIT, 3600.0)
+    assert reprobe.behind, "it can fall again"
 
 
 def test_a_link_that_carries_nothing_for_good_is_left_alone() -> None:
-    lookout = Lookout(60.0)
-    lookout.heard(0.0, 0.0)
-    assert lookout.behind, "from the start"
-    watch(lookout, 0.0, 400.0, 0.0)
-    assert len(watch(lookout, 400.0, 1000.0, 0.0)) <= 10
-    lookout.heard(100 * MBIT, 1000.0)
-    assert not lookout.behind
+    reprobe = ReprobeSchedule(60.0)
+    reprobe.heard(0.0, 0.0)
+    assert reprobe.behind, "from the start"
+    watch(reprobe, 0.0, 400.0, 0.0)
+    assert len(watch(reprobe, 400.0, 1000.0, 0.0)) <= 10
+    reprobe.heard(100 * MBIT, 1000.0)
+    assert not reprobe.behind
 
 
 def test_a_link_that_recovers_in_part_is_watched_closely_again() -> None:
-    lookout = Lookout(60.0)
-    lookout.heard(100 * MBIT, 0.0)
-    lookout.heard(10 * MBIT, 0.0)
-    assert lookout.pause_s(100.0) == 25.0
-    lookout.heard(50 * MBIT, 100.0)
-    assert lookout.pause_s(100.5) == SOONEST_S
-    lookout.heard(80 * MBIT, 102.0)
-    assert lookout.pause_s(102.0) == 60.0
+    reprobe = ReprobeSchedule(60.0)
+    reprobe.heard(100 * MBIT, 0.0)
+    reprobe.heard(10 * MBIT, 0.0)
+    assert reprobe.pause_s(100.0) == 25.0
+    reprobe.heard(50 * MBIT, 100.0)
+    assert reprobe.pause_s(100.5) == SOONEST_S
+    reprobe.heard(80 * MBIT, 102.0)
+    assert reprobe.pause_s(102.0) == 60.0
 
 
 def test_the_kernel_counts_what_a_real_connection_carries() -> None:
