@@ -66,7 +66,7 @@ class Reading:
             seq=SEQ,
             config=PullConfig(deadline_s=LIMIT_S, stall_timeout_s=LIMIT_S),
             abandoned=abandoned,
-            spare=self._spare,
+            keep=self._spare,
         )
 
     def _spare(self, member: str, channel: BulkSocket) -> None:
