@@ -131,7 +131,7 @@ class LinkRegistry:
         before = before or silent or ("closed" if anew else None)
         subject = self._roster.peers.get(other)
         together = subject is not None and peer.entered == subject.entered
-        if before is None and together and other not in peer.up and peer.known and peer.entered.number:
+        if before is None and together and other not in peer.up and peer.known and self._uses(peer, other):
             before = "it was not there when the view began"
         peer.up.add(other)
         # Whatever was sent on the link before is lost; a new attempt makes up for it.
@@ -140,6 +140,11 @@ class LinkRegistry:
         if self._graph.in_force(peer.id, other):
             fact.failures += fact.stands  # both ends tell
             self._recovery.again = f"the link between {peer.id} and {other} was made anew ({before})"
+
+    def _uses(self, peer: Peer, other: str) -> bool:
+        """Whether the view that this member stands in has the link; one that is coming may be why it was made."""
+        stands = next((v for v in reversed(self._book.views) if v.id == peer.entered), None)
+        return stands is not None and pair(peer.id, other) in self._graph.of_view(stands)
 
     def on_link_report(self, peer: Peer, report: LinkReport) -> None:
         if report.peer in self._roster.peers:

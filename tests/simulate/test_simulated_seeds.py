@@ -27,6 +27,12 @@ def test_five_thousand_seeds_hold_all_contracts() -> None:
     assert [(o.seed, o.violation) for o in results if o.violation] == []
 
 
+def test_a_link_that_was_taken_away_and_is_given_back_was_not_made_anew() -> None:
+    """One end tells of it when a view that has it is stored, and both stand in the one before, which has it not."""
+    (outcome,) = [o for chunk in outcomes(2245, 1, "", 1) for o in chunk]
+    assert not outcome.violation
+
+
 @pytest.mark.parametrize("seed", [4, 7, 9])
 def test_run_is_a_function_of_its_seed(seed: int) -> None:
     one, other = World(any_plan(seed)), World(any_plan(seed))
