@@ -192,6 +192,7 @@ class Shell:
         if self.reducer.me != me:  # a scheduler that was restarted gives newcomers new ids
             self.reducer.restart(me)
             self.transfer.arrived()
+            self.links.abandon()
         if self.mailbox.who() != me:  # what the one was to observe that it was before
             self.mailbox.post(observe=None)
         self.mailbox.post(member=message.member)

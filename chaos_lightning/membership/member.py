@@ -316,6 +316,7 @@ class MemberMachine:
                 return
             self.member_id = message.member.id
             self.phase, self._ready_sent = MemberPhase.WAITING, False
+            self.neighbours = Neighbours()  # links of who it was before are gone
             self._emit(*self.learning.told(None))
             return
         # The control stream was replaced: whatever was under way on the old one is said again. Links go first: a link

@@ -189,7 +189,10 @@ class Router:
 
     def _post(self, routed: RoutedMessage, came_from: str) -> list[RouteStep]:
         """Sends a routed message on, has it wait, or drops it."""
-        hop = routed.to if routed.to in self.up else self.hop(routed.to, routed.view)
+        hop = self.hop(routed.to, routed.view)
+        if hop == "" and routed.to in self.up:
+            # Only then: a break of a link that the view lacks costs no recovery, and nothing would be sent again.
+            hop = routed.to
         if hop and hop == came_from:
             return [Drop(routed, f"{came_from}, where it came from, is the next hop")]
         if hop and hop in self.up:

@@ -257,7 +257,9 @@ def test_a_process_that_stands_by_again_knows_what_it_owes(monkeypatch: pytest.M
 
     monkeypatch.setattr("chaos_lightning.control.server.serve", serve)
     monkeypatch.setattr(scheduler_main, "_AGAIN_S", 0.0)
-    monkeypatch.setattr(scheduler_main, "_candidacy", lambda *_, **__: SimpleNamespace(check=lambda _: "", open_store=None))
+    monkeypatch.setattr(
+        scheduler_main, "_candidacy", lambda *_, **__: SimpleNamespace(check=lambda _: "", open_store=None)
+    )
     assert scheduler_main.run(SchedulerOptions(listen="127.0.0.1:1", settings=Settings())) == 0
     assert seen == [None, owed, owed]
 

@@ -33,6 +33,20 @@ def test_a_link_that_was_taken_away_and_is_given_back_was_not_made_anew() -> Non
     assert not outcome.violation
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(4872, id="a newcomer gets another id, and keeps the links of the one it was"),
+        pytest.param(3396, id="a link is dialled before its end is known"),
+        pytest.param(3956, id="a store goes back while a scheduler stands by"),
+        pytest.param(5038, id="a header goes by a link that the view lacks, and it breaks"),
+    ],
+)
+def test_seeds_that_once_showed_something_are_well(seed: int) -> None:
+    (outcome,) = [o for chunk in outcomes(seed, 1, "", 1) for o in chunk]
+    assert not outcome.violation
+
+
 @pytest.mark.parametrize("seed", [4, 7, 9])
 def test_run_is_a_function_of_its_seed(seed: int) -> None:
     one, other = World(any_plan(seed)), World(any_plan(seed))

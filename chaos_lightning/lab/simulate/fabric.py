@@ -27,6 +27,8 @@ EXPECT_S = 1.0
 _POLL_S = 0.02
 SILENT_S = 3.0
 """A link on which nothing was heard for so long is given up (transport/links.py)."""
+CLOSED = "closed (end of stream)"
+"""How a link ends that broke."""
 Taker = Callable[[Payload], None]
 
 
@@ -158,6 +160,8 @@ class Fabric:
     _unexpected: dict[str, list[Callable[[], None]]] = field(default_factory=dict)
     """Handshakes with nodes that do not expect the other end yet."""
     links: dict[frozenset[str], Link] = field(default_factory=dict)
+    unheard: set[tuple[str, str]] = field(default_factory=set)
+    """(member, peer): the link between them has ended, and the first does not know yet."""
     slow_links: dict[frozenset[str], float] = field(default_factory=dict)
     """Extra latency by pair of node names."""
     blocked: dict[frozenset[str], tuple[float, float]] = field(default_factory=dict)
@@ -238,6 +242,7 @@ class Fabric:
         me, peer = here.machine.member_id, there.machine.member_id
         pipes = {end: Pipe(self.kernel, 0.0002, 0.002 + extra) for end in (me, peer)}
         self.links[pair] = Link((me, peer), pipes)
+        self.unheard.discard((peer, me))
         for node, other in ((here, peer), (there, me)):
             node.stands(other)
 
@@ -273,11 +278,9 @@ class Fabric:
         del self.links[frozenset(link.ends)]
         for end in link.ends:
             other = link.ends[1] if end == link.ends[0] else link.ends[0]
-            node = self.nodes.get(end)
-            words = f"silent (nothing was heard for {SILENT_S} s)" if other in muted else "closed (end of stream)"
+            words = f"silent (nothing was heard for {SILENT_S} s)" if other in muted else CLOSED
             link.pipes[other].cut(self.kernel.now)
-            if node is not None:
-                node.deliver(lambda n=node, o=other, w=words: n.link_ended(o, w))  # type: ignore[misc]
+            self._teller(end, other, words)()
 
     def send(self, me: str, peer: str, payload: Payload) -> bool:
         """True if a link took it."""
@@ -294,14 +297,8 @@ class Fabric:
         link = self.links.pop(frozenset((me, peer)), None)
         if link is None:
             return
-        other = self.nodes.get(peer)
         link.pipes[peer].cut(self.kernel.now)
-
-        def told() -> None:
-            if other is not None:
-                other.deliver(lambda: other.link_ended(me, BYE))
-
-        link.pipes[me].end(told)
+        link.pipes[me].end(self._teller(peer, me, BYE))
 
     def snap(self, me: str, peer: str, *, dead: str = "") -> None:
         """The link breaks; `dead` names the end whose process is gone."""
@@ -311,24 +308,31 @@ class Fabric:
         now, random = self.kernel.now, self.kernel.random
         for end in link.ends:
             other = link.ends[1] if end == link.ends[0] else link.ends[0]
-            node = self.nodes.get(other)
             if end == dead and random.random() < 0.5:
                 # The kernel still delivers all that the dead process had written, then the end of the stream.
-                link.pipes[end].end(self._teller(node, end))
+                link.pipes[end].end(self._teller(other, end, CLOSED))
                 continue
             told = now + self.kernel.between(0.0003, 0.008)
             # Reset: of what `end` had sent, an arbitrary prefix still arrives.
             link.pipes[end].cut(told if random.random() < 0.5 else self.kernel.between(now, told))
             if other != dead:
-                self.kernel.at(told, self._teller(node, end))
+                self.kernel.at(told, self._teller(other, end, CLOSED))
 
-    @staticmethod
-    def _teller(node: Endpoint | None, end: str) -> Callable[[], None]:
-        def tell() -> None:
-            if node is not None:
-                node.deliver(lambda: node.link_ended(end, "closed (end of stream)"))
+    def _teller(self, me: str, peer: str, words: str) -> Action:
+        """How a process learns that its link to this peer has ended: not if it is another by then, or has a new one.
 
-        return tell
+        Until then it takes the link for one that stands.
+        """
+        node = self.nodes.get(me)
+        self.unheard.add((me, peer))
+
+        def heard() -> None:
+            stood = (me, peer) in self.unheard
+            self.unheard.discard((me, peer))
+            if stood and node is not None and node.machine.member_id == me:
+                node.link_ended(peer, words)
+
+        return lambda: node.deliver(heard) if node is not None else None
 
     def standing(self, node: Endpoint) -> Container[str]:
         """Members to which this node has a link, whatever changes."""
@@ -344,7 +348,8 @@ class _Standing:
     node: Endpoint
 
     def __contains__(self, peer: object) -> bool:
-        return frozenset((self.node.machine.member_id, peer)) in self.fabric.links
+        me = self.node.machine.member_id
+        return frozenset((me, peer)) in self.fabric.links or (me, peer) in self.fabric.unheard
 
 
 @dataclass(slots=True)

@@ -86,6 +86,8 @@ class Node(Connected):
         return dialling, self.router_class("", up, dialling.wanted)
 
     def welcomed(self, member_id: str) -> None:
+        self._close_links()
+        self.dialling, self.router = self._make_links()
         self.world.fabric.nodes[member_id] = self
         self.world.struck()
         self.plane.me = self.dialling.me = self.router.me = member_id
@@ -107,6 +109,11 @@ class Node(Connected):
         if other is not None and not self.outcome and self.machine.neighbours.links.get(peer):
             rate_bps = self.world.rates.get(frozenset((self.name, other.name)), USUAL_BPS)
             self._tell(LinkReport(peer, 0.0005, rate_bps, evidence))
+
+    def _close_links(self) -> None:
+        me = self.machine.member_id
+        for peer in self.world.fabric.peers_of(me):
+            self.world.fabric.bye(me, peer)
 
     def link_ended(self, peer: str, evidence: str) -> None:
         """The other end closed the link, or it broke."""
@@ -470,9 +477,7 @@ class Node(Connected):
     def quit(self) -> None:
         """The process ends in good order."""
         self._close_stream()
-        me = self.machine.member_id
-        for peer in self.world.fabric.peers_of(me):
-            self.world.fabric.bye(me, peer)
+        self._close_links()
         self.life += 1
         self.die()
 
@@ -491,9 +496,7 @@ class Node(Connected):
             self.quit()
             return
         self._close_stream()
-        me = self.machine.member_id
-        for peer in self.world.fabric.peers_of(me):
-            self.world.fabric.bye(me, peer)
+        self._close_links()
         self.restart()
         self.timer(self.kernel.between(0.01, 0.05), self.connect)
 

@@ -239,6 +239,8 @@ class Schedulers:
         self._world.say("an older copy of the store takes its place, and the scheduler lives")
         self.newest = self.newest or self._world.store.backup()
         self._world.store.restore(backup)
+        # Who stands by sees the store go back (`Election._look`).
+        self._watched, self._led_since = False, self._world.kernel.now
 
     def _bring_back(self, host: SchedulerHost, lasts: float) -> None:
         """The operator has found the job's own store."""
