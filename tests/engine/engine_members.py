@@ -82,13 +82,13 @@ def train(spec: dict[str, Any]) -> None:
             if spec.get("drift_at") == trainer.step:
                 with torch.no_grad():
                     model[0].weight += 1e-3
-            trainer.update()
-            # Before a newcomer can come in, which would not be asked at this step.
-            enough = asks(spec, trainer.step) and is_enough(trainer, spec["enough"])
+            stepped = trainer.update()
+            # Before a newcomer can come in, which would not be asked at this step; nor is who has just come in again.
+            enough = stepped and asks(spec, trainer.step) and is_enough(trainer, spec["enough"])
             trainer.check_state_replication()
             if enough:
                 break
-            if spec.get("gather_at") == trainer.step:
+            if stepped and spec.get("gather_at") == trainer.step:
                 try:
                     trainer.engine.gather("all_gather", bytes(spec["gather_nbytes"]))
                 except DisagreementError as error:
