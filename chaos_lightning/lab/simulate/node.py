@@ -57,7 +57,9 @@ class Node(Connected):
         super().__init__(world, spec, number)
         world.fabric.processes[spec.name] = self
         self.plane = self._make_plane()
-        self.dialling, self.router = self._make_links()
+        up = world.fabric.standing(self)
+        self.dialling = Dialling(up)
+        self.router = self.router_class("", up, self.dialling.wanted)
         self.traps: list[Trap] = []
         self.troubled_at = -100.0
         self.stale = False
@@ -80,14 +82,8 @@ class Node(Connected):
     def _make_plane(self) -> DataPlane:
         return self.plane_class(self.world.program.ranges, self._send_chunk, self._ranges_done)
 
-    def _make_links(self) -> tuple[Dialling, Router]:
-        up = self.world.fabric.standing(self)
-        dialling = Dialling(up)
-        return dialling, self.router_class("", up, dialling.wanted)
-
     def welcomed(self, member_id: str) -> None:
-        self._close_links()
-        self.dialling, self.router = self._make_links()
+        self._abandon_links()
         self.world.fabric.nodes[member_id] = self
         self.world.struck()
         self.plane.me = self.dialling.me = self.router.me = member_id
@@ -114,6 +110,12 @@ class Node(Connected):
         me = self.machine.member_id
         for peer in self.world.fabric.peers_of(me):
             self.world.fabric.bye(me, peer)
+
+    def _abandon_links(self) -> None:
+        """As `Links.abandon`: attempts under way end in their own time, and are made again under the new id."""
+        self._close_links()
+        self.dialling.want(())
+        self.router = self.router_class("", self.world.fabric.standing(self), self.dialling.wanted)
 
     def link_ended(self, peer: str, evidence: str) -> None:
         """The other end closed the link, or it broke."""
@@ -496,7 +498,6 @@ class Node(Connected):
             self.quit()
             return
         self._close_stream()
-        self._close_links()
         self.restart()
         self.timer(self.kernel.between(0.01, 0.05), self.connect)
 
@@ -510,10 +511,10 @@ class Node(Connected):
             self.observation.stop()
             self.observation = None
         self.keeper, self.newcomer_since = self.keeper_class(self.world, self), -1.0
+        self._abandon_links()
         self.machine = self.machine.anew()
         self.plane = self._make_plane()
         self.training = False
-        self.dialling, self.router = self._make_links()
         self.header, self.assigning, self.published, self.lineage = GENESIS, None, None, ""
         self.forget()
 
