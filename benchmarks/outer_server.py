@@ -1,0 +1,129 @@
+"""What a parameter server's follower costs: from a round to the new fp32 state and its bf16 copy, on one core.
+
+A shard of fp32 parameters and momentum gets rounds of k pushes in bf16 through the outer kernel: pushes are decoded and
+averaged, momentum and parameters are updated in place, the new version is encoded. Figures are GB of fp32 parameters
+per second (4 bytes for each). With one push 20 bytes per parameter go through memory: 16 of the state, read and
+written, 2 of the push, 2 of the version; each further push adds 2. Beside each, in the same round, the machine copies
+so many bytes (half are read, half are written), and `torch.optim.SGD(nesterov=True, fused=True)` does its step on as
+many parameters, from a gradient in fp32 and without a version.
+
+Also: a round that only collects (the buffer is written, the momentum stays), pushes in int8, and the products of two
+pushes, from which the leader has norms and cosines.
+
+Torch has one thread. The order of the cases changes from turn to turn; each figure is the median over the turns, each
+ratio the median of the turns' own ratios. Bounds, for one push in bf16: 2 GB/s at least, and at least half of what
+copying alone would reach.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.common import MIB, Options, Result, median, run
+from chaos_lightning.outer.codec import BF16, INT8, Format, Part
+from chaos_lightning.outer.grid import Grid, Shard
+from chaos_lightning.outer.kernel import OuterState, RoundUpdate, products
+from chaos_lightning.outer.types import Factors
+
+MOST_S_PER_GB = 1 / 2
+MOST_TIME_OF_COPY = 1 / 0.5
+ETA, MU = 0.7, 0.8
+MOVES = Factors(rate=ETA, buffer=1.0, momentum=MU, outer=1.0, step=ETA * MU)
+COLLECTS = Factors(rate=ETA / 4, buffer=1 / 4, momentum=MU)
+
+Case = Callable[[], object]
+
+
+def nbytes_moved(pushes: int) -> int:
+    """Per parameter, by a round in bf16 in which the momentum moves."""
+    return 18 + 2 * pushes
+
+
+def update_of(shard: Shard, format: Format, pushes: int, factors: Factors) -> Case:
+    """A round, again and again on one state."""
+    state = OuterState(shard, torch.randn(shard.elements))
+    deltas = [Part.encoded(shard, format, 1e-3 * torch.randn(shard.elements)) for _ in range(pushes)]
+    version = Part.empty(shard, BF16)
+    return lambda: RoundUpdate(state, [(1 / pushes, d) for d in deltas], factors, version).run()
+
+
+def copy_of(nbytes: int) -> Case:
+    """A copy for which so many bytes go through memory."""
+    source = torch.ones(nbytes // 2, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    return lambda: target.copy_(source)
+
+
+def sgd_of(elements: int) -> Case:
+    parameter = torch.nn.Parameter(torch.randn(elements))
+    parameter.grad = 1e-3 * torch.randn(elements)
+    optimizer = torch.optim.SGD([parameter], lr=ETA, momentum=MU, nesterov=True, fused=True)
+    return optimizer.step
+
+
+def products_of(shard: Shard) -> Case:
+    one, other = (Part.encoded(shard, BF16, 1e-3 * torch.randn(shard.elements)) for _ in range(2))
+    return lambda: products(one, other)
+
+
+def timed(cases: dict[str, Case], turns: int, seed: int) -> dict[str, list[float]]:
+    """Seconds of each case in each turn; a first turn warms up."""
+    rng = random.Random(seed)
+    taken: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(turns + 1):
+        for name in rng.sample(list(cases), len(cases)):
+            began = time.perf_counter()
+            cases[name]()
+            if turn:
+                taken[name].append(time.perf_counter() - began)
+    return taken
+
+
+def updates(result: Result, shard: Shard, pushes: list[int], turns: int, seed: int) -> None:
+    """Rounds of one follower, and what they are compared with."""
+    rounds = {f"round, pushes in bf16: {k}": (k, update_of(shard, BF16, k, MOVES)) for k in pushes}
+    copies = {f"copy of {n} bytes per parameter": copy_of(n * shard.elements) for n in map(nbytes_moved, pushes)}
+    others = {
+        "round that only collects, pushes in bf16: 1": update_of(shard, BF16, 1, COLLECTS),
+        "round, pushes in int8: 1": update_of(shard, INT8, 1, MOVES),
+        "products of two pushes in bf16": products_of(shard),
+        "torch.optim.SGD, nesterov, fused": sgd_of(shard.elements),
+    }
+    cases = {name: case for name, (_, case) in rounds.items()} | copies | others
+    taken = timed(cases, turns, seed)
+    gigabytes = shard.nbytes(4) / 1e9
+    for name, seconds in taken.items():
+        result.add(name, gigabytes / median(seconds), "GB/s")
+        result.details[f"seconds, {name}"] = seconds
+    for name, (k, _) in rounds.items():
+        only = k == 1
+        copy = f"copy of {nbytes_moved(k)} bytes per parameter"
+        result.add(f"time of {name}", median(taken[name]) / gigabytes, "s per GB", MOST_S_PER_GB if only else None)
+        result.ratio(f"time of {name} / {copy}", taken[name], taken[copy], MOST_TIME_OF_COPY if only else None)
+        result.ratio(f"time of {name} / SGD", taken[name], taken["torch.optim.SGD, nesterov, fused"])
+        if only:
+            per_copy = median([b / a for a, b in zip(taken[name], taken[copy], strict=True)])
+            rate = gigabytes / median(taken[name])
+            result.headline.append(f"one push: {rate:.2f} GB/s of fp32 parameters per core, {per_copy:.2f} of copying")
+
+
+def main() -> int:
+    p = Options(__doc__)
+    p.add_count("--turns", 21, 7, "turns of all cases")
+    p.add_count("--state-mib", 256, 128, "MiB of fp32 parameters; far beyond the caches, or it says nothing")
+    p.add_series("--pushes", [1, 2, 4, 8], "accepted pushes in a round")
+    p.add_seed("of the order of cases")
+    args = p.parse_args()
+    torch.set_num_threads(1)
+    result = Result("outer_server")
+    shard = Grid((args.state_mib * MIB // 4,)).whole
+    updates(result, shard, args.pushes, args.turns, args.seed)
+    return result.finish(args)
+
+
+if __name__ == "__main__":
+    run(main)

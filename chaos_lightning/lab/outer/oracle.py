@@ -1,0 +1,114 @@
+"""What must hold in a simulated outer job, whatever goes wrong (docs/outer.md).
+
+Theory of operation. The state of a shard is a symbol: a digest of the entries and of the bytes that it was computed
+from, which anybody can compute again from the chain. Each inner step has a number of its own, and a push is the set of
+those that it covers. So the oracle sees a version that mixes rounds, a push that counts twice, and progress that was
+discarded and counts all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from chaos_lightning.outer.chain import OuterChain
+from chaos_lightning.outer.messages import PushAnswered
+from chaos_lightning.outer.types import NO_VERSION, Entry, Founded, PushId, RolledBack, Round, VersionId
+
+
+class Violation(AssertionError):
+    """A rule was broken."""
+
+
+def computed(content: str, entry: Entry, parts: Sequence[str]) -> str:
+    """A shard's state after this entry.
+
+    Args:
+        content: Its state before.
+        entry: A founding, a round or a rollback.
+        parts: The bytes of its pushes, in order.
+    """
+    if isinstance(entry.body, RolledBack):
+        return content if entry.body.to != NO_VERSION else ""
+    if isinstance(entry.body, Founded):
+        content = ""
+    return hashlib.blake2b(f"{content}|{'|'.join(parts)}|{entry.body!r}".encode(), digest_size=8).hexdigest()
+
+
+class Oracle:
+    """See the module.
+
+    Attributes:
+        pushes: What each push covers: numbers of inner steps.
+        discarded: Inner steps that their cluster has thrown away.
+        versions: By version and shard: what it must be.
+    """
+
+    def __init__(self) -> None:
+        self.pushes: dict[PushId, frozenset[int]] = {}
+        self.manifests: dict[PushId, str] = {}
+        self.discarded: set[int] = set()
+        self.staged: set[tuple[str, PushId]] = set()
+        """Followers and the pushes that each of them has ever had."""
+        self.versions: dict[tuple[VersionId, int], str] = {}
+
+    def frozen(self, push: PushId, manifest: str, steps: frozenset[int]) -> None:
+        """A cluster has fixed the content of a push."""
+        if self.manifests.setdefault(push, manifest) != manifest:
+            raise Violation(f"push {push} stands for two contents (O3)")
+        self.pushes[push] = steps
+
+    def stored(self, chain: OuterChain, entry: Entry) -> None:
+        """An entry is durable; `chain` has followed it."""
+        if isinstance(entry.body, RolledBack) and entry.body.to < chain.safe:
+            raise Violation(f"{entry.version} goes back behind the durable {chain.safe} (O5a)")
+        if isinstance(entry.body, Round) and not (entry.body.accepted or entry.body.rejected):
+            raise Violation(f"{entry.version} is a round on nothing")
+        for push in round_of(entry):
+            if lacking := [name for name in chain.cut if (name, push) not in self.staged]:
+                raise Violation(f"{entry.version} takes {push}, which {lacking[0]} has never had (O2)")
+        if entry.version != NO_VERSION:
+            self._counts(chain)
+
+    def told(self, message: PushAnswered, chain: OuterChain) -> None:
+        """A cluster hears what became of its push."""
+        if message.version != NO_VERSION and message.version not in chain.versions:
+            raise Violation(f"{message.push} is told {message.version}, which is not stored (O1)")
+
+    def _counts(self, chain: OuterChain) -> None:
+        """Each push and each inner step in at most one round that stands, nothing discarded among them."""
+        seen: dict[int, PushId] = {}
+        counted: set[PushId] = set()
+        for version in chain.line():
+            for push in version.pushes:
+                if push in counted:
+                    raise Violation(f"push {push} counts twice (O3)")
+                counted.add(push)
+                for step in self.pushes[push]:
+                    if step in seen:
+                        raise Violation(f"inner step {step} counts in {seen[step]} and in {push} (O9)")
+                    seen[step] = push
+        if wrong := self.discarded.intersection(seen):
+            raise Violation(f"inner step {min(wrong)} was discarded and counts in {seen[min(wrong)]} (O10)")
+
+    def stands(self, version: VersionId, shard: int, content: str) -> None:
+        """A follower's shard is at this version."""
+        if self.versions.setdefault((version, shard), content) != content:
+            raise Violation(f"shard {shard} of {version} was computed twice with two contents (O1)")
+
+    def adopted(self, version: VersionId, contents: Sequence[str]) -> None:
+        """A cluster has taken over a version from all shards."""
+        for shard, content in enumerate(contents):
+            if self.versions.get((version, shard)) != content:
+                raise Violation(f"shard {shard} of {version} is not what its follower computed")
+
+
+def round_of(entry: Entry) -> tuple[PushId, ...]:
+    """The pushes that this entry's version adds, in order."""
+    match entry.body:
+        case Founded(_, offer):
+            return (offer.push,)
+        case Round() as decided:
+            return tuple(weighed.offer.push for weighed in decided.accepted)
+        case _:
+            return ()

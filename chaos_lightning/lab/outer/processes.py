@@ -1,0 +1,457 @@
+"""The processes of a simulated outer job: leader, followers, clusters, each a shell around its real machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from chaos_lightning.lab.outer.oracle import Oracle, computed, round_of
+from chaos_lightning.lab.outer.store import ChainStore, Disk, digest_of
+from chaos_lightning.lab.simulate.fabric import Pipe
+from chaos_lightning.lab.simulate.kernel import Kernel, Process
+from chaos_lightning.outer import cluster as cl
+from chaos_lightning.outer import effects as fx
+from chaos_lightning.outer.chain import OuterChain
+from chaos_lightning.outer.cluster import ClusterMachine, Phase, anew
+from chaos_lightning.outer.exact import ExactSum
+from chaos_lightning.outer.follower import FollowerMachine
+from chaos_lightning.outer.leader import LeaderMachine
+from chaos_lightning.outer.leases import Leases
+from chaos_lightning.outer.messages import PushAnswered
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.types import NO_VERSION, Entry, Offer, PushAnswer, PushId, VersionId
+from chaos_lightning.protocol.types import Span
+
+ONE = ExactSum.of([1.0]).encode()
+SOME = ExactSum.of([0.1]).encode()
+AGAIN_S = 0.05
+TICK_S = 0.1
+SILENT_S = 1.2
+
+
+class Job(Protocol):
+    """What processes see of the whole."""
+
+    kernel: Kernel
+    store: ChainStore
+    chain: OuterChain
+    oracle: Oracle
+    settings: OuterSettings
+    leader: LeaderProcess | None
+    followers: dict[str, FollowerProcess]
+    clusters: dict[str, ClusterProcess]
+    disks: dict[str, Disk]
+    machines: Machines
+    length: int
+    shards: int
+
+    def number(self) -> int: ...
+
+    def poisoned(self, push: PushId) -> bool: ...
+
+    def stored(self, entry: Entry) -> None: ...
+
+    def led(self, leader: LeaderProcess, reason: str, *, finished: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The machines' classes, and what their shells do in one point each; planted bugs replace them."""
+
+    leader: type[LeaderMachine] = LeaderMachine
+    follower: type[FollowerMachine] = FollowerMachine
+    cluster: type[ClusterMachine] = ClusterMachine
+    syncs: bool = True
+    """A file is on disk before it is reported."""
+    discards: bool = True
+    """After a rejection what was trained is gone."""
+
+
+class Stream:
+    """A connection to one life of the leader: two directions, each in order."""
+
+    def __init__(self, job: Job, client: Client, leader: LeaderProcess) -> None:
+        self.conn = job.number()
+        self.client = client
+        self.leader = leader
+        self.up = Pipe(job.kernel, 0.0005, 0.02)
+        self.down = Pipe(job.kernel, 0.0005, 0.02)
+
+    def cut(self, *, proof: bool = False) -> None:
+        """Both ends learn that it is gone, each after a while; what is on the way is lost."""
+        kernel = self.client.kernel
+        self.up.cut(kernel.now + kernel.between(0.0, 0.01))
+        self.down.cut(kernel.now + kernel.between(0.0, 0.01))
+        kernel.after(0.02, lambda: self.leader.deliver(lambda: self.leader.closed(self, proof)))
+        kernel.after(kernel.between(0.011, 0.05), lambda: self.client.deliver(lambda: self.client.lost(self)))
+
+
+class LeaderProcess(Process):
+    """One life of the leader."""
+
+    def __init__(self, job: Job, name: str) -> None:
+        super().__init__(job.kernel, name)
+        self.job = job
+        self.term = job.store.take_term()
+        self.chain = OuterChain(Leases(job.length, max(1, job.length // 16)))
+        for entry in job.store.entries:
+            self.chain.follow(entry)
+        self.machine = job.machines.leader(job.settings, self.chain, self.term, job.shards)
+        self.streams: dict[int, Stream] = {}
+        self.die_at_effect = -1
+        self.timer(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self.feed(fx.TimePassed())
+        self.timer(TICK_S, self._tick)
+
+    def feed(self, event: fx.LeaderEvent) -> None:
+        """One event through the machine; its effects in order."""
+        for effect in self.machine.on(self.kernel.now + 1.0, event):
+            if not self.alive:
+                return
+            if self.die_at_effect == 0:
+                self.crash()
+                return
+            self.die_at_effect -= 1
+            match effect:
+                case fx.StoreEntry(entry):
+                    self.kernel.after(self.kernel.between(0.001, 0.02), lambda e=entry: self._write(e))  # type: ignore[misc]
+                case fx.SendTo(conn, message):
+                    self._send(conn, message)
+                case fx.OuterNote():
+                    pass
+                case fx.Done(reason, finished):
+                    self.job.led(self, reason, finished=finished)
+
+    def _send(self, conn: int, message: object) -> None:
+        stream = self.streams.get(conn)
+        if stream is not None:
+            client = stream.client
+            stream.down.send(message, lambda m: client.deliver(lambda: client.told(stream, m)))
+
+    def _write(self, entry: Entry) -> None:
+        if not self.alive:
+            return
+        job = self.job
+        refused = "the store is down" if job.store.down else job.store.append(entry)
+        if job.store.down:
+            self.kernel.after(AGAIN_S, lambda: self._write(entry))
+            return
+        if not refused:
+            job.stored(entry)
+        self.deliver(lambda: self.feed(fx.EntryStored(not refused, refused)))
+
+    def closed(self, stream: Stream, proof: bool) -> None:
+        if self.streams.pop(stream.conn, None) is not None:
+            self.feed(fx.StreamClosed(stream.conn, proof))
+
+    def crash(self) -> None:
+        """SIGKILL."""
+        if not self.alive:
+            return
+        self.die()
+        for stream in list(self.streams.values()):
+            stream.cut()
+        self.job.led(self, "it was killed", finished=False)
+
+
+class Client(Process):
+    """A follower or a cluster: it looks for the leader, and says all again on each new stream."""
+
+    def __init__(self, job: Job, name: str) -> None:
+        super().__init__(job.kernel, name)
+        self.job = job
+        self.stream: Stream | None = None
+        self.cut_at = 0.0
+
+    def connect(self) -> None:
+        """To whoever leads; tried again until it works."""
+        leader = self.job.leader
+        if self.stream is not None or not self.alive:
+            return
+        if leader is None or not leader.alive:
+            self.timer(self.kernel.between(0.05, 0.2), self.connect)
+            return
+        stream = self.stream = Stream(self.job, self, leader)
+        leader.streams[stream.conn] = stream
+        self.begun()
+
+    def say(self, message: object) -> None:
+        stream = self.stream
+        if stream is not None:
+            leader = stream.leader
+            for _ in range(1 + (self.kernel.random.random() < 0.05)):
+                stream.up.send(
+                    message,
+                    lambda m: leader.deliver(
+                        lambda: leader.feed(fx.Heard(stream.conn, m)) if stream.conn in leader.streams else None  # type: ignore[arg-type]
+                    ),
+                )
+
+    def lost(self, stream: Stream) -> None:
+        if self.stream is stream:
+            self.stream, self.cut_at = None, self.kernel.now
+            self.ended()
+            self.timer(self.kernel.between(0.01, 0.2), self.connect)
+
+    def told(self, stream: Stream, message: object) -> None:
+        if self.stream is stream:
+            self.hear(message)
+
+    def listen(self) -> None:
+        """A leader that says nothing for long is left, for another may lead."""
+        stream = self.stream
+        if stream is not None and stream.leader.frozen and self.kernel.now - stream.leader.frozen_since > SILENT_S:
+            stream.cut()
+
+    def begun(self) -> None:
+        raise NotImplementedError
+
+    def ended(self) -> None:
+        raise NotImplementedError
+
+    def hear(self, message: object) -> None:
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self.alive:
+            self.die()
+            if self.stream is not None:
+                self.stream.cut(proof=True)
+
+
+class FollowerProcess(Client):
+    """One life of a follower, on its disk."""
+
+    def __init__(self, job: Job, name: str) -> None:
+        super().__init__(job, name)
+        self.disk = job.disks[name]
+        self.machine = job.machines.follower(name, f"{name}-{job.number()}", self.disk.whole())
+        self.content = ""
+        self.served: dict[VersionId, str] = {}
+        self.parts: dict[PushId, str] = {}
+        self.timer(TICK_S, self._tick)
+        self.connect()
+
+    def _tick(self) -> None:
+        self.listen()
+        self.feed(fx.TimePassed())
+        self.timer(TICK_S, self._tick)
+
+    def begun(self) -> None:
+        self.feed(fx.Connected())
+
+    def ended(self) -> None:
+        self.feed(fx.Disconnected())
+
+    def hear(self, message: object) -> None:
+        self.feed(fx.Told(message))  # type: ignore[arg-type]
+
+    def feed(self, event: fx.FollowerEvent) -> None:
+        for effect in self.machine.on(event):
+            if self.alive:
+                self._apply(effect)
+
+    def _apply(self, effect: fx.FollowerEffect) -> None:
+        between = self.kernel.between
+        match effect:
+            case fx.Say(message):
+                self.say(message)
+            case fx.FetchPush(offer):
+                self.timer(between(0.01, 0.1), lambda: self._fetch(offer))
+            case fx.Compute(entry):
+                parts = [self.parts[push] for push in round_of(entry)]  # held, whatever is forgotten meanwhile
+                self.timer(between(0.005, 0.05), lambda: self._compute(entry, parts))
+            case fx.Save(version):
+                content = self.content
+                self.timer(between(0.02, 0.3), lambda: self._saved(version, content))
+            case fx.Load(version, digest):
+                self.timer(between(0.01, 0.1), lambda: self._load(version, digest))
+            case fx.Delete(version):
+                self.disk.synced.pop(version, None)
+            case fx.Forget(push):
+                self.parts.pop(push, None)
+            case fx.OuterNote():
+                pass
+
+    def _fetch(self, offer: Offer) -> None:
+        holder = next((c for c in self.job.clusters.values() if c.serves(offer.push)), None)
+        if holder is None or self.kernel.random.random() < 0.05:
+            self.feed(fx.NotFetched(offer.push))
+            return
+        self.parts[offer.push] = holder.bytes[offer.push]
+        self.job.oracle.staged.add((self.name, offer.push))
+        others = tuple((p, SOME) for p in sorted(self.parts) if p != offer.push)
+        finite = not self.job.poisoned(offer.push)
+        products = ((offer.push, ONE), *others) if finite else ()
+        self.feed(fx.Fetched(offer.push, self.parts[offer.push], products, finite))
+
+    def _compute(self, entry: Entry, parts: list[str]) -> None:
+        self._stand(entry.version, computed(self.content, entry, parts))
+        self.feed(fx.Computed(entry.version))
+
+    def _stand(self, version: VersionId, content: str) -> None:
+        self.content = content
+        self.served[version] = content
+        self.served = dict(sorted(self.served.items())[-2:])
+        self.job.oracle.stands(version, self.machine.shard, content)
+
+    def _saved(self, version: VersionId, content: str) -> None:
+        if self.job.machines.syncs:
+            self.disk.synced[version] = content
+        else:
+            self.timer(1.0, lambda: self.disk.synced.update({version: content}))
+        self.feed(fx.Saved(version, digest_of(content)))
+
+    def _load(self, version: VersionId, digest: str) -> None:
+        content = self.disk.synced.get(version)
+        if content is None or digest_of(content) != digest:
+            self.feed(fx.Loaded(version, False))
+            return
+        self._stand(version, content)
+        self.feed(fx.Loaded(version, True))
+
+
+class ClusterProcess(Client):
+    """One process of a cluster: it trains, pushes and adopts."""
+
+    def __init__(self, job: Job, name: str, pace_s: float, inner_steps: int) -> None:
+        super().__init__(job, name)
+        self.pace_s = pace_s
+        self.machine = job.machines.cluster(name, name, f"{name}-{job.number()}", inner_steps, shared=True)
+        self.bytes: dict[PushId, str] = {}
+        self.live: list[int] = []
+        """Inner steps since the last freezing."""
+        self.since: frozenset[int] = frozenset()
+        """Those of the open push."""
+        self.left = ""
+        self._life = 0
+        self.timer(TICK_S, self._tick)
+        self._train(0)
+        self.connect()
+
+    def serves(self, push: PushId) -> bool:
+        """Whether its bytes can be had here now."""
+        return self.alive and not self.frozen and push in self.bytes
+
+    def _tick(self) -> None:
+        self.listen()
+        self.feed(fx.TimePassed())
+        self.timer(TICK_S, self._tick)
+
+    def begun(self) -> None:
+        self.feed(fx.Connected())
+
+    def ended(self) -> None:
+        self.feed(fx.Disconnected())
+
+    def hear(self, message: object) -> None:
+        if isinstance(message, PushAnswered):
+            self.job.oracle.told(message, self.job.chain)
+        self.feed(fx.Told(message))  # type: ignore[arg-type]
+
+    def feed(self, event: cl.ClusterEvent) -> None:
+        for effect in self.machine.on(event):
+            if self.alive:
+                self._apply(effect)
+
+    def _apply(self, effect: cl.ClusterEffect) -> None:
+        match effect:
+            case fx.Say(message):
+                self.say(message)
+            case cl.Freeze(push, base):
+                self.timer(0.002, lambda: self._freeze(push, base))
+            case cl.FetchVersion(version):
+                self.timer(self.kernel.between(0.01, 0.1), lambda: self._fetch(version))
+            case cl.Adopt(_, outright):
+                if outright:
+                    self.job.oracle.discarded.update(self.live)
+                    self.live = [] if self.job.machines.discards else self.live
+            case cl.Settle(push, answer):
+                self._settle(push, answer)
+            case cl.Free(push):
+                self.bytes.pop(push, None)
+            case cl.Over(reason, again):
+                self._over(reason, again=again)
+            case fx.OuterNote():
+                pass
+
+    def _freeze(self, push: PushId, base: VersionId) -> None:
+        steps = frozenset(self.live) if base != NO_VERSION else frozenset()
+        self.live = [] if base != NO_VERSION else self.live
+        manifest = f"{push}:{base}:{sorted(steps)}"
+        self.bytes[push] = manifest
+        self.job.oracle.frozen(push, manifest, steps)
+        self.feed(cl.Frozen(push, manifest))
+
+    def _settle(self, push: PushId, answer: PushAnswer) -> None:
+        steps = self.job.oracle.pushes[push]
+        if answer is PushAnswer.REJECTED:
+            self.job.oracle.discarded.update(steps, self.live)
+            self.live = [] if self.job.machines.discards else self.live
+        elif answer is PushAnswer.VOID:
+            self.live = [*sorted(steps), *self.live]
+
+    def _fetch(self, version: VersionId) -> None:
+        if self.machine.gone:
+            return
+        chain = self.job.leader.chain if self.job.leader is not None else None
+        names = chain.cut if chain is not None else ()
+        here = [f for name in names if (f := self.job.followers.get(name)) is not None and f.alive and not f.frozen]
+        contents = [f.served.get(version) for f in here]
+        if not names or len(here) < len(names) or None in contents:
+            if self.machine._fetching == version:
+                self.timer(AGAIN_S, lambda: self._fetch(version))
+            return
+        self.job.oracle.adopted(version, [c for c in contents if c is not None])
+        self.feed(cl.Got(version))
+
+    def _over(self, reason: str, *, again: bool) -> None:
+        self.job.oracle.discarded.update(self.live)
+        self.live = []
+        self._life += 1
+        if not again:
+            self.left = reason
+            self.die()
+            if self.stream is not None:
+                self.stream.cut()
+            return
+        self.machine = anew(self.machine)
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            stream.cut()
+        self.timer(self.kernel.between(0.02, 0.1), self.connect)
+        self._train(self._life)
+
+    def leave(self) -> None:
+        """Ctrl+C."""
+        self.feed(cl.LeaveAsked())
+
+    # ------------------------------------------------------------------ training
+
+    def _train(self, life: int) -> None:
+        self.timer(self.pace_s * self.kernel.between(0.7, 1.3), lambda: self._step(life))
+
+    def _step(self, life: int) -> None:
+        if life != self._life:
+            return
+        machine = self.machine
+        spans = self._share()
+        if machine.phase is Phase.TRAINING and machine.may_train and spans is not None:
+            epoch, span = spans
+            self.live.append(self.job.number())
+            machine.rate = 4 / self.pace_s
+            self.feed(cl.Trained(span[1] - span[0], epoch, (span,)))
+        self._train(life)
+
+    def _share(self) -> tuple[int, Span] | None:
+        free = self.machine.free_spans()
+        progress = self.machine.progress
+        for epoch, spans in sorted(free.items()):
+            if progress.samples and epoch != progress.epoch:
+                return None
+            start, stop = spans[0]
+            return epoch, (start, min(stop, start + 4))
+        return None

@@ -1,0 +1,356 @@
+"""One simulated outer job: from a seed to a verdict.
+
+Theory of operation. A plan is drawn from the seed: how many followers and clusters, how fast they are, what goes wrong
+when. The run ends when the job has ended and all clusters know. If that does not happen in time, the job is stuck,
+which is a violation too, since every plan leaves a leader, all followers and one cluster in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from chaos_lightning.lab.outer.oracle import Oracle, Violation
+from chaos_lightning.lab.outer.processes import ClusterProcess, FollowerProcess, LeaderProcess, Machines
+from chaos_lightning.lab.outer.store import ChainStore, Disk
+from chaos_lightning.lab.simulate.kernel import Kernel
+from chaos_lightning.outer.chain import OuterChain
+from chaos_lightning.outer.leases import Leases
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.types import Durable, Entry, PushId, Removed, RolledBack, Round, Voided
+
+LEASE_S = 1.0
+"""A leader that stands still for longer is replaced."""
+CALM_S = 2.0
+"""A fault is an excuse for so long after it is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that goes wrong at a time (virtual s)."""
+
+    at: float
+    action: str
+    """"leader", "leader-effect", "freeze-leader", "follower", "cluster", "freeze-cluster", "freeze-follower", "stream",
+    "store", "server" (leader and all followers), "leave"."""
+    name: str = ""
+    lasts: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One run.
+
+    Attributes:
+        seed: Of all chance.
+        settings: Of the job.
+        followers: How many.
+        clusters: (name, start, pace of an inner step, inner steps of a push), times in virtual s.
+        faults: What goes wrong.
+        poison: This part of all pushes is not finite.
+        length: Positions of an epoch.
+        limit_s: By then it must be over.
+    """
+
+    seed: int
+    settings: OuterSettings
+    followers: int
+    clusters: tuple[tuple[str, float, float, int], ...]
+    faults: tuple[Fault, ...]
+    poison: float = 0.0
+    length: int = 320
+    limit_s: float = 400.0
+
+
+def any_plan(seed: int) -> Plan:
+    """A plan of this seed."""
+    random = Random(seed)
+    settings = OuterSettings(
+        policy=random.choice(("robust", "robust", "sync", "async", "di_ps")),
+        inner_steps=4,
+        batch=4,
+        heartbeat_s=0.4,
+        last_holder_timeout_s=8.0,
+        reconnect_s=2.0,
+        lease_ahead_s=random.choice((1.0, 4.0)),
+        staleness_cap=random.choice((0, 2, 16)),
+        epochs=random.choice((1, 2)),
+    )
+    followers = random.randint(1, 3)
+    names = [f"c{i}" for i in range(random.randint(1, 4))]
+    clusters = tuple(
+        (n, random.choice((0.0, 0.0, random.uniform(0.0, 4.0))), random.uniform(0.02, 0.1), random.randint(2, 6))
+        for n in names
+    )
+    actions = ["leader", "leader-effect", "freeze-leader", "follower", "stream", "store", "server", "freeze-follower"]
+    if len(names) > 1:
+        actions += ["cluster", "freeze-cluster", "leave"]
+    faults = []
+    for _ in range(random.randint(0, 6)):
+        action = random.choice(actions)
+        # The first cluster stays: somebody must be there to the end.
+        name = f"f{random.randrange(followers)}" if "follower" in action else random.choice(names[1:] or names)
+        faults.append(Fault(random.uniform(0.2, 8.0), action, name, random.uniform(0.2, 3.0)))
+    return Plan(seed, settings, followers, clusters, tuple(faults), random.choice((0.0, 0.0, 0.1)))
+
+
+def fragile_plan(seed: int) -> Plan:
+    """Clusters die in the middle of pushes, and followers with them."""
+    random = Random(seed)
+    plan = any_plan(seed)
+    names = [f"c{i}" for i in range(4)]
+    clusters = tuple((n, 0.0, random.uniform(0.02, 0.05), 3) for n in names)
+    faults = [Fault(random.uniform(0.5, 3.0), "cluster", name) for name in names[1:]]
+    faults += [Fault(random.uniform(0.5, 3.0), "follower", f"f{random.randrange(3)}") for _ in range(2)]
+    return replace(plan, followers=3, clusters=clusters, faults=tuple(faults))
+
+
+def frozen_plan(seed: int) -> Plan:
+    """Leaders stand still, others take over, and they wake; followers are started again meanwhile."""
+    random = Random(seed)
+    at, faults = 0.5, []
+    for _ in range(3):
+        lasts = random.uniform(1.2, 2.5)
+        faults.append(Fault(at, "freeze-leader", lasts=lasts))
+        faults.append(Fault(at + random.uniform(0.5, lasts), "follower", f"f{random.randrange(2)}"))
+        at += random.uniform(1.0, 3.0)
+    plan = any_plan(seed)
+    clusters = (("c0", 0.0, 0.04, 3), ("c1", 0.0, 0.05, 3))
+    return replace(plan, followers=2, clusters=clusters, faults=tuple(faults))
+
+
+def poisoned_plan(seed: int) -> Plan:
+    """Many pushes are not finite."""
+    return replace(any_plan(seed), poison=0.25)
+
+
+FAMILIES: dict[str, Callable[[int], Plan]] = {
+    "any": any_plan,
+    "fragile": fragile_plan,
+    "frozen": frozen_plan,
+    "poisoned": poisoned_plan,
+}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a run."""
+
+    seed: int
+    violation: str
+    ended_s: float
+    rounds: int = 0
+    durable: int = 0
+    rollbacks: int = 0
+    voids: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    terms: int = 0
+    log: list[str] = field(default_factory=list)
+
+
+class World:
+    """See the module."""
+
+    def __init__(self, plan: Plan, machines: Machines | None = None) -> None:
+        self.plan = plan
+        self.machines = machines or Machines()
+        self.kernel = Kernel(plan.seed)
+        self.store = ChainStore()
+        self.oracle = Oracle()
+        self.chain = OuterChain(Leases(plan.length, max(1, plan.length // 16)))
+        """What the store holds, folded once more."""
+        self.settings = plan.settings
+        self.length, self.shards = plan.length, plan.followers
+        self.disks = {f"f{i}": Disk() for i in range(plan.followers)}
+        self.followers: dict[str, FollowerProcess] = {}
+        self.clusters: dict[str, ClusterProcess] = {}
+        self.leader: LeaderProcess | None = None
+        self.finished = ""
+        self.log: list[str] = []
+        self.on_entry: Callable[[Entry], None] = lambda entry: None
+        self._number = 0
+        self._struck_at = 0.0
+        self._todo = len(plan.clusters) + len(plan.faults)
+        self.kernel.at(0.0, self._lead)
+        for name in self.disks:
+            self.kernel.at(0.0, lambda n=name: self._follow(n))  # type: ignore[misc]
+        for name, start, pace_s, steps in plan.clusters:
+            self.kernel.at(start, lambda n=name, p=pace_s, s=steps: self._cluster(n, p, s))  # type: ignore[misc]
+        for fault in plan.faults:
+            self.kernel.at(fault.at, lambda f=fault: self._strike(f))  # type: ignore[misc]
+
+    def poisoned(self, push: PushId) -> bool:
+        """Whether what this push holds is not finite: a function of its name, so all shards agree."""
+        return push.number > 1 and Random(f"{self.plan.seed} {push}").random() < self.plan.poison
+
+    def number(self) -> int:
+        """One that nobody else got."""
+        self._number += 1
+        return self._number
+
+    def say(self, words: str) -> None:
+        self.log.append(f"{self.kernel.now:8.3f} {words}")
+
+    def stored(self, entry: Entry) -> None:
+        """An entry is durable."""
+        self.chain.follow(entry)
+        self.on_entry(entry)
+        self.oracle.stored(self.chain, entry)
+        if isinstance(entry.body, Removed):
+            self._check_removal(entry.body)
+
+    def _check_removal(self, body: Removed) -> None:
+        """Who lives and is heard is removed only if it asked, or must come in anew (O14)."""
+        cluster = self.clusters.get(body.incarnation.cluster)
+        silent = "heard" in body.reason or "come back" in body.reason
+        if cluster is None or not silent or cluster.machine.incarnation != body.incarnation:
+            return
+        # That another leader took over is no excuse for it: everybody comes to that one within moments.
+        struck_at = max(cluster.cut_at, self._struck_at) if "heard" in body.reason else 0.0
+        calm_s = self.kernel.now - max(cluster.thawed_at, struck_at)
+        if cluster.alive and not cluster.frozen and calm_s > CALM_S:
+            raise Violation(f"{body.incarnation} lives, and is removed: {body.reason} (O14)")
+
+    def led(self, leader: LeaderProcess, reason: str, *, finished: bool) -> None:
+        """A leader decides nothing more; another one begins, unless the job is over."""
+        self.say(f"leader {leader.term}: {reason}")
+        if finished:
+            self.finished = reason
+            return
+        if leader is self.leader:
+            self.leader = None
+            self.kernel.after(self.kernel.between(0.05, 1.0), self._lead)
+        if leader.alive:
+            leader.die()
+            for stream in list(leader.streams.values()):
+                stream.cut()
+
+    def _lead(self) -> None:
+        if self.leader is None and not self.finished:
+            self.leader = LeaderProcess(self, "leader")
+            self.say(f"leader {self.leader.term} leads")
+
+    def _follow(self, name: str) -> None:
+        before = self.followers.get(name)
+        if before is not None and before.alive:
+            return  # its folder is locked
+        self.followers[name] = FollowerProcess(self, name)
+
+    def _cluster(self, name: str, pace_s: float, steps: int) -> None:
+        self._todo -= 1
+        if not self.finished:
+            self.clusters[name] = ClusterProcess(self, name, pace_s, steps)
+
+    # ------------------------------------------------------------------ faults
+
+    def _strike(self, fault: Fault) -> None:
+        self._todo -= 1
+        self._struck_at = self.kernel.now + fault.lasts
+        self.say(f"{fault.action} {fault.name} {fault.lasts:.2f}")
+        leader, after = self.leader, self.kernel.after
+        match fault.action:
+            case "leader" if leader is not None:
+                leader.crash()
+            case "leader-effect" if leader is not None:
+                leader.die_at_effect = self.kernel.random.randrange(12)
+            case "freeze-leader" if leader is not None:
+                leader.freeze()
+                after(fault.lasts, leader.thaw)
+                if fault.lasts > LEASE_S:
+                    after(LEASE_S, lambda: self._replace(leader))
+                    after(fault.lasts + self.kernel.between(0.0, 0.4), lambda: self._notice(leader))
+            case "follower":
+                self._restart(fault.name)
+            case "freeze-follower":
+                self.followers[fault.name].freeze()
+                after(fault.lasts, self.followers[fault.name].thaw)
+            case "server":
+                if leader is not None:
+                    leader.crash()
+                for name in list(self.followers):
+                    self._restart(name)
+            case "store":
+                self.store.down = True
+                after(fault.lasts, self._store_is_back)
+            case _ if fault.name in self.clusters:
+                self._strike_cluster(fault, self.clusters[fault.name])
+
+    def _strike_cluster(self, fault: Fault, cluster: ClusterProcess) -> None:
+        match fault.action:
+            case "cluster":
+                cluster.kill()
+            case "freeze-cluster":
+                cluster.freeze()
+                self.kernel.after(fault.lasts, cluster.thaw)
+            case "stream" if cluster.stream is not None:
+                cluster.stream.cut()
+            case "leave":
+                cluster.deliver(cluster.leave)
+
+    def _replace(self, leader: LeaderProcess) -> None:
+        if self.leader is leader and leader.frozen:
+            self.leader = None
+            self._lead()
+
+    def _notice(self, leader: LeaderProcess) -> None:
+        """It has woken, and sees that its lease has ended."""
+        if self.leader is not leader:
+            leader.crash()
+
+    def _restart(self, name: str) -> None:
+        self.followers[name].kill()
+        self.kernel.after(self.kernel.between(0.1, 1.5), lambda: self._follow(name))
+
+    def _store_is_back(self) -> None:
+        self.store.down = False
+
+    # ------------------------------------------------------------------ the run
+
+    def _over(self) -> bool:
+        return bool(self.finished) and self._todo <= 0
+
+    def run(self) -> Outcome:
+        """Runs the plan to its end and returns the verdict."""
+        violation = ""
+        try:
+            if not self.kernel.run(self.plan.limit_s, self._over):
+                violation = f"stuck after {self.kernel.now:.1f} s: {self.describe()}"
+        except (Violation, ValueError, AssertionError, KeyError) as found:
+            violation = f"at {self.kernel.now:.3f} s: {type(found).__name__}: {found}"
+        chain = self.chain
+        bodies = [entry.body for entry in self.store.entries]
+        rounds = [body for body in bodies if isinstance(body, Round)]
+        return Outcome(
+            self.plan.seed,
+            violation,
+            self.kernel.now,
+            rounds=len(rounds),
+            durable=sum(isinstance(b, Durable) for b in bodies),
+            rollbacks=sum(isinstance(b, RolledBack) for b in bodies),
+            voids=sum(isinstance(b, Voided) for b in bodies),
+            accepted=sum(len(v.pushes) for v in chain.line()),
+            rejected=sum(len(r.rejected) for r in rounds),
+            terms=self.store.term,
+            log=self.log,
+        )
+
+    def describe(self) -> str:
+        """Where everybody stands."""
+        chain = self.chain
+        assert chain.leases is not None
+        lines = [
+            f"newest {chain.newest} durable {[str(v) for v, _ in chain.durable]} epoch {chain.leases.epoch} "
+            f"left {chain.leases.left} leader {self.leader and self.leader.machine._persisting}"
+        ]
+        for name, follower in self.followers.items():
+            machine = follower.machine
+            lines.append(f"{name} {machine.version} alive={follower.alive} disk={[str(v) for v in machine.disk]}")
+        for name, cluster in self.clusters.items():
+            c = cluster.machine
+            lines.append(
+                f"{name} {c.incarnation} alive={cluster.alive} {c.phase} base={c.base} open={c.open} "
+                f"left={cluster.left!r} free={c.free_spans()} progress={c.progress} due={c._due} served={c._served}"
+            )
+        return "\n  ".join([*lines, *self.log])

@@ -1,0 +1,200 @@
+"""What goes into the machines of outer sync and what comes out; the shells carry it out in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chaos_lightning.outer.messages import FromCluster, FromFollower, ToCluster, ToFollower
+from chaos_lightning.outer.types import Entry, Offer, PushId, VersionId
+
+# ---------------------------------------------------------------------- the leader's events
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A message came on a stream."""
+
+    conn: int
+    message: FromCluster | FromFollower
+
+
+@dataclass(frozen=True, slots=True)
+class StreamClosed:
+    """A stream is gone; `proof`: its process is known to be dead."""
+
+    conn: int
+    proof: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EntryStored:
+    """The entry that was to be stored is durable, or was refused: then another leader rules."""
+
+    ok: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Time has passed."""
+
+
+LeaderEvent = Heard | StreamClosed | EntryStored | TimePassed
+
+# ---------------------------------------------------------------------- the leader's effects
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEntry:
+    """Store this entry, compared with term and predecessor; nothing else is decided until it is answered (O1)."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class SendTo:
+    """Say this on a stream."""
+
+    conn: int
+    message: ToCluster | ToFollower
+
+
+@dataclass(frozen=True, slots=True)
+class OuterNote:
+    """For the event log."""
+
+    name: str
+    fields: tuple[tuple[str, object], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """This leader decides nothing more; `finished`: for the job is over."""
+
+    reason: str
+    finished: bool
+
+
+LeaderEffect = StoreEntry | SendTo | OuterNote | Done
+
+# ---------------------------------------------------------------------- the follower's (the cluster's: cluster.py)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The leader says something on the stream of this follower or cluster."""
+
+    message: ToCluster | ToFollower
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """There is a stream to a leader."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """There is none any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The part of this push is here and verified.
+
+    Attributes:
+        push: Which.
+        manifest: Of its content.
+        products: With itself and the pushes that were here before, as exact sums.
+        finite: Whether all of it is.
+    """
+
+    push: PushId
+    manifest: str
+    products: tuple[tuple[PushId, str], ...]
+    finite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NotFetched:
+    """Nobody served the part of this push for now."""
+
+    push: PushId
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The state stands at this version."""
+
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """This version is on disk, synced, renamed and read back."""
+
+    version: VersionId
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The state is this version's, from disk; `ok` False: its file is damaged or gone."""
+
+    version: VersionId
+    ok: bool
+
+
+FollowerEvent = Told | Connected | Disconnected | Fetched | NotFetched | Computed | Saved | Loaded | TimePassed
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """To the leader; the cluster's effect, too."""
+
+    message: FromCluster | FromFollower
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPush:
+    """Get this push's part from its cluster, then `Fetched` or `NotFetched`."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """The version that this entry makes, from the state as it stands, then `Computed`."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write a copy of the state, which is this version's, then `Saved`."""
+
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Read this version from disk and compare it with the digest, then `Loaded`."""
+
+    version: VersionId
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """This version's file is needed no more."""
+
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The staged bytes of this push are needed no more."""
+
+    push: PushId
+
+
+FollowerEffect = Say | FetchPush | Compute | Save | Load | Delete | Forget | OuterNote

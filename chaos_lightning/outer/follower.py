@@ -1,0 +1,311 @@
+"""The follower's side of outer sync, as a pure state machine: what it obeys, stages, computes, saves and deletes.
+
+Theory of operation. A follower holds one shard of the outer state. It computes versions one by one, each from the one
+before, so its state always *stands* at one version of the chain (O1). It holds three kinds of bytes beside that:
+
+- *staged* pushes, fetched from their clusters. They stay until a version that holds them is the second newest durable
+  one, or until the leader says that no round will take them (O5);
+- *files*, each a copy of the state at one version. They are made while the next version is computed. A file goes on
+  the word of a durable mark only, never because the chain does not name it (O7);
+- the *entries* that make the versions since the older of the two durable ones.
+
+After a start it knows nothing but its files. It says what they are and obeys only a leader that shows it its own start
+out of the chain (O7). It loads the newest durable version whose file is whole, or the one before, fetches the pushes
+that the versions since need, and computes these again: the same bits, whoever of the server died. If a mark passes the
+version at which it stands, it loads the marked one instead, if its file is there.
+
+One thing is under way at a time with the state itself: loading or computing. Fetches and saves go on beside it.
+"""
+
+from __future__ import annotations
+
+from chaos_lightning.outer.effects import (
+    Compute,
+    Computed,
+    Connected,
+    Delete,
+    Disconnected,
+    Fetched,
+    FetchPush,
+    FollowerEffect,
+    FollowerEvent,
+    Forget,
+    Load,
+    Loaded,
+    NotFetched,
+    OuterNote,
+    Save,
+    Saved,
+    Say,
+    Told,
+)
+from chaos_lightning.outer.messages import (
+    Applied,
+    Apply,
+    DropPush,
+    FollowerHello,
+    FromFollower,
+    Keep,
+    Marked,
+    Missing,
+    Obey,
+    Stage,
+    Staged,
+    ToFollower,
+    Written,
+)
+from chaos_lightning.outer.types import NO_VERSION, Entry, Founded, Offer, PushId, RolledBack, Round, VersionId
+
+
+class FollowerMachine:
+    """See the module.
+
+    Args:
+        name: Of this follower.
+        nonce: Drawn at its start.
+        disk: Versions whose file lies whole on the disk, oldest first, with their digests.
+
+    Attributes:
+        term: The highest that it has heard of.
+        version: Where the state stands; NO_VERSION: there is none.
+        disk: Versions and digests of its files.
+        shard: Which one it holds; -1: none yet.
+    """
+
+    def __init__(self, name: str, nonce: str, disk: tuple[tuple[VersionId, str], ...] = ()) -> None:
+        self.name = name
+        self.nonce = nonce
+        self.term = 0
+        self.version = NO_VERSION
+        self.disk = dict(disk)
+        self.shard = -1
+        self._obeys = False
+        """The leader of this term has shown it its own start."""
+        self._connected = False
+        self._durable: tuple[tuple[VersionId, str], ...] = ()
+        """With this shard's digests, oldest first; both come before the newest version."""
+        self._base = NO_VERSION
+        """What it holds is never asked for again; NO_VERSION: the first version is computed from nothing."""
+        self._entries: list[Entry] = []
+        """What made the versions since the base, oldest first; rolled-back ones too."""
+        self._offers: dict[PushId, Offer] = {}
+        """What it is to have."""
+        self._staged: dict[PushId, Fetched] = {}
+        self._fetching: set[PushId] = set()
+        self._busy = False
+        """The state is being loaded or computed."""
+        self._keep = NO_VERSION
+        """To be saved when the state stands at it."""
+        self._saving = NO_VERSION
+        self._out: list[FollowerEffect] = []
+
+    # ------------------------------------------------------------------ events
+
+    def on(self, event: FollowerEvent) -> list[FollowerEffect]:
+        """Takes one event in; returns the effects in order."""
+        self._out = []
+        match event:
+            case Connected():
+                self._connected = True
+                self._say(
+                    FollowerHello(self.name, self.nonce, self.term, tuple(sorted(self.disk.items())), self.version)
+                )
+            case Disconnected():
+                self._connected = False
+            case Told(message):
+                if self._heeds(message):  # type: ignore[arg-type]
+                    self._hear(message)  # type: ignore[arg-type]
+            case Fetched(push):
+                self._fetching.discard(push)
+                if push in self._offers:
+                    self._staged[push] = event
+                    self._tell_staged(event)
+                else:
+                    self._out.append(Forget(push))
+            case NotFetched(push):
+                self._fetching.discard(push)
+                if push in self._lacking():
+                    self._say(Missing(self.name, push))
+            case Computed(version):
+                self._stand(version)
+            case Saved(version, digest):
+                self._saving = NO_VERSION
+                self.disk[version] = digest
+                self._say(Written(self.name, version, digest))
+            case Loaded(version, ok):
+                self._on_loaded(version, ok)
+        self._turn()
+        return self._out
+
+    def _say(self, message: FromFollower) -> None:
+        if self._connected:
+            self._out.append(Say(message))
+
+    def _tell_staged(self, fetched: Fetched) -> None:
+        self._say(Staged(self.name, fetched.push, fetched.manifest, fetched.products, fetched.finite))
+
+    def _stand(self, version: VersionId) -> None:
+        self._busy, self.version = False, version
+        self._say(Applied(self.name, version))
+
+    def _on_loaded(self, version: VersionId, ok: bool) -> None:
+        if ok:
+            self._stand(version)
+            return
+        self._busy = False
+        del self.disk[version]
+        self._out.append(OuterNote("file_damaged", (("version", str(version)),)))
+
+    # ------------------------------------------------------------------ the leader's word
+
+    def _heeds(self, message: ToFollower) -> bool:
+        """Whether this leader may speak: the highest term so far, and one that has shown this start (O7)."""
+        if message.term < self.term:
+            self._out.append(OuterNote("late_leader", (("term", message.term), ("known", self.term))))
+            return False
+        if isinstance(message, Obey):
+            return message.nonce == self.nonce
+        return self._obeys and message.term == self.term
+
+    def _hear(self, message: ToFollower) -> None:
+        match message:
+            case Obey():
+                self._obey(message)
+            case Stage(_, offer):
+                fetched = self._staged.get(offer.push)
+                if fetched is not None and fetched.manifest == offer.manifest:
+                    self._tell_staged(fetched)
+                else:
+                    self._offers[offer.push] = offer
+            case Apply(_, entry):
+                self._append(entry)
+            case Keep(_, version):
+                self._keep = version
+            case Marked(_, durable, base):
+                self._mark(durable, base)
+            case DropPush(_, push):
+                if push not in self._needed():
+                    self._forget(push)
+
+    def _obey(self, message: Obey) -> None:
+        self.term, self._obeys, self.shard = message.term, True, message.shard
+        before = self._needed()
+        self._entries = []
+        for entry in message.entries:
+            self._append(entry)
+        self._mark(message.durable, message.base)
+        for push in sorted(before - self._needed()):
+            self._forget(push)  # of versions that are twice durable, or taken back: then it is offered anew
+        for _, fetched in sorted(self._staged.items()):  # a leader that is new has not heard of them
+            self._tell_staged(fetched)
+        if self.version != NO_VERSION:
+            self._say(Applied(self.name, self.version))
+
+    def _append(self, entry: Entry) -> None:
+        if any(e.position >= entry.position for e in self._entries):
+            return  # told twice
+        self._entries.append(entry)
+        for offer in offers_of(entry):
+            self._offers.setdefault(offer.push, offer)
+        if isinstance(entry.body, Round):
+            for refusal in entry.body.rejected:
+                self._forget(refusal.offer.push)
+
+    def _mark(self, durable: tuple[tuple[VersionId, str], ...], base: VersionId) -> None:
+        """These are durable; what neither they nor what follows needs goes (O5, O6)."""
+        self._durable, self._base = durable, base
+        for version in [v for v in self.disk if v < base]:
+            del self.disk[version]
+            self._out.append(Delete(version))
+        made = [e.version for e in self._entries]
+        if base in made:
+            before = self._needed()
+            self._entries = self._entries[made.index(base) + 1 :]
+            for push in sorted(before - self._needed()):
+                self._forget(push)
+
+    def _needed(self) -> set[PushId]:
+        """Pushes that the versions on the way from the base to the newest are computed from."""
+        return {offer.push for entry in self._line() for offer in offers_of(entry)}
+
+    def _forget(self, push: PushId) -> None:
+        self._offers.pop(push, None)
+        if self._staged.pop(push, None) is not None:
+            self._out.append(Forget(push))
+
+    # ------------------------------------------------------------------ what comes next
+
+    def _line(self) -> list[Entry]:
+        """What leads from the older durable version to the newest: no version that was rolled back."""
+        found: list[Entry] = []
+        limit = None
+        for entry in reversed(self._entries):
+            if limit is not None and entry.version.number > limit:
+                continue
+            found.append(entry)
+            if isinstance(entry.body, RolledBack):
+                limit = entry.body.to.number
+        return found[::-1]
+
+    def _turn(self) -> None:
+        if not self._obeys or self.shard < 0:
+            return
+        for push, offer in self._offers.items():
+            if push not in self._staged and push not in self._fetching:
+                self._fetching.add(push)
+                self._out.append(FetchPush(offer))
+        if self._busy:
+            return
+        if self._keep == self.version != NO_VERSION and self.version not in self.disk and self._saving != self.version:
+            if self._saving != NO_VERSION:
+                return  # one that was rolled back since is still being written: this one waits for its turn
+            self._saving = self.version
+            self._out.append(Save(self.version))  # before the state moves on: the shell copies it at once
+        self._advance()
+
+    def _start(self) -> tuple[int, VersionId | None, list[Entry]]:
+        """From where it goes on.
+
+        Returns:
+            How many entries of the way lie behind it; -1: it has nothing to begin with. The version to load for that;
+            None: the state as it stands will do. The way.
+        """
+        line = self._line()
+        places = {e.version: i + 1 for i, e in enumerate(line)} | {self._base: 0}
+        place = places.get(self.version, -1 if self._base != NO_VERSION else 0)  # the first is computed from nothing
+        load = None
+        for version, digest in self._durable:
+            at = places.get(version, -1)
+            if at > place and self.disk.get(version) == digest:
+                place, load = at, version
+        return place, load, line
+
+    def _lacking(self) -> set[PushId]:
+        """Pushes without which it cannot get to the newest version, from wherever it can begin."""
+        place, _, line = self._start()
+        return {o.push for entry in line[max(0, place) :] for o in offers_of(entry) if o.push not in self._staged}
+
+    def _advance(self) -> None:
+        """One step towards the newest version: the next one computed, or a durable one loaded."""
+        place, load, line = self._start()
+        if load is not None:
+            self._busy = True
+            self._out.append(Load(load, self.disk[load]))
+            return
+        if place < 0 or place == len(line):
+            return
+        entry = line[place]
+        if all(offer.push in self._staged for offer in offers_of(entry)):
+            self._busy = True
+            self._out.append(Compute(entry))
+
+
+def offers_of(entry: Entry) -> tuple[Offer, ...]:
+    """The pushes whose bytes it takes to compute what this entry makes."""
+    match entry.body:
+        case Founded(_, offer):
+            return (offer,)
+        case Round() as decided:
+            return tuple(weighed.offer for weighed in decided.accepted)
+        case _:
+            return ()

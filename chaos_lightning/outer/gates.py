@@ -1,0 +1,238 @@
+"""Which pushes of a round are let in: one gate for each policy.
+
+Theory of operation. A gate sees the finite pushes of one round in the order of their names, and what it has seen of
+earlier ones (`GateState`). It judges all of them by the state from before the round, and only then takes them into the
+state, so that no judgement depends on a name. A gate stops accidents, not attackers.
+
+`careful` (policy robust) knows two kinds of accidents:
+
+- *Too long.* x = ln |D| - 1/2 ln h, so that pushes of unequal inner steps compare. z = (x - mean) / max(std, 0.1) must
+  not be above the limit. Mean and variance are moving averages over accepted pushes only: a refused one would raise
+  what is usual until it is let in. Until enough pushes were accepted nobody is refused for this. If everything is
+  refused for a while, it is what is usual that is wrong (the learning rate was raised, say), and it is learned anew.
+- *Turned round.* A norm cannot see that. The cosine of D with the sum of the round's other pushes can. A turned push
+  lowers the others' cosines too, so the worst one is refused first, and the rest is judged again without it. Of two
+  pushes both cosines are equal; the one that is less with the momentum is refused. Beyond that the momentum is no judge
+  (good pushes were seen at -0.08), and a push that is alone is not judged.
+
+An empty push (nothing was learned) has neither length nor direction: it passes, and says nothing of what is usual.
+
+`trusting` (sync, async) lets all in. `printed` (di_ps) is section 4.2 of the paper as it is printed: E = (G - mean) /
+std is refused above beta max(recent E), and every push moves mean and std, refused or not. The paper is silent on what
+the averages begin with: here with the first push's norm and 0, and while the deviation is 0 nobody has a score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.types import GateState, Offer, PushId
+
+STD_FLOOR = 0.1
+"""Standard deviation of x that pushes have at least: without it the gate is the narrower the better training goes."""
+MEMORY = 50
+"""So many accepted pushes have a say in what is usual."""
+RECENT = 100
+"""So many scores are recent ones to `printed`."""
+_LONGEST2 = 1e150
+"""No push of 32 bit floats has a norm whose square is larger; below it no sum here overflows."""
+
+Products = Mapping[tuple[PushId, PushId], float]
+"""<D, D'> of each two finite pushes of a round, under one of the two orders of their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPush:
+    """A staged push with what the followers measured of it, over all shards.
+
+    Attributes:
+        offer: As its cluster made it.
+        staleness: By how many versions the newest one is ahead of its base.
+        finite: None of its elements is a NaN or infinite.
+        momentum: <D, m>, with m of the newest version.
+        norm2: <D, D>.
+    """
+
+    offer: Offer
+    staleness: int
+    finite: bool
+    momentum: float
+    norm2: float
+
+    @property
+    def name(self) -> PushId:
+        return self.offer.push
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(self.norm2)
+
+    @property
+    def lean(self) -> float:
+        """Its cosine with the momentum, times the momentum's norm; 0.0 for nothing."""
+        lean = self.momentum / self.norm if self.norm2 else 0.0
+        return lean if math.isfinite(lean) else 0.0
+
+    @property
+    def usable(self) -> bool:
+        """It can be judged and averaged."""
+        return self.finite and 0.0 <= self.norm2 < _LONGEST2
+
+
+@dataclass(frozen=True, slots=True)
+class Sifted:
+    """What a gate says.
+
+    Attributes:
+        rejected: Why, by name.
+        gate: What it has seen, this round included.
+        warning: What the user should know; "" for nothing.
+    """
+
+    rejected: Mapping[PushId, str]
+    gate: GateState
+    warning: str = ""
+
+
+class Gate(Protocol):
+    """Judges the finite pushes of a round, given in the order of their names."""
+
+    def __call__(
+        self, pushes: Sequence[MeasuredPush], products: Products, gate: GateState, settings: OuterSettings
+    ) -> Sifted: ...
+
+
+def dot(ones: Sequence[MeasuredPush], others: Sequence[MeasuredPush], products: Products) -> float:
+    """<sum of ones, sum of others>."""
+    return math.fsum(product(one, other, products) for one in ones for other in others)
+
+
+def product(one: MeasuredPush, other: MeasuredPush, products: Products) -> float:
+    """<D, D'> of two pushes, or the square of a push's norm."""
+    if one.name == other.name:
+        return one.norm2
+    found = products.get((one.name, other.name), products.get((other.name, one.name)))
+    assert found is not None, f"nobody has told the product of {one.name} and {other.name}"
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ robust
+
+
+def careful(pushes: Sequence[MeasuredPush], products: Products, gate: GateState, settings: OuterSettings) -> Sifted:
+    """Refuses what is too long or turned round."""
+    too_long = _too_long(pushes, gate, settings)
+    rest = [push for push in pushes if push.name not in too_long]
+    rejected = too_long | _turned_round(rest, products, settings.gate_cosine)
+    accepted = [push for push in rest if push.name not in rejected]
+    if accepted:
+        return Sifted(rejected, _learned(gate, accepted))
+    in_a_row = gate.in_a_row + len(too_long)
+    if in_a_row < settings.gate_again:
+        return Sifted(rejected, replace(gate, in_a_row=in_a_row))
+    warning = f"{in_a_row} pushes in a row were refused by their norms: the gate learns anew what is usual"
+    return Sifted(rejected, GateState(), warning)
+
+
+def _size(push: MeasuredPush) -> float:
+    """x: the logarithm of the norm, as if it were of one inner step."""
+    return 0.5 * math.log(push.norm2) - 0.5 * math.log(max(1, push.offer.steps))
+
+
+def _too_long(pushes: Sequence[MeasuredPush], gate: GateState, settings: OuterSettings) -> dict[PushId, str]:
+    if gate.count < settings.gate_warmup:
+        return {}
+    rejected = {}
+    std = max(math.sqrt(gate.variance), STD_FLOOR)
+    for push in pushes:
+        z = (_size(push) - gate.mean) / std if push.norm2 else -math.inf
+        if z > settings.gate_limit:
+            rejected[push.name] = (
+                f"its norm {push.norm:.4g} over {push.offer.steps} steps is {z:.1f} standard deviations above what is "
+                f"usual (at most {settings.gate_limit:g})"
+            )
+    return rejected
+
+
+def _turned_round(pushes: Sequence[MeasuredPush], products: Products, least: float) -> dict[PushId, str]:
+    rejected: dict[PushId, str] = {}
+    standing = [push for push in pushes if push.norm2]
+    while len(standing) > 1:
+        cosines = {push.name: _with_the_others(push, standing, products) for push in standing}
+        # By name last, so that equal pushes are told apart in the same way by whoever leads.
+        worst = min(standing, key=lambda push: (cosines[push.name], push.lean, push.name))
+        cosine = cosines[worst.name]
+        if cosine >= least:
+            break
+        others, beside = [push for push in standing if push.name != worst.name], ""
+        if len(others) == 1:
+            if worst.lean == others[0].lean:
+                break  # nobody can tell which of the two is wrong
+            beside = ", and the momentum is on the other's side"
+        rejected[worst.name] = (
+            f"its cosine with the sum of the round's other pushes ({len(others)}) is {cosine:.3f} (at least {least:g})"
+            + beside
+        )
+        standing = others
+    return rejected
+
+
+def _with_the_others(push: MeasuredPush, standing: Sequence[MeasuredPush], products: Products) -> float:
+    """The cosine of a push with the sum of the others; 1.0 where that sum is nothing."""
+    others = [other for other in standing if other.name != push.name]
+    square = dot(others, others, products)
+    # Divided one by one, since the product of two very small norms would be 0; and a cosine is never below -1.
+    return max(-1.0, dot([push], others, products) / push.norm / math.sqrt(square)) if square > 0 else 1.0
+
+
+def _learned(gate: GateState, accepted: Sequence[MeasuredPush]) -> GateState:
+    """A plain average at first, later a moving one."""
+    count, mean, variance = gate.count, gate.mean, gate.variance
+    for push in accepted:
+        if push.norm2:
+            count += 1
+            weight = max(1 / count, 1 / MEMORY)
+            ahead = _size(push) - mean
+            mean += weight * ahead
+            variance = (1 - weight) * (variance + weight * ahead * ahead)
+    return replace(gate, count=count, mean=mean, variance=variance, in_a_row=0)
+
+
+# ------------------------------------------------------------------------------------------------ the others
+
+
+def trusting(pushes: Sequence[MeasuredPush], products: Products, gate: GateState, settings: OuterSettings) -> Sifted:
+    """Refuses none."""
+    return Sifted({}, gate)
+
+
+def printed(pushes: Sequence[MeasuredPush], products: Products, gate: GateState, settings: OuterSettings) -> Sifted:
+    """The paper's penalty, as it is printed, with the norm over all shards in place of the sum of the shards' norms."""
+    rejected: dict[PushId, str] = {}
+    std, largest, scores = math.sqrt(gate.variance), max(gate.scores, default=math.inf), list(gate.scores)
+    for push in pushes:
+        if not std:
+            continue
+        score = (push.norm - gate.mean) / std
+        if score > settings.di_ps_beta * largest:
+            rejected[push.name] = (
+                f"its score {score:.3g} (norm {push.norm:.4g}) is above {settings.di_ps_beta:g} times the largest "
+                f"recent one, {largest:.3g}"
+            )
+        else:
+            scores.append(score)
+    count, mean, variance, alpha = gate.count, gate.mean, gate.variance, settings.di_ps_alpha
+    for push in pushes:
+        mean = alpha * push.norm + (1 - alpha) * mean if count else push.norm
+        variance = (1 - alpha) * variance + alpha * (push.norm - mean) ** 2
+        count += 1
+    in_a_row = 0 if len(rejected) < len(pushes) else gate.in_a_row + len(rejected)
+    return Sifted(rejected, GateState(count, mean, variance, in_a_row, tuple(scores[-RECENT:])))
+
+
+GATES: Mapping[str, Gate] = {"robust": careful, "sync": trusting, "async": trusting, "di_ps": printed}
+"""By policy."""

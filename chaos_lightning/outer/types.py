@@ -1,0 +1,309 @@
+"""The words of outer sync: incarnations, pushes, versions, and what a leader writes into its chain.
+
+Theory of operation. A *cluster* trains by itself from a *base* version and now and then *freezes* what it gained: a
+*push*, its pseudo-gradient. The leader decides *rounds* on pushes; each makes a new *version* of the outer state, whose
+shards the followers hold. Rounds and all else that must not be forgotten are entries of one chain in the leader's
+store (rule O1): the dataclasses under `Body`. Everything here is an immutable value without behaviour of its own.
+Integers where a sum must be exact (samples, steps), floats where a factor was decided once and is used by all.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from chaos_lightning.protocol.types import Span
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class IncarnationId:
+    """One start of a cluster (O3b). Numbers come from the chain and are never reused."""
+
+    cluster: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.cluster}~{self.number}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PushId:
+    """One push. Its order is the order in which pushes of a round are summed, whatever order they came in."""
+
+    incarnation: IncarnationId
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}/{self.number}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class VersionId:
+    """The outer state after a founding, a round or a rollback: its number and the hash of that entry."""
+
+    number: int = 0
+    hash: str = ""
+
+    def __str__(self) -> str:
+        return f"v{self.number}-{self.hash[:6]}" if self.number else "no version"
+
+
+NO_VERSION = VersionId()
+
+
+class PushAnswer(enum.StrEnum):
+    """What becomes of a push; the chain alone says so (O3)."""
+
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    VOID = "void"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A push as its cluster offers it.
+
+    Attributes:
+        push: Its name; it stands for one content.
+        base: The version that it is the delta to; NO_VERSION for the first content of a job.
+        manifest: Hash of the hashes of its blocks.
+        samples: How many it covers (T).
+        steps: How many inner steps it covers (h).
+        epoch: Of the samples.
+        spans: Positions of the epoch that it covers, normal; empty where each cluster has its own data.
+    """
+
+    push: PushId
+    base: VersionId
+    manifest: str
+    samples: int
+    steps: int
+    epoch: int = 0
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """An accepted push in a round: `factor` is w_j, its part of the average."""
+
+    offer: Offer
+    factor: float
+    staleness: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A push that a round rejected, and why."""
+
+    offer: Offer
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """What a follower needs beside the pushes to compute a version, decided once.
+
+    Attributes:
+        rate: eta p times the clip factor: theta <- theta - rate delta.
+        buffer: p times the clip factor: b <- b + buffer delta.
+        momentum: mu.
+        outer: N / a where the momentum moves in this round (m <- mu m + outer b), 0.0 where it does not.
+        step: eta mu where the momentum moves: theta <- theta - step m.
+    """
+
+    rate: float
+    buffer: float
+    momentum: float
+    outer: float = 0.0
+    step: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What the outer optimizer counts: samples since the momentum moved last, and the job's clock.
+
+    Attributes:
+        pending: a, in samples.
+        samples: Of all accepted pushes.
+        ticks: The clock, in inner steps of a synchronous job times `TICKS`.
+    """
+
+    pending: int = 0
+    samples: int = 0
+    ticks: int = 0
+
+
+TICKS = 720720
+"""Ticks of one inner step: divisible by all numbers of clusters up to 16, so that their shares add up."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateState:
+    """What the gate has seen of accepted pushes: x_j = ln n_j - 1/2 ln H_j.
+
+    Attributes:
+        count: How many since it began to warm up.
+        mean: Moving average of x.
+        variance: Moving variance of x.
+        in_a_row: Rejections since the last acceptance.
+        scores: Recent scores, for the paper's own gate.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+    in_a_row: int = 0
+    scores: tuple[float, ...] = ()
+
+
+# ---------------------------------------------------------------------- entries
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A follower has started, under a number that it drew: from now on it obeys (O7)."""
+
+    follower: str
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Who holds which shard, in shard order; the grid says where they are cut (O15)."""
+
+    followers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A cluster has come: its pushes count from this number on."""
+
+    incarnation: IncarnationId
+    place: str
+    first: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Founded:
+    """The job's first version is what this push holds."""
+
+    number: int
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """These positions of the epoch are this incarnation's to train (O11)."""
+
+    incarnation: IncarnationId
+    epoch: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """An incarnation is over: it left, was silent, or another one took its place. Its leases end."""
+
+    incarnation: IncarnationId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Voided:
+    """A push is answered by no round: its base and its cluster's residual stand, the next one covers its progress."""
+
+    offer: Offer
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A decision on pushes; it makes a version.
+
+    Attributes:
+        number: Of the version.
+        before: The version that it is computed from.
+        accepted: In the order of their names.
+        rejected: Likewise.
+        factors: For the followers.
+        counters: After it.
+        gate: After it.
+        reason: Why it was decided now, and by what.
+    """
+
+    number: int
+    before: VersionId
+    accepted: tuple[Weighed, ...]
+    rejected: tuple[Rejection, ...]
+    factors: Factors
+    counters: Counters
+    gate: GateState
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """All shards of this version are on disk, with these digests in shard order (O6)."""
+
+    version: VersionId
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """A version with the content of an older one, since part of a decided push is gone for good (O5a).
+
+    Attributes:
+        number: Of the version.
+        to: Whose content it has.
+        lost: Pushes that nobody can offer again.
+        reason: What was lost, and what it cost.
+    """
+
+    number: int
+    to: VersionId
+    lost: tuple[PushId, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The job is over with this version, which is durable (O16)."""
+
+    version: VersionId
+    reason: str
+
+
+Body = Started | Cut | Joined | Founded | Leased | Removed | Voided | Round | Durable | RolledBack | Ended
+MAKES_VERSION = (Founded, Round, RolledBack)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of the chain.
+
+    Attributes:
+        position: From 1 on.
+        term: Of the leader that wrote it.
+        body: What it says.
+        before: Hash of the entry before; "" for the first one.
+    """
+
+    position: int
+    term: int
+    body: Body
+    before: str = ""
+
+    @cached_property
+    def hash(self) -> str:
+        """Of all of it, and so of all entries before."""
+        words = [self.position, self.term, type(self.body).__name__, asdict(self.body), self.before]
+        return hashlib.blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()
+
+    @property
+    def version(self) -> VersionId:
+        """The version that it makes; NO_VERSION if it makes none."""
+        return VersionId(self.body.number, self.hash) if isinstance(self.body, MAKES_VERSION) else NO_VERSION

@@ -1,0 +1,50 @@
+"""Simulated outer jobs: the real machines under faults, and rules that are broken on purpose."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from chaos_lightning.lab.outer.bugs import BUGS
+from chaos_lightning.lab.outer.world import FAMILIES, World, any_plan
+
+SHOWED = {"O5-freed": 6, "O6-unsynced": 6, "O10a-given-up": 2}
+"""Tried first: seeds that showed a bug."""
+BOUND = 40
+"""Within so many seeds each bug must show."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outer_jobs_lose_nothing(family: str) -> None:
+    runs = [World(FAMILIES[family](seed)).run() for seed in range(12)]
+    assert [(run.seed, run.violation) for run in runs if run.violation] == []
+    assert sum(run.accepted for run in runs) > 100
+    assert family != "fragile" or any(run.rollbacks for run in runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_outer_jobs_lose_nothing(family: str) -> None:
+    runs = [World(FAMILIES[family](seed)).run() for seed in range(500)]
+    assert [(run.seed, run.violation) for run in runs if run.violation] == []
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_rule_that_is_broken_on_purpose_is_noticed(name: str) -> None:
+    bug, first = BUGS[name], SHOWED.get(name, 0)
+    seeds = [first, *(seed for seed in range(BOUND) if seed != first)]
+    assert any(World(FAMILIES[bug.family](seed), bug.machines).run().violation for seed in seeds)
+
+
+def test_an_outer_run_is_a_function_of_its_seed() -> None:
+    one, other = World(any_plan(3)), World(any_plan(3))
+    assert one.run() == other.run()
+    assert [e.hash for e in one.store.entries] == [e.hash for e in other.store.entries]
+
+
+def test_the_command_tells_what_it_found() -> None:
+    command = [sys.executable, "-m", "chaos_lightning.lab.outer", "--seeds", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "3 seeds, 0 violations" in done.stdout
