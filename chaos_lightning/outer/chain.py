@@ -113,13 +113,7 @@ class Version:
     @property
     def pushes(self) -> tuple[PushId, ...]:
         """Those that this version adds to the one before."""
-        match self.entry.body:
-            case Founded(_, offer):
-                return (offer.push,)
-            case Round() as decided:
-                return tuple(w.offer.push for w in decided.accepted)
-            case _:
-                return ()
+        return tuple(offer.push for offer in self.entry.offers)
 
 
 class OuterChain:
@@ -280,8 +274,7 @@ class OuterChain:
             if before != (self.newest if self.founded else NO_VERSION):
                 raise ValueError(f"version {made} is made of {before}, not of {self.newest}")
             holds = dict(self.versions[before].holds) if before in self.versions else {}
-            offers = [w.offer for w in body.accepted] if isinstance(body, Round) else [body.offer]
-            for offer in offers:
+            for offer in entry.offers:
                 self._answer(offer, PushAnswer.ACCEPTED, made, "")
                 holds[offer.push.incarnation] = with_push(holds.get(offer.push.incarnation, ""), offer.push.number)
             if isinstance(body, Round):

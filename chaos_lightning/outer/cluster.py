@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Self
 
 from chaos_lightning.outer.effects import Connected, Disconnected, OuterNote, Say, TimePassed, Told
 from chaos_lightning.outer.messages import (
@@ -431,9 +432,8 @@ class ClusterMachine:
             return False
         return all(version <= self._durable for version in self._in.values())
 
-
-def anew(machine: ClusterMachine) -> ClusterMachine:
-    """With which the same process comes in again: it holds nothing, but knows what it was told (O3b)."""
-    found = ClusterMachine(machine.name, machine.place, machine.nonce, machine.inner_steps, shared=machine.shared)
-    found.term, found.newest = machine.term, machine.newest
-    return found
+    def anew(self) -> Self:
+        """With which the same process comes in again: it holds nothing, but knows what it was told (O3b)."""
+        found = type(self)(self.name, self.place, self.nonce, self.inner_steps, shared=self.shared)
+        found.term, found.newest = self.term, self.newest
+        return found

@@ -54,7 +54,7 @@ from chaos_lightning.outer.messages import (
     ToFollower,
     Written,
 )
-from chaos_lightning.outer.types import NO_VERSION, Entry, Founded, Offer, PushId, RolledBack, Round, VersionId
+from chaos_lightning.outer.types import NO_VERSION, Entry, Offer, PushId, RolledBack, Round, VersionId
 
 
 class FollowerMachine:
@@ -205,7 +205,7 @@ class FollowerMachine:
         if any(e.position >= entry.position for e in self._entries):
             return  # told twice
         self._entries.append(entry)
-        for offer in offers_of(entry):
+        for offer in entry.offers:
             self._offers.setdefault(offer.push, offer)
         if isinstance(entry.body, Round):
             for refusal in entry.body.rejected:
@@ -226,7 +226,7 @@ class FollowerMachine:
 
     def _needed(self) -> set[PushId]:
         """Pushes that the versions on the way from the base to the newest are computed from."""
-        return {offer.push for entry in self._line() for offer in offers_of(entry)}
+        return {offer.push for entry in self._line() for offer in entry.offers}
 
     def _forget(self, push: PushId) -> None:
         self._offers.pop(push, None)
@@ -283,7 +283,7 @@ class FollowerMachine:
     def _lacking(self) -> set[PushId]:
         """Pushes without which it cannot get to the newest version, from wherever it can begin."""
         place, _, line = self._start()
-        return {o.push for entry in line[max(0, place) :] for o in offers_of(entry) if o.push not in self._staged}
+        return {o.push for entry in line[max(0, place) :] for o in entry.offers if o.push not in self._staged}
 
     def _advance(self) -> None:
         """One step towards the newest version: the next one computed, or a durable one loaded."""
@@ -295,17 +295,6 @@ class FollowerMachine:
         if place < 0 or place == len(line):
             return
         entry = line[place]
-        if all(offer.push in self._staged for offer in offers_of(entry)):
+        if all(offer.push in self._staged for offer in entry.offers):
             self._busy = True
             self._out.append(Compute(entry))
-
-
-def offers_of(entry: Entry) -> tuple[Offer, ...]:
-    """The pushes whose bytes it takes to compute what this entry makes."""
-    match entry.body:
-        case Founded(_, offer):
-            return (offer,)
-        case Round() as decided:
-            return tuple(weighed.offer for weighed in decided.accepted)
-        case _:
-            return ()

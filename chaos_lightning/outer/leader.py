@@ -271,11 +271,10 @@ class LeaderMachine:
     def _welcome(self, who: IncarnationId) -> None:
         known, cluster = self.chain.incarnations[who], self.clusters[who]
         self._send(cluster.conn, Welcomed(self.term, who, known.next, self._served, self.chain.founded))
-        answers = known.answers.values()
-        for answered in answers:
+        for answered in known.answers.values():
             message = PushAnswered(self.term, answered.offer.push, answered.answer, answered.version, answered.reason)
             self._send(cluster.conn, message)
-        opened = tuple(sorted(p for p in self._reopened(who)))
+        opened = tuple(sorted(self._reopened(who)))
         if opened:
             self._send(cluster.conn, Reopened(self.term, self.chain.newest, opened))
         self._free([who])

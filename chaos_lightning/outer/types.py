@@ -304,6 +304,17 @@ class Entry:
         return hashlib.blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()
 
     @property
+    def offers(self) -> tuple[Offer, ...]:
+        """The pushes that its version adds to the one before, in order: whose bytes it takes to compute it."""
+        match self.body:
+            case Founded(_, offer):
+                return (offer,)
+            case Round() as decided:
+                return tuple(weighed.offer for weighed in decided.accepted)
+            case _:
+                return ()
+
+    @property
     def version(self) -> VersionId:
         """The version that it makes; NO_VERSION if it makes none."""
         return VersionId(self.body.number, self.hash) if isinstance(self.body, MAKES_VERSION) else NO_VERSION

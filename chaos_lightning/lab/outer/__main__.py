@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 
 from chaos_lightning.lab.outer.bugs import BUGS
 from chaos_lightning.lab.outer.processes import Machines
 from chaos_lightning.lab.outer.world import FAMILIES, Outcome, World
+from chaos_lightning.lab.simulate.batch import spread
 
 _CHUNK = 20
 _COUNTED = ("rounds", "accepted", "rejected", "voids", "durable", "rollbacks", "terms")
@@ -27,11 +26,7 @@ def run_chunk(task: tuple[int, int, str, str]) -> list[Outcome]:
 def outcomes(start: int, count: int, family: str, bug: str, jobs: int) -> Iterator[list[Outcome]]:
     """Chunks of outcomes, in the order of seeds."""
     tasks = [(s, min(s + _CHUNK, start + count), family, bug) for s in range(start, start + count, _CHUNK)]
-    if jobs <= 1:
-        yield from map(run_chunk, tasks)
-        return
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(run_chunk, tasks)
+    return spread(run_chunk, tasks, jobs)
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

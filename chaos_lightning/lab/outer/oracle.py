@@ -64,9 +64,9 @@ class Oracle:
             raise Violation(f"{entry.version} goes back behind the durable {chain.safe} (O5a)")
         if isinstance(entry.body, Round) and not (entry.body.accepted or entry.body.rejected):
             raise Violation(f"{entry.version} is a round on nothing")
-        for push in round_of(entry):
-            if lacking := [name for name in chain.cut if (name, push) not in self.staged]:
-                raise Violation(f"{entry.version} takes {push}, which {lacking[0]} has never had (O2)")
+        for offer in entry.offers:
+            if lacking := [name for name in chain.cut if (name, offer.push) not in self.staged]:
+                raise Violation(f"{entry.version} takes {offer.push}, which {lacking[0]} has never had (O2)")
         if entry.version != NO_VERSION:
             self._counts(chain)
 
@@ -101,14 +101,3 @@ class Oracle:
         for shard, content in enumerate(contents):
             if self.versions.get((version, shard)) != content:
                 raise Violation(f"shard {shard} of {version} is not what its follower computed")
-
-
-def round_of(entry: Entry) -> tuple[PushId, ...]:
-    """The pushes that this entry's version adds, in order."""
-    match entry.body:
-        case Founded(_, offer):
-            return (offer.push,)
-        case Round() as decided:
-            return tuple(weighed.offer.push for weighed in decided.accepted)
-        case _:
-            return ()

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from chaos_lightning.lab.outer.oracle import Oracle, computed, round_of
+from chaos_lightning.lab.outer.oracle import Oracle, computed
 from chaos_lightning.lab.outer.store import ChainStore, Disk, digest_of
 from chaos_lightning.lab.simulate.fabric import Pipe
 from chaos_lightning.lab.simulate.kernel import Kernel, Process
 from chaos_lightning.outer import cluster as cl
 from chaos_lightning.outer import effects as fx
 from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.cluster import ClusterMachine, Phase, anew
+from chaos_lightning.outer.cluster import ClusterMachine, Phase
 from chaos_lightning.outer.exact import ExactSum
 from chaos_lightning.outer.follower import FollowerMachine
 from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.leases import Leases
+from chaos_lightning.outer.leases import Leases, chunk_size
 from chaos_lightning.outer.messages import PushAnswered
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import NO_VERSION, Entry, Offer, PushAnswer, PushId, VersionId
@@ -26,6 +26,8 @@ ONE = ExactSum.of([1.0]).encode()
 SOME = ExactSum.of([0.1]).encode()
 AGAIN_S = 0.05
 TICK_S = 0.1
+CHUNKS = 16
+"""Of an epoch."""
 SILENT_S = 1.2
 
 
@@ -67,6 +69,11 @@ class Machines:
     """After a rejection what was trained is gone."""
 
 
+def empty_chain(length: int) -> OuterChain:
+    """Of a job whose epochs have so many positions."""
+    return OuterChain(Leases(length, chunk_size(length, CHUNKS)))
+
+
 class Stream:
     """A connection to one life of the leader: two directions, each in order."""
 
@@ -93,7 +100,7 @@ class LeaderProcess(Process):
         super().__init__(job.kernel, name)
         self.job = job
         self.term = job.store.take_term()
-        self.chain = OuterChain(Leases(job.length, max(1, job.length // 16)))
+        self.chain = empty_chain(job.length)
         for entry in job.store.entries:
             self.chain.follow(entry)
         self.machine = job.machines.leader(job.settings, self.chain, self.term, job.shards)
@@ -262,7 +269,7 @@ class FollowerProcess(Client):
             case fx.FetchPush(offer):
                 self.timer(between(0.01, 0.1), lambda: self._fetch(offer))
             case fx.Compute(entry):
-                parts = [self.parts[push] for push in round_of(entry)]  # held, whatever is forgotten meanwhile
+                parts = [self.parts[offer.push] for offer in entry.offers]  # held, whatever is forgotten meanwhile
                 self.timer(between(0.005, 0.05), lambda: self._compute(entry, parts))
             case fx.Save(version):
                 content = self.content
@@ -418,7 +425,7 @@ class ClusterProcess(Client):
             if self.stream is not None:
                 self.stream.cut()
             return
-        self.machine = anew(self.machine)
+        self.machine = self.machine.anew()
         stream, self.stream = self.stream, None
         if stream is not None:
             stream.cut()

@@ -12,11 +12,9 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from chaos_lightning.lab.outer.oracle import Oracle, Violation
-from chaos_lightning.lab.outer.processes import ClusterProcess, FollowerProcess, LeaderProcess, Machines
+from chaos_lightning.lab.outer.processes import ClusterProcess, FollowerProcess, LeaderProcess, Machines, empty_chain
 from chaos_lightning.lab.outer.store import ChainStore, Disk
 from chaos_lightning.lab.simulate.kernel import Kernel
-from chaos_lightning.outer.chain import OuterChain
-from chaos_lightning.outer.leases import Leases
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import Durable, Entry, PushId, Removed, RolledBack, Round, Voided
 
@@ -159,7 +157,7 @@ class World:
         self.kernel = Kernel(plan.seed)
         self.store = ChainStore()
         self.oracle = Oracle()
-        self.chain = OuterChain(Leases(plan.length, max(1, plan.length // 16)))
+        self.chain = empty_chain(plan.length)
         """What the store holds, folded once more."""
         self.settings = plan.settings
         self.length, self.shards = plan.length, plan.followers

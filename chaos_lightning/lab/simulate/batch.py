@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from typing import TypeVar
 
 from chaos_lightning.lab.simulate.bugs import BUGS
 from chaos_lightning.lab.simulate.plan import Outcome, Plan
 from chaos_lightning.lab.simulate.plans.families import FAMILIES
 from chaos_lightning.lab.simulate.world import Hooks, simulate
 
+T = TypeVar("T")
+R = TypeVar("R")
 _CHUNK = 25
 
 
@@ -36,11 +39,16 @@ def run_chunk(task: tuple[int, int, str, str]) -> list[Outcome]:
 def outcomes(start: int, count: int, bug: str, jobs: int, family: str = "any") -> Iterator[list[Outcome]]:
     """Chunks of outcomes, in the order of seeds."""
     tasks = [(s, min(s + _CHUNK, start + count), bug, family) for s in range(start, start + count, _CHUNK)]
+    return spread(run_chunk, tasks, jobs)
+
+
+def spread(run: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[R]:
+    """What `run` makes of each task, in their order; on so many processes."""
     if jobs <= 1:
-        yield from map(run_chunk, tasks)
+        yield from map(run, tasks)
         return
     pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
     try:
-        yield from pool.map(run_chunk, tasks)
+        yield from pool.map(run, tasks)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
