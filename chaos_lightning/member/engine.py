@@ -320,6 +320,7 @@ class Engine:
         hyper: str = "",
         state_hash: str = "",
         yields: bool = False,
+        payload: bytes = b"",
     ) -> Header:
         """Contributes this accumulation's gradients and waits for the step's commit.
 
@@ -335,6 +336,8 @@ class Engine:
             state_hash: Hash of the replicated state before the step, every n steps.
             yields: This member leaves and follows its script no more, or has no samples and runs no training step: if
                 the others close another kind of slot, it goes along, and the header is of that kind.
+            payload: What this member says beside its gradient; the header has what all said as `answers`, in rank
+                order, unless nobody said anything.
 
         Raises:
             FencedError, DisagreementError, DeadlineError: See errors.py; nothing was applied.
@@ -353,6 +356,7 @@ class Engine:
             hyper=hyper,
             state_hash=state_hash,
             yields=yields,
+            payload=fitting(payload),
         )
         if header.kind is not Kind.STEP:
             accumulation.move(header.seq + 1)

@@ -98,6 +98,14 @@ def too_large(contributions: Sequence[Contribution]) -> str:
     )
 
 
+def answers_of(kind: Kind, name: str, contributions: Sequence[Contribution]) -> tuple[bytes, ...]:
+    """What a header of this kind and name hands on of the payloads, in rank order: of a collective always, of a step if
+    any member says something beside its gradient (28b)."""
+    answers = tuple(c.payload if (c.kind, c.name) == (kind, name) else b"" for c in contributions)
+    said = kind is Kind.GATHER or (kind is Kind.STEP and any(answers))
+    return answers if said else ()
+
+
 def presence_of(contributions: Sequence[Contribution]) -> bytes:
     """Bitwise OR of the presence masks; a shorter mask has zeros behind its end."""
     length = max((len(c.presence) for c in contributions), default=0)
@@ -160,7 +168,7 @@ def close_slot(
             ledger = merge(prev.ledger, spent) if spent else prev.ledger
         except ValueError as problem:
             error = f"slot {first.seq}: {problem}"
-    if not error and kind is Kind.GATHER:
+    if not error:
         error = too_large(ordered)
     if error:
         return Header(
@@ -189,7 +197,7 @@ def close_slot(
         contributors=tuple(Share(c.member, c.weight, c.coefficient) for c in ordered),
         presence=presence_of(ordered),
         ledger=ledger,
-        answers=tuple(c.payload if c.name == first.name else b"" for c in ordered) if kind is Kind.GATHER else (),
+        answers=answers_of(kind, first.name, ordered),
         layout_hash=first.layout_hash or prev.layout_hash,
         hyper=first.hyper or prev.hyper,
         view_change=change,

@@ -207,7 +207,7 @@ class Header:
     presence: bytes = b""
     ledger: Ledger = Ledger()
     answers: tuple[bytes, ...] = ()
-    """For GATHER: payloads, aligned with contributors; of one that yielded nothing, b""."""
+    """Payloads, aligned with contributors; of one that yielded nothing, b"". Of a STEP only if any member had one."""
     layout_hash: str = ""
     hyper: str = ""
     view_change: View | None = None

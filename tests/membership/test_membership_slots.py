@@ -125,6 +125,16 @@ def test_gather_answers_are_in_rank_order() -> None:
     assert header.step == 0
 
 
+@pytest.mark.parametrize("who", [*IDS, ""])
+def test_a_step_hands_on_what_members_say_beside_their_gradients(who: str) -> None:
+    contributions = box()
+    if who:
+        contributions[who] = replace(contributions[who], payload=b"it holds version 3")
+    header = closed(contributions)
+    assert header.error == ""
+    assert header.answers == (tuple(b"it holds version 3" if m == who else b"" for m in IDS) if who else ())
+
+
 @pytest.mark.parametrize(("sizes", "fits"), [((10, 5, 5), True), ((10, 6, 5), False), ((0, 90, 3), False)])
 def test_payloads_that_do_not_fit_into_one_header_are_refused_for_all(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], fits: bool
