@@ -3,8 +3,8 @@
 Theory of operation. `close_slot` is what the commit root computes once it holds a contribution of every member of the
 view (protocol.md 1, 2). It is a pure function: members that disagree in anything that must be equal (4a, 20, 23) give a
 header whose `error` names the member, the field and both values; nothing else in that header changes anything, so that
-all members raise the same words and none applies the slot. So does a collective whose payloads do not fit into one
-header (`too_large`): nobody could send it. Otherwise weights, presence bits, spent sample ranges and payloads are
+all members raise the same words and none applies the slot. So do payloads that do not fit into one header
+(`too_large`): nobody could send it. Otherwise weights, presence bits, spent sample ranges and payloads are
 folded in rank order, state hashes are put to the vote (24), and a waiting view is carried if the slot's kind allows it:
 `carried` holds that rule in one place. A member that leaves brings nothing and no longer follows the script, so its
 contribution may yield: whatever the others close, it goes along (`leading`). So may that of a member without samples:
@@ -76,7 +76,7 @@ def kind_of(view: View, prev: Header, contributions: Mapping[str, Contribution])
 
 
 def fitting(payload: bytes) -> bytes:
-    """What a member contributes to a GATHER: the payload, or of a too large one just enough to be refused.
+    """What a member contributes to a GATHER or STEP: the payload, or of a too large one just enough to be refused.
 
     A member that raised alone would leave the others waiting for its contribution. One byte above the limit still fits
     into a message, and the root refuses the slot for all of them alike.
@@ -91,8 +91,9 @@ def too_large(contributions: Sequence[Contribution]) -> str:
         return ""
     most = max(contributions, key=lambda c: len(c.payload))  # the oldest of those with the same size
     more = " or more" if len(most.payload) > MAX_GATHER_NBYTES else ""  # it was cut (see `fitting`)
+    what = "step" if most.kind is Kind.STEP else "collective"
     return (
-        f"slot {most.seq}: the payloads of the collective {most.name!r} have {total} bytes{more} in all, of which "
+        f"slot {most.seq}: the payloads of the {what} {most.name!r} have {total} bytes{more} in all, of which "
         f"{len(most.payload)}{more} are of {most.member}; the limit is {MAX_GATHER_NBYTES}, as they all travel in one "
         "message: gather less at once, such as a metric's result in place of all its samples, or in several calls"
     )

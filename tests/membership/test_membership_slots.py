@@ -154,6 +154,13 @@ def test_payloads_that_do_not_fit_into_one_header_are_refused_for_all(
     assert header.next_view == VIEW.id
 
 
+def test_payloads_of_a_step_are_refused_under_the_steps_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "MAX_GATHER_NBYTES", 20)
+    header = closed({m: replace(c, payload=bytes(10)) for m, c in box(name="section 0").items()})
+    assert "the step 'section 0' have 30 bytes" in header.error
+    assert (header.answers, header.step) == ((), 0)
+
+
 def test_what_is_contributed_and_what_is_answered_can_be_sent() -> None:
     mine = contribution(VIEW, GENESIS, "gather", "a~1")
     assert len(encode_peer(replace(mine, payload=fitting(bytes(MAX_GATHER_NBYTES + (32 << 20)))))) > MAX_GATHER_NBYTES
