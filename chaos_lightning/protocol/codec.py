@@ -17,7 +17,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, EncodeError
@@ -32,7 +32,8 @@ T = TypeVar("T")
 MAX_CONTROL_NBYTES = 64 << 20
 """Limit of one gRPC message (bytes); a Decide may hold such a header."""
 
-_Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+"""How a value becomes (part of) a message, and back."""
 _INT64 = 1 << 63
 
 
@@ -94,7 +95,7 @@ class _Plan:
         return self.cls(*values)
 
 
-def _exact(kind: type) -> _Codec:
+def _exact(kind: type) -> Codec:
     def put(value: Any) -> Any:
         if type(value) is not kind:
             raise TypeError(f"expected {kind.__name__}, got {value!r} ({type(value).__name__})")
@@ -121,7 +122,7 @@ def _get_float(value: float) -> float:
     return value
 
 
-def _span(message: Any) -> _Codec:
+def _span(message: Any) -> Codec:
     def put(value: Any) -> Any:
         start, stop = value
         return message(start=_put_int(start), stop=_put_int(stop))
@@ -135,7 +136,7 @@ def _span(message: Any) -> _Codec:
     return put, get
 
 
-def _pair(message: Any) -> _Codec:
+def _pair(message: Any) -> Codec:
     def put(value: Any) -> Any:
         name, text = value
         return message(name=name, value=text)
@@ -143,7 +144,7 @@ def _pair(message: Any) -> _Codec:
     return put, lambda said: (said.name, said.value)
 
 
-def _enum(cls: type[enum.Enum], descriptor: Any) -> _Codec:
+def _enum(cls: type[enum.Enum], descriptor: Any) -> Codec:
     numbers = {member: descriptor.values_by_name[member.name].number for member in cls}
     members = {number: member for member, number in numbers.items()}
     if len(descriptor.values) != len(numbers) + 1 or 0 in members:
@@ -164,7 +165,7 @@ def _enum(cls: type[enum.Enum], descriptor: Any) -> _Codec:
 
 
 _SPAN_HINT = typing.Tuple[int, int]  # noqa: UP006  (compared with hints, which may be either form)
-_SCALARS: dict[type, tuple[str, _Codec]] = {
+_SCALARS: dict[type, tuple[str, Codec]] = {
     int: ("TYPE_INT64", (_put_int, lambda value: value)),
     float: ("TYPE_DOUBLE", (_put_float, _get_float)),
     bool: ("TYPE_BOOL", _exact(bool)),
@@ -173,7 +174,7 @@ _SCALARS: dict[type, tuple[str, _Codec]] = {
 }
 
 
-def _single(vocabulary: Vocabulary, hint: Any, descriptor: Any) -> tuple[_Codec, bool]:
+def _single(vocabulary: Vocabulary, hint: Any, descriptor: Any) -> tuple[Codec, bool]:
     """Codec of one value of this type, and whether it is a message."""
     if hint in _SCALARS:
         wanted, codec = _SCALARS[hint]
@@ -238,12 +239,19 @@ class Vocabulary:
         stubs: The module that protoc made of the proto file. Intervals (tuple[int, int]) are its `Span`, pairs of texts
             its `NamedText`.
         known: Vocabularies whose dataclasses may be parts of these; the proto file imports theirs.
+        special: Types that travel in another way: the message's name, and how.
 
     Raises:
         TypeError: A dataclass and its message differ.
     """
 
-    def __init__(self, classes: Iterable[Any], stubs: Any, known: Iterable[Vocabulary] = ()) -> None:
+    def __init__(
+        self,
+        classes: Iterable[Any],
+        stubs: Any,
+        known: Iterable[Vocabulary] = (),
+        special: Mapping[Any, tuple[str, Codec]] | None = None,
+    ) -> None:
         self.proto = str(stubs.DESCRIPTOR.name).rpartition("/")[2]
         own = {
             cls: _Plan(cls, getattr(stubs, cls.__name__))
@@ -251,11 +259,12 @@ class Vocabulary:
             if dataclasses.is_dataclass(cls) and isinstance(cls, type) and hasattr(stubs, cls.__name__)
         }
         self._plans: dict[type, _Plan] = {}
-        self._plain: dict[Any, tuple[str, _Codec]] = {}
+        self._plain: dict[Any, tuple[str, Codec]] = {}
         for other in known:
             self._plans |= other._plans
             self._plain |= other._plain
         self._plans |= own
+        self._plain |= special or {}
         if hasattr(stubs, "Span"):
             self._plain |= dict.fromkeys((tuple[int, int], _SPAN_HINT), ("Span", _span(stubs.Span)))
         if hasattr(stubs, "NamedText"):
@@ -268,7 +277,7 @@ class Vocabulary:
         """All dataclasses that can be said."""
         return frozenset(self._plans)
 
-    def message(self, hint: Any) -> tuple[str, _Codec]:
+    def message(self, hint: Any) -> tuple[str, Codec]:
         """Name of the message that a value of this type becomes, and how.
 
         Raises:
