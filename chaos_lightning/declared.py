@@ -10,6 +10,7 @@ its help can stand alone.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import re
@@ -142,6 +143,37 @@ def document(owner: type) -> None:
     """Writes the help of its settings into a class's docstring, where `help`, IDEs and jsonargparse look for it."""
     told = "".join(f"\n        {made.name}: {made.help}" for made in declared(owner).values())
     owner.__doc__ = f"{(owner.__doc__ or '').rstrip()}\n\n    Attributes:{told}\n    "
+
+
+# ------------------------------------------------------------------------------------------------ command lines
+
+
+def command_line(instance: Any) -> list[str]:
+    """The options by which a command is told the settings of this instance that are not the default."""
+    words = []
+    for name, made in declared(type(instance)).items():
+        value = getattr(instance, name)
+        if value != made.default:
+            words.append(made.option if made.kind is bool else f"{made.option}={value}")
+    return words
+
+
+def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Setting]) -> None:
+    """An option for each of these settings; values are left as text, for `read_options`."""
+    for name, option in options.items():
+        switch = option.kind is bool
+        how: dict[str, Any] = {"action": "store_true"} if switch else {"metavar": option.metavar or "VALUE"}
+        default = f" (default: {option.shown})" if option.shown and not switch else ""
+        parser.add_argument(option.option, dest=name, help=f"{option.help}{default}".replace("%", "%%"), **how)
+
+
+def read_options(given: argparse.Namespace, options: Mapping[str, Setting]) -> dict[str, Any]:
+    """The values of those settings that were given.
+
+    Raises:
+        ConfigurationError: One is of another type.
+    """
+    return {name: option.read(vars(given)[name], option.option) for name, option in options.items() if name in given}
 
 
 # ------------------------------------------------------------------------------------------------ checks

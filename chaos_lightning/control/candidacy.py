@@ -29,8 +29,6 @@ from chaos_lightning.errors import ConfigurationError, StoreError
 from chaos_lightning.protocol.types import Settings
 
 RULES = "rules"
-_FACTS_DEADLINE_S = 0.5
-"""`status` must answer also where etcd does not."""
 
 
 class EtcdCandidacy:
@@ -203,21 +201,7 @@ class EtcdCandidacy:
 
     def facts(self) -> dict[str, Any]:
         """For `status`: who leads, since when and why; who stands by; what this candidate waits for."""
-        if self._election is None:
-            return {}
-        leader = self._election.leader
-        facts: dict[str, Any] = {
-            "leader": leader.endpoint if leader is not None else "",
-            "led_since": leader.since if leader is not None else 0.0,
-            "led_because": leader.because if leader is not None else "",
-            "waits_for": self._election.waits_for(),
-            "candidates": [],
-        }
-        try:
-            facts["candidates"] = sorted({c.endpoint for c in self._election.candidates(_FACTS_DEADLINE_S)})
-        except StoreError as error:
-            facts["store_error"] = str(error)
-        return facts
+        return self._election.facts() if self._election is not None else {}
 
     def close(self) -> None:
         """Gives it up; another candidate leads at once. Idempotent."""

@@ -1,4 +1,4 @@
-"""gRPC settings that client and server must agree on, and the small synchronous client for Status and Drain.
+"""gRPC settings that client and server must agree on, and the small synchronous clients of calls that have one answer.
 
 Why each option: sockets of ours must not be shared (`so_reuseport`: two schedulers on one port would each get half of
 the members), retried at gRPC's leisure (a fresh subchannel pool per channel, because its own back-off starts at a
@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 # gRPC's fork handlers hang or crash DataLoader workers; machine/forks.py closes what a child must not hold.
@@ -79,8 +80,10 @@ class SilentError(SchedulerUnreachableError):
     """Somebody listens there, and says nothing: a frozen scheduler, or one that is cut off."""
 
 
-def explain(error: grpc.RpcError, endpoint: str, secret: Secret = b"", timeout_s: float = 1.0) -> ChaosError:
-    """Our exception for a call that failed: refused by the scheduler, or none reached.
+def explain(
+    error: grpc.RpcError, endpoint: str, secret: Secret = b"", timeout_s: float = 1.0, what: str = "scheduler"
+) -> ChaosError:
+    """Our exception for a call that failed: refused by the scheduler (or `what` was called), or none reached.
 
     If TLS may be the reason, that is looked into for up to `timeout_s` (0: not at all).
     """
@@ -90,32 +93,55 @@ def explain(error: grpc.RpcError, endpoint: str, secret: Secret = b"", timeout_s
     if leader is not None:
         return StandbyError(f"at {endpoint}: {details}", str(leader))
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        return RefusedError(f"the scheduler at {endpoint} refused: {details}")
+        return RefusedError(f"the {what} at {endpoint} refused: {details}")
     if code == grpc.StatusCode.UNIMPLEMENTED:
         return RefusedError(f"at {endpoint} another kind of service listens ({details}); choose another port")
     if code == grpc.StatusCode.NOT_FOUND:
         return RefusedError(details)
     if timeout_s and code == grpc.StatusCode.UNAVAILABLE and (trouble := tls_trouble(endpoint, secret, timeout_s)):
         return RefusedError(trouble)
-    return SchedulerUnreachableError(f"no scheduler answered at {endpoint}: {code.name if code else '?'}: {details}")
+    return SchedulerUnreachableError(f"no {what} answered at {endpoint}: {code.name if code else '?'}: {details}")
 
 
-def _call(endpoint: str, token: Secret, timeout_s: float, method: str, request: Any) -> Any:
-    """Asks the scheduler at `endpoint`, or of several the one that leads."""
+def ask_leader(
+    endpoint: str,
+    token: Secret,
+    timeout_s: float,
+    method: str,
+    request: Any,
+    *,
+    stub: Callable[[grpc.Channel], Any] = SchedulerStub,
+    what: str = "scheduler",
+) -> Any:
+    """The answer of the server at `endpoint`, or of several the one that leads.
+
+    Args:
+        endpoint: One, or several with commas.
+        token: Cluster token, or credentials.
+        timeout_s: For all of it.
+        method: Of the stub.
+        request: What it takes.
+        stub: Of the service.
+        what: The server, in words.
+
+    Raises:
+        SchedulerUnreachableError: Nobody answered in time.
+        RefusedError: Somebody did, but does not accept the credentials (or we not its), or is no such server.
+    """
     deadline = time.monotonic() + timeout_s
     waiting, asked = list(split_endpoints(endpoint)), set[str]()
-    failed: ChaosError = SchedulerUnreachableError(f"no scheduler answered at {endpoint}")
+    failed: ChaosError = SchedulerUnreachableError(f"no {what} answered at {endpoint}")
     while waiting:
         here = waiting.pop(0)
         asked.add(here)
         left = max(0.1, deadline - time.monotonic())
         with open_channel(here, token, CLIENT_OPTIONS) as channel:
             try:
-                rpc = getattr(SchedulerStub(channel), method)
+                rpc = getattr(stub(channel), method)
                 shown = Credentials.of(token).metadata()
                 return rpc(request, timeout=left / (len(waiting) + 1), metadata=shown)
             except grpc.RpcError as error:
-                found = explain(error, here, token, min(1.0, max(0.1, deadline - time.monotonic())))
+                found = explain(error, here, token, min(1.0, max(0.1, deadline - time.monotonic())), what)
         if isinstance(found, RefusedError):
             raise found
         failed = found
@@ -138,9 +164,26 @@ def fetch_status(endpoint: str, token: Secret = b"", timeout_s: float = 5.0, *, 
         SchedulerUnreachableError: Nobody answered in time.
         RefusedError: Somebody did, but does not accept the credentials (or we not its), or is no scheduler.
     """
+
+    def status(place: str, left_s: float) -> dict[str, Any]:
+        reply = ask_leader(place, token, left_s, "Status", chaos_pb2.StatusRequest())
+        return cast(dict[str, Any], json.loads(reply.json))
+
+    return facts_of_leader(status, endpoint, timeout_s) if follow else status(endpoint, timeout_s)
+
+
+def facts_of_leader(ask: Callable[[str, float], dict[str, Any]], endpoint: str, timeout_s: float) -> dict[str, Any]:
+    """What the one says that leads; of a standby, if none does that answers.
+
+    Args:
+        ask: Takes an endpoint (or several) and how long it may take (s); the facts have `role`, `endpoint` and of a
+            standby `leader`.
+        endpoint: One, or several with commas.
+        timeout_s: For all of it.
+    """
     deadline = time.monotonic() + timeout_s
-    facts = _status(endpoint, token, timeout_s)
-    if not follow or facts.get("role") != "standby":
+    facts = ask(endpoint, timeout_s)
+    if facts.get("role") != "standby":
         return facts
     asked, waiting = {"", facts["endpoint"]}, [facts.get("leader", ""), *split_endpoints(endpoint)]
     while waiting and (left := deadline - time.monotonic()) > 0:
@@ -148,16 +191,11 @@ def fetch_status(endpoint: str, token: Secret = b"", timeout_s: float = 5.0, *, 
             continue
         asked.add(place)
         with contextlib.suppress(ChaosError):  # it has just died, or is none of ours; what the standby knows is told
-            found = _status(place, token, left / (len(waiting) + 1))
+            found = ask(place, left / (len(waiting) + 1))
             if found.get("role") != "standby":
                 return found
             waiting.insert(0, found.get("leader", ""))
     return facts
-
-
-def _status(endpoint: str, token: Secret, timeout_s: float) -> dict[str, Any]:
-    reply = _call(endpoint, token, timeout_s, "Status", chaos_pb2.StatusRequest())
-    return cast(dict[str, Any], json.loads(reply.json))
 
 
 def drain(endpoint: str, name: str, token: Secret = b"", timeout_s: float = 5.0) -> tuple[str, ...]:
@@ -167,7 +205,7 @@ def drain(endpoint: str, name: str, token: Secret = b"", timeout_s: float = 5.0)
         RefusedError: There is no such member; the message lists those present.
         SchedulerUnreachableError: Nobody answered in time.
     """
-    reply = _call(endpoint, token, timeout_s, "Drain", chaos_pb2.DrainRequest(name=name))
+    reply = ask_leader(endpoint, token, timeout_s, "Drain", chaos_pb2.DrainRequest(name=name))
     if not reply.asked:
         present = ", ".join(reply.present) or "none"
         raise RefusedError(f"no member or node is called {name!r}; present: {present}")
@@ -181,7 +219,9 @@ def change_link(endpoint: str, a: str, b: str, *, add: bool, token: Secret = b""
         RefusedError: It cannot be; the message says why.
         SchedulerUnreachableError: Nobody answered in time.
     """
-    return _granted(_call(endpoint, token, timeout_s, "ChangeLink", chaos_pb2.LinkChangeRequest(a=a, b=b, add=add)))
+    return _granted(
+        ask_leader(endpoint, token, timeout_s, "ChangeLink", chaos_pb2.LinkChangeRequest(a=a, b=b, add=add))
+    )
 
 
 def reset(endpoint: str, *, force: bool = False, token: Secret = b"", timeout_s: float = 10.0) -> str:
@@ -191,7 +231,7 @@ def reset(endpoint: str, *, force: bool = False, token: Secret = b"", timeout_s:
         RefusedError: It cannot be; the message says why.
         SchedulerUnreachableError: Nobody answered in time.
     """
-    return _granted(_call(endpoint, token, timeout_s, "Reset", chaos_pb2.ResetRequest(force=force)))
+    return _granted(ask_leader(endpoint, token, timeout_s, "Reset", chaos_pb2.ResetRequest(force=force)))
 
 
 def _granted(reply: Any) -> str:

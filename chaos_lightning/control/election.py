@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from chaos_lightning.control import etcd_pb2 as pb
 from chaos_lightning.control import reach
@@ -40,6 +41,8 @@ PATIENCE_S = 3.0
 WATCHED_S = 3.0
 """etcd renews all leases when it has been restored from a snapshot, also that of a leader that is no more."""
 _LOOK_S = 0.1
+_FACTS_DEADLINE_S = 0.5
+"""`status` must answer also where etcd does not."""
 _ASK_S = 0.3
 """For looking at the others' keys, which must not keep the leader from prolonging its lease."""
 _STOPPED_S = 0.3
@@ -194,6 +197,22 @@ class Election(threading.Thread):
         if (leader := self.leader) is not None:
             return f"the end of the lease of {leader.endpoint}, which leads"
         return "an election" if self._looked else "etcd's first word on who leads"
+
+    def facts(self) -> dict[str, Any]:
+        """For `status`: who leads, since when and why; who stands by; what this candidate waits for."""
+        leader = self.leader
+        facts: dict[str, Any] = {
+            "leader": leader.endpoint if leader is not None else "",
+            "led_since": leader.since if leader is not None else 0.0,
+            "led_because": leader.because if leader is not None else "",
+            "waits_for": self.waits_for(),
+            "candidates": [],
+        }
+        try:
+            facts["candidates"] = sorted({c.endpoint for c in self.candidates(_FACTS_DEADLINE_S)})
+        except StoreError as error:
+            facts["store_error"] = str(error)
+        return facts
 
     # ------------------------------------------------------------------ the thread
 

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,7 @@ def ensure_scheduler(
         if found == "free":
             if not _lives(started):
                 if started is not None:
-                    words = _last_words(started.log)
+                    words = last_words(started.log)
                     if GAVE_WAY in words:
                         logger.warning("job %s waits for the scheduler that its members know: %s", job, words)
                         return None
@@ -230,14 +230,14 @@ def ensure_scheduler(
                         else f"the old one is beside {options.store_path}",
                     )
         elif odd_since is not None and now - odd_since > _ODD_LISTENER_PATIENCE_S and not _lives(started):
-            what = f"something listens that is no scheduler{_named(options.listen)}"
+            what = f"something listens that is no scheduler{named(options.listen)}"
             raise RefusedError(f"at {options.listen} {what}; choose another port")
         left = begun + timeout_s - now
         if left <= 0 or now - told > TELL_S:
             told = now
             what = "the finished job's scheduler does not end" if found == "finished" else "no answer"
-            words = f"{what} at {options.listen}{_named(options.listen)}"
-            words += f"; {_last_words(started.log)}" if started is not None else ""
+            words = f"{what} at {options.listen}{named(options.listen)}"
+            words += f"; {last_words(started.log)}" if started is not None else ""
             if left <= 0:
                 raise SchedulerUnreachableError(f"{words}; waited for {timeout_s:g} s")
             logger.warning("job %s waits for its scheduler: %s; gives up in %.0f s", job, words, left)
@@ -257,7 +257,7 @@ def _lives(started: HostedScheduler | None) -> bool:
     return started is not None and started.alive()
 
 
-def _named(endpoint: str) -> str:
+def named(endpoint: str) -> str:
     """The process that has the endpoint's port, as far as it can be seen."""
     who = who_listens(split_endpoint(endpoint)[1])
     return f": {who}" if who else ""
@@ -310,25 +310,39 @@ def _gave_way(options: SchedulerOptions) -> bool:
         ended_s = time.time() - log.stat().st_mtime
     except OSError:
         return False
-    return ended_s < GAVE_WAY_PAUSE_S and GAVE_WAY in _last_words(log)
+    return ended_s < GAVE_WAY_PAUSE_S and GAVE_WAY in last_words(log)
 
 
 def _spawn(options: SchedulerOptions, secret: Credentials) -> HostedScheduler:
     path, log = options.store_path, _log_of(options)
-    command = [
-        sys.executable,
-        "-m",
-        "chaos_lightning.control.scheduler_main",
-        *replace(
-            options,
-            store=str(path.absolute()) if path is not None else options.store,
-            idle_timeout_s=options.idle_timeout_s or IDLE_TIMEOUT_S,
-            log_dir=absolute_path(options.log_dir),
-            keys_dir=secret.keys_dir,
-            token_file="",
-        ).arguments(),
-        f"--detach={log}",
-    ]
+    arguments = replace(
+        options,
+        store=str(path.absolute()) if path is not None else options.store,
+        idle_timeout_s=options.idle_timeout_s or IDLE_TIMEOUT_S,
+        log_dir=absolute_path(options.log_dir),
+        keys_dir=secret.keys_dir,
+        token_file="",
+    ).arguments()
+    pid = start_detached("chaos_lightning.control.scheduler_main", arguments, log, secret)
+    return HostedScheduler(options.listen, pid, start_time(pid), log, path)
+
+
+def start_detached(
+    module: str, arguments: Sequence[str], log: Path, secret: Credentials, what: str = "a scheduler"
+) -> int:
+    """Starts a program of ours that outlives this process, its group and its session; returns its process id.
+
+    Args:
+        module: Its `main` takes `--detach=LOG` (scheduler_main.detach).
+        arguments: Of its command line.
+        log: Where its output goes.
+        secret: A bare token is handed over in its environment; a folder of keys stands in its arguments.
+        what: It, in words.
+
+    Raises:
+        SchedulerUnreachableError: It could not be started.
+    """
+    command = [sys.executable, "-m", module, *arguments, f"--detach={log}"]
     ours = ("CHAOS_TOKEN", "CHAOS_TOKEN_FILE", "CHAOS_KEYS_DIR")
     environment = {k: v for k, v in os.environ.items() if k not in ours}
     if secret.bare_token:
@@ -347,14 +361,14 @@ def _spawn(options: SchedulerOptions, secret: Credentials) -> HostedScheduler:
     )
     if done.returncode != 0 or not done.stdout.strip().isdigit():
         raise SchedulerUnreachableError(
-            f"a scheduler could not be started ({' '.join(command[:3])} exited with {done.returncode}): "
+            f"{what} could not be started ({' '.join(command[:3])} exited with {done.returncode}): "
             f"{done.stderr.decode(errors='replace').strip()[-500:]}"
         )
-    pid = int(done.stdout)
-    return HostedScheduler(options.listen, pid, start_time(pid), log, path)
+    return int(done.stdout)
 
 
-def _last_words(log: Path) -> str:
+def last_words(log: Path) -> str:
+    """How the log of a detached process ends, in words."""
     try:
         lines = log.read_text(errors="replace").strip().splitlines()
     except OSError as error:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from chaos_lightning.declared import Setting, at_least, check_each, declared, document, same_as, setting
+from chaos_lightning.declared import Setting, at_least, check_each, command_line, declared, document, same_as, setting
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.addresses import WILDCARDS, join_endpoint, split_endpoint
 from chaos_lightning.membership.effects import Persist
@@ -85,12 +85,7 @@ class SchedulerOptions:
 
     def arguments(self) -> list[str]:
         """The command line of scheduler_main.py that says the same."""
-        words = [f"--settings={settings_to_json(self.settings)}"]
-        for name, made in declared(SchedulerOptions).items():
-            value = getattr(self, name)
-            if value != made.default:
-                words.append(made.option if made.kind is bool else f"{made.option}={value}")
-        return words
+        return [f"--settings={settings_to_json(self.settings)}", *command_line(self)]
 
     @property
     def in_etcd(self) -> bool:
@@ -113,9 +108,14 @@ HOSTED: Mapping[str, Setting] = {
 
 def default_store(job: str, port: int) -> Path:
     """`$XDG_STATE_HOME/chaos-lightning/<job>-<port>/chain.sqlite` (~/.local/state by default)."""
+    return state_folder(job, port) / "chain.sqlite"
+
+
+def state_folder(name: str, port: int) -> Path:
+    """`$XDG_STATE_HOME/chaos-lightning/<name>-<port>`: what a service of this port keeps, unless it is told where."""
     root = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in job)
-    return Path(root) / "chaos-lightning" / f"{safe}-{port}" / "chain.sqlite"
+    safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
+    return Path(root) / "chaos-lightning" / f"{safe}-{port}"
 
 
 def check_advertise(text: str, where: str, store: str = ETCD) -> str:

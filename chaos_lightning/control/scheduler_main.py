@@ -28,7 +28,7 @@ from chaos_lightning.control.options import (
     check_settings,
     settings_from_json,
 )
-from chaos_lightning.declared import Setting, declared
+from chaos_lightning.declared import Setting, add_options, declared, read_options
 from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.machine.addresses import WILDCARDS, split_endpoint
 from chaos_lightning.machine.terminal import printable
@@ -201,11 +201,7 @@ def parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    for name, option in OPTIONS.items():
-        switch = option.kind is bool
-        how: dict[str, Any] = {"action": "store_true"} if switch else {"metavar": option.metavar or "VALUE"}
-        default = f" (default: {option.shown})" if option.shown and not switch else ""
-        made.add_argument(option.option, dest=name, help=f"{option.help}{default}".replace("%", "%%"), **how)
+    add_options(made, OPTIONS)
     made.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a rule of the job (repeatable); see below"
     )
@@ -220,7 +216,7 @@ def read(given: argparse.Namespace) -> SchedulerOptions:
     Raises:
         ConfigurationError: An unknown rule, or a value that cannot work.
     """
-    values = {name: option.read(vars(given)[name], option.option) for name, option in OPTIONS.items() if name in given}
+    values = read_options(given, OPTIONS)
     settings = settings_from_json(given.settings) if given.settings else Settings(plan=read_plan(DEFAULT_PLAN))
     if "plan" in values:
         settings = replace(settings, plan=read_plan(values.pop("plan")))

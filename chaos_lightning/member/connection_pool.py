@@ -13,6 +13,7 @@ import threading
 
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.replication.source import Dial, Endpoint
+from chaos_lightning.transport.handshake import stands
 
 
 class ConnectionPool:
@@ -53,7 +54,7 @@ class ConnectionPool:
             with self._lock:
                 waiting = self._waiting.get((endpoint.address, endpoint.port))
                 sock = waiting.pop() if waiting else None
-            if sock is None or _stands(sock):
+            if sock is None or stands(sock):
                 return sock
             sock.close()
 
@@ -66,14 +67,3 @@ class ConnectionPool:
         for sock in socks:
             with contextlib.suppress(OSError):
                 sock.close()
-
-
-def _stands(sock: socket.socket) -> bool:
-    """Whether the other end has neither closed it nor said anything."""
-    try:
-        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections import deque
 from collections.abc import Sequence
 
 from chaos_lightning.errors import ChaosError, RefusedError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.protocol.types import LinkKeys
+from chaos_lightning.transport.peer_keys import PeerKeys
 from chaos_lightning.transport.sealing import Level, require_library
 
 _log = logging.getLogger("chaos_lightning")
@@ -44,7 +43,7 @@ class Keyring:
         self._noticed = False
         self._changed = threading.Condition()
         self._said: LinkKeys | None = None
-        self._keys: dict[str, deque[tuple[str, bytes]]] = {}
+        self._keys = PeerKeys(KEPT)
         if setting not in ("auto", Level.CHECKSUM):
             require_library()
 
@@ -55,12 +54,7 @@ class Keyring:
             return
         with self._changed:
             self._said = message
-            for peer in message.void:
-                self._keys.pop(peer, None)
-            for key in message.keys:
-                kept = self._keys.setdefault(key.peer, deque(maxlen=KEPT))
-                if (key.name, key.key) not in kept:
-                    kept.appendleft((key.name, key.key))
+            self._keys.learn([(key.peer, (key.name, key.key)) for key in message.keys], message.void)
             self._changed.notify_all()
 
     def _objection(self, message: LinkKeys) -> str:
@@ -122,9 +116,7 @@ class Keyring:
         """
         if not self._rule().keyed:
             return (("", b""),)
-        with self._changed:
-            self._changed.wait_for(lambda: self._keys.get(peer), PATIENCE_S)
-            kept = tuple(self._keys.get(peer, ()))
+        kept = self._keys.of(peer, PATIENCE_S)
         if not kept:
             raise RefusedError(f"the scheduler has given no key for a link with {peer}")
         return kept
@@ -133,17 +125,7 @@ class Keyring:
         """The first of these keys that is known here."""
         if not self._rule().keyed:
             return ("", b"")
-        end = time.monotonic() + PATIENCE_S
-        with self._changed:
-            while True:
-                mine = dict(self._keys.get(peer, ()))
-                for name in names:
-                    if name in mine:
-                        return name, mine[name]
-                left = end - time.monotonic()
-                if left <= 0:
-                    return None
-                self._changed.wait(left)
+        return self._keys.find(peer, names, PATIENCE_S)
 
     def _rule(self) -> LinkKeys:
         with self._changed:

@@ -64,6 +64,11 @@ class PullConfig:
     """A donor that was heard and cannot be dialled any more is tried again for so long."""
     max_attached_nbytes: int = 4 << 30
     """Tensors that a manifest refers to are made here for the donor; refuse more than this."""
+    redial_silent: bool = False
+    """One that sent nothing for too long is dialled again, like one whose connection broke: what lies between may have
+    forgotten the connection."""
+    prove: bool = True
+    """Hash the whole state again where it lies at last; False: the caller proves it by other hashes."""
     by_reference: bool = False
     """Read the state out of the memory of donors on this machine that lend it (by_reference.py)."""
 
@@ -167,7 +172,7 @@ class Donor:
         self.source.disconnect()
         self._failures += 1
         self.broken = reason_of(error)
-        silent = isinstance(error, TimeoutError)  # it has had its chance
+        silent = isinstance(error, TimeoutError) and not self._config.redial_silent  # it has had its chance
         return not silent and not self.source.closed and self._failures < self._config.max_failures
 
     def _wants_redial(self, work_queue: WorkQueue, error: Exception) -> bool:

@@ -35,6 +35,8 @@ class Published:
     """Valid byte ranges of a reduced slot."""
     snapshot: Snapshot | None = None
     """The live state that this is, while it is still, and what of it was copied before it changed."""
+    asked_at: float = 0.0
+    """When somebody last asked for something of it, by `time.monotonic()`."""
     table: StateTable | None = None
     encoded: bytes = b""
     lock: threading.Lock = field(default_factory=threading.Lock)

@@ -289,7 +289,8 @@ class _StatePull:
         if work_queue.left_nbytes:
             return work_queue
         landing.finish()
-        self._prove(table)
+        if self.session.config.prove:
+            self._prove(table)
         return None
 
     def _deliver(

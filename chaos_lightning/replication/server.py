@@ -49,6 +49,9 @@ from chaos_lightning.replication.snapshot import Snapshot, available_nbytes
 HOLD = 0.6
 """So much of a usual step learners have for reading a state or sums in place, before a copy is made for them."""
 
+_MOST_DROPPED = 256
+"""So many names are known to have been dropped; of others it is thought that they may come."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StateServerConfig:
@@ -88,6 +91,8 @@ class StateServer:
         self._state: Published | None = None
         self._named: dict[str, dict[int, Published]] = {}
         """Versions of other states, by the head that stands for the state's name."""
+        self._dropped: dict[str, None] = {}
+        """Heads of the names of which nothing is held any more, those that were dropped last."""
         self._results: list[Published] = []
         self._snapshot: Published | None = None
         self._copying: Snapshot | None = None
@@ -144,6 +149,7 @@ class StateServer:
         manifest: Mapping[str, object],
         *,
         copies: Collection[str] = (),
+        ready: bool = False,
     ) -> None:
         """Make a version of another state than the member's own servable until `drop`, beside all others.
 
@@ -156,20 +162,39 @@ class StateServer:
             tensors: In their fixed order. They must not change until the version is dropped.
             manifest: Everything else, as in `publish`.
             copies: Names of tensors that will change before: they are copied now.
+            ready: Hash it here and now, and not when somebody asks for it first.
         """
         head = bulk.named_head(name)
         item = self._described(head, version, tensors, manifest, copies)
+        if ready:
+            item.build(lambda: None)
         with self._changed:
             self._named.setdefault(head, {})[version] = item
+            self._dropped.pop(head, None)
             self._changed.notify_all()
 
     def drop(self, name: str, before: int | None = None) -> None:
-        """Stop serving versions of this state below `before` (all if None). After this their memory may change."""
+        """Stop serving versions of this state below `before` (all if None). After this their memory may change.
+
+        Of a state of which nothing is left, nothing is waited for either, until something of it is held again.
+        """
+        head = bulk.named_head(name)
         with self._changed:
-            versions = self._named.pop(bulk.named_head(name), {})
+            versions = self._named.pop(head, {})
             kept = {v: item for v, item in versions.items() if before is not None and v >= before}
             if kept:
-                self._named[bulk.named_head(name)] = kept
+                self._named[head] = kept
+                return
+            self._dropped[head] = None
+            for oldest in list(self._dropped)[:-_MOST_DROPPED]:
+                del self._dropped[oldest]
+            self._changed.notify_all()
+
+    def asked_at(self, name: str, version: int) -> float:
+        """When somebody last asked for something of this version, by `time.monotonic()`; 0.0: nobody has."""
+        with self._changed:
+            item = self._named.get(bulk.named_head(name), {}).get(version)
+            return item.asked_at if item is not None else 0.0
 
     @staticmethod
     def _described(
@@ -491,7 +516,7 @@ class StateServer:
                 held = self._held(what, request)
                 for item in held:
                     if item.head == request.head and item.seq == request.seq:
-                        self._leased_at = time.monotonic()
+                        self._leased_at = item.asked_at = time.monotonic()
                         return item
                 self._refuse_if_hopeless(request, what, held)
                 left = give_up - time.monotonic()
@@ -548,6 +573,8 @@ class StateServer:
                 raise RefusalError(f"{asked} out of memory: learners elsewhere need a copy, or it is no plain memory")
         elif what == "state" and self._copying is not None and self._snapshot is None:
             return
+        if what == "state" and request.head in self._dropped:
+            raise RefusalError(f"{asked} any more")
         newest = max((item.seq for item in held), default=-1)
         if request.seq <= max(newest, self._gone[what]):
             raise RefusalError(f"{asked}: {self._standing(what, held)}")

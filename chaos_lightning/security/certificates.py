@@ -1,8 +1,8 @@
 """The certificates of a cluster: its authority's and its nodes', and what they say.
 
 Theory of operation. Keys are on the curve P-256, which everything that speaks TLS knows. A node's certificate carries
-its role and name (security/roles.py), and for members the hosts where a scheduler on it is reached: only members'
-certificates are good for a server, so an observer cannot play the scheduler.
+its role and name (security/roles.py), and for roles that serve the hosts where it is reached: only their certificates
+are good for a server, so an observer cannot play the scheduler.
 """
 
 from __future__ import annotations

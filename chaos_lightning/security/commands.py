@@ -34,7 +34,11 @@ def keys(
     ] = None,
     cluster: Annotated[str, typer.Option(help="For init: the cluster's name.")] = "cluster",
     role: Annotated[
-        str, typer.Option(help="For node: member, observer (status) or operator (status, drain, link).")
+        str,
+        typer.Option(
+            help="For node: member, observer (status), operator (status, drain, link); with a parameter server cluster "
+            "(trains with it) or follower (runs it)."
+        ),
     ] = "",
     days: Annotated[float, typer.Option(help="How long new certificates hold.")] = 365.0,
     renew: Annotated[bool, typer.Option("--renew", help="For node: new keys for a node that has some.")] = False,

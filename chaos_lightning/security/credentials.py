@@ -27,7 +27,7 @@ from chaos_lightning.machine.addresses import is_loopback
 from chaos_lightning.security.access import MIN_TOKEN_NBYTES, TOKEN_KEY, load_token
 from chaos_lightning.security.certificates import Facts, facts_of, when
 from chaos_lightning.security.keyfiles import CHAIN, KEY, TOKEN, TRUSTED
-from chaos_lightning.security.roles import MEMBER
+from chaos_lightning.security.roles import shows_token
 
 logger = logging.getLogger("chaos_lightning.security")
 
@@ -49,7 +49,7 @@ class Keys:
         trusted: Certificates of the authorities that are believed (PEM).
         chain: This node's certificate (PEM).
         key: Its key (PEM).
-        tokens: The token, and during a rotation the old one; none unless this is a member.
+        tokens: The token, and during a rotation the old one; none unless its role shows it.
         server: For those who come.
         client: For a look at whom one calls; does not check its host name.
         curious: The same, and believes everybody: to read what a certificate says that does not count.
@@ -69,7 +69,7 @@ class KeyFolder:
     """A node's folder. Methods may be called from any thread.
 
     Args:
-        folder: With ca.crt, node.crt, node.key and, for a member, token.
+        folder: With ca.crt, node.crt, node.key and, where its role shows it, token.
 
     Raises:
         ConfigurationError: A file is missing or does not fit the others, or the certificate does not count now.
@@ -130,7 +130,7 @@ class KeyFolder:
         contents = {name: self._bytes(name) for name in (TRUSTED, CHAIN, KEY)}
         facts = self._facts()
         tokens: tuple[bytes, ...] = ()
-        if facts.role == MEMBER:
+        if shows_token(facts.role):
             tokens = tuple(self._bytes(TOKEN).split())
             if not tokens or any(len(token) < MIN_TOKEN_NBYTES for token in tokens):
                 raise ConfigurationError(f"{self.folder / TOKEN}: expected a token of {MIN_TOKEN_NBYTES} bytes or more")
@@ -165,7 +165,7 @@ class KeyFolder:
         except OSError as error:
             raise ConfigurationError(
                 f"{self.folder / name} cannot be read ({error.strerror}); keys_dir is a folder DIR/nodes/NAME that "
-                f"`chaos-lightning keys` has made, with {TRUSTED}, {CHAIN}, {KEY} and a member's {TOKEN}"
+                f"`chaos-lightning keys` has made, with {TRUSTED}, {CHAIN}, {KEY} and {TOKEN} where the role shows it"
             ) from error
 
     def _context(self, side: int) -> ssl.SSLContext:

@@ -2,7 +2,7 @@
 
 Theory of operation. The owner's folder holds `cluster.json` with everything secret (the authority's key, the token, who
 was given what) and `nodes/NAME/`, one folder per node, to be copied there: `ca.crt` (whom to believe), `node.crt` and
-`node.key` (who this is), and for members `token`. These are made from `cluster.json`.
+`node.key` (who this is), and for roles that prove it `token`. These are made from `cluster.json`.
 
 A rotation has two halves, and between them folders may arrive at the nodes in any order, while the job trains. The
 first makes a new authority, token and certificates. Nodes that have them believe both authorities and know both tokens;
@@ -37,12 +37,12 @@ from chaos_lightning.security.certificates import (
     new_authority,
     signed_by,
 )
-from chaos_lightning.security.roles import MEMBER, OPERATOR, certified, serves
+from chaos_lightning.security.roles import MEMBER, OPERATOR, certified, serves, shows_token
 
 CLUSTER = "cluster.json"
 NODES = "nodes"
 TRUSTED, CHAIN, KEY, TOKEN = "ca.crt", "node.crt", "node.key", "token"
-"""Files of a node's folder; `token` only where the role is member."""
+"""Files of a node's folder; `token` only where the role shows it."""
 FORMAT = 1
 
 
@@ -123,7 +123,7 @@ def issue(cluster: Cluster, node: KeyHolder, days: float = NODE_DAYS) -> dict[st
     """The files of a node's folder, with a new key."""
     certificate, key = certify(cluster.authority, cluster.name, node.name, node.role, node.hosts, days)
     files = {TRUSTED: cluster.authority[0] + cluster.old_authority, CHAIN: certificate + cluster.bridge, KEY: key}
-    if serves(node.role):
+    if shows_token(node.role):
         files[TOKEN] = "".join(f"{token}\n" for token in cluster.tokens)
     return files
 
@@ -320,7 +320,7 @@ def finish(folder: Path) -> Cluster:
         there = folder / NODES / node.name
         _write(there / TRUSTED, done.authority[0])
         _write(there / CHAIN, leaves[node.name])
-        if serves(node.role):
+        if shows_token(node.role):
             _write(there / TOKEN, f"{done.tokens[0]}\n")
     save(folder, done)  # last: until then it can be done again
     return done

@@ -22,14 +22,17 @@ ANYBODY = "anybody"
 
 _SERVES: dict[str, bool] = {}
 """The roles that there are."""
+_SHOW_TOKEN: set[str] = set()
+"""Those of them that others do not call, and that prove the token all the same."""
 
 
-def register_role(name: str, *, serves: bool = False) -> str:
+def register_role(name: str, *, serves: bool = False, token: bool = False) -> str:
     """A role that certificates may name from now on; returns its name.
 
     Args:
         name: A plain word in lower case.
         serves: Others call who has it: its certificate is made for hosts, and the cluster's token lies beside it.
+        token: The token lies beside it although nobody calls it: it proves the token when it dials others.
 
     Raises:
         ValueError: The name cannot be one, or is another role's.
@@ -38,6 +41,8 @@ def register_role(name: str, *, serves: bool = False) -> str:
         raise ValueError(f"role {name!r}: expected a plain word in lower case, and neither {TOKEN} nor {ANYBODY}")
     if _SERVES.setdefault(name, serves) is not serves:
         raise ValueError(f"role {name!r} is registered as one that {'serves' if _SERVES[name] else 'does not serve'}")
+    if token:
+        _SHOW_TOKEN.add(name)
     return name
 
 
@@ -51,9 +56,18 @@ def serves(role: str) -> bool:
     return _SERVES.get(role, False)
 
 
+def shows_token(role: str) -> bool:
+    """Whether the cluster's token lies beside the certificates of this role."""
+    return serves(role) or role in _SHOW_TOKEN
+
+
 MEMBER = register_role("member", serves=True)
 OBSERVER = register_role("observer")
 OPERATOR = register_role("operator")
+FOLLOWER = register_role("follower", serves=True)
+"""Runs a parameter server, or a part of one."""
+CLUSTER = register_role("cluster", token=True)
+"""Trains with a parameter server, and only dials: it cannot pass for one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from chaos_lightning.errors import WireError
 from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.security.certificates import Facts, facts
 from chaos_lightning.security.credentials import Credentials, Keys, Secret
-from chaos_lightning.security.roles import MEMBER
+from chaos_lightning.security.roles import serves
 
 _TIMEOUT_S = 1.0
 _LISTEN_S = 0.3
@@ -95,7 +95,7 @@ def _until(said: Facts) -> str:
 
 def _names(found: Facts, host: str) -> bool:
     """Whether a certificate is made for this host."""
-    if found.role != MEMBER:
+    if not serves(found.role):
         return False
     try:
         wanted = ipaddress.ip_address(host.partition("%")[0])

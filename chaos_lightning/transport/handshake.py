@@ -34,9 +34,10 @@ from chaos_lightning.transport.medium import installed
 from chaos_lightning.transport.sealing import Level, ProtectedSocket, SealedSession, mixed
 
 VERSION = 3
-PURPOSES = ("link", "bulk", "watch")
-"""Frames, one per pair; ranges of state; and beside a link between machines the word of each other's process table
-(machine/watcher.py)."""
+PURPOSES = ("link", "bulk", "watch", "park")
+"""Frames, one per pair; ranges of state, which who dials asks for; beside a link between machines the word of each
+other's process table (machine/watcher.py); and ranges of state that who dials will be asked for, since nobody can dial
+it (outer/lines.py)."""
 _LIMIT = 4096
 _MAX_NAME = 100
 """Characters of a stranger's words that are repeated."""
@@ -84,6 +85,28 @@ def tune(sock: socket.socket, *, user_timeout_ms: int = 10_000) -> None:
             # A kernel without the module or the option works, only slower or later.
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, known, value)
+
+
+def keep_alive(sock: socket.socket, *, idle_s: int, patience_s: int) -> None:
+    """Has the kernel ask an idle peer every `idle_s` whether it is there, and end the connection after so much more."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    wanted = {"KEEPIDLE": idle_s, "KEEPINTVL": 1, "KEEPCNT": patience_s, "USER_TIMEOUT": 1000 * (idle_s + patience_s)}
+    for name, value in wanted.items():
+        known: int | None = getattr(socket, f"TCP_{name}", None)
+        if known is not None:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, known, value)
+
+
+def stands(sock: socket.socket) -> bool:
+    """Whether the other end of an idle connection has neither closed it nor said anything."""
+    try:
+        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _send(sock: socket.socket, fields: dict[str, object]) -> bytes:

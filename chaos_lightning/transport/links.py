@@ -366,6 +366,8 @@ class Links:
 
     def _objection(self, greeting: Greeting) -> str:
         peer = greeting.me
+        if greeting.purpose == "park":
+            return "a member parks no connections"
         if greeting.purpose in ("link", "watch"):
             with self._told:
                 if not self._told.wait_for(lambda: peer in self._expected or self._closed, EXPECT_S):
