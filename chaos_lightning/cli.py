@@ -45,6 +45,11 @@ COMMANDS: dict[str, Command] = {
         "chaos_lightning.security.commands:keys", "Make and renew the keys of a cluster on an open network."
     ),
     "etcd": Command("chaos_lightning.control.commands:etcd", "Run etcd servers on this machine, for development."),
+    "ps": Command(
+        "chaos_lightning.outer.ps:ps",
+        "Run or look at the parameter server of clusters that train one model apart.",
+        whole=True,
+    ),
     "top": Command("chaos_lightning.observe.commands:top", "Watch a job live."),
     "report": Command("chaos_lightning.observe.commands:report", "Write a page about a run from its event logs."),
     "audit": Command("chaos_lightning.observe.commands:audit", "Check from the event logs that the contract held."),

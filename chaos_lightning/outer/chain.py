@@ -19,11 +19,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import assert_never
 
-from chaos_lightning.outer.leases import Leases
+from chaos_lightning.outer.leases import Leases, chunk_size
 from chaos_lightning.outer.types import (
     NO_VERSION,
+    Agreement,
     Body,
     Counters,
     Cut,
@@ -33,6 +35,8 @@ from chaos_lightning.outer.types import (
     Founded,
     GateState,
     IncarnationId,
+    JobOpened,
+    JobProgress,
     Joined,
     Leased,
     Offer,
@@ -46,6 +50,8 @@ from chaos_lightning.outer.types import (
     Voided,
 )
 
+CHUNKS = 4096
+"""Of an epoch, at most."""
 AHEAD = 3
 """So many versions at most are decided beyond the newest durable one (O5)."""
 
@@ -71,6 +77,7 @@ class Incarnation:
         over: Why it is removed; "" while it is in.
         answers: By number.
         rejected: How often in a row its pushes were rejected.
+        low: All numbers below it are answered.
     """
 
     id: IncarnationId
@@ -79,18 +86,20 @@ class Incarnation:
     over: str = ""
     answers: dict[int, GivenAnswer] = field(default_factory=dict)
     rejected: int = 0
+    low: int = 0
 
     @property
     def next(self) -> int:
         """The number of its next push to be answered."""
-        number = self.first
-        while number in self.answers:
-            number += 1
-        return number
+        self.low = max(self.low, self.first)
+        while self.low in self.answers:
+            self.low += 1
+        return self.low
 
-    def accepted(self) -> list[GivenAnswer]:
-        """Its pushes that stand, oldest first."""
-        return [a for _, a in sorted(self.answers.items()) if a.answer is PushAnswer.ACCEPTED]
+    def accepted(self, last: int) -> list[PushId]:
+        """Those of its last so many pushes that stand, oldest first."""
+        numbers = sorted(self.answers)[-last:]
+        return [self.answers[n].offer.push for n in numbers if self.answers[n].answer is PushAnswer.ACCEPTED]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +131,7 @@ class OuterChain:
     Attributes:
         position: Of the last entry.
         hash: Of the last entry.
+        last: That entry; None: there is none.
         versions: All of them, by id.
         newest: The last one; it stands.
         durable: The two newest durable ones with the digests of their shards, oldest first.
@@ -132,14 +142,20 @@ class OuterChain:
         cut: Followers in shard order; empty before the first.
         counters: Of the outer optimizer.
         gate: What the gate has seen.
+        agreement: What all clusters have in common; None before the first one has come.
+        by: Where that one ran.
         leases: Who may train which samples; None where each cluster has its own data.
         ended: The last version and why; None while the job goes on.
+        rollbacks: How many there were.
     """
 
-    def __init__(self, leases: Leases | None = None) -> None:
-        self.leases = leases
+    def __init__(self) -> None:
+        self.agreement: Agreement | None = None
+        self.by = ""
+        self.leases: Leases | None = None
         self.position = 0
         self.hash = ""
+        self.last: Entry | None = None
         self.versions: dict[VersionId, Version] = {}
         self.newest = NO_VERSION
         self.durable: list[tuple[VersionId, tuple[str, ...]]] = []
@@ -150,8 +166,12 @@ class OuterChain:
         self.counters = Counters()
         self.gate = GateState()
         self.ended: Ended | None = None
+        self.rollbacks = 0
+        self._founded = False
+        """Whether the first content stands."""
         self._states = {NO_VERSION: (Counters(), GateState())}
         """What a rollback to a version goes back to."""
+        self._epochs: dict[VersionId, int] = {}
 
     # ------------------------------------------------------------------ questions
 
@@ -167,13 +187,14 @@ class OuterChain:
     @property
     def founded(self) -> bool:
         """Whether there is a version with content; a rollback may take the first one back."""
-        return any(isinstance(v.entry.body, Founded) for v in self.line())
+        return self._founded
 
     @property
     def ahead(self) -> int:
         """How many versions are decided beyond the newest durable one; a rollback is none of them (O5a)."""
         newest = self.durable[-1][0] if self.durable else NO_VERSION
-        return sum(1 for v in self.line() if v.id > newest and not isinstance(v.entry.body, RolledBack))
+        beyond = takewhile(lambda v: v.id > newest, self.line())
+        return sum(1 for v in beyond if not isinstance(v.entry.body, RolledBack))
 
     def line(self, version: VersionId | None = None) -> Iterator[Version]:
         """Versions from this one (the newest) back to the first: each is computed from the next one that comes."""
@@ -203,13 +224,18 @@ class OuterChain:
         return any(v.id == version for v in self.line())
 
     def staleness(self, base: VersionId) -> int:
-        """How many versions were made since this one."""
-        return sum(1 for v in self.versions if v.number > base.number)
+        """How many versions were made since this one: their numbers have no gaps."""
+        return max(0, self.newest.number - base.number)
 
     def held(self, version: VersionId, incarnation: IncarnationId) -> str:
         """Which pushes of this incarnation the version holds, as a digest."""
         found = self.versions.get(version)
         return found.holds.get(incarnation, "") if found is not None else ""
+
+    def progress(self, version: VersionId) -> JobProgress:
+        """How far the job is with this version; nowhere with one that is not known."""
+        counters, _ = self._states.get(version, self._states[NO_VERSION])
+        return JobProgress(counters.samples, counters.ticks, self._epochs.get(version, 0))
 
     def needed(self) -> set[PushId]:
         """Pushes whose bytes somebody may ask for: accepted, and not held by the second newest durable version (O5)."""
@@ -232,6 +258,12 @@ class OuterChain:
             raise ValueError(f"entry {entry.position} after {entry.before[:6]} does not follow {self.position}")
         body = entry.body
         match body:
+            case JobOpened(agreement, by):
+                self.agreement, self.by = agreement, by
+                # Nobody can have joined before.
+                self.leases = (
+                    Leases(agreement.length, chunk_size(agreement.length, CHUNKS)) if agreement.length else None
+                )
             case Started(follower, nonce):
                 self.starts[follower] = nonce
             case Cut(followers):
@@ -252,16 +284,19 @@ class OuterChain:
             case Voided(offer, reason):
                 self._answer(offer, PushAnswer.VOID, NO_VERSION, reason)
             case Durable(version, digests):
-                self.durable = [*self.durable, (version, digests)][-2:]
-                if len(self.durable) > 1:
-                    self.safe = self.durable[0][0]
-                    if self.leases is not None:
-                        self.leases.settle(self.safe.number)
+                self._mark(version, digests)
             case Ended():
                 self.ended = body
             case _:
                 assert_never(body)
-        self.position, self.hash = entry.position, entry.hash
+        self.position, self.hash, self.last = entry.position, entry.hash, entry
+
+    def _mark(self, version: VersionId, digests: tuple[str, ...]) -> None:
+        self.durable = [*self.durable, (version, digests)][-2:]
+        if len(self.durable) > 1:
+            self.safe = self.durable[0][0]
+            if self.leases is not None:
+                self.leases.settle(self.safe.number)
 
     def _version(self, entry: Entry, body: Founded | Round | RolledBack) -> None:
         if body.number != self.next_number:
@@ -283,7 +318,10 @@ class OuterChain:
                 self.counters, self.gate = body.counters, body.gate
             self.versions[made] = Version(made, entry, before, holds)
         self.newest = made
+        if not isinstance(body, Round):
+            self._founded = any(isinstance(v.entry.body, Founded) for v in self.line())
         self._states[made] = (self.counters, self.gate)
+        self._epochs[made] = self.leases.epoch if self.leases is not None else 0
 
     def _answer(self, offer: Offer, answer: PushAnswer, version: VersionId, reason: str) -> None:
         incarnation = self.incarnations[offer.push.incarnation]
@@ -305,13 +343,15 @@ class OuterChain:
         """Acceptances of the versions behind go; joins, rejections and voids stand (O5a)."""
         for version in self.since(body.to):
             for push in version.pushes:
-                answers = self.incarnations[push.incarnation].answers
+                incarnation = self.incarnations[push.incarnation]
+                answers, incarnation.low = incarnation.answers, 0
                 if push in body.lost:
                     given = answers[push.number]
                     reason = "its bytes were lost, and the job went back"
                     answers[push.number] = GivenAnswer(given.offer, PushAnswer.VOID, made, reason)
                 else:
                     del answers[push.number]
+        self.rollbacks += 1
         if self.leases is not None:
             self.leases.rollback(body)
         self.counters, self.gate = self._states[body.to]

@@ -9,14 +9,16 @@ outright and discards that, too. After a void its base stands, and the next push
 An accepted push is *kept*, since followers may have to fetch it again, until the leader frees it (O5). A rollback makes
 kept pushes unanswered again: they are offered anew, in order, before the open one (O5a).
 
-What a push covers is counted here; the bytes are the shell's. Whatever the leader said is said again on each new
-stream, so hearing it twice changes nothing.
+When its own loop is over it pushes what is left, and once all is answered and adopted it says its verdict, until the
+job ends. What a push covers is counted here; the bytes are the shell's. What the leader said is said again, so hearing
+it twice changes nothing.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Self
 
 from chaos_lightning.outer.effects import Connected, Disconnected, OuterNote, Say, TimePassed, Told
@@ -24,20 +26,37 @@ from chaos_lightning.outer.messages import (
     Beat,
     ClusterHello,
     Dismissed,
+    Eldest,
     Freed,
     FromCluster,
     Goodbye,
     Granted,
+    Holder,
+    Holders,
     JobFinished,
+    LoopEnded,
     Offered,
     OnDisk,
+    Paced,
+    ProcessPlace,
     PushAnswered,
     Reopened,
     Served,
     ToCluster,
     Welcomed,
 )
-from chaos_lightning.outer.types import NO_VERSION, IncarnationId, Offer, PushAnswer, PushId, VersionId
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.types import (
+    NO_VERSION,
+    Agreement,
+    Covered,
+    IncarnationId,
+    JobProgress,
+    Offer,
+    PushAnswer,
+    PushId,
+    VersionId,
+)
 from chaos_lightning.protocol.spans import count, normalise, subtract
 from chaos_lightning.protocol.types import Span
 
@@ -46,11 +65,11 @@ from chaos_lightning.protocol.types import Span
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """An inner step was committed; `spans` are the positions of the epoch that it used."""
+    """Inner steps were committed; `covers` are the positions that they used."""
 
     samples: int
-    epoch: int = 0
-    spans: tuple[Span, ...] = ()
+    covers: tuple[Covered, ...] = ()
+    steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +92,29 @@ class LeaveAsked:
     """The user asks it to go, politely."""
 
 
-ClusterEvent = Told | Connected | Disconnected | TimePassed | Trained | Frozen | Got | LeaveAsked
+@dataclass(frozen=True, slots=True)
+class LoopOver:
+    """It trains nothing more, and would have the job end."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AtRest:
+    """The inner training stands between two steps."""
+
+
+ClusterEvent = Told | Connected | Disconnected | TimePassed | Trained | Frozen | Got | LeaveAsked | LoopOver | AtRest
 
 # ---------------------------------------------------------------------- effects
 
 
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """Fix this push, the delta to the base (NO_VERSION: the parameters themselves), then `Frozen`."""
+    """Fix this push, the delta to the base (NO_VERSION: the parameters themselves), before anything else is trained.
+
+    `Frozen` may come later.
+    """
 
     push: PushId
     base: VersionId
@@ -117,6 +151,13 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True)
+class ReachHolders:
+    """Who holds the shards now, in shard order: whom versions are fetched from, and who fetches pushes."""
+
+    holders: tuple[Holder, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Over:
     """This incarnation is over; `again`: the process comes in as a new one."""
 
@@ -124,7 +165,7 @@ class Over:
     again: bool
 
 
-ClusterEffect = Say | Freeze | FetchVersion | Adopt | Settle | Free | Over | OuterNote
+ClusterEffect = Say | Freeze | FetchVersion | Adopt | Settle | Free | ReachHolders | Over | OuterNote
 
 
 class Phase(enum.StrEnum):
@@ -141,8 +182,20 @@ class Unpushed:
 
     samples: int = 0
     steps: int = 0
-    epoch: int = 0
-    spans: tuple[Span, ...] = ()
+    spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
+    """By epoch, normal."""
+
+    def add(self, samples: int, steps: int, covers: Iterable[Covered]) -> None:
+        """So much more."""
+        self.samples += samples
+        self.steps += steps
+        for each in covers:
+            self.spans[each.epoch] = normalise([*self.spans.get(each.epoch, ()), *each.spans])
+
+    @property
+    def covers(self) -> tuple[Covered, ...]:
+        """As an offer names it."""
+        return tuple(Covered(epoch, spans) for epoch, spans in sorted(self.spans.items()))
 
 
 class ClusterMachine:
@@ -152,19 +205,36 @@ class ClusterMachine:
         name: Of the cluster.
         place: Where it runs, for people.
         nonce: Drawn at the start of its process.
-        inner_steps: From one push to the next, at least.
-        shared: Whether clusters share the data, so that it trains only what it is leased.
+        agreement: What it must have in common with the others.
+        process: Of its first rank.
+        overlap: Whether it trains on while a push is under way; else it waits for the answer and the version.
     """
 
-    def __init__(self, name: str, place: str, nonce: str, inner_steps: int, *, shared: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        place: str,
+        nonce: str,
+        agreement: Agreement,
+        *,
+        process: ProcessPlace = ProcessPlace(),
+        overlap: bool = True,
+    ) -> None:
         self.name = name
         self.place = place
         self.nonce = nonce
-        self.inner_steps = inner_steps
-        self.shared = shared
+        self.agreement = agreement
+        self.process = process
+        self.overlap = overlap
+        self.inner_steps = OuterSettings.of_words(agreement.settings).inner_steps
+        """From one push to the next, at least."""
+        self.shared = agreement.length > 0
+        """Whether it trains only what it is leased."""
         self.phase = Phase.WAITING
         self.term = 0
         self.incarnation: IncarnationId | None = None
+        self.oldest: IncarnationId | None = None
+        """Of the clusters that are in, as told last."""
         self.base = NO_VERSION
         self.newest = NO_VERSION
         """The newest version that it was told of."""
@@ -173,21 +243,30 @@ class ClusterMachine:
         self.kept: dict[PushId, Offer] = {}
         """Accepted once, and not freed."""
         self.leased: dict[int, tuple[Span, ...]] = {}
-        self.progress = Unpushed()
-        self.rate = 0.0
+        self.unpushed = Unpushed()
+        self.job = JobProgress()
+        """The job's, with the base."""
+        self.rate = self.step_rate = 0.0
         self.leaving = False
+        self.verdict = ""
+        """Why its own loop is over."""
         self._reopened: list[PushId] = []
         """Kept, and unanswered again; in order."""
         self._freezing: PushId | None = None
+        self._covered = Unpushed()
+        """By the push that is being frozen."""
         self._next = 1
         self._due: VersionId | None = None
         """All pushes are answered: a version at or after this one is to be adopted."""
         self._outright = False
         self._served = NO_VERSION
         self._durable = NO_VERSION
+        self._progress: dict[VersionId, JobProgress] = {}
+        """The job's, with versions that may be adopted."""
         self._in: dict[PushId, VersionId] = {}
         """Kept pushes: the version that holds each."""
-        self._fetching = NO_VERSION
+        self._fetching = self._here = NO_VERSION
+        self._resting = True
         self._connected = self._welcome = False
         self._founded = True
         self._out: list[ClusterEffect] = []
@@ -204,45 +283,88 @@ class ClusterMachine:
         return found
 
     def _used(self, epoch: int) -> tuple[Span, ...]:
-        used = list(self.progress.spans) if self.progress.epoch == epoch else []
-        for offer in (self.open, *(self.kept[p] for p in self._reopened)):
-            if offer is not None and offer.epoch == epoch:
-                used += offer.spans
+        used = [*self.unpushed.spans.get(epoch, ()), *self._covered.spans.get(epoch, ())]
+        for offer in self._unanswered():
+            used += [span for each in offer.covers if each.epoch == epoch for span in each.spans]
         return normalise(used)
 
     @property
     def may_train(self) -> bool:
         """Whether an inner step may begin."""
-        return self.phase is Phase.TRAINING and not self.leaving
+        return self.phase is Phase.TRAINING and not self.leaving and not self.verdict and not self.waits
+
+    @property
+    def since_base(self) -> tuple[int, int]:
+        """(samples, inner steps) that it has trained and that its base does not hold."""
+        samples = self.unpushed.samples + self._covered.samples
+        steps = self.unpushed.steps + self._covered.steps
+        if self.open is not None:
+            samples, steps = samples + self.open.samples, steps + self.open.steps
+        return samples, steps
+
+    @property
+    def at_risk(self) -> int:
+        """Inner steps that no durable version holds."""
+        kept = [offer for push, offer in self.kept.items() if self._in.get(push, self.newest) > self._durable]
+        return self.since_base[1] + sum(offer.steps for offer in kept)
+
+    @property
+    def covering(self) -> Unpushed:
+        """What the push that is being frozen covers."""
+        return self._covered
+
+    @property
+    def waits(self) -> bool:
+        """Without overlap: a push is under way, or its version is to be adopted."""
+        return not self.overlap and (self._freezing is not None or bool(self._unanswered()) or self._due is not None)
+
+    @property
+    def dry(self) -> bool:
+        """It shares the data and has no position left to train."""
+        return self.shared and not self.free_spans()
 
     # ------------------------------------------------------------------ events
 
-    def on(self, event: ClusterEvent) -> list[ClusterEffect]:
-        """Takes one event in; returns the effects in order."""
-        self._out = []
+    def on(self, event: ClusterEvent, *, resting: bool = True) -> list[ClusterEffect]:
+        """Takes one event in; returns the effects in order.
+
+        Args:
+            event: What happened.
+            resting: The inner training stands between two steps, and will until the effects are carried out. Freeze and
+                Adopt come only then.
+        """
+        self._out, self._resting = [], resting
         if self.gone:
             return []
         match event:
             case Connected():
                 self._connected, self._welcome = True, False
-                self._say(
-                    ClusterHello(self.name, self.place, self.nonce, self.term, self.incarnation, self.base, self.newest)
-                )
+                hello = ClusterHello(
+                    self.name, self.place, self.nonce, self.term, self.incarnation, self.base, self.newest,
+                    self.agreement, self.process, tuple(sorted(self.kept)),
+                )  # fmt: skip
+                self._say(hello)
             case Disconnected():
                 self._connected = self._welcome = False
             case Told(message):
                 self._hear(message)  # type: ignore[arg-type]
-            case Trained():
-                self._count(event)
+            case Trained(samples, covers, steps):
+                self.unpushed.add(samples, steps, covers)
             case Frozen(push, manifest):
                 self._on_frozen(push, manifest)
             case Got(version):
                 self._on_got(version)
             case LeaveAsked():
                 self.leaving = True
+            case LoopOver(reason):
+                self.verdict = reason
+            case AtRest():
+                pass
             case TimePassed():
                 self._beat()
         if not self.gone:
+            if resting:
+                self._take_got()
             self._turn()
         return self._out
 
@@ -258,22 +380,31 @@ class ClusterMachine:
     def _beat(self) -> None:
         if self.incarnation is not None and self._welcome:
             left = sum(count(spans) for spans in self.free_spans().values())
-            self._say(Beat(self.incarnation, self.rate, self.base, left, self.progress.samples, self.leaving))
+            samples, leaving = self.unpushed.samples, self.leaving or bool(self.verdict)
+            self._say(Beat(self.incarnation, self.rate, self.step_rate, self.base, left, samples, leaving))
             self._offer()
+            if self.verdict and self._settled:
+                self._say(LoopEnded(self.incarnation, self.verdict))
 
     def _hear(self, message: ToCluster) -> None:
         if message.term < self.term:
             return
         self.term = message.term
         match message:
-            case Welcomed(_, incarnation, first, version, founded):
-                self._founded = founded
-                self._on_welcome(incarnation, first)
-                self._on_served(version)
+            case Welcomed():
+                self._founded = message.founded
+                self._on_welcome(message.incarnation, message.first)
+                self._on_served(message.version, message.progress)
+            case Holders(_, holders):
+                self._out.append(ReachHolders(holders))
+            case Eldest(_, incarnation):
+                self.oldest = incarnation
+            case Paced(_, steps, _):
+                self.inner_steps = steps
             case PushAnswered():
                 self._on_answer(message)
-            case Served(_, version):
-                self._on_served(version)
+            case Served(_, version, progress):
+                self._on_served(version, progress)
             case Freed(_, pushes):
                 for push in pushes:
                     if self.kept.pop(push, None) is not None:
@@ -288,7 +419,7 @@ class ClusterMachine:
                     self._in.pop(push, None)
                 self._offer()
             case Granted(_, leased):
-                self.leased[leased.epoch] = leased.spans
+                self.leased = {each.epoch: each.spans for each in leased}
             case Dismissed(_, reason, again):
                 self._end(reason, again=again)
             case JobFinished(_, _, reason):
@@ -304,7 +435,8 @@ class ClusterMachine:
             self.incarnation, self._next = incarnation, first
         self._offer()
 
-    def _on_served(self, version: VersionId) -> None:
+    def _on_served(self, version: VersionId, progress: JobProgress) -> None:
+        self._progress[version] = progress
         self._served = max(self._served, version)
         self.newest = max(self.newest, version)
 
@@ -321,22 +453,15 @@ class ClusterMachine:
         if waiting and self._welcome:
             self._say(Offered(waiting[0]))
 
-    def _count(self, trained: Trained) -> None:
-        if trained.spans and self.progress.samples and trained.epoch != self.progress.epoch:
-            raise ValueError(f"a step of epoch {trained.epoch}, and no push covers what was trained of the one before")
-        self.progress.samples += trained.samples
-        self.progress.steps += 1
-        self.progress.epoch = trained.epoch
-        self.progress.spans = normalise([*self.progress.spans, *trained.spans])
-
     def _on_frozen(self, push: PushId, manifest: str) -> None:
+        if push != self._freezing:
+            return  # of the incarnation before, which is over
         self._freezing = None
-        done = self.progress
+        done, self._covered = self._covered, Unpushed()
         if self.base == NO_VERSION:
             self.open = Offer(push, NO_VERSION, manifest, 0, 0)
         else:
-            self.open = Offer(push, self.base, manifest, done.samples, done.steps, done.epoch, done.spans)
-        self.progress = Unpushed(epoch=done.epoch)
+            self.open = Offer(push, self.base, manifest, done.samples, done.steps, done.covers)
         self._offer()
 
     def _on_answer(self, message: PushAnswered) -> None:
@@ -357,16 +482,17 @@ class ClusterMachine:
                 self.kept[offer.push] = offer
                 self._in[offer.push] = message.version
                 self._due = message.version
-                left = subtract(self.leased.get(offer.epoch, ()), offer.spans)
-                self.leased[offer.epoch] = left
+                for each in offer.covers:
+                    self.leased[each.epoch] = subtract(self.leased.get(each.epoch, ()), each.spans)
             case PushAnswer.REJECTED:
                 self._drop(offer)
                 self._due, self._outright, self.leased = message.version, True, {}
-                self.progress = Unpushed()
+                self.unpushed = Unpushed()
             case PushAnswer.VOID:
                 self._drop(offer)
-                if offer.base != NO_VERSION:
-                    self._cover(offer)
+                if offer.base != NO_VERSION:  # what it covered, the next one covers, from a newer base if there is one
+                    self.unpushed.add(offer.samples, offer.steps, offer.covers)
+                    self._due = self.newest if self.newest > self.base else self._due
         self._offer()
 
     def _drop(self, offer: Offer) -> None:
@@ -374,29 +500,32 @@ class ClusterMachine:
         self._in.pop(offer.push, None)
         self._out.append(Free(offer.push))
 
-    def _cover(self, offer: Offer) -> None:
-        """What a void push covered, the next one covers."""
-        done = self.progress
-        spans = normalise([*done.spans, *offer.spans])
-        self.progress = Unpushed(done.samples + offer.samples, done.steps + offer.steps, offer.epoch, spans)
-
     # ------------------------------------------------------------------ versions
 
     def _on_got(self, version: VersionId) -> None:
         if version != self._fetching:
             return
-        self._fetching = NO_VERSION
+        self._fetching, self._here = NO_VERSION, version
+
+    def _take_got(self) -> None:
+        """Adopts the version that is here."""
+        version, self._here = self._here, NO_VERSION
+        if version == NO_VERSION:
+            return
         if self._unanswered() or self._freezing is not None or version < self.base:
             return  # a push was frozen meanwhile: what it is a delta to stays the base until it is answered
-        if self._due is not None and version < self._due:
+        if not self._may_adopt or (self._due is not None and version < self._due):
             return
         outright = self._outright or self.base == NO_VERSION
         self._due, self._outright = None, False
         self.base, self.newest = version, max(self.newest, version)
+        self.job = self._progress.get(version, self.job)
+        self._progress = {v: p for v, p in self._progress.items() if v > version}
         if outright:
-            self.progress = Unpushed(epoch=self.progress.epoch)
+            self.unpushed = Unpushed()
         self.phase = Phase.TRAINING
         self._out.append(Adopt(version, outright))
+        self._beat()  # who waits for all that train waits for this one from now on
 
     def _turn(self) -> None:
         if self.incarnation is None or (not self._welcome and self.phase is Phase.WAITING):
@@ -410,30 +539,42 @@ class ClusterMachine:
     def _turn_idle(self) -> None:
         """No push is under way: a version is fetched, or the next push is frozen."""
         newer = self._served > self.base and (self._due is None or self._served >= self._due)
-        if newer:
-            if self._fetching != self._served:
-                self._fetching = self._served
-                self._out.append(FetchVersion(self._served))
+        if newer and self._may_adopt and self._served not in (self._fetching, self._here):
+            self._fetching = self._served
+            self._out.append(FetchVersion(self._served))
+        if self._due is not None or not self._resting:
             return
-        if self._due is not None:
-            return  # its version is not served yet
+        # Enough is pushed from the base that there is: where newer ones come all the time, it would never be.
         founds = self.base == NO_VERSION and self._welcome and not self._founded
-        dry = self.shared and not self.free_spans()
-        enough = self.progress.steps >= self.inner_steps or (self.progress.steps > 0 and (dry or self.leaving))
+        hurries = self.dry or self.leaving or bool(self.verdict)
+        enough = self.unpushed.steps >= self.inner_steps or (self.unpushed.steps > 0 and hurries)
         if founds or (self.base != NO_VERSION and enough):
             assert self.incarnation is not None
             self._freezing = PushId(self.incarnation, self._next)
             self._next += 1
+            self._covered, self.unpushed = self.unpushed, Unpushed()
             self._out.append(Freeze(self._freezing, self.base))
+
+    @property
+    def _may_adopt(self) -> bool:
+        """Without overlap a version is taken between two rounds alone: one for each push."""
+        return self.overlap or self._due is not None or not self.unpushed.steps
+
+    @property
+    def _settled(self) -> bool:
+        """Nothing is left to push, to be answered or to be adopted."""
+        waiting = self._unanswered() or self._freezing is not None or self._due is not None
+        return not waiting and not self.unpushed.steps
 
     def _may_go(self) -> bool:
         """All that it pushed is in a durable version, and nothing is left to push (O5b)."""
-        if self._unanswered() or self._freezing is not None or self.progress.steps or self._due is not None:
-            return False
-        return all(version <= self._durable for version in self._in.values())
+        return self._settled and all(version <= self._durable for version in self._in.values())
 
     def anew(self) -> Self:
-        """With which the same process comes in again: it holds nothing, but knows what it was told (O3b)."""
-        found = type(self)(self.name, self.place, self.nonce, self.inner_steps, shared=self.shared)
-        found.term, found.newest = self.term, self.newest
+        """With which the same process comes in again: its pushes are kept for whoever needs them (O3a, O3b)."""
+        found = type(self)(
+            self.name, self.place, self.nonce, self.agreement, process=self.process, overlap=self.overlap
+        )
+        found.term, found.newest, found.verdict, found.leaving = self.term, self.newest, self.verdict, self.leaving
+        found.kept, found._in = dict(self.kept), dict(self._in)
         return found

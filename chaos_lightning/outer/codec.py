@@ -37,6 +37,7 @@ from torch import Tensor
 
 from chaos_lightning.errors import ConfigurationError, WireError
 from chaos_lightning.outer.grid import Shard
+from chaos_lightning.outer.types import NO_VERSION, VersionId
 from chaos_lightning.replication.memory import as_bytes, host_view
 
 DEFAULT_CODEC = "bf16"
@@ -162,6 +163,10 @@ class Codec:
     def residual(self) -> bool:
         """Whether a cluster keeps what its pushes dropped."""
         return self.push.residual
+
+    def format_of(self, base: VersionId) -> Format:
+        """Of a push from this base. The first content of a job is parameters, so it travels as versions do."""
+        return self.push if base != NO_VERSION else self.version
 
 
 _CODECS: dict[str, Codec] = {}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chaos_lightning.outer.messages import FromCluster, FromFollower, ToCluster, ToFollower
-from chaos_lightning.outer.types import Entry, Offer, PushId, VersionId
+from chaos_lightning.outer.messages import FromCluster, FromFollower, PushProduct, ToCluster, ToFollower
+from chaos_lightning.outer.types import NO_VERSION, Agreement, Entry, Offer, PushId, VersionId
 
 # ---------------------------------------------------------------------- the leader's events
 
@@ -39,7 +39,14 @@ class TimePassed:
     """Time has passed."""
 
 
-LeaderEvent = Heard | StreamClosed | EntryStored | TimePassed
+@dataclass(frozen=True, slots=True)
+class EndAsked:
+    """An operator asks for the job's end."""
+
+    reason: str
+
+
+LeaderEvent = Heard | StreamClosed | EntryStored | TimePassed | EndAsked
 
 # ---------------------------------------------------------------------- the leader's effects
 
@@ -104,14 +111,26 @@ class Fetched:
     Attributes:
         push: Which.
         manifest: Of its content.
-        products: With itself and the pushes that were here before, as exact sums.
+        products: With itself and the pushes that were here before.
         finite: Whether all of it is.
+        momentum: With the momentum of version `at`, as an exact sum.
+        at: Where the state stood then.
     """
 
     push: PushId
     manifest: str
-    products: tuple[tuple[PushId, str], ...]
+    products: tuple[PushProduct, ...]
     finite: bool
+    momentum: str = "0"
+    at: VersionId = NO_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """The part of this push will be here so many seconds from now."""
+
+    push: PushId
+    left_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +142,10 @@ class NotFetched:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The state stands at this version."""
+    """The state stands at this version; `momentum`: products of the pushes that are here with its momentum."""
 
     version: VersionId
+    momentum: tuple[PushProduct, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +157,35 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskTrouble:
+    """Why nothing can be saved for now; "": it can again."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
-    """The state is this version's, from disk; `ok` False: its file is damaged or gone."""
+    """The state is this version's, from disk; `ok` False: its file is damaged or gone, and `reason` says how."""
 
     version: VersionId
     ok: bool
+    momentum: tuple[PushProduct, ...] = ()
+    reason: str = ""
 
 
-FollowerEvent = Told | Connected | Disconnected | Fetched | NotFetched | Computed | Saved | Loaded | TimePassed
+FollowerEvent = (
+    Told
+    | Connected
+    | Disconnected
+    | Fetched
+    | Progressed
+    | NotFetched
+    | Computed
+    | Saved
+    | DiskTrouble
+    | Loaded
+    | TimePassed
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +193,15 @@ class Say:
     """To the leader; the cluster's effect, too."""
 
     message: FromCluster | FromFollower
+
+
+@dataclass(frozen=True, slots=True)
+class HoldShard:
+    """This follower holds this shard of the outer state; said before anything is loaded or computed."""
+
+    agreement: Agreement
+    shard: int
+    shards: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,4 +247,12 @@ class Forget:
     push: PushId
 
 
-FollowerEffect = Say | FetchPush | Compute | Save | Load | Delete | Forget | OuterNote
+@dataclass(frozen=True, slots=True)
+class JobOver:
+    """The job has ended with this version; the process may end."""
+
+    version: VersionId
+    reason: str
+
+
+FollowerEffect = Say | HoldShard | FetchPush | Compute | Save | Load | Delete | Forget | JobOver | OuterNote

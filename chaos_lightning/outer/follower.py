@@ -19,21 +19,27 @@ One thing is under way at a time with the state itself: loading or computing. Fe
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from chaos_lightning.outer.effects import (
     Compute,
     Computed,
     Connected,
     Delete,
     Disconnected,
+    DiskTrouble,
     Fetched,
     FetchPush,
     FollowerEffect,
     FollowerEvent,
     Forget,
+    HoldShard,
+    JobOver,
     Load,
     Loaded,
     NotFetched,
     OuterNote,
+    Progressed,
     Save,
     Saved,
     Say,
@@ -45,16 +51,23 @@ from chaos_lightning.outer.messages import (
     DropPush,
     FollowerHello,
     FromFollower,
+    JobFinished,
     Keep,
+    LineKey,
     Marked,
     Missing,
     Obey,
+    OnItsWay,
+    ProcessPlace,
+    PushProduct,
+    ShardFile,
     Stage,
     Staged,
     ToFollower,
+    Trouble,
     Written,
 )
-from chaos_lightning.outer.types import NO_VERSION, Entry, Offer, PushId, RolledBack, Round, VersionId
+from chaos_lightning.outer.types import NO_VERSION, Agreement, Entry, Offer, PushId, RolledBack, Round, VersionId
 
 
 class FollowerMachine:
@@ -63,26 +76,40 @@ class FollowerMachine:
     Args:
         name: Of this follower.
         nonce: Drawn at its start.
-        disk: Versions whose file lies whole on the disk, oldest first, with their digests.
+        disk: Versions whose file lies whole on the disk, oldest first.
+        endpoint: HOST:PORT where its data connections are taken.
+        process: Its own.
 
     Attributes:
         term: The highest that it has heard of.
         version: Where the state stands; NO_VERSION: there is none.
         disk: Versions and digests of its files.
         shard: Which one it holds; -1: none yet.
+        agreement: Of the job; None before its first cluster has come.
     """
 
-    def __init__(self, name: str, nonce: str, disk: tuple[tuple[VersionId, str], ...] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        nonce: str,
+        disk: tuple[ShardFile, ...] = (),
+        endpoint: str = "",
+        process: ProcessPlace = ProcessPlace(),
+    ) -> None:
         self.name = name
         self.nonce = nonce
+        self.endpoint = endpoint
+        self.process = process
         self.term = 0
         self.version = NO_VERSION
-        self.disk = dict(disk)
+        self.disk = {file.version: file.digest for file in disk}
         self.shard = -1
+        self.shards = 0
+        self.agreement: Agreement | None = None
         self._obeys = False
         """The leader of this term has shown it its own start."""
         self._connected = False
-        self._durable: tuple[tuple[VersionId, str], ...] = ()
+        self._durable: tuple[ShardFile, ...] = ()
         """With this shard's digests, oldest first; both come before the newest version."""
         self._base = NO_VERSION
         """What it holds is never asked for again; NO_VERSION: the first version is computed from nothing."""
@@ -97,7 +124,18 @@ class FollowerMachine:
         self._keep = NO_VERSION
         """To be saved when the state stands at it."""
         self._saving = NO_VERSION
+        self._momentum: tuple[PushProduct, ...] = ()
+        """Products with the momentum, where the state stands."""
         self._out: list[FollowerEffect] = []
+
+    @property
+    def decided(self) -> frozenset[PushId]:
+        """Pushes that the versions since the base hold: in no window any more, unless a rollback opens them again."""
+        return frozenset(self._needed())
+
+    def marked(self, version: VersionId) -> str:
+        """The digest of this shard of a durable version; "" if it is none."""
+        return next((file.digest for file in self._durable if file.version == version), "")
 
     # ------------------------------------------------------------------ events
 
@@ -107,8 +145,9 @@ class FollowerMachine:
         match event:
             case Connected():
                 self._connected = True
+                files = tuple(ShardFile(version, digest) for version, digest in sorted(self.disk.items()))
                 self._say(
-                    FollowerHello(self.name, self.nonce, self.term, tuple(sorted(self.disk.items())), self.version)
+                    FollowerHello(self.name, self.nonce, self.term, files, self.version, self.endpoint, self.process)
                 )
             case Disconnected():
                 self._connected = False
@@ -122,18 +161,22 @@ class FollowerMachine:
                     self._tell_staged(event)
                 else:
                     self._out.append(Forget(push))
+            case Progressed(push, left_s):
+                self._say(OnItsWay(self.name, push, left_s))
+            case DiskTrouble(reason):
+                self._say(Trouble(self.name, reason))
             case NotFetched(push):
                 self._fetching.discard(push)
                 if push in self._lacking():
                     self._say(Missing(self.name, push))
-            case Computed(version):
-                self._stand(version)
+            case Computed(version, momentum):
+                self._stand(version, momentum)
             case Saved(version, digest):
                 self._saving = NO_VERSION
                 self.disk[version] = digest
                 self._say(Written(self.name, version, digest))
-            case Loaded(version, ok):
-                self._on_loaded(version, ok)
+            case Loaded():
+                self._on_loaded(event)
         self._turn()
         return self._out
 
@@ -142,19 +185,32 @@ class FollowerMachine:
             self._out.append(Say(message))
 
     def _tell_staged(self, fetched: Fetched) -> None:
-        self._say(Staged(self.name, fetched.push, fetched.manifest, fetched.products, fetched.finite))
+        self._say(
+            Staged(
+                self.name,
+                fetched.push,
+                fetched.manifest,
+                fetched.products,
+                fetched.finite,
+                fetched.momentum,
+                fetched.at,
+            )
+        )
 
-    def _stand(self, version: VersionId) -> None:
-        self._busy, self.version = False, version
-        self._say(Applied(self.name, version))
+    def _stand(self, version: VersionId, momentum: tuple[PushProduct, ...]) -> None:
+        self._busy, self.version, self._momentum = False, version, momentum
+        for product in momentum:
+            if product.push in self._staged:
+                self._staged[product.push] = replace(self._staged[product.push], momentum=product.sum, at=version)
+        self._say(Applied(self.name, version, momentum))
 
-    def _on_loaded(self, version: VersionId, ok: bool) -> None:
-        if ok:
-            self._stand(version)
+    def _on_loaded(self, loaded: Loaded) -> None:
+        if loaded.ok:
+            self._stand(loaded.version, loaded.momentum)
             return
         self._busy = False
-        del self.disk[version]
-        self._out.append(OuterNote("file_damaged", (("version", str(version)),)))
+        del self.disk[loaded.version]
+        self._out.append(OuterNote("file_damaged", (("version", str(loaded.version)), ("reason", loaded.reason))))
 
     # ------------------------------------------------------------------ the leader's word
 
@@ -186,9 +242,14 @@ class FollowerMachine:
             case DropPush(_, push):
                 if push not in self._needed():
                     self._forget(push)
+            case JobFinished(_, version, reason):
+                self._out.append(JobOver(version, reason))
+            case LineKey():
+                pass  # the shell's
 
     def _obey(self, message: Obey) -> None:
-        self.term, self._obeys, self.shard = message.term, True, message.shard
+        self.term, self._obeys = message.term, True
+        self._hold(message)
         before = self._needed()
         self._entries = []
         for entry in message.entries:
@@ -199,7 +260,16 @@ class FollowerMachine:
         for _, fetched in sorted(self._staged.items()):  # a leader that is new has not heard of them
             self._tell_staged(fetched)
         if self.version != NO_VERSION:
-            self._say(Applied(self.name, self.version))
+            self._say(Applied(self.name, self.version, self._momentum))
+
+    def _hold(self, message: Obey) -> None:
+        """The shard is told before anything is done with it."""
+        place = message.agreement, message.shard, message.shards
+        if place == (self.agreement, self.shard, self.shards):
+            return
+        self.agreement, self.shard, self.shards = place
+        if message.agreement is not None and message.shard >= 0:
+            self._out.append(HoldShard(message.agreement, message.shard, message.shards))
 
     def _append(self, entry: Entry) -> None:
         if any(e.position >= entry.position for e in self._entries):
@@ -211,7 +281,7 @@ class FollowerMachine:
             for refusal in entry.body.rejected:
                 self._forget(refusal.offer.push)
 
-    def _mark(self, durable: tuple[tuple[VersionId, str], ...], base: VersionId) -> None:
+    def _mark(self, durable: tuple[ShardFile, ...], base: VersionId) -> None:
         """These are durable; what neither they nor what follows needs goes (O5, O6)."""
         self._durable, self._base = durable, base
         for version in [v for v in self.disk if v < base]:
@@ -248,7 +318,7 @@ class FollowerMachine:
         return found[::-1]
 
     def _turn(self) -> None:
-        if not self._obeys or self.shard < 0:
+        if not self._obeys or self.shard < 0 or self.agreement is None:
             return
         for push, offer in self._offers.items():
             if push not in self._staged and push not in self._fetching:
@@ -274,10 +344,10 @@ class FollowerMachine:
         places = {e.version: i + 1 for i, e in enumerate(line)} | {self._base: 0}
         place = places.get(self.version, -1 if self._base != NO_VERSION else 0)  # the first is computed from nothing
         load = None
-        for version, digest in self._durable:
-            at = places.get(version, -1)
-            if at > place and self.disk.get(version) == digest:
-                place, load = at, version
+        for file in self._durable:
+            at = places.get(file.version, -1)
+            if at > place and self.disk.get(file.version) == file.digest:
+                place, load = at, file.version
         return place, load, line
 
     def _lacking(self) -> set[PushId]:

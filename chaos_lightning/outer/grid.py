@@ -167,6 +167,10 @@ class Shard:
         """Its elements in the flat order."""
         return self.grid.start(self.first), self.grid.start(self.stop)
 
+    def since(self, tensor: int) -> int:
+        """The first of its blocks that belong to this tensor or a later one; the number of its blocks if none does."""
+        return min(max(self.grid._firsts[tensor] - self.first, 0), self.blocks)
+
     def nbytes(self, itemsize: int) -> int:
         """Of its elements, if each takes `itemsize` bytes."""
         return self.elements * itemsize

@@ -10,6 +10,9 @@ for "rounded to fp32, to the nearest", each element goes through
     m      = [[momentum m] + [outer b]];  then b = 0       only if outer is not 0
     theta  = [theta - [[rate delta] + [step m]]]           without [step m] if outer is 0
 
+In the blocks of reduced buffers, which are *averaged*, it is only theta = [theta - delta]: no momentum, no part of a
+round, no clip.
+
 This is Delayed Nesterov (Asynchronous Local-SGD, arXiv 2401.09135, Algorithm 3) generalised to any part of the clusters
 (docs/outer.md, Equations). With buffer = outer = 1 and step = rate momentum it is DiLoCo's outer Nesterov (arXiv
 2311.08105), theta <- theta - eta (delta + mu m). Factors are rounded to fp32 before they are used.
@@ -125,6 +128,7 @@ class RoundUpdate:
         pushes: (w_j, D_j) in the order of their names; the parts are of the state's shard.
         factors: Of the round.
         version: Gets the new parameters, block by block, if it is given.
+        averaged: The first of the shard's blocks that belong to reduced buffers; None: none does.
     """
 
     def __init__(
@@ -133,10 +137,12 @@ class RoundUpdate:
         pushes: Sequence[tuple[float, Part]],
         factors: Factors,
         version: Part | None = None,
+        averaged: int | None = None,
     ) -> None:
         assert all(part.shard == state.shard for _, part in pushes)
         assert version is None or version.shard == state.shard
         self._state, self._version = state, version
+        self._averaged = state.shard.blocks if averaged is None else averaged
         self._pushes = [(_factor(weight), part) for weight, part in pushes]
         self._moves = factors.outer != 0.0
         self._rate, self._step = _factor(factors.rate), _factor(factors.step)
@@ -166,6 +172,14 @@ class RoundUpdate:
     def _update(self, block: int, delta: Tensor, other: Tensor) -> None:
         theta, momentum, buffer = self._state.blocks(block)
         self._average(block, delta, other)
+        if block < self._averaged:
+            self._move(block, momentum, buffer, delta, other)
+        theta.sub_(delta)
+        if self._version is not None:
+            self._version.encode(block, theta)
+
+    def _move(self, block: int, momentum: Tensor, buffer: Tensor, delta: Tensor, other: Tensor) -> None:
+        """Takes delta into buffer and momentum, and leaves in its place what theta loses."""
         x = _times(delta, self._into_buffer, other)
         if self._moves:
             if not self._state.empty[block]:
@@ -177,9 +191,6 @@ class RoundUpdate:
         else:
             self._collect(block, buffer, x)
             _times(delta, self._rate, delta)
-        theta.sub_(delta)
-        if self._version is not None:
-            self._version.encode(block, theta)
 
     def _average(self, block: int, delta: Tensor, other: Tensor) -> None:
         if not self._pushes:
@@ -210,7 +221,7 @@ def _scratch(shard: Shard, count: int) -> tuple[Tensor, ...]:
 
 
 @torch.no_grad()
-def products(one: Part, other: Part) -> list[float]:
+def products(one: Part, other: Part, stop: int | None = None) -> list[float]:
     """<one, other> of each block in fp64: g_jk, the squared norm of a push, or g_jm with `Part.of(shard, momentum)`.
 
     Products of fp32 numbers are exact in fp64. They are added in an order that depends on a block's length alone. A
@@ -220,6 +231,7 @@ def products(one: Part, other: Part) -> list[float]:
     Args:
         one: A push.
         other: Another one of the same shard, or the same one.
+        stop: The first of the shard's blocks that is left out, as are all after it; None: none is.
 
     Raises:
         WireError: One has malformed bytes.
@@ -228,7 +240,7 @@ def products(one: Part, other: Part) -> list[float]:
     x, y = _scratch(one.shard, 2)
     lanes = torch.empty(3, _LANES, dtype=torch.float64).unbind()
     found = []
-    for block, length in enumerate(one.shard.lengths):
+    for block, length in enumerate(one.shard.lengths[:stop]):
         one.decode(block, x[:length])
         if other is not one:
             other.decode(block, y[:length])

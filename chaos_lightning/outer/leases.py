@@ -35,12 +35,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from chaos_lightning.outer.types import IncarnationId, Leased, Offer, PushId, RolledBack
+from chaos_lightning.outer.types import Covered, IncarnationId, Leased, Offer, PushId, RolledBack
 from chaos_lightning.protocol.spans import count, in_words, normalise, subtract, union
 from chaos_lightning.protocol.types import Span
-
-CHUNKS = 4096
-"""Chunks of an epoch, if no setting says otherwise."""
 
 REJECTIONS = 3
 """So many set a position aside; so many in a row end an incarnation."""
@@ -51,7 +48,7 @@ _Blame = tuple[IncarnationId, ...]
 """Who rejected a position, one after the other."""
 
 
-def chunk_size(length: int, chunks: int = CHUNKS) -> int:
+def chunk_size(length: int, chunks: int) -> int:
     """Positions of a chunk if an epoch of this length is to have at most `chunks`."""
     return max(1, -(-length // chunks))
 
@@ -98,12 +95,15 @@ class _Epoch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Covered:
+class _Spent:
     """What an accepted push spent, and in which round; or what a push covers that a rollback made unanswered."""
 
     round: int
-    epoch: int
-    spans: _Spans
+    covers: tuple[Covered, ...]
+
+    def of(self, epoch: int) -> _Spans:
+        """Of this epoch."""
+        return next((each.spans for each in self.covers if each.epoch == epoch), ())
 
 
 class Leases:
@@ -125,8 +125,8 @@ class Leases:
         self._chunk = chunk
         self._epochs: dict[int, _Epoch] = {0: _Epoch()}  # in ascending order; the last one is not over
         self._in_a_row: dict[IncarnationId, int] = {}  # of all that live: rejections since the last acceptance
-        self._accepted: dict[PushId, _Covered] = {}  # what a rollback can take back
-        self._unanswered: dict[PushId, _Covered] = {}  # what a rollback took back from those that live
+        self._accepted: dict[PushId, _Spent] = {}  # what a rollback can take back
+        self._unanswered: dict[PushId, _Spent] = {}  # what a rollback took back from those that live
         self._settled = 0
 
     # ------------------------------------------------------------------ questions
@@ -150,6 +150,11 @@ class Leases:
     def left(self) -> int:
         """Positions of that epoch that are neither spent nor set aside."""
         return self._epochs[self.epoch].left(self._length)
+
+    @property
+    def free(self) -> int:
+        """Positions of that epoch that may be leased."""
+        return count(self._free(self._epochs[self.epoch]))
 
     @property
     def aside(self) -> tuple[Aside, ...]:
@@ -186,22 +191,33 @@ class Leases:
 
     def objection(self, offer: Offer) -> str:
         """Why a round must reject this push whole, whatever its content; "" if nothing is wrong with what it covers."""
-        who, epoch = offer.push.incarnation, offer.epoch
-        state = self._epochs.get(epoch)
+        who = offer.push.incarnation
         if who not in self._in_a_row:
             return f"{who} is not in the job"
+        if [each.epoch for each in offer.covers] != sorted({each.epoch for each in offer.covers}):
+            return f"it covers the epochs {[each.epoch for each in offer.covers]}; expected each once, in order"
+        for each in offer.covers:
+            if objection := self._amiss(who, offer.push, each):
+                return objection
+        covered = sum(count(each.spans) for each in offer.covers)
+        if covered != offer.samples:
+            return f"it covers {covered} positions and names {offer.samples} samples"
+        return ""
+
+    def _amiss(self, who: IncarnationId, push: PushId, covered: Covered) -> str:
+        """What is wrong with the positions of one epoch."""
+        state = self._epochs.get(covered.epoch)
         if state is None:
-            return f"epoch {epoch} is {'over' if self.over(epoch) else 'not begun'}; epoch {self.epoch} is leased"
+            began = "over" if self.over(covered.epoch) else "not begun"
+            return f"epoch {covered.epoch} is {began}; epoch {self.epoch} is leased"
         try:
-            normal = normalise(offer.spans, what=f"push {offer.push}")
+            normal = normalise(covered.spans, what=f"push {push}")
         except ValueError as error:
             return str(error)
-        if normal != offer.spans:
-            return f"spans {offer.spans} are not normal; expected {normal}"
-        if count(normal) != offer.samples:
-            return f"it covers {count(normal)} positions and names {offer.samples} samples"
+        if normal != covered.spans:
+            return f"spans {covered.spans} are not normal; expected {normal}"
         amiss = subtract(normal, subtract(state.leased.get(who, ()), state.spent))
-        return f"{self._whereabouts(epoch, amiss)}, not leased to {who}" if amiss else ""
+        return f"{self._whereabouts(covered.epoch, amiss)}, not leased to {who}" if amiss else ""
 
     def grant(
         self, incarnation: IncarnationId, samples: int, among: Collection[IncarnationId] | None = None
@@ -271,12 +287,14 @@ class Leases:
         objection = self.objection(offer)
         if objection:
             raise ValueError(f"round {round} accepts push {offer.push}: {objection}")
-        who, state = offer.push.incarnation, self._epochs[offer.epoch]
-        state.spent = normalise((*state.spent, *offer.spans))
-        _put(state.leased, who, subtract(state.leased.get(who, ()), offer.spans))
+        who = offer.push.incarnation
+        for covered in offer.covers:
+            state = self._epochs[covered.epoch]
+            state.spent = normalise((*state.spent, *covered.spans))
+            _put(state.leased, who, subtract(state.leased.get(who, ()), covered.spans))
         self._in_a_row[who] = 0
         self._unanswered.pop(offer.push, None)
-        self._accepted[offer.push] = _Covered(round, offer.epoch, offer.spans)
+        self._accepted[offer.push] = _Spent(round, offer.covers)
         self._turn()
 
     def reject(self, offer: Offer) -> tuple[Aside, ...]:
@@ -294,8 +312,8 @@ class Leases:
         for epoch, state in self._epochs.items():
             _put(state.leased, who, _common(state.leased.get(who, ()), self._offered_again(who, epoch)))
         aside: tuple[Aside, ...] = ()
-        if judged:
-            aside = self._blame(offer.epoch, subtract(offer.spans, self._offered_again(who, offer.epoch)), who)
+        for each in offer.covers if judged else ():
+            aside += self._blame(each.epoch, subtract(each.spans, self._offered_again(who, each.epoch)), who)
         self._turn()
         return aside
 
@@ -333,10 +351,14 @@ class Leases:
             if covered.round <= body.to.number:
                 continue
             del self._accepted[push]
-            who, state = push.incarnation, self._epochs[covered.epoch]
-            state.spent = subtract(state.spent, covered.spans)
-            if who in self._in_a_row and push not in body.lost:
-                _put(state.leased, who, normalise((*state.leased.get(who, ()), *covered.spans)))
+            who = push.incarnation
+            again = who in self._in_a_row and push not in body.lost
+            for each in covered.covers:
+                state = self._epochs[each.epoch]
+                state.spent = subtract(state.spent, each.spans)
+                if again:
+                    _put(state.leased, who, normalise((*state.leased.get(who, ()), *each.spans)))
+            if again:
                 self._unanswered[push] = covered
 
     def settle(self, number: int) -> None:
@@ -413,15 +435,15 @@ class Leases:
         return union(
             span
             for push, covered in self._unanswered.items()
-            if push.incarnation == incarnation and covered.epoch == epoch
-            for span in covered.spans
+            if push.incarnation == incarnation
+            for span in covered.of(epoch)
         )
 
     def _whereabouts(self, epoch: int, amiss: _Spans) -> str:
         """What became of the first of these positions, in words."""
         state = self._epochs[epoch]
         places = [
-            *((f"spent by {push}", won.spans) for push, won in sorted(self._accepted.items()) if won.epoch == epoch),
+            *((f"spent by {push}", won.of(epoch)) for push, won in sorted(self._accepted.items())),
             ("spent", state.spent),
             *((f"leased to {who}", spans) for who, spans in sorted(state.leased.items())),
             *(("set aside", spans) for spans in state.aside.values()),
@@ -468,7 +490,7 @@ class Leases:
         last = max(self._epochs)
         if self.over(last):
             self._epochs[last + 1] = _Epoch()
-        needed = {covered.epoch for covered in self._accepted.values()}
+        needed = {each.epoch for covered in self._accepted.values() for each in covered.covers}
         for epoch in [epoch for epoch in self._epochs if epoch not in needed and self.over(epoch)]:
             del self._epochs[epoch]
 
@@ -527,15 +549,17 @@ def _blame(plain: Iterable[Iterable[Any]]) -> _Blame:
     return tuple(IncarnationId(name, number) for name, number in plain)
 
 
-def _pushes(table: dict[PushId, _Covered]) -> list[Any]:
+def _pushes(table: dict[PushId, _Spent]) -> list[Any]:
     return [
-        [*_words(push.incarnation), push.number, covered.round, covered.epoch, _lists(covered.spans)]
-        for push, covered in sorted(table.items())
+        [*_words(push.incarnation), push.number, won.round, [[c.epoch, _lists(c.spans)] for c in won.covers]]
+        for push, won in sorted(table.items())
     ]
 
 
-def _by_push(plain: Iterable[Any]) -> dict[PushId, _Covered]:
+def _by_push(plain: Iterable[Any]) -> dict[PushId, _Spent]:
     return {
-        PushId(IncarnationId(name, incarnation), number): _Covered(round, epoch, _spans(spans))
-        for name, incarnation, number, round, epoch, spans in plain
+        PushId(IncarnationId(name, incarnation), number): _Spent(
+            round, tuple(Covered(epoch, _spans(spans)) for epoch, spans in covers)
+        )
+        for name, incarnation, number, round, covers in plain
     }

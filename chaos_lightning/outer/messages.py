@@ -8,9 +8,30 @@ says what is so, not what has changed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from chaos_lightning.outer.types import Entry, IncarnationId, Leased, Offer, PushAnswer, PushId, VersionId
+from chaos_lightning.outer.types import (
+    NO_VERSION,
+    Agreement,
+    Covered,
+    Entry,
+    IncarnationId,
+    JobProgress,
+    Offer,
+    PushAnswer,
+    PushId,
+    VersionId,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlace:
+    """Where a process runs, so that whoever shares its machine can see that it is gone."""
+
+    host: str = ""
+    pid: int = 0
+    pid_start: int = 0
+
 
 # ---------------------------------------------------------------------- a cluster says
 
@@ -27,6 +48,9 @@ class ClusterHello:
         resume: Who it is; None: it is new.
         base: The version that it adopted last.
         newest: The newest version that it was told of.
+        agreement: What it must have in common with the others.
+        process: Of its first rank.
+        kept: Pushes whose bytes it holds, those of earlier incarnations among them.
     """
 
     cluster: str
@@ -36,6 +60,9 @@ class ClusterHello:
     resume: IncarnationId | None
     base: VersionId
     newest: VersionId
+    agreement: Agreement
+    process: ProcessPlace = ProcessPlace()
+    kept: tuple[PushId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +79,7 @@ class Beat:
     Attributes:
         incarnation: Who.
         rate: Samples a second, as measured; 0.0: not known yet.
+        step_rate: Inner steps a second; 0.0: not known yet.
         base: The version that it adopted last.
         left: Samples that it is leased and has not trained.
         pending: Samples that it trained and that no push covers yet.
@@ -60,6 +88,7 @@ class Beat:
 
     incarnation: IncarnationId
     rate: float
+    step_rate: float
     base: VersionId
     left: int
     pending: int
@@ -74,7 +103,15 @@ class Goodbye:
     reason: str
 
 
-FromCluster = ClusterHello | Offered | Beat | Goodbye
+@dataclass(frozen=True, slots=True)
+class LoopEnded:
+    """Its loop is over, all that it trained is answered; said by the oldest cluster this ends the job."""
+
+    incarnation: IncarnationId
+    reason: str
+
+
+FromCluster = ClusterHello | Offered | Beat | Goodbye | LoopEnded
 
 # ---------------------------------------------------------------------- a cluster hears
 
@@ -89,6 +126,7 @@ class Welcomed:
         first: The number of its next push.
         version: The newest one that followers serve; NO_VERSION: none at the moment.
         founded: There is a version; if not, it may found the job.
+        progress: Of the job with that version.
     """
 
     term: int
@@ -96,6 +134,49 @@ class Welcomed:
     first: int
     version: VersionId
     founded: bool
+    progress: JobProgress
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A follower as a cluster reaches it.
+
+    Attributes:
+        name: Its name.
+        endpoint: HOST:PORT of its data connections; "" while it is away.
+        key_name: Of the key that the two share; "": none but the token.
+        key: That key.
+    """
+
+    name: str
+    endpoint: str
+    key_name: str = ""
+    key: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """Who holds the shards, in shard order."""
+
+    term: int
+    holders: tuple[Holder, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Eldest:
+    """Who came before all others that are in: its verdict ends the job, and it writes checkpoints and logs."""
+
+    term: int
+    incarnation: IncarnationId
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """How many inner steps it takes from one push to the next from now on (H_j), and why."""
+
+    term: int
+    steps: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +200,11 @@ class PushAnswered:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """All followers serve this version now."""
+    """All followers serve this version now, with which the job is so far."""
 
     term: int
     version: VersionId
+    progress: JobProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +234,10 @@ class Reopened:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """All positions that this incarnation is leased and no round has spent."""
+    """All positions that this incarnation is leased and no round has spent, of all epochs, in order."""
 
     term: int
-    leased: Leased
+    leased: tuple[Covered, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +258,38 @@ class JobFinished:
     reason: str
 
 
-ToCluster = Welcomed | PushAnswered | Served | Freed | OnDisk | Reopened | Granted | Dismissed | JobFinished
+ToCluster = (
+    Welcomed
+    | Holders
+    | Paced
+    | PushAnswered
+    | Served
+    | Freed
+    | OnDisk
+    | Reopened
+    | Granted
+    | Dismissed
+    | JobFinished
+    | Eldest
+)
 
 # ---------------------------------------------------------------------- a follower says
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """A shard of this version, as it lies on a disk."""
+
+    version: VersionId
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushProduct:
+    """An exact sum (exact.py) over one shard of the product of a push with something else that the reader knows."""
+
+    push: PushId
+    sum: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +302,17 @@ class FollowerHello:
         term: The highest that it has heard of.
         disk: Versions whose shard lies whole on its disk, oldest first, with their digests.
         version: Where its state stands; NO_VERSION: it has loaded none yet.
+        endpoint: HOST:PORT where its data connections are taken.
+        process: Its own.
     """
 
     follower: str
     nonce: str
     term: int
-    disk: tuple[tuple[VersionId, str], ...]
+    disk: tuple[ShardFile, ...]
     version: VersionId
+    endpoint: str = ""
+    process: ProcessPlace = ProcessPlace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,23 +323,28 @@ class Staged:
         follower: Who says so.
         push: Which.
         manifest: Of the content, as fetched.
-        products: With itself and with each push that was staged here before, by name, as exact sums.
+        products: With itself and with each push that was staged here before.
         finite: Whether all of it is.
+        momentum: With the momentum of version `at`, as an exact sum.
+        at: Where the state stood then.
     """
 
     follower: str
     push: PushId
     manifest: str
-    products: tuple[tuple[PushId, str], ...]
+    products: tuple[PushProduct, ...]
     finite: bool
+    momentum: str = "0"
+    at: VersionId = NO_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Its shard of this version is computed and served."""
+    """Its shard of this version is computed and served; `momentum`: products of staged pushes with its momentum."""
 
     follower: str
     version: VersionId
+    momentum: tuple[PushProduct, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +364,24 @@ class Missing:
     push: PushId
 
 
-FromFollower = FollowerHello | Staged | Applied | Written | Missing
+@dataclass(frozen=True, slots=True)
+class OnItsWay:
+    """It fetches its part of this push, and will have it so many seconds from now."""
+
+    follower: str
+    push: PushId
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What keeps it from saving, such as a full disk; "": nothing any more."""
+
+    follower: str
+    reason: str
+
+
+FromFollower = FollowerHello | Staged | Applied | Written | Missing | OnItsWay | Trouble
 
 # ---------------------------------------------------------------------- a follower hears
 
@@ -258,6 +395,7 @@ class Obey:
         nonce: The follower's, as stored.
         shard: Which one it holds; -1: none, it stands by.
         shards: How many there are.
+        agreement: Of the job; None before its first cluster has come.
         durable: The durable versions with its digests, oldest first.
         base: What this version holds is never asked for again (`OuterChain.safe`).
         entries: The versions that were made after it, oldest first.
@@ -267,7 +405,8 @@ class Obey:
     nonce: str
     shard: int
     shards: int
-    durable: tuple[tuple[VersionId, str], ...]
+    agreement: Agreement | None
+    durable: tuple[ShardFile, ...]
     base: VersionId
     entries: tuple[Entry, ...]
 
@@ -301,7 +440,7 @@ class Marked:
     """These are durable, with this shard's digests, oldest first; what came before `base` may be deleted (O6)."""
 
     term: int
-    durable: tuple[tuple[VersionId, str], ...]
+    durable: tuple[ShardFile, ...]
     base: VersionId
 
 
@@ -313,4 +452,21 @@ class DropPush:
     push: PushId
 
 
-ToFollower = Obey | Stage | Apply | Keep | Marked | DropPush
+@dataclass(frozen=True, slots=True)
+class LineKey:
+    """The key that it shares with a process of a cluster from now on.
+
+    Attributes:
+        term: The leader's.
+        peer: Who will dial.
+        name: Of the key.
+        key: The key.
+    """
+
+    term: int
+    peer: str
+    name: str
+    key: bytes = field(repr=False)
+
+
+ToFollower = Obey | Stage | Apply | Keep | Marked | DropPush | LineKey | JobFinished

@@ -7,9 +7,12 @@ the paper to the letter, and `async` the naive way that the paper compares with.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
-from chaos_lightning.declared import at_least, check_each, one_of, positive, setting
+from chaos_lightning.declared import at_least, check_each, declared, one_of, positive, setting
+from chaos_lightning.errors import ConfigurationError
 
 POLICIES = ("robust", "sync", "async", "di_ps")
 OPTIMIZERS = ("auto", "delayed_nesterov", "nesterov", "sgd")
@@ -100,7 +103,12 @@ class OuterSettings:
     di_ps_beta: float = setting(
         3.0, "di_ps refuses a push whose score is above so many times the largest recent one (beta).", check=_positive
     )
-    grace_cap: float = setting(0.25, "Longest wait for further pushes, as a part of a cluster's round.", check=_share)
+    grace_cap: float = setting(
+        0.5,
+        "How long a window waits for further pushes, as a part of a cluster's round. robust waits for so long, since "
+        "clusters train on meanwhile; di_ps at most.",
+        check=_share,
+    )
 
     heartbeat_s: float = setting(1.0, "A cluster that misses three heartbeats in a row is removed.", check=_positive)
     last_holder_timeout_s: float = setting(
@@ -120,6 +128,24 @@ class OuterSettings:
 
     def __post_init__(self) -> None:
         check_each(self)
+
+    @property
+    def words(self) -> tuple[tuple[str, str], ...]:
+        """By name, as an agreement has them."""
+        return tuple((name, str(getattr(self, name))) for name in declared(OuterSettings))
+
+    @classmethod
+    def of_words(cls, words: Iterable[tuple[str, str]]) -> Self:
+        """Back from `words`; what they do not name has its default.
+
+        Raises:
+            ConfigurationError: An unknown name, or a value that cannot be one.
+        """
+        known = declared(OuterSettings)
+        given = dict(words)
+        if unknown := sorted(set(given) - set(known)):
+            raise ConfigurationError(f"outer settings {', '.join(unknown)} are unknown; known are {', '.join(known)}")
+        return cls(**{name: known[name].read(value, f"outer setting {name}") for name, value in given.items()})
 
     @property
     def optimizer_used(self) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -63,6 +64,14 @@ class PushAnswer(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Covered:
+    """Positions of one epoch; `spans` are normal."""
+
+    epoch: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Offer:
     """A push as its cluster offers it.
 
@@ -72,8 +81,7 @@ class Offer:
         manifest: Hash of the hashes of its blocks.
         samples: How many it covers (T).
         steps: How many inner steps it covers (h).
-        epoch: Of the samples.
-        spans: Positions of the epoch that it covers, normal; empty where each cluster has its own data.
+        covers: The positions, by epoch, in order; empty where each cluster has its own data.
     """
 
     push: PushId
@@ -81,8 +89,7 @@ class Offer:
     manifest: str
     samples: int
     steps: int
-    epoch: int = 0
-    spans: tuple[Span, ...] = ()
+    covers: tuple[Covered, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +166,91 @@ class GateState:
     scores: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class JobProgress:
+    """How far the job is with a version.
+
+    Attributes:
+        samples: Of all accepted pushes.
+        ticks: The clock, in inner steps of a synchronous job times `TICKS`.
+        epoch: The one whose positions are leased; 0 where each cluster has its own data.
+    """
+
+    samples: int = 0
+    ticks: int = 0
+    epoch: int = 0
+
+    @property
+    def steps(self) -> int:
+        """The step number of a synchronous job of the same data."""
+        return self.ticks // TICKS
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the outer state, as all clusters must have it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all clusters of a job have in common; the first one's is the job's.
+
+    Attributes:
+        tensors: Parameters, then reduced buffers, in the fixed order.
+        averaged: So many of them, the last ones, are buffers: averaged by weight, without momentum.
+        block: Elements of a block of the grid.
+        codec: Of pushes and versions.
+        length: Positions of an epoch that clusters share; 0: each cluster has its own data.
+        settings: The job's rules (`OuterSettings.words`).
+        words: What else must be equal, by name, such as the seed or a tokenizer's hash.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    averaged: int = 0
+    block: int = 1 << 16
+    codec: str = "bf16"
+    length: int = 0
+    settings: tuple[tuple[str, str], ...] = ()
+    words: tuple[tuple[str, str], ...] = ()
+
+    def difference(self, other: Agreement) -> str:
+        """The first thing in which the other one, a newcomer's, differs; "" if nothing does."""
+        if (mine := len(self.tensors)) != (theirs := len(other.tensors)):
+            return f"its model has {theirs} tensors, the job's has {mine}"
+        for one, two in zip(self.tensors, other.tensors, strict=True):
+            if one != two:
+                return (
+                    f"its tensor {two.name} is {two.dtype}{list(two.shape)}, the job's is {one.name}, "
+                    f"{one.dtype}{list(one.shape)}"
+                )
+        for name in ("averaged", "block", "codec", "length"):
+            if (a := getattr(self, name)) != (b := getattr(other, name)):
+                return f"its {name} is {b}, the job's is {a}"
+        for ours, its in ((self.settings, other.settings), (self.words, other.words)):
+            first, second = dict(ours), dict(its)
+            for name in sorted({*first, *second}):
+                if first.get(name) != second.get(name):
+                    return f"its {name} is {second.get(name, 'not set')}, the job's is {first.get(name, 'not set')}"
+        return ""
+
+
 # ---------------------------------------------------------------------- entries
+
+
+@dataclass(frozen=True, slots=True)
+class JobOpened:
+    """The job's first cluster has said what it is about."""
+
+    agreement: Agreement
+    by: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +368,7 @@ class Ended:
     reason: str
 
 
-Body = Started | Cut | Joined | Founded | Leased | Removed | Voided | Round | Durable | RolledBack | Ended
+Body = JobOpened | Started | Cut | Joined | Founded | Leased | Removed | Voided | Round | Durable | RolledBack | Ended
 MAKES_VERSION = (Founded, Round, RolledBack)
 
 
@@ -302,6 +393,18 @@ class Entry:
         """Of all of it, and so of all entries before."""
         words = [self.position, self.term, type(self.body).__name__, asdict(self.body), self.before]
         return hashlib.blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()
+
+    def fields(self) -> dict[str, object]:
+        """Of the event `entry`, which tells of all of it."""
+        return {
+            "position": self.position,
+            "term": self.term,
+            "kind": type(self.body).__name__,
+            "version": str(self.version),
+            "before": self.before,
+            "hash": self.hash,
+            "body": asdict(self.body),
+        }
 
     @property
     def offers(self) -> tuple[Offer, ...]:

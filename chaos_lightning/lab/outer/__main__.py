@@ -5,28 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+from chaos_lightning.lab.outer.batch import outcomes
 from chaos_lightning.lab.outer.bugs import BUGS
 from chaos_lightning.lab.outer.processes import Machines
-from chaos_lightning.lab.outer.world import FAMILIES, Outcome, World
-from chaos_lightning.lab.simulate.batch import spread
+from chaos_lightning.lab.outer.world import FAMILIES, World
 
-_CHUNK = 20
 _COUNTED = ("rounds", "accepted", "rejected", "voids", "durable", "rollbacks", "terms")
-
-
-def run_chunk(task: tuple[int, int, str, str]) -> list[Outcome]:
-    """Runs seeds [start, stop) of a family with a planted bug ("" for none)."""
-    start, stop, family, bug = task
-    machines = BUGS[bug].machines if bug else Machines()
-    return [World(FAMILIES[family](seed), machines).run() for seed in range(start, stop)]
-
-
-def outcomes(start: int, count: int, family: str, bug: str, jobs: int) -> Iterator[list[Outcome]]:
-    """Chunks of outcomes, in the order of seeds."""
-    tasks = [(s, min(s + _CHUNK, start + count), family, bug) for s in range(start, start + count, _CHUNK)]
-    return spread(run_chunk, tasks, jobs)
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -2,57 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from chaos_lightning.lab.outer.processes import Machines
+from chaos_lightning.outer.attendance import Attendance
+from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.cluster import ClusterMachine
-from chaos_lightning.outer.effects import Connected, SendTo
+from chaos_lightning.outer.effects import Connected
 from chaos_lightning.outer.leader import LeaderMachine
 from chaos_lightning.outer.messages import Freed, PushAnswered
-from chaos_lightning.outer.types import NO_VERSION, Body, IncarnationId, Offer, PushAnswer, Round
+from chaos_lightning.outer.pushes import Pushes
+from chaos_lightning.outer.types import NO_VERSION, IncarnationId, Offer, PushAnswer, Round
 
 
 class EarlyLeader(LeaderMachine):
     """It tells answers before they are stored."""
 
-    def _persist(self, body: Body) -> bool:
-        if isinstance(body, Round):
-            for weighed in body.accepted:
-                offer = weighed.offer
-                cluster = self.clusters[offer.push.incarnation]
-                if cluster.conn is not None:
-                    version = self.chain.entry(self.term, body).version
-                    said = PushAnswered(self.term, offer.push, PushAnswer.ACCEPTED, version, "")
-                    self._out.append(SendTo(cluster.conn, said))
-        return super()._persist(body)
+    def _turn(self) -> None:
+        super()._turn()
+        entry = self.desk.persisting
+        if entry is not None and isinstance(entry.body, Round):
+            for weighed in entry.body.accepted:
+                push = weighed.offer.push
+                said = PushAnswered(self.term, push, PushAnswer.ACCEPTED, entry.version, "")
+                self.attendance.tell(push.incarnation, said)
 
 
-class OneShardLeader(LeaderMachine):
+class OneShardPushes(Pushes):
     """It takes a push that one shard has for one that all have."""
 
-    def _staged(self) -> list[Offer]:
-        offers = [c.offer for c in self.clusters.values() if c.offer is not None and c.offer.base != NO_VERSION]
-        here = [o for o in offers if o.push.number == self.chain.incarnations[o.push.incarnation].next]
-        found = [o for o in here if any(o.push in f.staged for f in self._shards())]
+    def staged(self) -> list[Offer]:
+        if not self._desk.chain.founded:
+            return super().staged()
+        offers = [o for o in self._attendance.offers() if o.base != NO_VERSION]
+        here = [o for o in offers if o.push.number == self._desk.chain.incarnations[o.push.incarnation].next]
+        shards = self._shards.up()
+        found = [o for o in here if any(o.push in f.staged for f in shards)]
         for offer in found:  # what the others would have said
-            staged = next(f.staged[offer.push] for f in self._shards() if offer.push in f.staged)
-            for follower in self._shards():
+            staged = next(f.staged[offer.push] for f in shards if offer.push in f.staged)
+            for follower in shards:
                 follower.staged.setdefault(offer.push, staged)
-        return sorted(found, key=lambda o: o.push) if self.chain.founded else super()._staged()
+        return sorted(found, key=lambda o: o.push)
 
 
-class FreeingLeader(LeaderMachine):
+class FreeingPushes(Pushes):
     """It frees pushes once a round has them."""
 
-    def _free(self, whom: object) -> None:
-        for who in self._living():
-            pushes = tuple(a.offer.push for a in self.chain.incarnations[who].accepted())
-            conn = self.clusters[who].conn
-            if pushes and conn is not None:
-                self._out.append(SendTo(conn, Freed(self.term, pushes)))
+    def free(self, whom: Iterable[IncarnationId]) -> None:
+        for who in whom:
+            pushes = tuple(self._desk.chain.incarnations[who].accepted(1000))
+            if pushes:
+                self._attendance.tell(who, Freed(self._desk.term, pushes))
 
 
-class HastyLeader(LeaderMachine):
+class HastyAttendance(Attendance):
     """After a takeover it waits for nobody."""
 
     def _patience_s(self, who: IncarnationId) -> float:
@@ -68,6 +72,18 @@ class ForgetfulCluster(ClusterMachine):
         return super().on(event)  # type: ignore[arg-type]
 
 
+def _with(**parts: type) -> Callable[[OuterChain, int, int], LeaderMachine]:
+    """Leaders with these parts in place of their own."""
+
+    def made(chain: OuterChain, term: int, followers: int) -> LeaderMachine:
+        machine = LeaderMachine(chain, term, followers)
+        for name, part in parts.items():
+            getattr(machine, name).__class__ = part
+        return machine
+
+    return made
+
+
 @dataclass(frozen=True, slots=True)
 class Bug:
     """A rule that is broken, how, and by what."""
@@ -80,13 +96,17 @@ class Bug:
 
 BUGS = {
     "O1-early": Bug("O1", "answers are told before they are stored", Machines(leader=EarlyLeader)),
-    "O2-one-shard": Bug("O2", "a round takes a push that one shard has", Machines(leader=OneShardLeader), "fragile"),
-    "O5-freed": Bug("O5", "pushes are freed when a round has them", Machines(leader=FreeingLeader)),
+    "O2-one-shard": Bug(
+        "O2", "a round takes a push that one shard has", Machines(leader=_with(pushes=OneShardPushes)), "fragile"
+    ),
+    "O5-freed": Bug("O5", "pushes are freed when a round has them", Machines(leader=_with(pushes=FreeingPushes))),
     "O6-unsynced": Bug("O6", "a file is reported before it is on disk", Machines(syncs=False)),
     "O10-kept": Bug(
         "O10", "what was trained before a rejection is pushed all the same", Machines(discards=False), "poisoned"
     ),
     "O10a-given-up": Bug("O10a", "a push is given up when the stream breaks", Machines(cluster=ForgetfulCluster)),
-    "O14-hasty": Bug("O14", "after a takeover everybody is removed", Machines(leader=HastyLeader), "frozen"),
+    "O14-hasty": Bug(
+        "O14", "after a takeover everybody is removed", Machines(leader=_with(attendance=HastyAttendance)), "frozen"
+    ),
 }
 """By name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,18 +17,25 @@ from chaos_lightning.outer.cluster import ClusterMachine, Phase
 from chaos_lightning.outer.exact import ExactSum
 from chaos_lightning.outer.follower import FollowerMachine
 from chaos_lightning.outer.leader import LeaderMachine
-from chaos_lightning.outer.leases import Leases, chunk_size
-from chaos_lightning.outer.messages import PushAnswered
+from chaos_lightning.outer.messages import PushAnswered, PushProduct
 from chaos_lightning.outer.settings import OuterSettings
-from chaos_lightning.outer.types import NO_VERSION, Entry, Offer, PushAnswer, PushId, VersionId
+from chaos_lightning.outer.types import (
+    NO_VERSION,
+    Agreement,
+    Covered,
+    Entry,
+    Offer,
+    PushAnswer,
+    PushId,
+    TensorSpec,
+    VersionId,
+)
 from chaos_lightning.protocol.types import Span
 
 ONE = ExactSum.of([1.0]).encode()
 SOME = ExactSum.of([0.1]).encode()
 AGAIN_S = 0.05
 TICK_S = 0.1
-CHUNKS = 16
-"""Of an epoch."""
 SILENT_S = 1.2
 
 
@@ -60,7 +68,7 @@ class Job(Protocol):
 class Machines:
     """The machines' classes, and what their shells do in one point each; planted bugs replace them."""
 
-    leader: type[LeaderMachine] = LeaderMachine
+    leader: Callable[[OuterChain, int, int], LeaderMachine] = LeaderMachine
     follower: type[FollowerMachine] = FollowerMachine
     cluster: type[ClusterMachine] = ClusterMachine
     syncs: bool = True
@@ -69,9 +77,9 @@ class Machines:
     """After a rejection what was trained is gone."""
 
 
-def empty_chain(length: int) -> OuterChain:
+def agreement(settings: OuterSettings, length: int) -> Agreement:
     """Of a job whose epochs have so many positions."""
-    return OuterChain(Leases(length, chunk_size(length, CHUNKS)))
+    return Agreement((TensorSpec("w", "float32", (4 * 64,)),), block=64, length=length, settings=settings.words)
 
 
 class Stream:
@@ -100,10 +108,10 @@ class LeaderProcess(Process):
         super().__init__(job.kernel, name)
         self.job = job
         self.term = job.store.take_term()
-        self.chain = empty_chain(job.length)
+        self.chain = OuterChain()
         for entry in job.store.entries:
             self.chain.follow(entry)
-        self.machine = job.machines.leader(job.settings, self.chain, self.term, job.shards)
+        self.machine = job.machines.leader(self.chain, self.term, job.shards)
         self.streams: dict[int, Stream] = {}
         self.die_at_effect = -1
         self.timer(TICK_S, self._tick)
@@ -290,9 +298,9 @@ class FollowerProcess(Client):
             return
         self.parts[offer.push] = holder.bytes[offer.push]
         self.job.oracle.staged.add((self.name, offer.push))
-        others = tuple((p, SOME) for p in sorted(self.parts) if p != offer.push)
+        others = tuple(PushProduct(p, SOME) for p in sorted(self.parts) if p != offer.push)
         finite = not self.job.poisoned(offer.push)
-        products = ((offer.push, ONE), *others) if finite else ()
+        products = (PushProduct(offer.push, ONE), *others) if finite else ()
         self.feed(fx.Fetched(offer.push, self.parts[offer.push], products, finite))
 
     def _compute(self, entry: Entry, parts: list[str]) -> None:
@@ -327,7 +335,8 @@ class ClusterProcess(Client):
     def __init__(self, job: Job, name: str, pace_s: float, inner_steps: int) -> None:
         super().__init__(job, name)
         self.pace_s = pace_s
-        self.machine = job.machines.cluster(name, name, f"{name}-{job.number()}", inner_steps, shared=True)
+        self.machine = job.machines.cluster(name, name, f"{name}-{job.number()}", agreement(job.settings, job.length))
+        self.machine.inner_steps = inner_steps
         self.bytes: dict[PushId, str] = {}
         self.live: list[int] = []
         """Inner steps since the last freezing."""
@@ -369,7 +378,7 @@ class ClusterProcess(Client):
             case fx.Say(message):
                 self.say(message)
             case cl.Freeze(push, base):
-                self.timer(0.002, lambda: self._freeze(push, base))
+                self._freeze(push, base)
             case cl.FetchVersion(version):
                 self.timer(self.kernel.between(0.01, 0.1), lambda: self._fetch(version))
             case cl.Adopt(_, outright):
@@ -391,7 +400,7 @@ class ClusterProcess(Client):
         manifest = f"{push}:{base}:{sorted(steps)}"
         self.bytes[push] = manifest
         self.job.oracle.frozen(push, manifest, steps)
-        self.feed(cl.Frozen(push, manifest))
+        self.timer(0.002, lambda: self.feed(cl.Frozen(push, manifest)))
 
     def _settle(self, push: PushId, answer: PushAnswer) -> None:
         steps = self.job.oracle.pushes[push]
@@ -449,16 +458,12 @@ class ClusterProcess(Client):
         if machine.phase is Phase.TRAINING and machine.may_train and spans is not None:
             epoch, span = spans
             self.live.append(self.job.number())
-            machine.rate = 4 / self.pace_s
-            self.feed(cl.Trained(span[1] - span[0], epoch, (span,)))
+            machine.rate, machine.step_rate = 4 / self.pace_s, 1 / self.pace_s
+            self.feed(cl.Trained(span[1] - span[0], (Covered(epoch, (span,)),)))
         self._train(life)
 
     def _share(self) -> tuple[int, Span] | None:
-        free = self.machine.free_spans()
-        progress = self.machine.progress
-        for epoch, spans in sorted(free.items()):
-            if progress.samples and epoch != progress.epoch:
-                return None
+        for epoch, spans in sorted(self.machine.free_spans().items()):
             start, stop = spans[0]
             return epoch, (start, min(stop, start + 4))
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from chaos_lightning.outer.messages import ShardFile
 from chaos_lightning.outer.types import Entry, VersionId
 
 
@@ -37,9 +38,9 @@ class Disk:
 
     synced: dict[VersionId, str] = field(default_factory=dict)
 
-    def whole(self) -> tuple[tuple[VersionId, str], ...]:
-        """What a follower finds when it starts, with digests."""
-        return tuple(sorted((version, digest_of(content)) for version, content in self.synced.items()))
+    def whole(self) -> tuple[ShardFile, ...]:
+        """What a follower finds when it starts."""
+        return tuple(ShardFile(version, digest_of(content)) for version, content in sorted(self.synced.items()))
 
 
 def digest_of(content: str) -> str:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from chaos_lightning.lab.outer.oracle import Oracle, Violation
-from chaos_lightning.lab.outer.processes import ClusterProcess, FollowerProcess, LeaderProcess, Machines, empty_chain
+from chaos_lightning.lab.outer.processes import ClusterProcess, FollowerProcess, LeaderProcess, Machines
 from chaos_lightning.lab.outer.store import ChainStore, Disk
 from chaos_lightning.lab.simulate.kernel import Kernel
+from chaos_lightning.outer.chain import OuterChain
 from chaos_lightning.outer.settings import OuterSettings
 from chaos_lightning.outer.types import Durable, Entry, PushId, Removed, RolledBack, Round, Voided
 
@@ -157,7 +158,7 @@ class World:
         self.kernel = Kernel(plan.seed)
         self.store = ChainStore()
         self.oracle = Oracle()
-        self.chain = empty_chain(plan.length)
+        self.chain = OuterChain()
         """What the store holds, folded once more."""
         self.settings = plan.settings
         self.length, self.shards = plan.length, plan.followers
@@ -337,10 +338,10 @@ class World:
     def describe(self) -> str:
         """Where everybody stands."""
         chain = self.chain
-        assert chain.leases is not None
         lines = [
-            f"newest {chain.newest} durable {[str(v) for v, _ in chain.durable]} epoch {chain.leases.epoch} "
-            f"left {chain.leases.left} leader {self.leader and self.leader.machine._persisting}"
+            f"newest {chain.newest} durable {[str(v) for v, _ in chain.durable]} "
+            f"epoch {chain.leases and (chain.leases.epoch, chain.leases.left)} "
+            f"leader {self.leader and self.leader.machine.desk.persisting}"
         ]
         for name, follower in self.followers.items():
             machine = follower.machine
@@ -349,6 +350,6 @@ class World:
             c = cluster.machine
             lines.append(
                 f"{name} {c.incarnation} alive={cluster.alive} {c.phase} base={c.base} open={c.open} "
-                f"left={cluster.left!r} free={c.free_spans()} progress={c.progress} due={c._due} served={c._served}"
+                f"left={cluster.left!r} free={c.free_spans()} unpushed={c.unpushed} due={c._due} served={c._served}"
             )
         return "\n  ".join([*lines, *self.log])

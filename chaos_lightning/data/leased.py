@@ -1,0 +1,224 @@
+"""The user's DataLoader, fed with positions that a server leases: each cluster trains its own part of the epoch.
+
+Theory of operation. Clusters that share a data set claim positions of the epoch's order, a batch's worth at a time, and
+say after an optimizer step which positions it used (docs/outer.md, O11). The order is the same in all clusters
+(`order.py`), and the fetching with all workers and prefetching is `feeds.py`: what is claimed is the forecast. Ahead of
+the training loop positions are claimed only as far as they are there; where the forecast ends, the loop waits for
+more.
+
+Nobody knows beforehand how many batches of an epoch will be this cluster's. An epoch is over once each of its positions
+counts, and only then those of the next one are leased: a claim that waits answers with more of this epoch, with the
+next one's, or with nothing, if the epoch is over or this cluster is to train no more. So the last batch that is *known*
+(`known`) may turn out to be the pass's last one. Whoever accumulates gradients takes the step with it, says what it
+covered (`used`), and then asks whether there is more (`more`): what is not covered ends no epoch.
+
+What was handed out and never used is handed out again in the next pass. After a rejection, or where this process came
+in anew, nothing is leased to it any more: `forget`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader
+
+from chaos_lightning.data.accumulations import Part
+from chaos_lightning.data.feeds import MapFeed, Tag
+from chaos_lightning.data.order import Orders
+from chaos_lightning.data.source import Stats
+from chaos_lightning.errors import ConfigurationError, UnsupportedError
+from chaos_lightning.planning import orders
+from chaos_lightning.protocol.spans import count, normalise
+
+
+class LeaseSource(Protocol):
+    """Where positions come from."""
+
+    def claim(self, positions: int, *, wait: bool, within: int = -1) -> tuple[Tag, ...]:
+        """The next positions that are this cluster's, at most so many, each of them once.
+
+        Args:
+            positions: How many are wanted.
+            wait: Until there are some, however long it takes.
+            within: Waits only as long as this epoch is not over; -1: for those of any.
+
+        Returns:
+            By epoch, in order. Nothing: there are none at the moment, or, with `wait`, the epoch is over, or this
+            cluster is to train no more.
+        """
+
+
+class LeasedLoader:
+    """One cluster's batches of data that clusters share. It is its own iterator; one pass goes over one epoch.
+
+    Args:
+        loader: The user's own: a torch DataLoader over a map-style data set.
+        seed: Keys the order of each epoch; equal in all clusters.
+        source: Leases.
+        who: This cluster; keys its workers' randomness.
+        first: Number of the job's first epoch; where a job goes on from a checkpoint, it is not 0.
+
+    Attributes:
+        loader: The user's.
+        stats: Counters.
+        begun: The present pass has had a batch.
+        epoch: Of the present pass.
+    """
+
+    def __init__(self, loader: Any, *, seed: int, source: LeaseSource, who: str = "", first: int = 0) -> None:
+        if not isinstance(loader, DataLoader):
+            raise UnsupportedError(
+                f"the training loader is a {type(loader).__name__}, whose samples have no positions that clusters "
+                'could share. Use a torch DataLoader over a map-style data set, or data="local" if each cluster has '
+                "its own data."
+            )
+        self.loader = loader
+        self.stats = Stats()
+        self.first = first
+        self.begun = False
+        self.epoch = 0
+        self._who = who
+        self._source = source
+        self._units = Orders(loader, seed=seed, stream="")
+        self._feed = MapFeed(loader, self._units, seed=seed, stats=self.stats)
+        self._ahead: deque[Tag] = deque()
+        """Claimed and not handed out, a batch each."""
+        self._place = 0
+        """Of the first of these among all that were ever claimed."""
+        self._out: list[Tag] = []
+        """Handed out, and not yet said to be used."""
+        self._resync = True
+        if self._units.length(0) != self._units.length(1):
+            raise UnsupportedError(
+                f"the training loader's sampler yields {self._units.length(0)} units in the first epoch and "
+                f"{self._units.length(1)} in the second; clusters that share data need epochs of one length"
+            )
+
+    # ------------------------------------------------------------------ a pass
+
+    def __iter__(self) -> LeasedLoader:
+        """Begins a pass over the epoch of the next positions."""
+        self.begun = False
+        self._ahead.extendleft(reversed(self._out))
+        self._place -= len(self._out)
+        self._out.clear()
+        return self
+
+    def __next__(self) -> Any:
+        if not self.more():
+            raise StopIteration
+        tag = self._ahead[0]
+        if not self.begun:
+            self.begun = True
+            self.epoch = tag[0]
+            self._feed.open(f"{self._who}/{self.epoch + self.first}")
+            self._resync = True
+        if self._resync:
+            self._resync = False
+            self._feed.resync(self._forecast())
+        try:
+            data = self._feed.fetch(self._keyed(tag))
+        except BaseException:
+            self._resync = True
+            raise
+        self._ahead.popleft()
+        self._place += 1
+        self._out.append(tag)
+        self.stats.yielded += 1
+        return data
+
+    def more(self) -> bool:
+        """Whether this pass has another batch; waits until that is sure."""
+        return (bool(self._ahead) or self._claim(wait=True)) and self._is_of_this_pass
+
+    @property
+    def known(self) -> bool:
+        """Whether this pass is known to have another batch; waits for nothing."""
+        return (bool(self._ahead) or self._claim(wait=False)) and self._is_of_this_pass
+
+    def __len__(self) -> int:
+        """Batches of an epoch if this cluster were the only one."""
+        whole, rest = divmod(self.length, self._units.quota)
+        return whole + (rest > 0)
+
+    # ------------------------------------------------------------------ what became of batches
+
+    def used(self) -> tuple[int, tuple[Tag, ...]]:
+        """How many samples were handed out since this was asked last, and their positions by epoch."""
+        samples = sum(self._feed.samples(self._keyed(tag)) for tag in self._out)
+        epochs = sorted({epoch for epoch, _ in self._out})
+        covers = tuple((e, normalise(span for epoch, part in self._out if epoch == e for span in part)) for e in epochs)
+        self._out.clear()
+        return samples, covers
+
+    def forget(self) -> None:
+        """Nothing that was claimed is this cluster's any more."""
+        self._place += len(self._ahead)
+        self._ahead.clear()
+        self._out.clear()
+        self._resync = True
+        self._feed.resync(iter(()))
+
+    def inherit(self, other: LeasedLoader) -> None:
+        """Another loader of the same data has made way for this one: what it claimed and did not use is this one's."""
+        self._ahead.extend([*other._out, *other._ahead])
+        other.forget()
+
+    def close(self) -> None:
+        """Lets workers go, persistent ones too."""
+        self._feed.close()
+
+    # ------------------------------------------------------------------ agreement
+
+    @property
+    def length(self) -> int:
+        """Positions of an epoch: samples, or batches where the loader has a batch sampler of its own."""
+        return self._units.length(0)
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What must be equal in all clusters, by name. The batch size need not be."""
+        told = self._units.fingerprint()
+        return {"data.order_version": str(orders.VERSION)} | {k: v for k, v in told.items() if k != "data.drop_last"}
+
+    # ------------------------------------------------------------------ inside
+
+    @property
+    def _is_of_this_pass(self) -> bool:
+        """Also of an epoch before it: a rollback can open one again that was over."""
+        return not self.begun or self._ahead[0][0] <= self.epoch
+
+    def _keyed(self, tag: Tag) -> Tag:
+        """The same positions under the number that keys the order."""
+        return (tag[0] + self.first, tag[1])
+
+    def _claim(self, *, wait: bool) -> bool:
+        """Claims a batch, whole if there is enough; False if there is nothing."""
+        quota, size = self._units.quota, 0
+        batch: tuple[int, Part] | None = None
+        while size < quota:
+            within = self.epoch if self.begun else -1
+            got = self._source.claim(quota - size, wait=wait and batch is None, within=within)
+            if not got:
+                break
+            for epoch, spans in got:
+                if count(spans) > quota - size:
+                    raise ConfigurationError(f"claimed {quota - size} positions and got {count(spans)}")
+                if batch is not None and batch[0] != epoch:
+                    self._ahead.append(batch)
+                    batch, size = None, 0
+                batch = (epoch, normalise([*(batch[1] if batch is not None else ()), *spans]))
+                size += count(spans)
+        if batch is not None:
+            self._ahead.append(batch)
+        return batch is not None
+
+    def _forecast(self) -> Iterator[Tag]:
+        """From the next batch on: what is claimed, and what else there is by then."""
+        place = self._place
+        while place < self._place + len(self._ahead) or self._claim(wait=False):
+            yield self._keyed(self._ahead[place - self._place])
+            place += 1
+        self._resync = True

@@ -1,0 +1,222 @@
+"""Outer sync for plain PyTorch loops: one process that trains by itself, and with others through a parameter server.
+
+    with DiLoCo(model, optimizer, inner_steps=64) as diloco:
+        for images, labels in diloco.prepare(loader, epochs=3):
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            diloco.step(loss)
+
+Theory of operation. The loop is the user's own, with its own optimizer steps; after each `step` tells the session
+(outer/session.py) what was trained, and there pushes are frozen and versions adopted. The same script in a second
+terminal, or on another machine with `server="HOST:29470"`, is the second cluster. With `data="shared"` each sample is
+trained once an epoch by whichever cluster it is leased to, and the loop ends when the epochs are spent; with "local"
+each cluster goes over its own loader. The first Ctrl+C or SIGTERM pushes what is there and stays until that is durable;
+the second one says what it may cost to end now.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from chaos_lightning.data.feeds import batch_length
+from chaos_lightning.data.leased import LeasedLoader
+from chaos_lightning.declared import declared
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.signals import ExitSignals, aside, end_by, say
+from chaos_lightning.outer.cluster_options import ClusterOptions
+from chaos_lightning.outer.replica import Replica
+from chaos_lightning.outer.session import Boundary, OuterSession, agreement_of
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.types import Covered, JobProgress
+from chaos_lightning.protocol.types import Span
+
+_log = logging.getLogger("chaos_lightning")
+
+LOSS_EVERY = 10
+"""Steps between two looks at the loss, each of which waits for the device."""
+_TURN_S = 0.1
+
+
+class DiLoCo:
+    """One cluster of an outer job, for a plain loop.
+
+    Args:
+        model: Its trained parameters travel, and its floating buffers are averaged.
+        optimizer: The inner one; its state stays here.
+        words: What else must be equal in all clusters, such as a tokenizer's hash, by name.
+        seed: Of the order of shared data; equal in all clusters.
+        settings: Fields of `ClusterOptions` and of `OuterSettings`; the environment fills in the former.
+
+    Attributes:
+        session: The part in the job; None before `prepare`.
+
+    Raises:
+        ConfigurationError: A setting that there is not, or that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        words: Mapping[str, str] | None = None,
+        seed: int = 0,
+        **settings: Any,
+    ) -> None:
+        mine, rules = declared(ClusterOptions), {f.name for f in fields(OuterSettings)}
+        if unknown := sorted(set(settings) - set(mine) - rules):
+            raise ConfigurationError(f"unknown settings {unknown}; expected some of {sorted({*mine, *rules})}")
+        self.options = ClusterOptions.build({k: v for k, v in settings.items() if k in mine})
+        self.session: OuterSession | None = None
+        self._rules = {k: v for k, v in settings.items() if k in rules}
+        self._model, self._optimizer = model, optimizer
+        self._words = {"seed": str(seed), **(words or {})}
+        self._seed = seed
+        self._loader: LeasedLoader | None = None
+        self._samples = self._steps = 0
+        self._ended = ""
+        self._signals = ExitSignals(self._on_signal, again=self._on_further_signal)
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def progress(self) -> JobProgress:
+        """How far the job is by this cluster's reckoning."""
+        return self._joined.reckoned
+
+    @property
+    def _joined(self) -> OuterSession:
+        if self.session is None:
+            raise ConfigurationError("this cluster is in no job yet: call prepare() before step()")
+        return self.session
+
+    # ------------------------------------------------------------------ the loop
+
+    def prepare(self, loader: Iterable[Any], *, epochs: int = 1, timeout_s: float = 60.0) -> Iterator[Any]:
+        """Comes into the job, and yields this cluster's batches until the epochs are over, or it leaves.
+
+        The model's parameters are the job's newest version when this returns.
+
+        Args:
+            loader: A torch DataLoader; with `data="local"` anything that can be iterated over again.
+            epochs: Passes over the data: with shared data of all clusters together.
+            timeout_s: How long to wait for a server that lets this cluster in.
+
+        Raises:
+            ConfigurationError: The job is another one; says in what it differs, and whose it is.
+            DeadlineError, RefusedError: Nobody let this cluster in.
+        """
+        shared = self.options.data == "shared"
+        if shared:
+            self._loader = LeasedLoader(loader, seed=self._seed, source=self, who=self.options.name)
+            self._rules = {"epochs": epochs, **self._rules}
+            self._words |= self._loader.words
+        replica = Replica.of_module(self._model)
+        settings = OuterSettings(**self._rules)
+        agreement = agreement_of(
+            replica,
+            self.options,
+            settings,
+            length=self._loader.length if self._loader is not None else 0,
+            words=self._words,
+        )
+        events = EventLog.in_directory(self.options.log_dir or None, self.options.name, role="cluster")
+        self.session = OuterSession(replica, agreement, self.options, events)
+        self._signals.install()
+        self.session.start(timeout_s)
+        return self._batches(loader, epochs)
+
+    def _batches(self, loader: Iterable[Any], epochs: int) -> Iterator[Any]:
+        for _ in range(epochs):
+            for batch in self._loader if self._loader is not None else loader:
+                if self._joined.ending:
+                    return
+                if self._loader is None:
+                    self._samples += batch_length(batch)
+                yield batch
+            if self._joined.ending:
+                return
+
+    def claim(self, positions: int, *, wait: bool, within: int = -1) -> tuple[tuple[int, tuple[Span, ...]], ...]:
+        """Leases for the loader (data.leased.LeaseSource)."""
+        session = self._joined
+        while not session.ending:
+            got = session.claim(positions)
+            if got or not wait or 0 <= within < session.progress.epoch:
+                return tuple((each.epoch, each.spans) for each in got)
+            self._take(session.boundary(0, steps=0))
+            session.pause(_TURN_S)
+        return ()
+
+    def step(self, loss: Any = None) -> Boundary:
+        """After each optimizer step; returns what happened between it and the next one.
+
+        Args:
+            loss: Of that step, for the log: a number, or a tensor of one element.
+        """
+        session = self._joined
+        samples, covers = self._samples, tuple[Covered, ...]()
+        if self._loader is not None:
+            samples, used = self._loader.used()
+            covers = tuple(Covered(epoch, spans) for epoch, spans in used)
+        self._samples = 0
+        self._steps += 1
+        told = (
+            float(loss.detach() if isinstance(loss, Tensor) else loss)
+            if loss is not None and self._steps % LOSS_EVERY == 0
+            else None
+        )
+        return self._take(session.boundary(samples, covers, loss=told))
+
+    def _take(self, boundary: Boundary) -> Boundary:
+        if boundary.outright and self._loader is not None:
+            self._loader.forget()
+        if boundary.reset_optimizer:
+            self._optimizer.state.clear()
+        return boundary
+
+    # ------------------------------------------------------------------ going
+
+    def leave(self) -> None:
+        """Asks to go: the loop's batches end, and leaving the block waits until what was trained is durable."""
+        self._joined.leave()
+
+    def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
+        say(f"{number.name}: leaving the job after the present step, once what was trained is durable")
+        aside(lambda _: self._joined.leave(), number.name)
+
+    def _on_further_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
+        for each in self._signals.before:
+            signal.signal(each, lambda which, _: end_by(signal.Signals(which)))
+        say(
+            f"{number.name}: still waiting for the parameter server. To end now may cost {self._joined.at_risk} inner "
+            "steps, which no durable version holds; once more ends"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Without an error: pushes the rest, and stays until it has left or the job has ended."""
+        session = self.session
+        if session is None:
+            return
+        try:
+            if kind is None:
+                session.finish("its epochs are over")
+        finally:
+            if self._loader is not None:
+                self._loader.close()
+            session.close()
+            self._signals.restore()

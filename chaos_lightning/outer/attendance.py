@@ -1,0 +1,230 @@
+"""The leader's list of clusters: who is in, who wants to come in, who is heard, who trains, and who is removed (O14).
+
+Theory of operation. A cluster's word is what it said last. An incarnation is in the chain before its cluster is told
+(O3b). Who misses three heartbeats is removed; gaps of the leader's own clock count for nobody's silence, and after a
+takeover clusters have a while to come back. One that alone holds what a shard may lack is waited for much longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from chaos_lightning.outer.leader_desk import LeaderDesk
+from chaos_lightning.outer.messages import Beat, ClusterHello, Dismissed, Eldest, Paced, ToCluster
+from chaos_lightning.outer.pace import local_steps
+from chaos_lightning.outer.types import NO_VERSION, IncarnationId, JobOpened, Joined, Offer, PushId, Removed, VersionId
+
+MISSED = 3
+"""Heartbeats that a cluster may miss (Di-PS 4.3)."""
+
+
+@dataclass(slots=True)
+class ClusterState:
+    """What the leader is told by one incarnation; `in_s`: when its push will be in, by follower."""
+
+    conn: int | None
+    heard_s: float
+    nonce: str = ""
+    rate: float = 0.0
+    step_rate: float = 0.0
+    steps: int = 0
+    base: VersionId = NO_VERSION
+    left: int = 0
+    pending: int = 0
+    offer: Offer | None = None
+    leaving: bool = False
+    verdict: str = ""
+    """Why its own loop is over."""
+    gone: str = ""
+    """Why it is known to be dead."""
+    kept: frozenset[PushId] = frozenset()
+    """Pushes whose bytes it held when it came."""
+    in_s: dict[str, float] = field(default_factory=dict)
+
+
+class Attendance:
+    """See the module.
+
+    Args:
+        desk: The leader's.
+        holds_alone: Whether a shard may lack a push of this incarnation that the chain needs.
+
+    Attributes:
+        clusters: By incarnation; those that are over are not in it.
+    """
+
+    def __init__(self, desk: LeaderDesk, holds_alone: Callable[[IncarnationId], bool]) -> None:
+        self._desk = desk
+        self._holds_alone = holds_alone
+        self._conns: dict[int, IncarnationId] = {}
+        self._hellos: dict[str, tuple[int, ClusterHello]] = {}
+        """Clusters that wait to be let in, by name."""
+        self.clusters: dict[IncarnationId, ClusterState] = {}
+
+    # ------------------------------------------------------------------ questions
+
+    def living(self) -> list[IncarnationId]:
+        """Who is in, and has said so to this leader."""
+        return [who for who in self.clusters if not self._desk.chain.incarnations[who].over]
+
+    def training(self) -> set[IncarnationId]:
+        """Who is waited for: it has a base, and samples to train or progress that is not pushed (O13)."""
+        found = set()
+        for who in self.living():
+            cluster = self.clusters[who]
+            if cluster.base == NO_VERSION or cluster.leaving:
+                continue
+            if self._desk.chain.leases is None or cluster.left or cluster.pending or cluster.offer is not None:
+                found.add(who)
+        return found
+
+    def oldest(self) -> IncarnationId | None:
+        """Who came before all others that are in: its verdict ends the job."""
+        living = [who for who, known in self._desk.chain.incarnations.items() if not known.over]
+        return min(living, key=lambda who: who.number, default=None)
+
+    def steps_of(self, cluster: ClusterState) -> int:
+        """Inner steps from one of its pushes to the next."""
+        return cluster.steps or self._desk.settings.inner_steps
+
+    def offers(self) -> list[Offer]:
+        """Open pushes of those that are in."""
+        found = [self.clusters[who].offer for who in self.living()]
+        return [offer for offer in found if offer is not None]
+
+    # ------------------------------------------------------------------ hearing
+
+    def waits(self, conn: int, hello: ClusterHello) -> None:
+        """A cluster that is new wants to come in."""
+        self._hellos[hello.cluster] = (conn, hello)
+
+    def has_come(self, who: IncarnationId) -> tuple[int, ClusterHello] | None:
+        """Its incarnation is stored: the stream and the word of who waits for it, if it still does."""
+        return self._hellos.pop(who.cluster, None)
+
+    def on_stream(self, conn: int, who: IncarnationId, hello: ClusterHello) -> None:
+        """The stream of a known incarnation."""
+        now = self._desk.now
+        cluster = self.clusters.setdefault(who, ClusterState(conn, now))
+        cluster.conn, cluster.heard_s, cluster.nonce, cluster.base = conn, now, hello.nonce, hello.base
+        cluster.kept = frozenset(hello.kept)
+        self._conns[conn] = who
+
+    def on_beat(self, beat: Beat) -> None:
+        """It lives."""
+        cluster = self.clusters.get(beat.incarnation)
+        if cluster is None:
+            return
+        cluster.heard_s, cluster.base = self._desk.now, beat.base
+        cluster.rate, cluster.step_rate = beat.rate, beat.step_rate
+        cluster.left, cluster.pending, cluster.leaving = beat.left, beat.pending, beat.leaving
+
+    def closed(self, conn: int, *, proof: bool) -> None:
+        """A stream is gone; `proof`: its process is known to be dead."""
+        who = self._conns.pop(conn, None)
+        self._hellos = {name: held for name, held in self._hellos.items() if held[0] != conn}
+        cluster = self.clusters.get(who) if who is not None else None
+        if cluster is not None and cluster.conn == conn:  # it may be removed, or here again
+            cluster.conn = None
+            cluster.gone = cluster.gone or ("its process is dead" if proof else "")
+
+    def forgive(self, gap_s: float) -> None:
+        """The leader was away for so long."""
+        for cluster in self.clusters.values():
+            cluster.heard_s += gap_s
+
+    # ------------------------------------------------------------------ decisions
+
+    def next_opening(self) -> JobOpened | None:
+        """The first cluster's agreement is the job's."""
+        if self._desk.chain.agreement is not None or not self._hellos:
+            return None
+        name, (_, hello) = next(iter(self._hellos.items()))
+        return JobOpened(hello.agreement, f"{name} at {hello.place}")
+
+    def next_join(self, welcome: Callable[[int, IncarnationId, ClusterHello], None]) -> Joined | None:
+        """Who comes in next.
+
+        Args:
+            welcome: Told of one that is in already, whose welcome was lost: its stream, its name and its word.
+        """
+        chain = self._desk.chain
+        for name, (conn, hello) in sorted(self._hellos.items()):
+            same = [who for who in self.living() if who.cluster == name]
+            own = [who for who in same if self.clusters[who].nonce == hello.nonce]
+            if own:
+                del self._hellos[name]
+                welcome(conn, own[0], hello)
+            elif any(self.clusters[who].conn is not None for who in same):
+                del self._hellos[name]
+                words = f"a cluster called {name} is in already, at {chain.incarnations[same[0]].place}"
+                words += ": give this one another name"
+                self._desk.send(conn, Dismissed(self._desk.term, words, again=False))
+            elif not same:
+                number = 1 + max((who.number for who in chain.incarnations), default=0)
+                return Joined(IncarnationId(name, number), hello.place)
+        return None
+
+    def next_removal(self) -> Removed | None:
+        """Who has gone, is rejected again and again, or was not heard for long (O14)."""
+        desk, chain = self._desk, self._desk.chain
+        for who in self.living():
+            cluster = self.clusters[who]
+            silent_s = desk.now - cluster.heard_s
+            if cluster.gone:
+                return Removed(who, cluster.gone)
+            if chain.leases is not None and who in chain.leases.failing:
+                return Removed(who, "its pushes were rejected again and again: it comes in anew")
+            if silent_s <= MISSED * desk.settings.heartbeat_s:
+                continue
+            if silent_s <= desk.settings.last_holder_timeout_s and self._holds_alone(who):
+                continue
+            return Removed(who, f"nothing was heard of it for {silent_s:.1f} s")
+        for who, known in chain.incarnations.items():
+            away = who not in self.clusters and not known.over
+            if away and desk.now - desk.begun_s > self._patience_s(who):
+                return Removed(who, "it has not come back since another leader took over")
+        return None
+
+    def _patience_s(self, who: IncarnationId) -> float:
+        """How long it may stay away after a takeover."""
+        settings = self._desk.settings
+        return settings.last_holder_timeout_s if self._holds_alone(who) else settings.reconnect_s
+
+    # ------------------------------------------------------------------ what follows
+
+    def tell(self, who: IncarnationId, message: ToCluster) -> None:
+        """If it is here."""
+        cluster = self.clusters.get(who)
+        if cluster is not None:
+            self._desk.send(cluster.conn, message)
+
+    def tell_all(self, message: ToCluster) -> None:
+        """To all that are in."""
+        for who in self.living():
+            self._desk.send(self.clusters[who].conn, message)
+
+    def removed(self, who: IncarnationId, reason: str) -> Offer | None:
+        """It is over; returns its open push, which no round takes any more."""
+        cluster = self.clusters.pop(who, None)
+        if (oldest := self.oldest()) is not None and oldest.number > who.number:
+            self.tell_all(Eldest(self._desk.term, oldest))
+        if cluster is None:
+            return None
+        self._desk.send(cluster.conn, Dismissed(self._desk.term, reason, again=True))
+        if cluster.conn is not None:
+            self._conns.pop(cluster.conn, None)
+        return cluster.offer
+
+    def pace(self) -> None:
+        """Local steps that follow each cluster's measured speed, so that all arrive together."""
+        if self._desk.settings.policy != "robust":
+            return
+        training = {who: self.clusters[who].step_rate for who in sorted(self.training())}
+        before = {who: self.clusters[who].steps for who in training if self.clusters[who].steps}
+        steps, reason = local_steps(training, before, self._desk.settings.inner_steps)
+        for who, number in steps.items():
+            if number != self.steps_of(self.clusters[who]):
+                self.tell(who, Paced(self._desk.term, number, reason))
+            self.clusters[who].steps = number

@@ -1,0 +1,67 @@
+"""How a leader ends a job: why, and when (O16).
+
+Theory of operation. The job ends when its epochs are over, when the oldest cluster says so, or when an operator asks.
+From then on nothing is decided but what makes the newest version durable; then the end is stored with that version, and
+only then anybody hears of it. A leader that finds the end in its chain tells it to whoever comes, for a while.
+"""
+
+from __future__ import annotations
+
+from chaos_lightning.outer.attendance import Attendance
+from chaos_lightning.outer.leader_desk import LeaderDesk
+from chaos_lightning.outer.messages import JobFinished
+from chaos_lightning.outer.types import NO_VERSION, Ended, VersionId
+
+
+class Ending:
+    """See the module.
+
+    Args:
+        desk: The leader's.
+        attendance: Who may say that it is over.
+
+    Attributes:
+        reason: Why the job is to end once its newest version is durable; "" while it goes on.
+    """
+
+    def __init__(self, desk: LeaderDesk, attendance: Attendance) -> None:
+        self._desk = desk
+        self._attendance = attendance
+        self.reason = ""
+        self._since_s = 0.0
+
+    def ask(self, reason: str) -> None:
+        """Somebody may end it, and does; the first reason stays."""
+        self.reason = self.reason or reason
+
+    def next_end(self) -> Ended | None:
+        """The end, if there is a reason and the newest version is durable."""
+        chain, epochs = self._desk.chain, self._desk.settings.epochs
+        oldest = self._attendance.oldest()
+        if chain.leases is not None and epochs and chain.leases.over(epochs - 1):
+            self.ask(f"{epochs} epochs are over")
+        elif oldest in self._attendance.clusters and (verdict := self._attendance.clusters[oldest].verdict):
+            self.ask(f"{oldest} says: {verdict}")
+        newest = chain.durable[-1][0] if chain.durable else NO_VERSION
+        if not self.reason or newest != chain.newest or self._awaited(newest):
+            return None
+        return Ended(newest, self.reason)
+
+    def _awaited(self, newest: VersionId) -> bool:
+        """Somebody whose loop is over is about to take the last version over; for a while that is waited for."""
+        desk = self._desk
+        self._since_s = self._since_s or desk.now
+        clusters = [self._attendance.clusters[who] for who in self._attendance.living()]
+        late = any(c.verdict and c.conn is not None and c.base != newest for c in clusters)
+        return late and desk.now - self._since_s < desk.settings.reconnect_s
+
+    def told(self) -> JobFinished | None:
+        """What is said once the chain has its end."""
+        ended = self._desk.chain.ended
+        return JobFinished(self._desk.term, ended.version, ended.reason) if ended is not None else None
+
+    def linger(self) -> None:
+        """Another leader ended the job: this one goes when everybody had the time to come and hear it."""
+        desk = self._desk
+        if desk.chain.ended is not None and desk.now - desk.begun_s > desk.settings.reconnect_s:
+            desk.end(desk.chain.ended.reason, finished=True)

@@ -1,0 +1,250 @@
+"""Pushes and versions as states of `replication/`: how they are named, held, fetched and verified.
+
+Theory of operation. Each shard of a content is a state of its own: one tensor, "part", whose bytes are a slice of the
+whole's. So ranges resume, are verified on arrival and skipped where they are here already: who tries again keeps the
+same memory. Who holds a push is its cluster, and the follower asks on a connection that the cluster has parked; who
+holds a version are the followers, and a cluster asks all of them at once.
+
+A push's manifest has the digests of all its blocks. They must hash to what the offer says, before a byte is fetched,
+and each block of the part must have its digest: other bytes under a push's name are refused (docs/outer.md, O3).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from chaos_lightning.errors import DeadlineError, NoDonorError, StateError
+from chaos_lightning.machine.addresses import split_endpoint
+from chaos_lightning.outer.codec import Format, Part
+from chaos_lightning.outer.grid import Shard
+from chaos_lightning.outer.messages import Holder
+from chaos_lightning.outer.types import Offer, PushId, VersionId
+from chaos_lightning.replication.bulk import named_head
+from chaos_lightning.replication.client import PullConfig
+from chaos_lightning.replication.pull import pull_state
+from chaos_lightning.replication.server import StateServer
+from chaos_lightning.replication.session import Tell
+from chaos_lightning.replication.source import Dial, Endpoint
+from chaos_lightning.replication.table import DIGEST_NBYTES, StateTable
+
+STALL_S = 3.0
+"""A connection on which nothing comes for so long is given up, and another one is tried."""
+_TENSOR = "part"
+_DIGESTS = "digests"
+
+Check = Callable[[Mapping[str, Any]], None]
+"""Given a manifest before anything is fetched; what it raises ends the fetch."""
+
+
+def push_name(push: PushId, shard: Shard) -> str:
+    """Of the state that is this push's part in a shard."""
+    return f"push {push} [{shard.first}, {shard.stop})"
+
+
+def version_name(version: VersionId, shard: Shard, format: str) -> str:
+    """Of the state that is this version's part in a shard, in the format of this name."""
+    return f"version {version.number} {version.hash} {format} [{shard.first}, {shard.stop})"
+
+
+def slice_of(whole: Part, shard: Shard) -> Tensor:
+    """The bytes of a shard within those of the whole grid, in place."""
+    return whole.data[whole.offsets[shard.first] : whole.offsets[shard.stop]]
+
+
+def hold_push(server: StateServer, push: PushId, whole: Part, shards: Sequence[Shard]) -> str:
+    """Serves a push from now on, until `drop_push`; its bytes must not change. Returns its offer's manifest hash."""
+    digests = whole.digests()
+    for shard in shards:
+        manifest = {_DIGESTS: b"".join(digests)}
+        server.hold(push_name(push, shard), 0, [(_TENSOR, slice_of(whole, shard))], manifest, ready=True)
+    return whole.shard.content_hash(digests, whole.format.name)
+
+
+def drop_push(server: StateServer, push: PushId, shards: Sequence[Shard]) -> None:
+    """Serves it no more."""
+    for shard in shards:
+        server.drop(push_name(push, shard))
+
+
+def hold_version(server: StateServer, version: VersionId, part: Part) -> None:
+    """Serves a follower's shard of a version from now on, until `drop_version`; its bytes must not change."""
+    server.hold(version_name(version, part.shard, part.format.name), 0, [(_TENSOR, part.data)], {}, ready=True)
+
+
+def drop_version(server: StateServer, version: VersionId, part: Part) -> None:
+    """Serves it no more."""
+    server.drop(version_name(version, part.shard, part.format.name))
+
+
+class _Bytes:
+    """A state that is one tensor; `replication.access.StateAccess`."""
+
+    def __init__(self, data: Tensor, check: Check | None) -> None:
+        self._data, self._check = data, check
+        self.found: Mapping[str, Any] = {}
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        return [(_TENSOR, self._data)]
+
+    def manifest(self) -> dict[str, object]:
+        return {}
+
+    def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
+        if self._check is not None:
+            self._check(manifest)
+
+    def adopt(self, manifest: Mapping[str, Any]) -> None:
+        self.found = manifest
+
+
+def fetch(
+    name: str,
+    donor: Endpoint,
+    dial: Dial,
+    part: Tensor,
+    *,
+    deadline_s: float,
+    progress: Tell | None = None,
+    check: Check | None = None,
+    abandoned: Callable[[], bool] | None = None,
+) -> Mapping[str, Any]:
+    """Fills `part` with a state's bytes; what is here already is not fetched again.
+
+    Args:
+        name: Of the state.
+        donor: Who has it.
+        dial: Makes a connection to it, or takes one that it has parked.
+        part: uint8, flat, contiguous, in host memory; after an error it holds a mixture, which the next try goes on
+            from.
+        deadline_s: For all of it.
+        progress: Told of bytes that arrived.
+        check: Looks at the manifest before anything is fetched; who gives it proves the bytes when they are here, too.
+        abandoned: Asked now and then; True ends it.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        NoDonorError: The donor does not have it, or cannot be reached (any more).
+        StateError: What it has does not fit, or it was abandoned.
+        DeadlineError: The deadline passed.
+    """
+    state = _Bytes(part, check)
+    config = PullConfig(
+        deadline_s=deadline_s, stall_timeout_s=STALL_S, redial_s=0.0, redial_silent=True, prove=check is None
+    )
+    pull_state(
+        [donor],
+        dial,
+        head=named_head(name),
+        seq=0,
+        state=state,
+        config=config,
+        progress=progress,
+        abandoned=abandoned,
+    )
+    return state.found
+
+
+def fetch_push(offer: Offer, part: Part, dial: Dial, *, deadline_s: float, progress: Tell | None = None) -> None:
+    """Fills a follower's part of a push from the cluster that offers it; arguments and errors are those of `fetch`.
+
+    Args:
+        offer: Which, and what its content must be.
+        part: Its memory.
+        dial: Takes a connection that the cluster has parked (lines.DataListener.dial).
+        deadline_s: For all of it.
+        progress: Told of bytes that arrived.
+
+    Raises:
+        StateError: Its bytes are not what was offered.
+    """
+    shard, expected = part.shard, list[bytes]()
+
+    def check(manifest: Mapping[str, Any]) -> None:
+        digests = manifest.get(_DIGESTS)
+        if not isinstance(digests, bytes) or len(digests) != shard.grid.blocks * DIGEST_NBYTES:
+            raise StateError(f"push {offer.push} comes without one digest for each of {shard.grid.blocks} blocks")
+        expected[:] = [digests[at : at + DIGEST_NBYTES] for at in range(0, len(digests), DIGEST_NBYTES)]
+        found = shard.grid.whole.content_hash(expected, part.format.name)
+        if found != offer.manifest:
+            raise StateError(f"push {offer.push} was offered as {offer.manifest}, and what is served is {found}")
+
+    donor = Endpoint(str(offer.push.incarnation), "", 0)
+    fetch(push_name(offer.push, shard), donor, dial, part.data, deadline_s=deadline_s, progress=progress, check=check)
+    for block, (digest, wanted) in enumerate(zip(part.digests(), expected[shard.first : shard.stop], strict=True)):
+        if digest != wanted:
+            raise StateError(
+                f"block {shard.first + block} of push {offer.push} is not the one that was offered: its digest is "
+                f"{digest.hex()}, expected {wanted.hex()}"
+            )
+
+
+def fetch_version(
+    version: VersionId,
+    shards: Sequence[Shard],
+    format: Format,
+    holders: Sequence[Holder],
+    part: Part,
+    dial: Dial,
+    *,
+    deadline_s: float,
+    progress: Tell | None = None,
+) -> int:
+    """Fills the whole grid with a version, from all followers at once.
+
+    Args:
+        version: Which.
+        shards: How the grid is cut.
+        format: Of the version.
+        holders: Who holds them, in their order.
+        part: Of the whole grid, in that format; after an error it holds a mixture, from which the next try goes on.
+        dial: Makes a connection to a follower (lines.ParkedLines.dial).
+        deadline_s: For all of it.
+        progress: Told of bytes that arrived, by several threads.
+
+    Returns:
+        Its size in bytes.
+
+    Raises:
+        NoDonorError: A follower is away, does not have it, or cannot be reached (any more).
+        StateError: What it has does not fit.
+        DeadlineError: The deadline passed.
+    """
+    assert part.format == format
+    assert part.shard == part.shard.grid.whole
+    assert [s.first for s in shards[1:]] == [a.stop for a, _ in pairwise(shards)]
+    over = threading.Event()
+    errors: list[BaseException] = []
+
+    def one(shard: Shard, holder: Holder) -> None:
+        try:
+            if not holder.endpoint:
+                raise NoDonorError(f"version {version}: follower {holder.name} is away, which holds a shard of it")
+            donor = Endpoint(holder.name, *split_endpoint(holder.endpoint))
+            name, data = version_name(version, shard, format.name), slice_of(part, shard)
+            fetch(name, donor, dial, data, deadline_s=deadline_s, progress=progress, abandoned=over.is_set)
+        except BaseException as error:  # whoever waits for all of them raises it
+            errors.append(error)
+            over.set()
+
+    threads = [
+        threading.Thread(target=one, args=pair, name=f"chaos-fetch-{pair[1].name}", daemon=True)
+        for pair in zip(shards, holders, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + deadline_s + STALL_S
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    if errors:
+        raise errors[0]
+    if late := [thread.name for thread in threads if thread.is_alive()]:
+        raise DeadlineError(f"version {version} took longer than {deadline_s:g} s, still waiting for {', '.join(late)}")
+    return part.data.numel()

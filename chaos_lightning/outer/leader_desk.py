@@ -1,0 +1,80 @@
+"""What the parts of a leader have in common: the chain, the clock, what is to be stored, and what is to be said."""
+
+from __future__ import annotations
+
+from chaos_lightning.outer.chain import OuterChain
+from chaos_lightning.outer.effects import Done, LeaderEffect, OuterNote, SendTo, StoreEntry
+from chaos_lightning.outer.messages import ToCluster, ToFollower
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.types import NO_VERSION, Body, Entry, VersionId
+
+
+class LeaderDesk:
+    """See the module.
+
+    Args:
+        chain: What the store holds.
+        term: This leader's.
+
+    Attributes:
+        settings: The job's rules, once its first cluster has brought them.
+        now: Seconds, by a clock that never goes back.
+        begun_s: When this leader began, by the same clock; its own gaps are added.
+        persisting: What is being stored; nothing else is decided meanwhile (O1).
+        done: Why this leader decides nothing more; "" while it does.
+        out: Effects of the event that is being taken in.
+    """
+
+    def __init__(self, chain: OuterChain, term: int) -> None:
+        self.chain = chain
+        self.term = term
+        self.settings = OuterSettings()
+        self.now = 0.0
+        self.begun_s = 0.0
+        self.persisting: Entry | None = None
+        self.done = ""
+        self.out: list[LeaderEffect] = []
+        self._begun = False
+        self.take_settings()
+
+    def take_settings(self) -> None:
+        """The rules are part of what the first cluster brought."""
+        if self.chain.agreement is not None:
+            self.settings = OuterSettings.of_words(self.chain.agreement.settings)
+
+    def passed(self, now: float) -> float:
+        """The clock is read; returns the gap (s) in this process's own time, which is nobody's silence (O14)."""
+        if not self._begun:
+            self._begun, self.begun_s = True, now
+        gap_s = now - self.now if self.now else 0.0
+        self.now = now
+        if gap_s <= self.settings.heartbeat_s:
+            return 0.0
+        self.begun_s += gap_s
+        return gap_s
+
+    def send(self, conn: int | None, message: ToCluster | ToFollower) -> None:
+        """On a stream, if there is one."""
+        if conn is not None:
+            self.out.append(SendTo(conn, message))
+
+    def note(self, name: str, **fields: object) -> None:
+        """For the event log."""
+        self.out.append(OuterNote(name, tuple(fields.items())))
+
+    def end(self, reason: str, *, finished: bool = False) -> None:
+        """This leader decides nothing more."""
+        self.done = reason
+        self.out.append(Done(reason, finished))
+
+    def persist(self, body: Body) -> None:
+        """The next entry of the chain; nobody hears of it before it is stored."""
+        self.persisting = self.chain.entry(self.term, body)
+        self.out.append(StoreEntry(self.persisting))
+
+    def lacks(self, term: int, *versions: VersionId) -> str:
+        """What somebody knows and this chain lacks, in words; "": nothing."""
+        if term > self.term:
+            return f"a leader with term {term}"
+        unknown = [v for v in versions if v != NO_VERSION and v not in self.chain.versions]
+        return f"version {unknown[0]}" if unknown else ""

@@ -1,0 +1,109 @@
+"""A cluster's copy of the outer state: the model's own tensors, seen as the flat fp32 elements of the grid.
+
+Theory of operation. What travels are the parameters that are trained, each memory once, and behind them the buffers
+that are averaged (BatchNorm's statistics). They may lie on any device and have any floating type: what is frozen is
+read from them as fp32, and what is adopted is written back tensor by tensor, so that no second copy of the model is
+needed for it. Their names, types and shapes, in order, are part of what clusters agree on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from chaos_lightning.errors import StateError, UnsupportedError
+from chaos_lightning.outer.codec import Part
+from chaos_lightning.outer.grid import Grid, Shard
+from chaos_lightning.outer.kernel import adopt
+from chaos_lightning.outer.types import TensorSpec
+from chaos_lightning.replication.access import unique
+from chaos_lightning.replication.table import dtype_name
+
+
+class Replica:
+    """See the module.
+
+    Args:
+        parameters: Name and tensor, in an order that is equal in all clusters.
+        averaged: Likewise, of buffers.
+
+    Attributes:
+        specs: What clusters agree on.
+        averaged: How many of the tensors are buffers.
+
+    Raises:
+        UnsupportedError: One is not of a real floating type.
+        StateError: There is nothing to train.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], averaged: Iterable[tuple[str, Tensor]] = ()) -> None:
+        named, buffers = unique(parameters), unique(averaged)
+        for name, tensor in (*named, *buffers):
+            if not tensor.is_floating_point():
+                raise UnsupportedError(
+                    f"{name} has the type {tensor.dtype}; between clusters parameters and buffers of real floating "
+                    "types travel: freeze it, or keep it out of the state"
+                )
+        if not any(tensor.numel() for _, tensor in named):
+            raise StateError("the model has no parameter that is trained: clusters would have nothing to exchange")
+        self._named = [*named, *buffers]
+        self.averaged = len(buffers)
+        self.specs = tuple(TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in self._named)
+
+    @classmethod
+    def of_module(cls, module: nn.Module) -> Self:
+        """Parameters that require gradients, and floating buffers; sorted by name as the module has them."""
+        trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        buffers = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
+        return cls(trained, buffers)
+
+    def grid(self, block: int) -> Grid:
+        """Of these tensors."""
+        return Grid(tuple(spec.elements for spec in self.specs), block)
+
+    @torch.no_grad()
+    def read(self, grid: Grid) -> Tensor:
+        """All elements as they are now: fp32, flat, in host memory, a copy."""
+        flat = torch.empty(grid.elements)
+        for (_, tensor), values in zip(self._named, _split(flat, grid), strict=True):
+            values.copy_(tensor.reshape(-1))
+        return flat
+
+    @torch.no_grad()
+    def adopt(self, version: Part, frozen: Part | None) -> None:
+        """Takes a version over, in place (kernel.adopt), tensor by tensor.
+
+        Args:
+            version: Of the whole grid, as received.
+            frozen: What the progress since is measured from; None: the version is taken as it is.
+        """
+        grid = version.shard.grid
+        for number, (_, tensor) in enumerate(self._named):
+            if not tensor.numel():
+                continue
+            shard = grid.of_tensor(number)
+            values = tensor.detach().reshape(-1).to(device="cpu", dtype=torch.float32, copy=True)
+            adopt(values, _part_of(version, shard), _part_of(frozen, shard) if frozen is not None else None)
+            tensor.copy_(values.view(tensor.shape))
+
+    def copies(self) -> list[Tensor]:
+        """Of all tensors as they are now, for `restore`."""
+        return [tensor.detach().clone() for _, tensor in self._named]
+
+    @torch.no_grad()
+    def restore(self, copies: Sequence[Tensor]) -> None:
+        """The tensors are again what `copies` gave."""
+        for (_, tensor), copy in zip(self._named, copies, strict=True):
+            tensor.copy_(copy)
+
+
+def _split(flat: Tensor, grid: Grid) -> Sequence[Tensor]:
+    return torch.split(flat, list(grid.sizes))  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _part_of(part: Part, shard: Shard) -> Part:
+    """A run of its blocks, in place."""
+    return Part(shard, part.format, part.data[part.offsets[shard.first] : part.offsets[shard.stop]])

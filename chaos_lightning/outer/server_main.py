@@ -1,0 +1,154 @@
+"""A whole server of outer sync on one machine: `chaos-lightning ps up`.
+
+One supervisor (outer/supervisor.py) runs the leader, the followers and a warm spare. All that must not be lost lies in
+one folder: the chain, and a folder for each follower. Whoever starts a server on that folder again continues the job
+(O5); a lock keeps a second one off it. The folder of a job that has ended is put away first, unless it is to be kept.
+outer/hosting.py runs this detached, so that it outlives the training that needed it first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, EXIT_USAGE, HelpFormat, detach
+from chaos_lightning.declared import add_options, command_line, declared, read_options
+from chaos_lightning.errors import ChaosError, ConfigurationError, StoreError
+from chaos_lightning.machine.addresses import WILDCARDS, join_endpoint, split_endpoint
+from chaos_lightning.machine.terminal import printable
+from chaos_lightning.outer.leader_main import EXIT_IDLE
+from chaos_lightning.outer.options import LeaderOptions, ServerOptions
+from chaos_lightning.outer.supervisor import Supervisor
+from chaos_lightning.security.credentials import Credentials, check_bind
+
+HELP = """\
+Run a leader and followers of outer sync on this machine, with a warm spare.
+
+What dies is started again, on its files. Ctrl+C ends all of it; clusters train on, and the job goes on when the same
+command is given again. Usually not needed: the first training script on a machine starts one.
+"""
+IN_USE = "another server uses"
+"""Begins the reason with which one ends whose folder is in use."""
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Nobody else runs a server on this folder meanwhile.
+
+    Raises:
+        ConfigurationError: Somebody does.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = folder.with_name(f"{folder.name}.lock")
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigurationError(f"{IN_USE} {folder}; end that one, or choose another --dir and port") from error
+        yield
+
+
+def put_away(options: ServerOptions) -> str:
+    """Moves the folder of a job that has ended; where it is now, or "".
+
+    Raises:
+        StoreError: What lies there is no chain of outer sync.
+    """
+    path = options.store_path
+    if options.keep_finished or path is None or not path.exists():
+        return ""
+    from chaos_lightning.control.sqlite_store import SqliteStore
+    from chaos_lightning.outer.chain_store import load_chain
+
+    with SqliteStore(path, options.job) as old:
+        if load_chain(old).ended is None:
+            return ""
+    if path.parent != options.folder:
+        raise StoreError(
+            f"job {options.job} has ended, and its chain {path} is not in the folder of its followers, "
+            f"{options.folder}: put both away, or give the job another name"
+        )
+    place = options.folder.with_name(f"{options.folder.name}-ended-{time.strftime('%Y%m%d-%H%M%S')}")
+    options.folder.rename(place)
+    return str(place)
+
+
+def _leader(options: ServerOptions) -> list[str]:
+    """The leader's command. What has ended since it began is its followers' to serve, and not to be put away."""
+    given = {name: getattr(options, name) for name in declared(LeaderOptions)}
+    path = options.store_path
+    given |= {"store": options.store if path is None else str(path.absolute()), "keep_finished": True}
+    return ["-m", "chaos_lightning.outer.leader_main", *command_line(LeaderOptions(**given))]
+
+
+def _follower(options: ServerOptions, name: str) -> list[str]:
+    """The arguments of a follower."""
+    host, port = split_endpoint(options.listen)
+    words = {
+        "server": join_endpoint("127.0.0.1" if host in WILDCARDS else host, port),
+        "name": name,
+        "dir": str(options.folder / name),
+        "bind": options.bind or host,
+        "job": options.job,
+        "token-file": options.token_file,
+        "keys-dir": options.keys_dir,
+        "log-dir": options.log_dir,
+    }
+    return [f"--{word}={value}" for word, value in words.items() if value]
+
+
+def run(options: ServerOptions) -> int:
+    """Serves until the job has ended, nobody needs it, or a signal; returns the exit code."""
+    from chaos_lightning.events.events import EventLog
+
+    check_bind(split_endpoint(options.listen)[0], Credentials.load(options.keys_dir, options.token_file))
+    with _held(options.folder):
+        if place := put_away(options):
+            _say(f"job {options.job} had ended; its folder is put away as {place}")
+        options.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        names = [f"{options.name}-{number}" for number in range(options.followers)]
+        _say(f"server of job {options.job} at {options.listen}: {', '.join(names)}, files in {options.folder}")
+        with EventLog.in_directory(options.log_dir or None, options.job, role="server") as events:
+            followers = {name: _follower(options, name) for name in names}
+            code = Supervisor(_leader(options), followers, events.emit).run()
+    _say(f"server of job {options.job} ends")
+    return EXIT_OK if code == EXIT_IDLE else code
+
+
+def _say(text: str) -> None:
+    print(printable(text), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a server; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="chaos-lightning ps up",
+        description=HELP,
+        formatter_class=HelpFormat,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    add_options(parser, declared(ServerOptions))
+    parser.add_argument("--detach", default="", metavar="LOGFILE", help=argparse.SUPPRESS)  # in the background
+    given = parser.parse_args(arguments)
+    if given.detach:
+        detach(Path(given.detach).absolute())
+    try:
+        values = read_options(given, declared(ServerOptions))
+        for name in ("dir", "token_file", "keys_dir", "log_dir"):
+            if values.get(name):
+                values[name] = os.path.abspath(values[name])
+        return run(ServerOptions(**values))
+    except ChaosError as error:
+        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
+        return EXIT_USAGE if isinstance(error, ConfigurationError) else EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,765 @@
+"""A cluster's part in an outer job, as the loop that trains sees it: start, a boundary after each step, and an end.
+
+Theory of operation. `ClusterMachine` says when to freeze, offer and adopt; here is what that means for memory, threads
+and connections. The loop's thread alone touches the model: what the machine asks of it waits until the next `boundary`
+(or whatever waits in here), where the training stands still. Everything else has threads of its own, so that training
+goes on meanwhile: the control stream, heartbeats, one that encodes pushes, one that fetches versions, and those that
+serve pushes.
+
+*Freezing* copies the parameters (f, fp32) and trains on; the push is encoded beside that. *Adopting* is theta <-
+theta_v + (theta - f) (docs/outer.md, O9), with the base in place of f where no push was accepted since the last
+adoption. Without overlap, and outright, it is theta <- theta_v.
+
+*Positions* of shared data are claimed before they are trained. What was claimed is nobody else's here, and after an
+outright adoption nothing is claimed any more: the loop must drop what it has not trained (`Boundary.outright`).
+
+A dismissed incarnation is over; the same process comes in again with a new machine, a new stream and new connections.
+Those of the old one stay as long as somebody may ask for its pushes (O3a).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from chaos_lightning.errors import (
+    ChaosError,
+    ConfigurationError,
+    DeadlineError,
+    DepartedError,
+    RefusedError,
+    StateError,
+)
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.machine.process_table import host_identity, start_time
+from chaos_lightning.outer import cluster as cl
+from chaos_lightning.outer import effects as fx
+from chaos_lightning.outer.cluster import ClusterMachine, Phase
+from chaos_lightning.outer.cluster_options import ClusterOptions
+from chaos_lightning.outer.codec import Part, codec_named
+from chaos_lightning.outer.control_client import ControlClient
+from chaos_lightning.outer.fetching import drop_push, fetch_version, hold_push
+from chaos_lightning.outer.grid import Shard
+from chaos_lightning.outer.hosting import host_for_cluster
+from chaos_lightning.outer.kernel import freeze, settle
+from chaos_lightning.outer.lines import SERVING, ParkedLines
+from chaos_lightning.outer.messages import Dismissed, Holder, ProcessPlace, PushAnswered, Welcomed
+from chaos_lightning.outer.replica import Replica
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.outer.types import (
+    NO_VERSION,
+    TICKS,
+    Agreement,
+    Covered,
+    JobProgress,
+    PushAnswer,
+    PushId,
+    VersionId,
+)
+from chaos_lightning.protocol.spans import normalise, subtract
+from chaos_lightning.protocol.types import Span
+from chaos_lightning.replication.server import StateServer
+from chaos_lightning.security.credentials import Credentials
+
+_log = logging.getLogger("chaos_lightning")
+
+FETCH_S = 600.0
+"""Longest time for one attempt at a version, however steadily bytes come."""
+AGAIN_S = 0.1
+"""Before another attempt."""
+TELL_S = 10.0
+"""Who waits says for what so often."""
+STEPS_TOLD_S = 1.0
+"""Inner steps are told in the event log at least so often."""
+RESETS = 2
+"""At so many rejections in a row the inner optimizer's state is to be reset (O10)."""
+_FADE = 0.9
+_LOOK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What happened between two steps.
+
+    Attributes:
+        adopted: The version that was taken over; None: none was.
+        outright: Its parameters replace the model's: whatever was prepared or accumulated must be dropped.
+        reset_optimizer: The inner optimizer's state is to be dropped, too.
+        over: Why this cluster's part is over; "" while it goes on.
+        waited_s: For how long the loop was kept.
+    """
+
+    adopted: VersionId | None = None
+    outright: bool = False
+    reset_optimizer: bool = False
+    over: str = ""
+    waited_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Untold:
+    """Inner steps that the event log has not heard of: how many, their samples, the last one's loss."""
+
+    steps: int = 0
+    samples: int = 0
+    loss: float | None = None
+    since: float = field(default_factory=time.monotonic)
+
+    def take(self, steps: int, samples: int, loss: float | None) -> None:
+        self.steps, self.samples = self.steps + steps, self.samples + samples
+        self.loss = loss if loss is not None else self.loss
+
+
+class _Life:
+    """One incarnation: its machine, its stream, its parked connections."""
+
+    def __init__(self, machine: ClusterMachine) -> None:
+        self.machine = machine
+        self.client: ControlClient | None = None
+        self.lines: ParkedLines | None = None
+        self.over = False
+
+    def close(self) -> None:
+        """Stream and connections end."""
+        self.over = True
+        if self.client is not None:
+            self.client.close()
+        if self.lines is not None:
+            self.lines.close()
+
+
+class OuterSession:
+    """See the module. Methods are the loop's thread's, but for `leave` and `close`.
+
+    Args:
+        replica: The model's part that travels.
+        agreement: What all clusters have in common (`agreement_of`).
+        options: Of this cluster.
+        events: Its event log.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        agreement: Agreement,
+        options: ClusterOptions,
+        events: EventLog | None = None,
+    ) -> None:
+        self.options = options
+        self.agreement = agreement
+        self.over = ""
+        """Why this cluster's part is over; "" while it goes on."""
+        self.progress = JobProgress()
+        """The job's, with the base."""
+        self.on_push: Callable[[PushId, Part], None] = lambda push, part: None
+        """Called with each push before it is offered, in another thread; the part must not be changed."""
+        self._events = events or EventLog(None)
+        self._secret = Credentials.load(options.keys_dir, options.token_file)
+        self._replica = replica
+        self._grid = replica.grid(agreement.block)
+        self._codec = codec_named(agreement.codec)
+        self._settings = OuterSettings.of_words(agreement.settings)
+        self._server = StateServer(SERVING)
+        self._changed = threading.Condition(threading.RLock())
+        self._todo: deque[cl.ClusterEffect] = deque()
+        """For the loop's thread."""
+        self._holders: tuple[Holder, ...] = ()
+        self._held: dict[PushId, tuple[Part, tuple[Shard, ...]]] = {}
+        """Pushes that are served, and how they are cut."""
+        self._wanted = NO_VERSION
+        self._fetched: tuple[VersionId, Part] | None = None
+        self._base: Part | None = None
+        self._pending: PushId | None = None
+        """Frozen last; its residual is not settled yet."""
+        self._frozen: Tensor | None = None
+        """f of that one, until the adoption after its answer."""
+        self._open: Part | None = None
+        self._residual: Tensor | None = None
+        self._claimed: dict[int, tuple[Span, ...]] = {}
+        self._own: list[Tensor] | None = None
+        """What is trained, while the base is shown."""
+        self._untold = _Untold()
+        self._rejections = 0
+        self._rates = (0.0, 0.0)
+        self._rested_at = self._waits_since = 0.0
+        self._trouble = ""
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="chaos-outer-encode")
+        self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._old: list[_Life] = []
+        here = ProcessPlace(host_identity(), os.getpid(), start_time(os.getpid()))
+        place = f"{options.name} (pid {here.pid})"
+        machine = ClusterMachine(
+            options.name, place, os.urandom(8).hex(), agreement, process=here, overlap=options.overlap
+        )
+        self._life = _Life(machine)
+
+    # ------------------------------------------------------------------ what others may ask
+
+    @property
+    def base(self) -> VersionId:
+        """The version that was adopted last."""
+        return self._life.machine.base
+
+    @property
+    def incarnation(self) -> str:
+        """Who this cluster is, "name~number"; "" before it was let in."""
+        return str(self._life.machine.incarnation or "")
+
+    @property
+    def oldest(self) -> bool:
+        """Whether it came before all others that are in: its verdict ends the job."""
+        machine = self._life.machine
+        return machine.oldest in (None, machine.incarnation)
+
+    @property
+    def inner_steps(self) -> int:
+        """From one push to the next, as the leader paces this cluster."""
+        return self._life.machine.inner_steps
+
+    @property
+    def reckoned(self) -> JobProgress:
+        """How far the job is by this cluster's own reckoning: its base, and what it has trained since at its pace."""
+        with self._changed:
+            machine = self._life.machine
+            samples, steps = machine.since_base
+            ticks = steps * TICKS * self._settings.inner_steps // max(1, machine.inner_steps)
+            return JobProgress(self.progress.samples + samples, self.progress.ticks + ticks, self.progress.epoch)
+
+    @property
+    def at_risk(self) -> int:
+        """Inner steps of this cluster that no durable version holds."""
+        with self._changed:
+            return self._life.machine.at_risk
+
+    # ------------------------------------------------------------------ the loop
+
+    def start(self, timeout_s: float = 60.0) -> JobProgress:
+        """Founds the job, or takes its newest version over, in place; returns how far the job is.
+
+        Raises:
+            RefusedError: The server does not let this cluster in; says why.
+            ConfigurationError: The job differs; says in what, and from whose.
+            DeadlineError: Nobody answered in time (in the error's words: what was tried).
+        """
+        host_for_cluster(self.options)
+        self._begin(self._life)
+        for name, work in (("beat", self._beat), ("fetch", self._fetch)):
+            thread = threading.Thread(target=work, name=f"chaos-outer-{name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        self._rest(self._is_in, timeout_s)
+        if self.over:
+            raise ConfigurationError(self.over)
+        self._rested_at = time.monotonic()
+        return self.progress
+
+    def boundary(
+        self, samples: int, covers: Sequence[Covered] = (), steps: int = 1, loss: float | None = None
+    ) -> Boundary:
+        """After each inner step: what it trained is counted, and what is due is frozen or adopted.
+
+        Args:
+            samples: That the steps used.
+            covers: Positions that they used, where data are shared.
+            steps: How many.
+            loss: Of the last one, for the log.
+        """
+        began = time.monotonic()
+        self._measure(samples, steps, began)
+        with self._changed:
+            for each in covers:
+                self._unclaim(each)
+            self._untold.take(steps, samples, loss)
+            self._feed(self._life, cl.Trained(samples, tuple(covers), steps), resting=True)
+        done = self._rest(self._is_in)
+        if self._untold.since < began - STEPS_TOLD_S:
+            self._tell_steps()
+        self._rested_at = time.monotonic()
+        return Boundary(done.adopted, done.outright, done.reset_optimizer, self.over, self._rested_at - began)
+
+    def claim(self, positions: int, timeout_s: float = 0.0) -> tuple[Covered, ...]:
+        """The next positions of the shared data that this cluster trains, each of them once.
+
+        What is left may have to be pushed before there is more: who gets nothing calls `boundary` and asks again.
+
+        Args:
+            positions: At most so many, of one epoch.
+            timeout_s: To wait until there are some.
+
+        Returns:
+            Nothing: there are none for now, or (`ending`) this cluster is to train no more.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.ending or self._free() is not None, timeout_s)
+            found = self._free()
+            if found is None or self._life.machine.phase is not Phase.TRAINING:
+                return ()
+            epoch, spans = found
+            taken = _first(spans, positions)
+            self._claimed[epoch] = normalise([*self._claimed.get(epoch, ()), *taken])
+            return (Covered(epoch, taken),)
+
+    def pause(self, timeout_s: float) -> None:
+        """Until something happens that the next `boundary` may see; at most so long."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    @property
+    def ending(self) -> bool:
+        """This cluster is to train no more."""
+        machine = self._life.machine
+        return bool(self.over or machine.leaving or machine.verdict)
+
+    def show_base(self) -> None:
+        """The model's parameters are the base's until `show_own`; nothing may be trained meanwhile."""
+        if self._own is None and self._base is not None:
+            self._own = self._replica.copies()
+            self._replica.adopt(self._base, None)
+
+    def show_own(self) -> None:
+        """The parameters are what is trained again. Idempotent."""
+        if self._own is not None:
+            self._replica.restore(self._own)
+            self._own = None
+
+    def finish(self, reason: str, timeout_s: float | None = None) -> None:
+        """This cluster's loop is over: pushes the rest, and stays until the job ends, or until it has left.
+
+        Raises:
+            DeadlineError: It has not ended by then.
+        """
+        if not self._life.machine.leaving:
+            self._feed(self._life, cl.LoopOver(reason), resting=True)
+        self._rest(lambda: bool(self.over), timeout_s)
+
+    def leave(self) -> None:
+        """Asks to go: what is there is pushed, and `finish` returns once that is durable. Any thread, and handlers."""
+        self._feed(self._life, cl.LeaveAsked())
+
+    def close(self) -> None:
+        """Ends threads and connections; what was not pushed is lost. Idempotent."""
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._life.close()
+        for life in self._old:
+            life.close()
+        self._server.close()
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        for thread in self._threads:
+            thread.join(5.0)
+
+    # ------------------------------------------------------------------ standing still
+
+    def _is_in(self) -> bool:
+        machine = self._life.machine
+        return bool(self.over) or (machine.phase is Phase.TRAINING and not machine.waits)
+
+    def _rest(self, done: Callable[[], bool], timeout_s: float | None = None) -> Boundary:
+        """Carries out what is due, at least once, and then until `done`; what was adopted meanwhile."""
+        began = told = self._waits_since = time.monotonic()
+        found = Boundary()
+        while True:
+            found = self._carry_out(found)
+            with self._changed:
+                if self._closing.is_set():
+                    raise DepartedError("this outer session was closed")
+                if done() and not self._todo:
+                    return found
+                self._changed.wait_for(lambda: bool(self._todo) or done() or self._closing.is_set(), _LOOK_S)
+            now = time.monotonic()
+            if timeout_s is not None and now - began > timeout_s and not done():
+                raise self._overdue(timeout_s)
+            if now - told > TELL_S:
+                told = now
+                _log.warning("cluster %s waits for %s", self.options.name, self._waits_for())
+
+    def _overdue(self, timeout_s: float) -> DeadlineError:
+        return DeadlineError(f"waited {timeout_s:g} s for {self._waits_for()}")
+
+    def _waits_for(self) -> str:
+        """In words."""
+        machine, where = self._life.machine, ",".join(self.options.endpoints)
+        if self._trouble:
+            return f"the parameter server at {where}: {self._trouble}"
+        if machine.incarnation is None:
+            return f"the parameter server at {where} to let it in"
+        if machine.phase is not Phase.TRAINING:
+            return (
+                "the newest version" if machine.base != NO_VERSION or self._wanted != NO_VERSION else "a first version"
+            )
+        if machine.open is not None:
+            return f"the answer to push {machine.open.push}"
+        if machine.verdict:
+            return "the end of the job: other clusters train, or its last version is being written"
+        return "samples to train, or the last version to be durable"
+
+    def _carry_out(self, found: Boundary) -> Boundary:
+        """What waits for the loop's thread, in order; with what was found before."""
+        self._feed(self._life, cl.AtRest(), resting=True)
+        while True:
+            with self._changed:
+                if not self._todo:
+                    return found
+                effect = self._todo.popleft()
+            match effect:
+                case cl.Freeze(push, base):
+                    self._freeze(push, founding=base == NO_VERSION)
+                case cl.Settle(push, answer):
+                    self._settle(push, answer)
+                case cl.Adopt(version, outright):
+                    reset = outright and self._rejections >= RESETS
+                    self._adopt(version, outright)
+                    found = Boundary(version, found.outright or outright, found.reset_optimizer or reset)
+                case cl.Over(reason, again):
+                    self._end_of_life(reason, again)
+                    found = Boundary(found.adopted, True, found.reset_optimizer)
+
+    def _freeze(self, push: PushId, *, founding: bool) -> None:
+        self._tell_steps()
+        began = time.monotonic()
+        frozen = self._replica.read(self._grid)
+        self._pending, self._frozen = push, frozen
+        machine = self._life.machine
+        covered = machine.covering
+        if self._codec.residual and self._residual is None:
+            self._residual = frozen.new_zeros(frozen.shape)
+        self._worker.submit(self._encode, self._life, push, frozen, covered, founding, began)
+
+    def _encode(
+        self, life: _Life, push: PushId, frozen: Tensor, covered: cl.Unpushed, founding: bool, began: float
+    ) -> None:
+        """In the worker's thread."""
+        try:
+            whole = self._grid.whole
+            if founding:
+                part = Part.encoded(whole, self._codec.version, frozen)
+            else:
+                assert self._base is not None
+                part = Part.empty(whole, self._codec.push)
+                freeze(self._base, frozen, part, self._residual)
+            self.on_push(push, part)
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._holders) or self._closing.is_set())
+                if self._closing.is_set():
+                    return
+                shards = self._shards()
+                manifest = hold_push(self._server, push, part, shards)
+                self._held[push] = (part, shards)
+                if self._pending == push:
+                    self._open = part
+            self._events.emit(
+                "push_frozen",
+                push=str(push),
+                base=str(life.machine.base),
+                steps=covered.steps,
+                samples=covered.samples,
+                nbytes=part.data.numel(),
+                seconds=round(time.monotonic() - began, 6),
+            )
+            self._feed(life, cl.Frozen(push, manifest))
+        except Exception:
+            _log.exception("cluster %s could not encode push %s", self.options.name, push)
+            self._fail(f"push {push} could not be encoded; its log has the reason")
+
+    def _settle(self, push: PushId, answer: PushAnswer) -> None:
+        if answer is PushAnswer.REJECTED:
+            self._rejections += 1
+            self._residual = None
+        elif answer is PushAnswer.ACCEPTED:
+            self._rejections = 0
+        if push != self._pending:
+            return  # opened again by a rollback: what the codec left out of it was kept when it was first accepted
+        if answer is PushAnswer.ACCEPTED:
+            if self._residual is not None and self._base is not None and self._open is not None:
+                assert self._frozen is not None
+                settle(self._base, self._frozen, self._open, self._residual)
+        else:
+            self._frozen = None
+        self._pending = self._open = None
+
+    def _tell_steps(self) -> None:
+        """Into the log: before what is frozen or adopted, so that what that covers or discards stands before it."""
+        with self._changed:
+            untold, self._untold = self._untold, _Untold()
+        if untold.steps:
+            self._events.emit("inner_steps", steps=untold.steps, samples=untold.samples, loss=untold.loss)
+
+    def _adopt(self, version: VersionId, outright: bool) -> None:
+        self._tell_steps()
+        assert self._fetched is not None
+        assert self._fetched[0] == version
+        _, part = self._fetched
+        self._fetched = None
+        frozen: Part | None = None
+        # Without overlap nothing has been trained since, but after a void.
+        if not outright and (self.options.overlap or self._life.machine.since_base[1]):
+            frozen = Part.of(self._grid.whole, self._frozen) if self._frozen is not None else self._base
+        self._replica.adopt(part, frozen)
+        self._base, self._frozen = part, None
+        with self._changed:
+            self.progress = self._life.machine.job
+            own = self._life.machine.since_base[1]
+            if outright:
+                self._claimed.clear()
+        self._events.emit(
+            "version_adopted",
+            version=str(version),
+            outright=outright,
+            steps=own,
+            waited_s=round(time.monotonic() - self._waits_since, 6),
+            progress_samples=self.progress.samples,
+            progress_steps=self.progress.steps,
+        )
+
+    def _end_of_life(self, reason: str, again: bool) -> None:
+        self._tell_steps()
+        self._events.emit("cluster_over", reason=reason, again=again)
+        old = self._life
+        if not again:
+            self.over = reason
+            return
+        _log.warning("cluster %s comes in again: %s", self.options.name, reason)
+        with self._changed:
+            self._life = _Life(old.machine.anew())
+            self._todo.clear()
+            self._claimed.clear()
+            self._wanted, self._fetched, self._frozen, self._pending, self._open = NO_VERSION, None, None, None, None
+            self._residual = None
+            old.over = True
+            self._old.append(old)
+        if old.client is not None:
+            old.client.close()
+        self._begin(self._life)
+
+    # ------------------------------------------------------------------ any thread
+
+    def _begin(self, life: _Life) -> None:
+        """Its stream, and who is told what comes on it."""
+
+        def hear(message: Any) -> None:
+            self._note(message)
+            self._feed(life, fx.Told(message))
+
+        def connected() -> None:
+            self._trouble = ""
+            self._feed(life, fx.Connected())
+
+        def lost(reason: str) -> None:
+            self._trouble = reason
+            self._feed(life, fx.Disconnected())
+
+        def trouble(error: ChaosError) -> None:
+            self._trouble = str(error)
+            if isinstance(error, RefusedError) and life.machine.incarnation is None:
+                self._fail(str(error))
+
+        life.lines = ParkedLines(
+            self._server,
+            job=self.options.job,
+            me=lambda: str(life.machine.incarnation),
+            secret=self._secret,
+            note=self._events.emit,
+            links=self.options.links,
+        )
+        life.client = ControlClient(
+            self.options.endpoints,
+            self._secret,
+            call="Attend",
+            on_connected=connected,
+            on_message=hear,
+            on_disconnected=lost,
+            on_trouble=trouble,
+            revive=lambda: host_for_cluster(self.options, again=True, given_up=self._closing.is_set),
+        )
+        life.client.start()
+
+    def _fail(self, reason: str) -> None:
+        with self._changed:
+            self.over = self.over or reason
+            self._changed.notify_all()
+
+    def _note(self, message: Any) -> None:
+        match message:
+            case Welcomed(term, incarnation, _, _, founded):
+                self._events.identify(str(incarnation), self.options.name)
+                self._events.emit("cluster_welcomed", incarnation=str(incarnation), term=term, founded=founded)
+            case PushAnswered(_, push, answer, version, reason):
+                self._events.emit(
+                    "push_answered", push=str(push), answer=str(answer), version=str(version), reason=reason
+                )
+            case Dismissed(_, reason, again) if not again:
+                _log.warning("cluster %s is out: %s", self.options.name, reason)
+
+    def _feed(self, life: _Life, event: cl.ClusterEvent, *, resting: bool = False) -> None:
+        with self._changed:
+            if life.over or life is not self._life:
+                return
+            for effect in life.machine.on(event, resting=resting):
+                self._apply(life, effect)
+            self._changed.notify_all()
+
+    def _apply(self, life: _Life, effect: cl.ClusterEffect) -> None:
+        match effect:
+            case fx.Say(message):
+                if life.client is not None:
+                    life.client.say(message)
+            case cl.FetchVersion(version):
+                self._wanted = version
+            case cl.Free(push):
+                self._free_push(push)
+            case cl.ReachHolders(holders):
+                self._reach(holders)
+            case fx.OuterNote(name, fields):
+                self._events.emit(name, **dict(fields))
+            case _:
+                self._todo.append(effect)
+
+    def _reach(self, holders: tuple[Holder, ...]) -> None:
+        self._holders = holders
+        for life in (self._life, *self._old):
+            if life.lines is not None:
+                life.lines.follow(holders)
+        shards = self._shards()
+        for push, (part, cut) in list(self._held.items()):
+            if cut != shards:
+                drop_push(self._server, push, cut)
+                hold_push(self._server, push, part, shards)
+                self._held[push] = (part, shards)
+
+    def _shards(self) -> tuple[Shard, ...]:
+        return self._grid.cut(len(self._holders))
+
+    def _free_push(self, push: PushId) -> None:
+        held = self._held.pop(push, None)
+        if held is not None:
+            drop_push(self._server, push, held[1])
+        needed = {p.incarnation for p in self._held}
+        for life in [life for life in self._old if life.machine.incarnation not in needed]:
+            self._old.remove(life)
+            threading.Thread(target=life.close, name="chaos-outer-close", daemon=True).start()
+
+    # ------------------------------------------------------------------ positions and rates
+
+    def _free(self) -> tuple[int, tuple[Span, ...]] | None:
+        """The lowest epoch with positions that are leased and not claimed."""
+        for epoch, spans in sorted(self._life.machine.free_spans().items()):
+            if left := subtract(spans, self._claimed.get(epoch, ())):
+                return epoch, left
+        return None
+
+    def _unclaim(self, covered: Covered) -> None:
+        left = subtract(self._claimed.get(covered.epoch, ()), covered.spans)
+        self._claimed[covered.epoch] = left
+        if not left:
+            del self._claimed[covered.epoch]
+
+    def _measure(self, samples: int, steps: int, now: float) -> None:
+        """Moving averages of what a second of training gives; waits do not count."""
+        took_s = now - self._rested_at
+        if took_s <= 0 or not steps:
+            return
+        machine = self._life.machine
+        rates = samples / took_s, steps / took_s
+        # As seconds a sample, so that a step that took long counts in full.
+        old = self._rates
+        self._rates = tuple(  # type: ignore[assignment]
+            new if not before or not new else 1 / (_FADE / before + (1 - _FADE) / new)
+            for before, new in zip(old, rates, strict=True)
+        )
+        machine.rate, machine.step_rate = self._rates
+
+    # ------------------------------------------------------------------ threads
+
+    def _beat(self) -> None:
+        while not self._closing.wait(self._settings.heartbeat_s):
+            self._feed(self._life, fx.TimePassed())
+
+    def _fetch(self) -> None:
+        """Fetches whichever version is wanted, again and again until it is here."""
+        part: Part | None = None
+        of = NO_VERSION
+        while not self._closing.is_set():
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted != NO_VERSION or self._closing.is_set())
+                wanted, life, holders = self._wanted, self._life, self._holders
+            if self._closing.is_set():
+                return
+            if part is None or of != wanted:
+                part, of = Part.empty(self._grid.whole, self._codec.version), wanted
+            began = time.monotonic()
+            try:
+                assert life.lines is not None
+                shards = self._grid.cut(len(holders)) if holders else ()
+                if not holders:
+                    raise StateError("no follower is known yet")
+                nbytes = fetch_version(
+                    wanted, shards, self._codec.version, holders, part, life.lines.dial, deadline_s=FETCH_S
+                )
+            except (ChaosError, OSError) as error:
+                _log.debug("version %s is not here yet: %s", wanted, error)
+                self._closing.wait(AGAIN_S)
+                continue
+            self._events.emit(
+                "version_fetched", version=str(wanted), nbytes=nbytes, seconds=round(time.monotonic() - began, 6)
+            )
+            with self._changed:
+                if self._wanted != wanted or life is not self._life:
+                    continue
+                self._wanted, self._fetched, part = NO_VERSION, (wanted, part), None
+                self._feed(life, cl.Got(wanted))
+
+
+def _first(spans: Sequence[Span], positions: int) -> tuple[Span, ...]:
+    """At most so many positions from the front."""
+    found: list[Span] = []
+    for start, stop in spans:
+        if positions <= 0:
+            break
+        stop = min(stop, start + positions)
+        found.append((start, stop))
+        positions -= stop - start
+    return tuple(found)
+
+
+def agreement_of(
+    replica: Replica,
+    options: ClusterOptions,
+    settings: OuterSettings,
+    *,
+    length: int = 0,
+    words: dict[str, str] | None = None,
+) -> Agreement:
+    """What this cluster says that all must have in common.
+
+    Args:
+        replica: Of its model.
+        options: Its own; codec, block and the kind of data are the job's.
+        settings: The job's rules.
+        length: Positions of an epoch of the shared data; 0 where each cluster has its own.
+        words: What else must be equal, such as the seed or a tokenizer's hash.
+    """
+    codec_named(options.codec)
+    said = {"data": options.data, **(words or {})}
+    return Agreement(
+        replica.specs,
+        replica.averaged,
+        options.block,
+        options.codec,
+        length,
+        settings.words,
+        tuple(sorted(said.items())),
+    )
+
+
+__all__ = ["Boundary", "OuterSession", "agreement_of"]

@@ -1,0 +1,98 @@
+"""What `DiLoCoStrategy` can be told: the settings of the job and of this cluster, under one roof.
+
+Theory of operation. Each setting is declared once, in `OuterSettings` or in `ClusterOptions`. Some are arguments of the
+strategy; the others are fields of `DiLoCoOptions`, where None means: the environment's CHAOS_<NAME>, else the default.
+Nothing here imports torch or Lightning, so Hydra's types can be made of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, make_dataclass
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from chaos_lightning.declared import declared, document, same_as, setting
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.outer.cluster_options import ClusterOptions
+from chaos_lightning.outer.settings import OuterSettings
+from chaos_lightning.settings import from_environment
+
+OWNERS = (OuterSettings, ClusterOptions)
+ARGUMENTS = ("server", "name", "inner_steps", "outer_lr", "outer_momentum", "policy", "codec", "data", "overlap")
+"""What the strategy takes as arguments of its own; everything else is in its `options`."""
+
+
+def optional(names: Iterable[str]) -> list[tuple[str, Any, Any]]:
+    """Fields for `make_dataclass`: these settings, where None means that nothing was given."""
+    found = []
+    for name in names:
+        owner = next(owner for owner in OWNERS if name in declared(owner))
+        found.append((name, get_type_hints(owner)[name] | None, same_as(owner, name, default=None)))
+    return found
+
+
+if TYPE_CHECKING:
+    _Options = OuterSettings  # as far as type checkers and completion know them
+else:
+    _Options = make_dataclass(
+        "_Options",
+        optional(name for owner in OWNERS for name in declared(owner) if name not in ARGUMENTS),
+        namespace={"__module__": __name__},
+        frozen=True,
+        kw_only=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCoOptions(_Options):
+    """Settings that most jobs leave alone: those of the job and of this cluster but for the strategy's own arguments,
+    and some more. `batch` is by default what a step of this cluster uses.
+    """
+
+    seed: int | None = setting(
+        None, "Seed of the sample order; equal in all clusters. None takes `seed_everything`'s, else 0."
+    )
+    leave_on_signals: bool = setting(True, "Whether SIGINT and SIGTERM leave the job politely instead of aborting.")
+    start_timeout_s: float = setting(60.0, "How long to wait for the parameter server at the start.")
+    patience_s: float = setting(
+        1800.0, "How long to wait for samples, or for the job's end, before this cluster gives up with an error."
+    )
+
+    @classmethod
+    def of(cls, given: DiLoCoOptions | Mapping[str, Any] | None) -> DiLoCoOptions:
+        """Accepts what Hydra and jsonargparse hand over: an instance, a mapping or nothing.
+
+        Raises:
+            ConfigurationError: It is neither, or names what is no option.
+        """
+        if given is None:
+            return cls()
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            raise ConfigurationError(f"options is a {type(given).__name__}; expected DiLoCoOptions or a mapping")
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(given) - known):
+            raise ConfigurationError(f"unknown options {unknown}; expected some of {sorted(known)}")
+        return cls(**given)
+
+
+def build(
+    options: DiLoCoOptions, arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+) -> tuple[OuterSettings, ClusterOptions]:
+    """The job's rules and this cluster's settings: what was given over the environment over the defaults.
+
+    Raises:
+        ConfigurationError: A value cannot be; names the setting or the variable.
+    """
+    for name in ("start_timeout_s", "patience_s"):
+        declared(DiLoCoOptions)[name].demand(getattr(options, name))
+    given = {k: v for k, v in {**asdict(options), **arguments}.items() if v is not None}
+    rules = declared(OuterSettings)
+    settings = OuterSettings(**from_environment(rules, environ) | {k: v for k, v in given.items() if k in rules})
+    own = {name: value for name, value in given.items() if name in declared(ClusterOptions)}
+    return settings, ClusterOptions.build(own, environ)
+
+
+document(DiLoCoOptions)
