@@ -12,10 +12,11 @@ from typing import Any
 
 from chaos_lightning._register import install
 
-__all__ = ["ChaosStrategy", "Engine", "EngineConfig"]
+__all__ = ["ChaosStrategy", "DiLoCoStrategy", "Engine", "EngineConfig"]
 
 _LAZY = {
     "ChaosStrategy": "chaos_lightning.strategies",
+    "DiLoCoStrategy": "chaos_lightning.strategies",
     "Engine": "chaos_lightning.member.engine",
     "EngineConfig": "chaos_lightning.settings",
 }

@@ -1,4 +1,4 @@
-"""Puts "chaos" into Lightning's strategy registry without importing Lightning.
+"""Puts "chaos" and "chaos_diloco" into Lightning's strategy registry without importing Lightning.
 
 Theory of operation. There is no entry-point group for strategies, so `import chaos_lightning` has to register. If
 Lightning's strategy package is imported already, it registers at once. Otherwise a finder at the front of
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -19,37 +21,68 @@ from typing import Any
 
 HOST = "lightning.pytorch.strategies"
 OTHER_HOST = "pytorch_lightning.strategies"
-NAME = "chaos"
-DESCRIPTION = "members may join, leave and die while training goes on"
 
 
-def make_strategy(**options: Any) -> Any:
+@dataclass(frozen=True)
+class Registered:
+    """One strategy, as Lightning's users name it.
+
+    Attributes:
+        kind: Its class in `chaos_lightning.strategies`.
+        description: For the registry.
+        loop: What a plain loop uses instead.
+        why_no_fabric: Why Fabric cannot have it.
+    """
+
+    kind: str
+    description: str
+    loop: str
+    why_no_fabric: str
+
+
+NAMES = {
+    "chaos": Registered(
+        "ChaosStrategy",
+        "members may join, leave and die while training goes on",
+        "chaos_lightning.trainer.Trainer, which has prepare() and update() where Fabric has setup() and backward()",
+        "members come and go between two steps, where Fabric has no hook that could hand over the training state, and "
+        "it cannot know which samples a step has used",
+    ),
+    "chaos_diloco": Registered(
+        "DiLoCoStrategy",
+        "clusters that are far apart train one model, whoever dies",
+        "chaos_lightning.diloco",
+        "versions of the model are adopted between two steps, where Fabric has no hook, and it cannot know which "
+        "samples a step has used",
+    ),
+}
+
+
+def make_strategy(name: str, **options: Any) -> Any:
     """The registered factory: what `Trainer(strategy="chaos")` calls."""
-    from chaos_lightning.strategies import ChaosStrategy
+    from chaos_lightning import strategies
 
-    return ChaosStrategy(**options)
+    return getattr(strategies, NAMES[name].kind)(**options)
 
 
-def refuse_other_host(**_: Any) -> Any:
+def refuse_other_host(name: str, **_: Any) -> Any:
     """The same for the package `pytorch_lightning`, whose classes are not those of `lightning.pytorch`."""
     from chaos_lightning.errors import UnsupportedError
 
     raise UnsupportedError(
-        'Trainer(strategy="chaos") of the package `pytorch_lightning` is not supported, since its classes are others '
+        f'Trainer(strategy="{name}") of the package `pytorch_lightning` is not supported, since its classes are others '
         "than those of `lightning.pytorch`; write `import lightning.pytorch as pl` instead of `import "
         "pytorch_lightning as pl`"
     )
 
 
-def refuse_fabric(**_: Any) -> Any:
+def refuse_fabric(name: str, **_: Any) -> Any:
     """What `Fabric(strategy="chaos")` calls."""
     from chaos_lightning.errors import UnsupportedError
 
     raise UnsupportedError(
-        'Fabric(strategy="chaos") is not supported: members come and go between two steps, where Fabric has no hook '
-        "that could hand over the training state, and it cannot know which samples a step has used. Use "
-        'Trainer(strategy="chaos") of lightning.pytorch, or keep your loop and write it with chaos_lightning.trainer.'
-        "Trainer, which has prepare() and update() where Fabric has setup() and backward()"
+        f'Fabric(strategy="{name}") is not supported: {NAMES[name].why_no_fabric}. Use Trainer(strategy="{name}") of '
+        f"lightning.pytorch, or keep your loop and write it with {NAMES[name].loop}"
     )
 
 
@@ -71,7 +104,8 @@ def registry_of(module: ModuleType) -> Any:
 def register(module: ModuleType) -> None:
     """Registers with an imported strategy package."""
     factory = _FACTORIES[module.__name__]
-    registry_of(module).register(NAME, factory, description=DESCRIPTION, override=True)
+    for name, made in NAMES.items():
+        registry_of(module).register(name, partial(factory, name), description=made.description, override=True)
 
 
 class _Loader(Loader):

@@ -1,6 +1,6 @@
 """Types of the configuration: what Hydra checks the YAML files and the command line against.
 
-Theory of operation. The strategy's types are made from what `chaos_lightning.settings` declares, without importing
+Theory of operation. The strategies' types are made from what is declared of their settings, without importing
 Lightning. The Trainer's mirror its constructor; `tests/configs` compares them with its signature. `register` puts all
 into Hydra's ConfigStore as `*_schema` entries, on which the YAML files of the same group build (`defaults:
 [chaos_schema]`). A misspelt or mistyped setting is therefore refused when the configuration is put together, before
@@ -17,13 +17,18 @@ from typing import Any, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from chaos_lightning.outer import strategy_options as outer
 from chaos_lightning.settings import ARGUMENTS, ChaosOptions, optional
 
-_HINTS = get_type_hints(ChaosOptions)
-OptionsConfig = make_dataclass(
-    "OptionsConfig", [(f.name, _HINTS[f.name], field(default=f.default)) for f in fields(ChaosOptions)]
-)
-"""`ChaosOptions`, but not frozen: Hydra would refuse to override what is."""
+
+def _thawed(name: str, options: type) -> Any:
+    """The same settings, but not frozen: Hydra would refuse to override what is."""
+    hints = get_type_hints(options)
+    return make_dataclass(name, [(f.name, hints[f.name], field(default=f.default)) for f in fields(options)])
+
+
+OptionsConfig = _thawed("OptionsConfig", ChaosOptions)
+DiLoCoOptionsConfig = _thawed("DiLoCoOptionsConfig", outer.DiLoCoOptions)
 
 ChaosStrategyConfig = make_dataclass(
     "ChaosStrategyConfig",
@@ -35,6 +40,17 @@ ChaosStrategyConfig = make_dataclass(
     ],
 )
 """`chaos_lightning.strategies.ChaosStrategy`."""
+
+DiLoCoStrategyConfig = make_dataclass(
+    "DiLoCoStrategyConfig",
+    [
+        ("_target_", str, field(default="chaos_lightning.strategies.DiLoCoStrategy")),
+        ("inner", str, field(default="auto")),
+        *outer.optional(outer.ARGUMENTS),
+        ("options", DiLoCoOptionsConfig, field(default_factory=DiLoCoOptionsConfig)),
+    ],
+)
+"""`chaos_lightning.strategies.DiLoCoStrategy`."""
 
 
 @dataclass(kw_only=True)
@@ -87,3 +103,4 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(name="train_schema", node=TrainConfig, provider="chaos_lightning")
     store.store(group="strategy", name="chaos_schema", node=ChaosStrategyConfig, provider="chaos_lightning")
+    store.store(group="strategy", name="diloco_schema", node=DiLoCoStrategyConfig, provider="chaos_lightning")

@@ -12,6 +12,9 @@ and at the end. What it decides from belongs to its parts:
 - `fingerprint`, `refusals`: what must be equal on all members, what no job can serve;
 - `environment`, `place`, `preparing`: who this process is, also before its first batch, and when it prepares data.
 
+`diloco` is the other strategy: a Trainer as one cluster of an outer job. `outer_fit` is one fit's part in it,
+`outer_clock` keeps Lightning's counters by the job's clock, `outer_refusals` says what no cluster can serve.
+
 None of these but `saving` knows the session; it gives them what they need.
 """
 
@@ -21,8 +24,10 @@ if __name__ != "chaos_lightning.strategies":
         "(the folder at the root of the repository is the same one, under a name that would load everything twice)"
     )
 
+from chaos_lightning.outer.strategy_options import DiLoCoOptions
 from chaos_lightning.settings import ChaosOptions
+from chaos_lightning.strategies.diloco import DiLoCoStrategy
 from chaos_lightning.strategies.schedules import BySamples
 from chaos_lightning.strategies.strategy import ChaosStrategy
 
-__all__ = ["BySamples", "ChaosOptions", "ChaosStrategy"]
+__all__ = ["BySamples", "ChaosOptions", "ChaosStrategy", "DiLoCoOptions", "DiLoCoStrategy"]

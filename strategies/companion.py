@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -111,6 +111,18 @@ class Companion(pl.Callback):
         return Companion, (None,)
 
 
+class Leaver(Protocol):
+    """A fit's part in a job, which may leave.
+
+    Attributes:
+        departed: It left, and so fit ended in the midst.
+        terminated: SIGTERM asked it to.
+    """
+
+    departed: bool
+    terminated: bool
+
+
 class Launcher(_Launcher):
     """Calls the function in this very process: members are started from outside.
 
@@ -118,7 +130,7 @@ class Launcher(_Launcher):
         session: Of the fit that has just ended, if it was one.
     """
 
-    def __init__(self, session: Callable[[], FitSession | None]) -> None:
+    def __init__(self, session: Callable[[], Leaver | None]) -> None:
         self._session = session
 
     @property

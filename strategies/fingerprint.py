@@ -20,15 +20,15 @@ from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.planning.ledger import SHARED
 from chaos_lightning.replication.access import module_tensors
 from chaos_lightning.replication.table import layout_hash
-from chaos_lightning.settings import ChaosOptions, EngineConfig
+from chaos_lightning.settings import EngineConfig
 from chaos_lightning.strategies.evaluation import EvalLoader
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.schedules import name_of
 
 
-def seed_of(options: ChaosOptions) -> int:
+def seed_of(seed: int | None) -> int:
     """Keys the sample order: the option, else what `seed_everything` left behind, else 0."""
-    return options.seed if options.seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    return seed if seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def fingerprint_of(trainer: Trainer, loader: ElasticLoader, *, assigns_validation: bool) -> dict[str, str]:

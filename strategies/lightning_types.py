@@ -17,6 +17,8 @@ if TYPE_CHECKING:
         callbacks: list[Callback]
         datamodule: LightningDataModule | None
         fast_dev_run: bool | int
+        log_every_n_steps: int
+        overfit_batches: int | float
         reload_dataloaders_every_n_epochs: int
         _val_check_time_interval: float | None
         _last_val_time: float

@@ -47,11 +47,11 @@ class Refusal:
     early: bool = True
 
 
-def _callbacks(*kinds: type) -> Callable[[Trainer], str]:
+def of_callbacks(*kinds: type) -> Callable[[Trainer], str]:
     return lambda trainer: ", ".join(type(c).__name__ for c in trainer.callbacks if isinstance(c, kinds))
 
 
-def _modules(test: Callable[[nn.Module], bool]) -> Callable[[Trainer], str]:
+def of_modules(test: Callable[[nn.Module], bool]) -> Callable[[Trainer], str]:
     return lambda trainer: ", ".join(
         f"{name or 'the module'} ({type(m).__name__})"
         for name, m in trainer.lightning_module.named_modules()
@@ -59,7 +59,7 @@ def _modules(test: Callable[[nn.Module], bool]) -> Callable[[Trainer], str]:
     )
 
 
-def _optimizers(test: Callable[[torch.optim.Optimizer], bool]) -> Callable[[Trainer], str]:
+def of_optimizers(test: Callable[[torch.optim.Optimizer], bool]) -> Callable[[Trainer], str]:
     return lambda trainer: ", ".join(type(o).__name__ for o in trainer.strategy.optimizers if test(o))
 
 
@@ -83,28 +83,28 @@ TABLE: tuple[Refusal, ...] = (
         "running statistics are averaged with each step",
         lambda t: "Trainer(sync_batchnorm=True)" if getattr(t.strategy, "_layer_sync", None) is not None else "",
     ),
-    *(Refusal(kind.what, kind.why, _modules(kind.found)) for kind in UNSERVED),
+    *(Refusal(kind.what, kind.why, of_modules(kind.found)) for kind in UNSERVED),
     Refusal(
         "gradient accumulation that changes",
         "micro-batches per step are part of what members agree on; use Trainer(accumulate_grad_batches=...)",
-        _callbacks(GradientAccumulationScheduler),
+        of_callbacks(GradientAccumulationScheduler),
     ),
     Refusal(
         "search callbacks",
         "they train on their own before fit, which others would have to take part in; run the search with one "
         "process first",
-        lambda t: "" if t.fast_dev_run else _callbacks(BatchSizeFinder, LearningRateFinder)(t),
+        lambda t: "" if t.fast_dev_run else of_callbacks(BatchSizeFinder, LearningRateFinder)(t),
     ),
     Refusal(
         "callbacks that change what is trained",
         "the layout of gradients is fixed when a member joins; freeze or prune before fit",
-        _callbacks(BaseFinetuning, ModelPruning),
+        of_callbacks(BaseFinetuning, ModelPruning),
     ),
     Refusal(
         "StochasticWeightAveraging",
         "it replaces schedulers and adds an epoch while it runs, which a newcomer cannot take over; use "
         "EMAWeightAveraging",
-        _callbacks(StochasticWeightAveraging),
+        of_callbacks(StochasticWeightAveraging),
     ),
     Refusal(
         "dataloader_iter",
@@ -124,19 +124,19 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "no optimizer",
         "there is nothing to average; return one from configure_optimizers",
-        _optimizers(lambda o: isinstance(o, _MockOptimizer)),
+        of_optimizers(lambda o: isinstance(o, _MockOptimizer)),
         early=False,
     ),
     Refusal(
         "optimizers that evaluate the loss several times in a step",
         "each evaluation would be a step of the whole job; use one that evaluates it once",
-        _optimizers(lambda o: isinstance(o, torch.optim.LBFGS)),
+        of_optimizers(lambda o: isinstance(o, torch.optim.LBFGS)),
         early=False,
     ),
     Refusal(
         "sharded optimizers",
         SHARDED,
-        _optimizers(is_sharded),
+        of_optimizers(is_sharded),
         early=False,
     ),
 )
@@ -148,32 +148,32 @@ def _line(row: Refusal, found: str) -> str:
     return f"- {found}: {feature}{row.why}"
 
 
-def refuse(trainer: Trainer, *, early: bool) -> None:
+def refuse(trainer: Trainer, *, early: bool, table: tuple[Refusal, ...] = TABLE, strategy: str = "chaos") -> None:
     """UnsupportedError with everything in this trainer that cannot be served."""
-    found = [(row, words) for row in TABLE if row.early is early and (words := row.found(trainer))]
+    found = [(row, words) for row in table if row.early is early and (words := row.found(trainer))]
     if found:
         lines = [_line(row, words) for row, words in found]
-        raise UnsupportedError("strategy chaos does not support:\n" + "\n".join(lines))
+        raise UnsupportedError(f"strategy {strategy} does not support:\n" + "\n".join(lines))
 
 
-def refuse_loaders(trainer: Trainer) -> None:
+def refuse_loaders(trainer: Trainer, strategy: str = "chaos") -> None:
     """UnsupportedError for several training loaders; they are only known once they were made."""
     combined = trainer.fit_loop._combined_loader
     if combined is not None and len(combined.flattened) != 1:
         raise UnsupportedError(
-            f"fit got {len(combined.flattened)} training loaders; strategy chaos assigns the samples of one. "
+            f"fit got {len(combined.flattened)} training loaders; strategy {strategy} assigns the samples of one. "
             "Combine the data "
             "sets (ConcatDataset, or one that returns both), or draw the second one's batches within the "
             "first's collate_fn"
         )
 
 
-def check_host_version() -> None:
+def check_host_version(strategy: str = "chaos") -> None:
     """Private fields of the host are touched, so its minor version is pinned."""
     found = version("lightning")
     if found.split(".")[:2] != ["2", "6"]:
         raise UnsupportedError(
-            f"lightning {found} is installed; strategy chaos works with lightning>=2.6,<2.7, since it "
+            f"lightning {found} is installed; strategy {strategy} works with lightning>=2.6,<2.7, since it "
             "continues loops whose "
             "counters are private. Install a matching version."
         )

@@ -173,7 +173,7 @@ class FitSession:
 
     def wrap(self, dataloader: Any) -> TrainLoader:
         """The training loader that Lightning gets instead of the user's; a new one when loaders are reloaded."""
-        elastic = ElasticLoader(dataloader, mode=self._data, seed=seed_of(self._options), source=self._source)
+        elastic = ElasticLoader(dataloader, mode=self._data, seed=seed_of(self._options.seed), source=self._source)
         if self._loader is not None:
             self.elastic.close()
         self._loader = TrainLoader(elastic, self.trainer, self)
@@ -538,7 +538,7 @@ class FitSession:
         """The first Ctrl+C or SIGTERM; the second one aborts."""
         say(f"{number.name}: leaving the job after the present step, or at once while waiting; once more aborts")
         aside(self._leave, f"signal {number.name}")
-        for handler in _handlers_of_user(self._signals.before[number], self.trainer._signal_connector):
+        for handler in handlers_of_user(self._signals.before[number], self.trainer._signal_connector):
             handler(number, frame)
 
     def _leave(self, reason: str) -> None:
@@ -646,7 +646,7 @@ class FitSession:
             self.elastic.close()
 
 
-def _handlers_of_user(before: Any, connector: object) -> list[Callable[[int, FrameType | None], Any]]:
+def handlers_of_user(before: Any, connector: object) -> list[Callable[[int, FrameType | None], Any]]:
     """Handlers that the user had set for a signal; Lightning composes them with its own, which end the work at once."""
     found = getattr(before, "signal_handlers", [before])
     ours = (None, signal.default_int_handler)

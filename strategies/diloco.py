@@ -1,0 +1,264 @@
+"""DiLoCoStrategy: a Trainer as one cluster of an outer job (docs/diloco.md).
+
+Theory of operation. Clusters that are far apart train one model. Each trains by itself for some steps, with its own
+optimizer, and a parameter server makes versions of what they gained (docs/outer.md). The strategy is Lightning's own
+for one device, with a part in such a job for the time of fit: `OuterFit`. It comes in when the model is on its device,
+so everything after that, `on_fit_start` and the sanity check included, sees the job's newest version.
+
+Only the oldest cluster of a job logs and writes files, as rank 0 does elsewhere; each draws its own progress bar.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.connectors.data_connector import _worker_check
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+
+from chaos_lightning.data.leased import LeasedLoader
+from chaos_lightning.events.events import EventLog
+from chaos_lightning.member.training import reduced_buffers
+from chaos_lightning.outer.replica import Replica
+from chaos_lightning.outer.session import OuterSession, agreement_of
+from chaos_lightning.outer.strategy_options import DiLoCoOptions, build
+from chaos_lightning.strategies.companion import Launcher
+from chaos_lightning.strategies.environment import ChaosEnvironment
+from chaos_lightning.strategies.fingerprint import seed_of
+from chaos_lightning.strategies.lightning_types import Trainer
+from chaos_lightning.strategies.outer_fit import OuterCompanion, OuterFit, SharedLoader
+from chaos_lightning.strategies.outer_refusals import OUTER_TABLE, refuse_inner
+from chaos_lightning.strategies.refusals import check_host_version, refuse, refuse_loaders
+from chaos_lightning.strategies.session import DataMode
+
+NAME = "chaos_diloco"
+
+
+class DiLoCoStrategy(SingleDeviceStrategy):
+    """One of several clusters that train one model, each by itself, through a parameter server.
+
+    Args:
+        inner: How this cluster trains: "single" is one process with one device; "auto" takes it.
+        server: The parameter server as HOST:PORT, several with commas. Without it (and without the environment's
+            CHAOS_PS) the first process of a machine starts one there.
+        name: This cluster's name, unique in the job.
+        inner_steps: Steps of a usual cluster from one push to the next.
+        outer_lr: Learning rate of the server.
+        outer_momentum: Momentum of the server.
+        policy: When a round is decided and which pushes count: robust, sync, async or di_ps.
+        codec: How pushes and versions travel: bf16, fp32 or int8.
+        data: "shared" (the default): all clusters have the same data set, and each sample counts once per epoch.
+            "local": each has data of its own.
+        overlap: Whether to train on while a push and its answer travel.
+        options: `DiLoCoOptions` or a mapping of its fields.
+
+    Arguments that are None come from the environment (CHAOS_INNER_STEPS and so on), else they have their defaults. Two
+    things are read from the LightningModule if it has them: `chaos_buffers`, names of buffers that forward passes
+    change and that are to be averaged, and `chaos_words`, a mapping of what else must be equal in all clusters, such as
+    a tokenizer's hash.
+    """
+
+    strategy_name = NAME
+
+    def __init__(
+        self,
+        inner: str = "auto",
+        server: str | None = None,
+        name: str | None = None,
+        inner_steps: int | None = None,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        policy: str | None = None,
+        codec: str | None = None,
+        data: DataMode | None = None,
+        overlap: bool | None = None,
+        options: DiLoCoOptions | dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        refuse_inner(inner, devices=1)
+        self.inner = inner
+        self.options = DiLoCoOptions.of(options)
+        self._given = {
+            "server": server,
+            "name": name,
+            "inner_steps": inner_steps,
+            "outer_lr": outer_lr,
+            "outer_momentum": outer_momentum,
+            "policy": policy,
+            "codec": codec,
+            "data": data,
+            "overlap": overlap,
+        }
+        self.data = build(self.options, self._given)[1].data
+        self.parallel_devices: list[torch.device] | None = None
+        """Lightning puts there what it found."""
+        self.environment = ChaosEnvironment()
+        self.fit: OuterFit | None = None
+        self._manual_steps = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a Trainer has no part in the job."""
+        return {**super().__getstate__(), "fit": None}
+
+    # ------------------------------------------------------------------ where this process runs
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.parallel_devices[0] if self.parallel_devices else self._root_device
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.environment.global_rank() == 0
+
+    @property
+    def global_rank(self) -> int:
+        """Of who writes it is 0; the world has one process all the same."""
+        return self.environment.global_rank()
+
+    @global_rank.setter
+    def global_rank(self, rank: int) -> None:
+        """Lightning's default, which is said elsewhere here."""
+
+    def _configure_launcher(self) -> None:
+        self._launcher = Launcher(self._present_fit)
+
+    def _present_fit(self) -> OuterFit | None:
+        return self.fit
+
+    # ------------------------------------------------------------------ set-up
+
+    def connect(self, model: Any) -> None:
+        super().connect(model)
+        trainer: Trainer | None = model._trainer
+        self.fit = None
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        check_host_version(NAME)
+        self.fit = OuterFit(trainer, self.environment, self.options.patience_s)
+        # Last: teardown takes it out where there is a fit.
+        trainer.callbacks[:] = [OuterCompanion(self.fit), *_others(trainer)]
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.fit is not None:
+            refuse_inner(self.inner, len(self.parallel_devices or ()))
+            refuse(self.fit.trainer, early=True, table=OUTER_TABLE, strategy=NAME)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        fit = self.fit
+        if fit is None:
+            return
+        refuse(fit.trainer, early=False, table=OUTER_TABLE, strategy=NAME)
+        fit.trainer.fit_loop.setup_data()
+        if self.data == "shared":
+            refuse_loaders(fit.trainer, NAME)
+        self._come_in(fit)
+
+    def _come_in(self, fit: OuterFit) -> None:
+        batch = fit.batch if self.options.batch is None else 0
+        settings, options = build(self.options, {**self._given, **({"batch": batch} if batch else {})})
+        module = fit.trainer.lightning_module
+        buffers = reduced_buffers(module, getattr(module, "chaos_buffers", ()), named_by="chaos_buffers")
+        replica = Replica(
+            [(n, p) for n, p in module.named_parameters() if p.requires_grad],
+            [(n, b) for n, b in buffers if b.is_floating_point()],
+        )
+        loaded = fit.trainer._checkpoint_connector._loaded_checkpoint
+        words = {
+            "trained before": f"{loaded.get('global_step', 0)} steps, {loaded.get('epoch', 0)} epochs",
+            **{f"chaos_words.{name}": str(word) for name, word in getattr(module, "chaos_words", {}).items()},
+        }
+        length = 0
+        if fit.loader is not None:
+            length = fit.loader.leased.length
+            words |= fit.loader.leased.words
+        agreement = agreement_of(replica, options, settings, length=length, words=words)
+        events = EventLog.in_directory(options.log_dir or None, options.name, role="cluster")
+        fit.start(OuterSession(replica, agreement, options, events), self.options.start_timeout_s)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """The training loader of shared data deals what is leased; all others are the user's."""
+        fit = self.fit
+        if fit is None or self.data != "shared" or not fit.trainer.training:
+            return dataloader
+        # Lightning checks what it gets from here, which is no DataLoader of torch's.
+        _worker_check(fit.trainer, dataloader, "train_dataloader")
+        who = self._given["name"] or ""
+        leased = LeasedLoader(dataloader, seed=seed_of(self.options.seed), source=fit, who=str(who))
+        return fit.share(SharedLoader(leased, fit.trainer, fit))
+
+    def on_train_start(self) -> None:
+        """The last hook before batches are fetched."""
+        if self.fit is not None:
+            self.fit.begin(self.options.leave_on_signals)
+
+    # ------------------------------------------------------------------ training
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._manual_steps = 0
+        if self.fit is not None:
+            self.fit.fetched(batch)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().training_step(*args, **kwargs)
+        fit = self.fit
+        if fit is not None:
+            fit.saw(output)
+            if self._manual and (self._manual_steps or fit.last_known):
+                fit.stepped(self._manual_steps)
+        return output
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._manual_steps += 1
+        if self.fit is not None and not self._manual:
+            self.fit.stepped()
+        return output
+
+    @property
+    def _manual(self) -> bool:
+        return self.lightning_module is not None and not self.lightning_module.automatic_optimization
+
+    # ------------------------------------------------------------------ what is judged and written
+
+    def on_validation_start(self) -> None:
+        if self.fit is not None:
+            self.fit.show_base()
+
+    def on_validation_end(self) -> None:
+        """After ModelCheckpoint and EarlyStopping have judged."""
+        if self.fit is not None:
+            self.fit.show_own()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Of the version that was adopted last: what a checkpoint holds, others have, too."""
+        fit = self.fit
+        if fit is None or not fit.in_step or fit.shows_base:
+            return super().lightning_module_state_dict()
+        fit.show_base()
+        try:
+            state = super().lightning_module_state_dict()
+            return {n: v.detach().clone() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
+        finally:
+            fit.show_own()
+
+    # ------------------------------------------------------------------ the end
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self.fit is not None:
+            self.fit.close()
+
+    def teardown(self) -> None:
+        if self.fit is not None:
+            self.fit.close()
+            self.fit.trainer.callbacks[:] = _others(self.fit.trainer)
+        super().teardown()
+
+
+def _others(trainer: Trainer) -> list[pl.Callback]:
+    return [c for c in trainer.callbacks if not isinstance(c, OuterCompanion)]

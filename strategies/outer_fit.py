@@ -1,0 +1,430 @@
+"""One fit's part in an outer job: coming in, boundaries between steps, the ends of epochs, and going.
+
+Theory of operation. A cluster trains by itself, so there is little to agree on. After each optimizer step it tells the
+session what the step used, and there a new version may be adopted, in place: Lightning's counters then follow the
+job's clock (outer_clock.py).
+
+Where clusters share the data, an epoch of the job is one pass over it by all of them together. Whether a batch is this
+cluster's last one of an epoch is known only once its positions count, since others may die and theirs be dealt again.
+So the last batch that is known is told to Lightning as the epoch's last one, by which the step is taken even if the
+accumulation is short. After that step the cluster waits until more is dealt, of this epoch or of the next one; it
+pushes and adopts meanwhile. If it is more of this epoch, the batch was not the last one after all: Lightning asks only
+afterwards. So what is validated at an epoch's end is a version that holds the whole epoch.
+
+The oldest cluster logs and writes files, as rank 0 does elsewhere. When it goes, another one opens its loggers between
+two batches.
+
+A cluster may have to stop in the middle of an epoch: the job is over, or it was asked to leave. Then fit ends at the
+next batch, without the hooks that judge an epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
+from torch import Tensor
+
+from chaos_lightning.data.feeds import Tag, batch_length
+from chaos_lightning.data.leased import LeasedLoader
+from chaos_lightning.errors import DeadlineError
+from chaos_lightning.machine.signals import ExitSignals, aside, end_by, say
+from chaos_lightning.outer.session import Boundary, OuterSession
+from chaos_lightning.outer.types import Covered
+from chaos_lightning.strategies.data import themselves
+from chaos_lightning.strategies.environment import ChaosEnvironment
+from chaos_lightning.strategies.lightning_types import Trainer
+from chaos_lightning.strategies.loops import ENDLESS, batches_begun, epoch_of, refit, skip_validation, unfinish_epoch
+from chaos_lightning.strategies.outer_clock import JobClock
+from chaos_lightning.strategies.session import handlers_of_user
+from chaos_lightning.strategies.writer import open_loggers
+
+_log = logging.getLogger("chaos_lightning")
+
+NOTHING: tuple[Covered, ...] = ()
+TURN_S = 0.1
+"""While it waits for samples, a cluster looks after its pushes and versions so often."""
+
+
+class OuterFit:
+    """See the module. One per call of `fit`.
+
+    Args:
+        trainer: Whose fit this is.
+        environment: Told who this process is.
+        patience_s: How long to wait for samples, or for the job's end.
+
+    Attributes:
+        loader: The training loader, where clusters share the data.
+        departed: It was asked to leave, and did.
+        terminated: By SIGTERM.
+        closed: fit is over.
+    """
+
+    def __init__(self, trainer: Trainer, environment: ChaosEnvironment, patience_s: float) -> None:
+        self.trainer = trainer
+        self._environment = environment
+        self.loader: SharedLoader | None = None
+        self.departed = self.terminated = self.closed = False
+        self._patience_s = patience_s
+        self._session: OuterSession | None = None
+        self._clock: JobClock | None = None
+        self._signals = ExitSignals(self._on_signal, again=self._on_further_signal)
+        self._leaving = False
+        self._ended = ""
+        """Why it stops in the middle of an epoch."""
+        self._local_samples = 0
+        self._steps = 0
+        self._loss: Any = None
+        self._shows_base = False
+
+    # ------------------------------------------------------------------ coming in
+
+    @property
+    def session(self) -> OuterSession:
+        assert self._session is not None, "this cluster has not come in yet"
+        return self._session
+
+    @property
+    def clock(self) -> JobClock:
+        assert self._clock is not None
+        return self._clock
+
+    @property
+    def in_step(self) -> bool:
+        """Whether training has begun."""
+        return self._clock is not None and not self.closed
+
+    @property
+    def batch(self) -> int:
+        """Samples of an inner step, as far as a loader says; 0: it does not."""
+        combined = self.trainer.fit_loop._combined_loader
+        sizes = (
+            [getattr(loader, "batch_size", None) or 0 for loader in combined.flattened] if combined is not None else []
+        )
+        return sum(sizes) * self.trainer.accumulate_grad_batches
+
+    def share(self, loader: SharedLoader) -> SharedLoader:
+        """These batches are what it trains, in place of those before."""
+        if self.loader is not None:
+            loader.leased.inherit(self.loader.leased)
+            loader.leased.first = self.loader.leased.first
+            self.loader.leased.close()
+        self.loader = loader
+        return loader
+
+    def start(self, session: OuterSession, timeout_s: float) -> None:
+        """Comes in: the parameters are the job's newest version afterwards, or found it."""
+        self._session = session
+        session.start(timeout_s)
+        self._environment.place(0 if session.oldest else 1, 1)
+
+    def begin(self, leave_on_signals: bool) -> None:
+        """Before the first batch: the loops stand where the job does."""
+        self._clock = JobClock(self.trainer)
+        self._clock.begin()
+        if self.loader is not None:
+            self.loader.leased.first = self._clock.first_epoch
+            self._clock.skip_epochs(self.session.progress.epoch)
+            refit(self.trainer, math.inf)
+        self._clock.put(self.session.reckoned, in_batch=False)
+        if leave_on_signals:
+            self._signals.install()
+
+    # ------------------------------------------------------------------ samples
+
+    def claim(self, positions: int, *, wait: bool, within: int = -1) -> tuple[Tag, ...]:
+        """See `data.leased.LeaseSource`."""
+        got: tuple[Covered, ...] = ()
+
+        def found() -> bool:
+            nonlocal got
+            got = got or self.session.claim(positions)
+            return bool(got) or 0 <= within < self.session.progress.epoch
+
+        if wait:
+            self._wait(found)
+        elif not (self._stops or self.closed):
+            found()
+        return tuple((each.epoch, each.spans) for each in got)
+
+    def _wait(self, found: Callable[[], bool]) -> None:
+        """Between two steps, until `found` or this cluster stops; pushes what is there and adopts meanwhile."""
+        deadline = time.monotonic() + self._patience_s
+        while not (self._stops or self.closed or found()):
+            self._take(self.session.boundary(0, steps=0), in_batch=self._in_batch)
+            self.session.pause(TURN_S)
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"cluster {self.session.incarnation} was dealt no samples for {self._patience_s:g} s, after "
+                    f"{self.session.base}: the parameter server is away, or others hold the rest of the epoch and do "
+                    "not get on. See `chaos-lightning ps status`; options.patience_s sets how long to wait"
+                )
+
+    @property
+    def last_known(self) -> bool:
+        """The present batch is the last one that is known."""
+        return self.loader is not None and self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+    @property
+    def _in_batch(self) -> bool:
+        """Between the optimizer's step and the batch's end."""
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return progress.ready > progress.completed
+
+    @property
+    def _stops(self) -> bool:
+        return bool(self._ended) or self._leaving or self.session.ending
+
+    def fetched(self, batch: Any) -> None:
+        """A batch begins. StopIteration if it is not to be trained any more."""
+        if self._stops:
+            # Lightning has begun it.
+            progress = self.trainer.fit_loop.epoch_loop.batch_progress
+            progress.current.ready, progress.total.ready = progress.current.ready - 1, progress.total.ready - 1
+            progress.is_last_batch = False
+            self.safe_point()
+        self._local_samples += batch_length(batch)
+
+    def saw(self, output: Any) -> None:
+        """A training step gave this."""
+        loss = output.get("loss") if isinstance(output, dict) else output
+        self._loss = loss.detach() if isinstance(loss, Tensor) else None
+
+    # ------------------------------------------------------------------ boundaries
+
+    def stepped(self, optimizer_steps: int = 0) -> None:
+        """After an optimizer's step, or several that belong together.
+
+        Args:
+            optimizer_steps: So many that Lightning counts one by one.
+        """
+        if not self.in_step:
+            return
+        samples, covers = self._local_samples, NOTHING
+        if self.loader is not None:
+            samples, covers = self.loader.used()
+        self._local_samples = 0
+        self._steps += 1
+        told = self._steps % max(1, self.trainer.log_every_n_steps) == 0 and self._loss is not None
+        loss = float(self._loss) if told else None
+        self._take(self.session.boundary(samples, covers, loss=loss), in_batch=True, counted=optimizer_steps)
+        if self.loader is not None and self.last_known:
+            self._end_of_epoch(self.loader.leased)
+
+    def _take(self, boundary: Boundary, *, in_batch: bool, counted: int = 0) -> None:
+        if boundary.outright and self.loader is not None:
+            self.loader.leased.forget()
+        if boundary.reset_optimizer:
+            for optimizer in self.trainer.optimizers:
+                optimizer.state.clear()
+        self._ended = self._ended or boundary.over
+        self.clock.put(self.session.reckoned, in_batch=in_batch, counted=counted, back=boundary.outright)
+
+    def _end_of_epoch(self, leased: LeasedLoader) -> None:
+        """The last batch that was known has stepped: was it the epoch's last one? If so, the base has all of it."""
+        self._wait(lambda: leased.known or self.session.progress.epoch > leased.epoch)
+        if leased.known:
+            refit(self.trainer, math.inf)
+            return
+        refit(self.trainer, batches_begun(self.trainer))
+        if self.session.progress.epoch <= leased.epoch:
+            self._ended = self._ended or self.session.over or "it was asked to leave"
+            skip_validation(self.trainer)
+            return
+        self.clock.skip_epochs(self.session.progress.epoch - leased.epoch - 1)
+        self.clock.put(self.session.reckoned, in_batch=True, back=True)
+
+    def begins(self, epoch: int) -> None:
+        """A pass over this epoch of the job begins. While this cluster waited for its first samples, others may have
+        gone through the one that Lightning is in."""
+        missed = self.clock.first_epoch + epoch - epoch_of(self.trainer)
+        if missed > 0:
+            self.clock.skip_epochs(missed)
+            _call_callback_hooks(self.trainer, "on_train_epoch_start")
+            _call_lightning_module_hook(self.trainer, "on_train_epoch_start")
+
+    def safe_point(self) -> None:
+        """Between two batches. StopIteration if there are no more."""
+        if self._stops:
+            self._ended = self._ended or self.session.over or "it was asked to leave"
+            raise StopIteration
+        if self._environment.place(0 if self.session.oldest else 1, 1):
+            open_loggers(self.trainer, self.session.incarnation, fresh=False)
+
+    @property
+    def stopped_within_epoch(self) -> bool:
+        """fit ends without the hooks that judge an epoch."""
+        return bool(self._ended)
+
+    # ------------------------------------------------------------------ what is judged
+
+    def show_base(self) -> None:
+        """The parameters are those of the version that was adopted last, until `show_own`."""
+        if self.in_step and not self._shows_base:
+            self._shows_base = True
+            self.session.show_base()
+
+    def show_own(self) -> None:
+        """The parameters are what is trained. Idempotent."""
+        if self._shows_base:
+            self._shows_base = False
+            self.session.show_own()
+
+    @property
+    def shows_base(self) -> bool:
+        return self._shows_base
+
+    # ------------------------------------------------------------------ going
+
+    def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
+        """The first Ctrl+C or SIGTERM."""
+        say(f"{number.name}: leaving the job after the present step, once what was trained is durable")
+        self._leaving = True
+        self.terminated |= number == signal.SIGTERM
+        aside(lambda _: self.session.leave(), number.name)
+        for handler in handlers_of_user(self._signals.before[number], self.trainer._signal_connector):
+            handler(number, frame)
+
+    def _on_further_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
+        """The second one says what it may cost; the third ends."""
+        for each in self._signals.before:
+            signal.signal(each, lambda which, _: end_by(signal.Signals(which)))
+        say(
+            f"{number.name}: still waiting for the parameter server. To end now may cost {self.session.at_risk} inner "
+            "steps of this cluster, which no durable version holds; once more ends"
+        )
+
+    def finish(self) -> None:
+        """The loop is over: stays until what was trained is durable, and if others are not too far behind, until the
+        job is over, whose last version it has then."""
+        self.show_own()
+        if self._leaving:
+            self.departed = True
+            self.session.leave()
+        try:
+            self.session.finish(self._reason(), self._patience_s)
+        except DeadlineError as error:
+            if self._leaving:
+                raise
+            _log.warning("%s; this cluster is through, so it leaves, with %s", error, self.session.base)
+            self.session.leave()
+            self.session.finish("", self._patience_s)
+        self.clock.put(self.session.reckoned, in_batch=False, back=True)
+
+    def _reason(self) -> str:
+        fit_loop = self.trainer.fit_loop
+        if self._ended:
+            return self._ended
+        if self.trainer.should_stop:
+            return "training was stopped early"
+        if fit_loop.max_steps != -1 and self.trainer.global_step >= fit_loop.max_steps:
+            return f"max_steps={fit_loop.max_steps} reached"
+        return f"max_epochs={fit_loop.max_epochs} reached"
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.closed:
+            return
+        self.show_own()
+        self.closed = True
+        try:
+            if self._session is not None:
+                self._session.close()
+        except Exception as error:  # the exception that brought us here must be the one that is seen
+            _log.warning("closing the session of %s failed: %r", self.session.incarnation, error)
+        if self._clock is not None:
+            self._clock.end()
+        self._signals.restore()
+        if self.loader is not None:
+            self.loader.leased.close()
+
+
+class SharedLoader:
+    """What Lightning iterates over instead of the user's training loader.
+
+    Args:
+        leased: The batches.
+        trainer: Whose fit this is.
+        fit: This cluster's part.
+    """
+
+    def __init__(self, leased: LeasedLoader, trainer: Trainer, fit: OuterFit) -> None:
+        self.leased = leased
+        self._trainer = trainer
+        self._fit = fit
+
+    def __iter__(self) -> SharedLoader:
+        iter(self.leased)
+        return self
+
+    def __next__(self) -> Any:
+        self._fit.safe_point()
+        begins = not self.leased.begun
+        try:
+            batch = next(self.leased)
+        except StopIteration:
+            self._fit.safe_point()
+            raise
+        if begins:
+            self._fit.begins(self.leased.epoch)
+        refit(self._trainer, math.inf if self.leased.known else batches_begun(self._trainer) + 1)
+        return batch
+
+    def __len__(self) -> int:
+        """Before training what one cluster alone would need; then nobody knows."""
+        return ENDLESS if self._fit.in_step else len(self.leased)
+
+    def used(self) -> tuple[int, tuple[Covered, ...]]:
+        """What the batches since the last call were."""
+        samples, covers = self.leased.used()
+        return samples, tuple(Covered(epoch, spans) for epoch, spans in covers)
+
+    def __reduce__(self) -> Any:
+        """A copy is the user's loader: it has no part in the job."""
+        return themselves, (self.leased.loader,)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "leased":
+            raise AttributeError(name)
+        return getattr(self.leased.loader, name)
+
+
+class OuterCompanion(pl.Callback):
+    """First of all callbacks for the time of fit: what a strategy gets no hook for, or too late.
+
+    Args:
+        fit: None in a copy, which has no part in a job.
+    """
+
+    def __init__(self, fit: OuterFit | None) -> None:
+        self._fit = fit
+
+    @property
+    def state_key(self) -> str:
+        return "chaos_lightning.OuterCompanion"
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._fit is not None and self._fit.stopped_within_epoch:
+            # fit's loop ends at a StopIteration, without the epoch-end hooks that would judge half an epoch.
+            unfinish_epoch(self._fit.trainer)
+            raise StopIteration
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Before other callbacks look at the result, which is the job's."""
+        if self._fit is not None:
+            self._fit.finish()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._fit is not None:
+            self._fit.close()
+
+    def __reduce__(self) -> Any:
+        return OuterCompanion, (None,)

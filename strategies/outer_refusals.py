@@ -1,0 +1,125 @@
+"""What a cluster of an outer job cannot serve, by name; applied before training starts (refusals.py)."""
+
+from __future__ import annotations
+
+import os
+
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+
+from chaos_lightning.errors import UnsupportedError
+from chaos_lightning.strategies.lightning_types import Trainer
+from chaos_lightning.strategies.refusals import Refusal, of_callbacks, of_modules, of_optimizers
+
+INNER = ("auto", "single")
+"""What `inner` may be."""
+
+_LATER = {
+    "ddp": "start one process per device and cluster instead, each with devices=1 and a name of its own",
+    "chaos": "train with strategy='chaos' where members come and go, or one process per cluster here",
+}
+_SHARDED = ("fsdp", "deepspeed", "model_parallel", "xla_fsdp")
+
+
+def refuse_inner(inner: str, devices: int) -> None:
+    """UnsupportedError unless one process can be the whole cluster.
+
+    Args:
+        inner: As the user gave it.
+        devices: How many the Trainer found.
+    """
+    if any(inner.startswith(name) for name in _SHARDED):
+        raise UnsupportedError(
+            f"inner={inner!r} is not supported by strategy chaos_diloco: each cluster pushes and adopts whole "
+            "parameters, which a sharded strategy has in no process. Use inner='single', with a model that fits one "
+            "device"
+        )
+    if inner not in INNER:
+        what = _LATER.get(inner, f"expected one of {', '.join(INNER)}")
+        raise UnsupportedError(f"inner={inner!r} is not supported by strategy chaos_diloco: {what}")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UnsupportedError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: torchrun has started several processes, and strategy chaos_diloco "
+            f"has clusters of one process each; {_LATER['ddp']}"
+        )
+    if devices > 1:
+        raise UnsupportedError(
+            f"the Trainer found {devices} devices, and strategy chaos_diloco has clusters of one process with one "
+            f"device each; {_LATER['ddp']}"
+        )
+
+
+def _parts_of_epochs(trainer: Trainer) -> str:
+    if getattr(trainer.strategy, "data", "shared") != "shared" or trainer.fast_dev_run:
+        return ""
+    found = []
+    if trainer.limit_train_batches != 1.0:
+        found.append(f"limit_train_batches={trainer.limit_train_batches}")
+    if trainer.overfit_batches:
+        found.append(f"overfit_batches={trainer.overfit_batches}")
+    interval = getattr(trainer, "val_check_interval", 1.0)
+    if isinstance(interval, float) and interval != 1.0:
+        found.append(f"val_check_interval={interval}")
+    return ", ".join(found)
+
+
+def _fetches_by_itself(trainer: Trainer) -> str:
+    shared = getattr(trainer.strategy, "data", "shared") == "shared"
+    step = trainer.lightning_module.training_step
+    found = shared and is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+    return "training_step(dataloader_iter)" if found else ""
+
+
+OUTER_TABLE: tuple[Refusal, ...] = (
+    Refusal(
+        "several nodes",
+        "each process is a cluster of its own; start this script once per cluster, with num_nodes=1",
+        lambda t: f"num_nodes={n}" if (n := t._accelerator_connector._num_nodes_flag) > 1 else "",
+    ),
+    Refusal(
+        "lazy modules",
+        "parameters travel before the first batch; run one batch through the module before",
+        of_modules(lambda m: any(nn.parameter.is_lazy(p) for p in m.parameters(recurse=False))),
+    ),
+    Refusal(
+        "search callbacks",
+        "they train on their own before fit; run the search by itself first",
+        lambda t: "" if t.fast_dev_run else of_callbacks(BatchSizeFinder, LearningRateFinder)(t),
+    ),
+    Refusal(
+        "callbacks that change what is trained",
+        "what travels is fixed when a job is founded; freeze or prune before fit",
+        of_callbacks(BaseFinetuning, ModelPruning),
+    ),
+    Refusal(
+        "averages of weights",
+        "they would average one cluster's weights, while versions are judged; average checkpoints after the job",
+        of_callbacks(StochasticWeightAveraging, WeightAveraging),
+    ),
+    Refusal(
+        "parts of epochs with data='shared'",
+        "an epoch ends for all clusters when each sample of it counts; use max_steps, a number of batches for "
+        "val_check_interval, a smaller data set, or data='local'",
+        _parts_of_epochs,
+    ),
+    Refusal(
+        "dataloader_iter with data='shared'",
+        "which samples a step used must be known after it; take `batch` as an argument",
+        _fetches_by_itself,
+    ),
+    Refusal(
+        "no optimizer",
+        "there is nothing to train; return one from configure_optimizers",
+        of_optimizers(lambda o: isinstance(o, _MockOptimizer)),
+        early=False,
+    ),
+)
