@@ -36,7 +36,14 @@ POINTS: Mapping[int, str] = {
     3: "every sample in exactly one committed step per epoch",
     4: "a joiner's state equals its donors' at the same step",
     5: "a death or freeze loses no committed step and no sample; nobody alive is fenced",
+    6: "versions form one chain",
+    7: "every push is answered once, and counts at most once",
+    8: "every sample counts once per epoch",
+    9: "followers computed what the durable marks say",
+    10: "clusters adopted only versions of the chain",
+    11: "the progress of each inner step is in one push",
 }
+"""Points 1 to 5 are of a job of members, 6 to 11 of an outer job (`outer_audit.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,7 @@ class Finding:
     """Contradictions if violated; else remarks."""
 
     def __str__(self) -> str:
-        head = f"{self.point}  {self.verdict.upper():9}  {POINTS[self.point]}: {self.text}"
+        head = f"{self.point:<2} {self.verdict.upper():9}  {POINTS[self.point]}: {self.text}"
         return "\n".join([head, *(f"     - {line}" for line in self.details)])
 
 
@@ -76,7 +83,7 @@ def audit(
     Returns:
         One finding per point, 1 to 5; over all jobs, if several were logged here one after the other.
     """
-    return _together(
+    return together(
         [
             audit_records(records, lengths=lengths, expected_deaths=expected_deaths, silence_s=silence_s)
             for records in jobs(read_events(Path(where)))
@@ -98,7 +105,7 @@ def audit_records(
     return [judge.agreement(), judge.order(), judge.samples(), judge.joins(), judge.survival()]
 
 
-def _together(each: Sequence[list[Finding]]) -> list[Finding]:
+def together(each: Sequence[list[Finding]]) -> list[Finding]:
     """One finding per point over several jobs: the worst verdict there is, "not shown" only if no job shows it."""
     if len(each) == 1:
         return each[0]

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.terminal import printable
@@ -20,6 +20,8 @@ from chaos_lightning.observe import folds
 from chaos_lightning.observe.fields import node_of
 from chaos_lightning.observe.timeline import Life, Timeline
 from chaos_lightning.observe.units import amount, duration, time_unit
+
+Facts = TypeVar("Facts")
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e8ec"
 BLUE, ORANGE, GREEN, RED, SKY, PINK, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#b9c2cc"
@@ -42,7 +44,12 @@ BAND_FROM = 3000
 """Number of clean steps above which they are drawn as a band."""
 
 
-def _matplotlib() -> Any:
+def matplotlib_module() -> Any:
+    """The package, with what pictures need of it.
+
+    Raises:
+        ConfigurationError: It is not installed.
+    """
     try:
         import matplotlib
         import matplotlib.figure
@@ -56,7 +63,7 @@ def _matplotlib() -> Any:
 
 def figure(width: float, height: float) -> Any:
     """An empty sheet, size in inches, without any global state of matplotlib."""
-    return _matplotlib().figure.Figure(figsize=(width, height), facecolor="white", layout="constrained")
+    return matplotlib_module().figure.Figure(figsize=(width, height), facecolor="white", layout="constrained")
 
 
 def png(sheet: Any, dpi: int = 144) -> bytes:
@@ -66,7 +73,8 @@ def png(sheet: Any, dpi: int = 144) -> bytes:
     return buffer.getvalue()
 
 
-def _style(ax: Any, title: str, *, grid: str = "x") -> None:
+def style(ax: Any, title: str, *, grid: str = "x") -> None:
+    """A picture's title, and lines of a grid along these axes."""
     ax.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=8)
     ax.set_axisbelow(True)
     ax.grid(axis=grid, color=GRID, linewidth=0.8)
@@ -76,7 +84,7 @@ def _style(ax: Any, title: str, *, grid: str = "x") -> None:
     ax.spines["bottom"].set_color(GRID)
 
 
-def _legend(ax: Any, columns: int, handles: list[Any] | None = None) -> None:
+def legend(ax: Any, columns: int, handles: list[Any] | None = None) -> None:
     """Above the picture, at the right."""
     legend = ax.legend(
         **({"handles": handles} if handles else {}),
@@ -95,7 +103,7 @@ def _legend(ax: Any, columns: int, handles: list[Any] | None = None) -> None:
         text.set_parse_math(False)  # a node may be called "$x"
 
 
-def _rows(ax: Any, names: Sequence[str]) -> None:
+def name_rows(ax: Any, names: Sequence[str]) -> None:
     """One row per name, the first at the top."""
     ax.set_yticks(range(len(names)), printable(list(names)), parse_math=False)
     ax.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
@@ -103,15 +111,19 @@ def _rows(ax: Any, names: Sequence[str]) -> None:
 
 
 def _time_axis(ax: Any, timeline: Timeline) -> float:
-    """The run from left to right; returns the seconds in one unit of the axis."""
-    seconds = timeline.stop - timeline.origin
+    return time_axis(ax, timeline.stop - timeline.origin, "the first member came")
+
+
+def time_axis(ax: Any, seconds: float, begin: str) -> float:
+    """So many seconds since something began, from left to right; returns the seconds in one unit of the axis."""
     scale, unit = time_unit(seconds)
     ax.set_xlim(0, max(seconds / scale, 1e-9))
-    ax.set_xlabel(f"time since the first member came ({unit})", fontsize=9, color=MUTED)
+    ax.set_xlabel(f"time since {begin} ({unit})", fontsize=9, color=MUTED)
     return scale
 
 
-def _empty(ax: Any, text: str) -> None:
+def empty(ax: Any, text: str) -> None:
+    """A picture of nothing, and why."""
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color=MUTED, fontsize=10)
     ax.set_xticks([])
     ax.set_yticks([])
@@ -160,13 +172,13 @@ _ENDS = {
 
 def draw_members(ax: Any, timeline: Timeline) -> None:
     """One row per node: when it was starting, pulling, training, frozen; how each of its lives ended."""
-    matplotlib = _matplotlib()
+    matplotlib = matplotlib_module()
     nodes = timeline.nodes()
-    _style(ax, "Members")
+    style(ax, "Members")
     if not nodes:
-        _empty(ax, "no members in this log")
+        empty(ax, "no members in this log")
         return
-    _rows(ax, nodes)
+    name_rows(ax, nodes)
     scale = _time_axis(ax, timeline)
     row = {node: i for i, node in enumerate(nodes)}
     used: set[str] = set()
@@ -203,18 +215,19 @@ def draw_members(ax: Any, timeline: Timeline) -> None:
         if state in used
     ]
     if "joined" in marks:
-        handles.append(_mark(lines, "v", GREEN, "joined"))
+        handles.append(mark_handle(lines, "v", GREEN, "joined"))
     if marks & {"killed", "death"}:
-        handles.append(_mark(lines, "X", RED, "killed" if "death" not in marks else "died"))
+        handles.append(mark_handle(lines, "X", RED, "killed" if "death" not in marks else "died"))
     handles += [
-        _mark(lines, shape, colour, word)
+        mark_handle(lines, shape, colour, word)
         for end, (shape, colour, word) in _ENDS.items()
         if end in marks and end not in ("killed", "death") and shape
     ]
-    _legend(ax, len(handles), handles)
+    legend(ax, len(handles), handles)
 
 
-def _mark(lines: Any, shape: str, colour: str, word: str) -> Any:
+def mark_handle(lines: Any, shape: str, colour: str, word: str) -> Any:
+    """A mark for a legend."""
     return lines.Line2D([], [], marker=shape, color=colour, linestyle="none", markersize=7, mec="white", label=word)
 
 
@@ -223,11 +236,11 @@ def _mark(lines: Any, shape: str, colour: str, word: str) -> Any:
 
 def draw_steps(ax: Any, timeline: Timeline) -> None:
     """Time from commit to commit, coloured by what it was booked on."""
-    matplotlib = _matplotlib()
+    matplotlib = matplotlib_module()
     cut = folds.intervals(timeline)
-    _style(ax, "Time between commits", grid="both")
+    style(ax, "Time between commits", grid="both")
     if not cut:
-        _empty(ax, "fewer than two committed slots")
+        empty(ax, "fewer than two committed slots")
         return
     scale = _time_axis(ax, timeline)
     clean = [i for i in cut if i.cause == "step"]
@@ -258,7 +271,7 @@ def draw_steps(ax: Any, timeline: Timeline) -> None:
     ax.yaxis.set_minor_locator(minor)
     ax.yaxis.set_minor_formatter(matplotlib.ticker.FuncFormatter(lambda v, _: duration(v)))
     ax.tick_params(axis="y", which="minor", labelsize=8, colors=MUTED, length=0)
-    _legend(ax, 6)
+    legend(ax, 6)
 
 
 def _band(ax: Any, timeline: Timeline, clean: Sequence[folds.Interval], scale: float) -> None:
@@ -284,9 +297,9 @@ def _band(ax: Any, timeline: Timeline, clean: Sequence[folds.Interval], scale: f
 def draw_joins(ax: Any, timeline: Timeline) -> None:
     """Per newcomer: bytes by donor, and what it held already."""
     rows = [j for j in folds.joins(timeline) if j.pull_done is not None]
-    _style(ax, "Joins: state by source")
+    style(ax, "Joins: state by source")
     if not rows:
-        _empty(ax, "nobody joined by pulling the state")
+        empty(ax, "nobody joined by pulling the state")
         return
     shown = rows[-12:]
     donors = list(dict.fromkeys(node_of(d) for j in shown for d, _, _ in j.sources))
@@ -315,10 +328,10 @@ def draw_joins(ax: Any, timeline: Timeline) -> None:
         if join.pause > 0:
             text += f"; others waited {duration(join.pause)}"
         ax.text(left + widest / unit * 0.015, y, text, va="center", fontsize=8.5, color=INK)
-    _rows(ax, [j.node + (" (again)" if j.again else "") for j in shown])
+    name_rows(ax, [j.node + (" (again)" if j.again else "") for j in shown])
     ax.set_xlim(0, widest / unit * 1.75)
     ax.set_xlabel(unit_name, fontsize=9, color=MUTED)
-    _legend(ax, 6)
+    legend(ax, 6)
 
 
 # ------------------------------------------------------------------------------------------------ recoveries
@@ -327,9 +340,9 @@ def draw_joins(ax: Any, timeline: Timeline) -> None:
 def draw_recoveries(ax: Any, timeline: Timeline) -> None:
     """Per death or freeze: time to notice, to decide, and to the next slot on all survivors."""
     rows = [r for r in folds.recoveries(timeline) if r.seconds is not None]
-    _style(ax, "Recovery: from the blow to the next commit on all survivors")
+    style(ax, "Recovery: from the blow to the next commit on all survivors")
     if not rows:
-        _empty(ax, "no death and no freeze")
+        empty(ax, "no death and no freeze")
         return
     shown = rows[-12:]
     widest = max(r.seconds or 0.0 for r in shown) or 1e-3
@@ -356,10 +369,10 @@ def draw_recoveries(ax: Any, timeline: Timeline) -> None:
             fontsize=8.5,
             color=INK,
         )
-    _rows(ax, [f"{r.node}: {r.kind}" + (f" in {r.phase}" if r.phase else "") for r in shown])
+    name_rows(ax, [f"{r.node}: {r.kind}" + (f" in {r.phase}" if r.phase else "") for r in shown])
     ax.set_xlim(0, widest / scale * 1.35)
     ax.set_xlabel(unit, fontsize=9, color=MUTED)
-    _legend(ax, 3)
+    legend(ax, 3)
 
 
 # ------------------------------------------------------------------------------------------------ goodput
@@ -368,9 +381,9 @@ def draw_recoveries(ax: Any, timeline: Timeline) -> None:
 def draw_goodput(ax: Any, timeline: Timeline) -> None:
     """One bar: which share of the job's time was useful, and what took the rest."""
     good = folds.goodput(timeline)
-    _style(ax, f"Goodput {good.share:.1%}")
+    style(ax, f"Goodput {good.share:.1%}")
     if not good.total:
-        _empty(ax, "fewer than two committed slots")
+        empty(ax, "fewer than two committed slots")
         return
     parts = [
         ("useful", good.useful, BLUE),
@@ -388,8 +401,8 @@ def draw_goodput(ax: Any, timeline: Timeline) -> None:
     ax.set_xlim(0, 1)
     ax.set_ylim(-0.4, 0.4)
     ax.set_yticks([])
-    ax.xaxis.set_major_formatter(_matplotlib().ticker.PercentFormatter(1.0))
-    _legend(ax, 4)
+    ax.xaxis.set_major_formatter(matplotlib_module().ticker.PercentFormatter(1.0))
+    legend(ax, 4)
 
 
 # ------------------------------------------------------------------------------------------------ sheets
@@ -426,10 +439,16 @@ def picture(name: str, timeline: Timeline, *, width: float = 11.0) -> bytes:
 
 def overview(timeline: Timeline, *, width: float = 12.0) -> bytes:
     """All pictures on one sheet, as PNG bytes."""
-    rows = heights(timeline)
+    return one_sheet(timeline, heights(timeline), DRAWERS, width)
+
+
+def one_sheet(
+    facts: Facts, rows: Mapping[str, float], drawers: Mapping[str, Callable[[Any, Facts], None]], width: float
+) -> bytes:
+    """Pictures of these facts below each other, as PNG bytes; `rows` has their heights in inches."""
     sheet = figure(width, sum(rows.values()))
     sheet.get_layout_engine().set(h_pad=0.12, w_pad=0.12)
     axes = sheet.subplots(len(rows), 1, gridspec_kw={"height_ratios": list(rows.values())})
     for ax, name in zip(axes, rows, strict=True):
-        DRAWERS[name](ax, timeline)
+        drawers[name](ax, facts)
     return png(sheet)

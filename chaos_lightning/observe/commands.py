@@ -21,6 +21,7 @@ from chaos_lightning.errors import ChaosError, ConfigurationError
 from chaos_lightning.events.reader import Tail, log_files
 from chaos_lightning.machine.terminal import printable
 from chaos_lightning.observe.jobs import Live
+from chaos_lightning.observe.outer_board import OuterBoard
 from chaos_lightning.observe.render import Dashboard, draw, from_status, from_timeline
 from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.settings import DEFAULT_ENDPOINT
@@ -31,20 +32,23 @@ KEPT_SLOTS = 1000
 
 def follow(logs: Path) -> Callable[[], Dashboard]:
     """A function that returns the board of this log directory as of now; the directory may appear later."""
-    tail, timeline, jobs = Tail(logs), Timeline(), Live()
+    tail, timeline, jobs, outer = Tail(logs), Timeline(), Live(), OuterBoard()
 
     def board() -> Dashboard:
         nonlocal timeline
         for record in tail.poll():
+            if not outer.take(record):
+                continue
             if jobs.begins(record):
                 timeline = timeline.next_job()  # the same ids and views, told anew
             timeline.add(record)
         if len(timeline.slots) > 2 * KEPT_SLOTS:
             timeline.prune(KEPT_SLOTS)
         # A log whose last word is an hour old is of the past: its ages would all read an hour.
-        over = timeline.stop and time.time() - timeline.stop > 3600
-        now = timeline.stop if over else time.time()
-        return from_timeline(timeline, now, title=f"logs {logs}")
+        stop = max(timeline.stop, outer.run.stop)
+        now = stop if stop and time.time() - stop > 3600 else time.time()
+        members = from_timeline(timeline, now, title=f"logs {logs}")
+        return outer.draw(now, title=members.title, members=members) if outer.there else members
 
     return board
 
@@ -98,7 +102,7 @@ def top(
     interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 0.5,
     once: Annotated[bool, typer.Option("--once", help="Print one board and end.")] = False,
 ) -> None:
-    """Watch a job live: members, ranks, steps, step times, joins with their progress.
+    """Watch a job live: members, ranks, steps, step times, joins with their progress; clusters and followers.
 
     With --once the exit code is 2 if there are no event logs, 1 if no scheduler answers.
     """
@@ -126,18 +130,19 @@ def report(
         int, typer.Option(help="If several jobs were logged here one after the other: which, from 1; 0 the latest.")
     ] = 0,
 ) -> None:
-    """Write one self-contained HTML page (and a PNG) about a run."""
-    from chaos_lightning.observe.report import write_report
+    """Write one self-contained HTML page (and a PNG) about a run, and one for each elastic cluster of an outer job."""
+    from chaos_lightning.observe.outer_report import write_reports
 
     try:
-        written = write_report(logs, out, title=title, job=job)
+        written = write_reports(logs, out, title=title, job=job)
     except (FileNotFoundError, ConfigurationError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    typer.echo(printable(written.summary))
-    for line in written.violations:
-        typer.echo(printable(f"VIOLATED  {line}"))
-    typer.echo(f"{written.page}\n{written.picture}")
+    for one in written:
+        typer.echo(printable(one.summary))
+        for line in one.violations:
+            typer.echo(printable(f"VIOLATED  {line}"))
+        typer.echo(f"{one.page}\n{one.picture}")
 
 
 def audit(
@@ -146,21 +151,23 @@ def audit(
         list[str] | None, typer.Option(help="Node whose death or exclusion was planned; may be given several times.")
     ] = None,
 ) -> None:
-    """Check points 1 to 5 of the contract from the event logs alone.
+    """Check the contract from the event logs alone: points 1 to 5 of a job of members, 6 to 11 of an outer job.
 
-    Jobs that were logged into the folder one after the other are judged each on its own. Exit code 1 if a point is
-    violated, 2 if there are no logs or they show nothing.
+    Jobs that were logged into the folder one after the other are judged each on its own, and so are an outer job and
+    its elastic clusters. Exit code 1 if a point is violated, 2 if there are no logs or they show nothing.
     """
     from chaos_lightning.observe.audit import NOT_SHOWN, verdict, violations
-    from chaos_lightning.observe.audit import audit as check
+    from chaos_lightning.observe.outer_audit import audit_folder
 
     try:
-        findings = check(logs, expected_deaths=expect or None)
+        judged = audit_folder(logs, expected_deaths=expect or None)
     except FileNotFoundError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    for line in verdict(findings).splitlines():
-        typer.echo(printable(line))
+    for one in judged:
+        for line in [*([f"{one.title}:"] if one.title else []), *verdict(one.findings).splitlines()]:
+            typer.echo(printable(line))
+    findings = [finding for one in judged for finding in one.findings]
     if violations(findings):
         raise typer.Exit(1)
     if all(f.verdict == NOT_SHOWN for f in findings):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.events.reader import read_events
+from chaos_lightning.events.reader import Record, read_events
 from chaos_lightning.machine.terminal import printable
 from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe import charts, folds
@@ -80,9 +80,15 @@ def write_report(
     """
     source = Path(where)
     target = Path(out) if out is not None else source if source.is_dir() else source.parent
-    found = jobs(read_events(source))
+    return write_job(jobs(read_events(source)), target, title=title or source.resolve().name, job=job)
+
+
+def write_job(
+    found: Sequence[Sequence[Record]], target: Path, *, title: str, job: int = 0, stem: str = "report"
+) -> WrittenReport:
+    """Write a page and a picture about one of these jobs, as `write_report` does, to files of this stem."""
     if not 0 <= job <= len(found):
-        raise ConfigurationError(f"{source}: there is no job {job}; expected 1 to {len(found)}, or 0 for the latest")
+        raise ConfigurationError(f"{title}: there is no job {job}; expected 1 to {len(found)}, or 0 for the latest")
     chosen = job - 1 if job else latest(found)
     timeline = Timeline.of(found[chosen])
     findings = auditing.audit_records(found[chosen])
@@ -90,10 +96,10 @@ def write_report(
     if len(found) > 1:
         short = f"job {chosen + 1} of {len(found)} in these logs: {short}"
     target.mkdir(parents=True, exist_ok=True)
-    picture = target / "report.png"
+    picture = target / f"{stem}.png"
     picture.write_bytes(charts.overview(timeline))
-    page = target / "report.html"
-    page.write_text(render(timeline, findings, title=title or source.resolve().name, short=short), encoding="utf-8")
+    page = target / f"{stem}.html"
+    page.write_text(render(timeline, findings, title=title, short=short), encoding="utf-8")
     return WrittenReport(page, picture, short, tuple(auditing.violations(findings)))
 
 
@@ -122,11 +128,9 @@ def _counts(timeline: Timeline) -> tuple[int, int, float | None]:
 def render(timeline: Timeline, findings: Sequence[auditing.Finding], *, title: str, short: str = "") -> str:
     """The whole page as text; `short` is the line below the headline (default: the summary)."""
     parts = [
-        f"<h1>{_e(title)}</h1>",
-        f'<p class="sub">{_e(short or summary(timeline))}</p>',
         _cards(timeline),
         "<h2>Contract</h2>",
-        _contract(findings),
+        contract(findings),
         "<h2>Pictures</h2>",
         *(_picture(name, timeline) for name in charts.DRAWERS),
         "<h2>Members</h2>",
@@ -142,11 +146,16 @@ def render(timeline: Timeline, findings: Sequence[auditing.Finding], *, title: s
         "<h2>Events in words</h2>",
         _notes(timeline),
     ]
-    body = "\n".join(parts)
+    return page_of(title, short or summary(timeline), parts)
+
+
+def page_of(title: str, short: str, parts: Sequence[str]) -> str:
+    """A page with this headline, the line below it and these pieces of HTML."""
+    body = "\n".join([f"<h1>{escaped(title)}</h1>", f'<p class="sub">{escaped(short)}</p>', *parts])
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_e(title)}: chaos-lightning report</title><style>{_STYLE}</style></head>\n"
+        f"<title>{escaped(title)}: chaos-lightning report</title><style>{_STYLE}</style></head>\n"
         f"<body><main>\n{body}\n</main></body></html>\n"
     )
 
@@ -154,12 +163,12 @@ def render(timeline: Timeline, findings: Sequence[auditing.Finding], *, title: s
 # ------------------------------------------------------------------------------------------------ pieces
 
 
-def _e(text: object) -> str:
+def escaped(text: object) -> str:
     """Words of others, as text: neither the page nor a terminal that shows its source obeys them."""
     return html.escape(printable(" ".join(str(text).splitlines())))
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = (), empty: str) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = (), empty: str) -> str:
     """Cells are HTML already; columns in `numbers` are right-aligned."""
 
     def cells(tag: str, row: Sequence[str]) -> str:
@@ -171,8 +180,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Seque
         kept[MAX_ROWS // 2 : -MAX_ROWS // 2] = [(f"... {left_out} more ...", *[""] * (len(head) - 1))]
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in kept)
     if not body:
-        return f'<p class="small">{_e(empty)}</p>'
-    head_row = cells("th", [_e(h) for h in head])
+        return f'<p class="small">{escaped(empty)}</p>'
+    head_row = cells("th", [escaped(h) for h in head])
     return f'<div class="scroll"><table><thead><tr>{head_row}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
@@ -189,31 +198,44 @@ def _cards(timeline: Timeline) -> str:
         (str(recoveries), "deaths and freezes"),
         ("-" if slowest_s is None else duration(slowest_s), "slowest recovery"),
     ]
-    inner = "".join(f'<div class="card"><b>{_e(value)}</b><span>{_e(what)}</span></div>' for value, what in cards)
+    return card_row(cards)
+
+
+def card_row(cards: Iterable[tuple[str, str]]) -> str:
+    """(value, what it is) as cards."""
+    inner = "".join(
+        f'<div class="card"><b>{escaped(value)}</b><span>{escaped(what)}</span></div>' for value, what in cards
+    )
     return f'<div class="cards">{inner}</div>'
 
 
-def _contract(findings: Sequence[auditing.Finding]) -> str:
+def contract(findings: Sequence[auditing.Finding]) -> str:
+    """The verdicts as a table."""
     rows = []
     for f in findings:
-        details = "".join(f"<li>{_e(line)}</li>" for line in f.details[:20])
+        details = "".join(f"<li>{escaped(line)}</li>" for line in f.details[:20])
         if len(f.details) > 20:
             details += f"<li>and {len(f.details) - 20} more</li>"
         rows.append(
             (
                 str(f.point),
-                f'<span class="tag {_TAGS[f.verdict]}">{_e(f.verdict)}</span>',
-                f"{_e(auditing.POINTS[f.point])}<div class=small>{_e(f.text)}"
+                f'<span class="tag {_TAGS[f.verdict]}">{escaped(f.verdict)}</span>',
+                f"{escaped(auditing.POINTS[f.point])}<div class=small>{escaped(f.text)}"
                 + (f"<ul>{details}</ul>" if details else "")
                 + "</div>",
             )
         )
-    return _table(("point", "verdict", "what must hold, and what the logs show"), rows, empty="no verdict")
+    return table(("point", "verdict", "what must hold, and what the logs show"), rows, empty="no verdict")
 
 
 def _picture(name: str, timeline: Timeline) -> str:
-    data = base64.b64encode(charts.picture(name, timeline)).decode("ascii")
-    return f'<figure><img alt="{_e(name)}" src="data:image/png;base64,{data}"></figure>'
+    return image(name, charts.picture(name, timeline))
+
+
+def image(name: str, png: bytes) -> str:
+    """A picture within the page."""
+    data = base64.b64encode(png).decode("ascii")
+    return f'<figure><img alt="{escaped(name)}" src="data:image/png;base64,{data}"></figure>'
 
 
 def _at(t: float | None, timeline: Timeline) -> str:
@@ -231,17 +253,17 @@ def _members(timeline: Timeline) -> str:
     for life in sorted(timeline.lives.values(), key=lambda x: (x.born, x.member)):
         rows.append(
             (
-                _e(life.member),
-                _e(life.role or "-"),
+                escaped(life.member),
+                escaped(life.role or "-"),
                 _at(life.born, timeline),
                 _at(life.joined, timeline),
                 _at(life.ended, timeline),
-                _e(_ended(life)),
+                escaped(_ended(life)),
                 str(contributed.get(life.member, 0)),
                 duration(waited.get(life.member, 0.0)),
             )
         )
-    return _table(
+    return table(
         ("member", "role", "born", "joined", "ended", "how", "steps", "waited for others"),
         rows,
         numbers=(2, 3, 4, 6, 7),
@@ -258,12 +280,12 @@ def _joins(timeline: Timeline) -> str:
     for j in folds.joins(timeline):
         now = j.unfinished
         given = now.sources if now is not None and now.sources else [(d, n) for d, n, _ in j.sources]
-        sources = ", ".join(f"{_e(node_of(d))} {amount(n)}" for d, n in given if n) or "-"
+        sources = ", ".join(f"{escaped(node_of(d))} {amount(n)}" for d, n in given if n) or "-"
         speed = now.rate_bps / 8 if now is not None else j.rate
         rows.append(
             (
-                _e(j.member) + (" <span class=small>(again)</span>" if j.again else ""),
-                f"replay of {j.replayed} steps" if j.replayed else _e(j.way or "pause"),
+                escaped(j.member) + (" <span class=small>(again)</span>" if j.again else ""),
+                f"replay of {j.replayed} steps" if j.replayed else escaped(j.way or "pause"),
                 _at(j.born, timeline),
                 _at(j.contributed, timeline),
                 part(now.nbytes, now.total) if now is not None and now.total else amount(j.nbytes),
@@ -275,7 +297,7 @@ def _joins(timeline: Timeline) -> str:
             )
         )
     head = ("member", "by", "born", "contributes", "pulled", "held already", "in", "rate", "sources", "others waited")
-    return _table(head, rows, numbers=(2, 3, 4, 5, 6, 7, 9), empty="nobody joined by pulling the state")
+    return table(head, rows, numbers=(2, 3, 4, 5, 6, 7, 9), empty="nobody joined by pulling the state")
 
 
 def _took(join: folds.Join) -> str:
@@ -289,18 +311,18 @@ def _recoveries(timeline: Timeline) -> str:
     for r in folds.recoveries(timeline):
         rows.append(
             (
-                _e(r.member),
-                _e(r.kind + (f" in {r.phase}" if r.phase else "")),
+                escaped(r.member),
+                escaped(r.kind + (f" in {r.phase}" if r.phase else "")),
                 _at(r.at, timeline),
                 duration(r.noticed - r.at) if r.noticed is not None else "-",
                 duration(r.decided - r.at) if r.decided is not None else "-",
                 duration(r.seconds) if r.seconds is not None else "not in this log",
-                _e(charts.HOW[r.how]) + (f" ({r.seq})" if r.seq is not None else ""),
+                escaped(charts.HOW[r.how]) + (f" ({r.seq})" if r.seq is not None else ""),
                 str(r.survivors),
             )
         )
     head = ("member", "what", "at", "noticed after", "decided after", "recovered after", "how (slot)", "survivors")
-    return _table(head, rows, numbers=(2, 3, 4, 5, 7), empty="no death and no freeze")
+    return table(head, rows, numbers=(2, 3, 4, 5, 7), empty="no death and no freeze")
 
 
 def _samples(timeline: Timeline) -> str:
@@ -308,8 +330,8 @@ def _samples(timeline: Timeline) -> str:
     for (stream, epoch), use in folds.samples(timeline).items():
         verdict = {True: "whole", False: f"{use.distinct} of {use.length}", None: "length not in the log"}[use.complete]
         once = "each once" if not use.twice else f"{use.used - use.distinct} repeats"
-        rows.append((_e(stream or "(shared)"), str(epoch), f"{use.distinct:,}", _e(verdict), _e(once)))
-    return _table(
+        rows.append((escaped(stream or "(shared)"), str(epoch), f"{use.distinct:,}", escaped(verdict), escaped(once)))
+    return table(
         ("stream", "epoch", "samples", "whole?", "use"), rows, numbers=(1, 2), empty="no samples were committed"
     )
 
@@ -318,13 +340,13 @@ def _views(timeline: Timeline) -> str:
     rows = []
     for view in sorted(timeline.views.values(), key=lambda v: (v.t, v.number)):
         names = ", ".join(
-            f"{_e(m)} <span class=small>(joins)</span>" if m in view.joiners else _e(m) for m in view.members
+            f"{escaped(m)} <span class=small>(joins)</span>" if m in view.joiners else escaped(m) for m in view.members
         )
-        rows.append((_e(view.id), _at(view.t, timeline), str(len(view.members)), names, _e(view.reason)))
-    return _table(("view", "at", "size", "members", "reason"), rows, numbers=(1, 2), empty="no view was decided")
+        rows.append((escaped(view.id), _at(view.t, timeline), str(len(view.members)), names, escaped(view.reason)))
+    return table(("view", "at", "size", "members", "reason"), rows, numbers=(1, 2), empty="no view was decided")
 
 
 def _notes(timeline: Timeline) -> str:
     notes = sorted(timeline.notes, key=lambda n: n.t)
-    rows = [(_at(n.t, timeline), _e(n.member or "-"), _e(n.name), _e(n.text)) for n in notes]
-    return _table(("at", "who", "event", "words"), rows, numbers=(0,), empty="nothing was said")
+    rows = [(_at(n.t, timeline), escaped(n.member or "-"), escaped(n.name), escaped(n.text)) for n in notes]
+    return table(("at", "who", "event", "words"), rows, numbers=(0,), empty="nothing was said")

@@ -1,0 +1,524 @@
+"""What the processes of an outer job wrote: whose events these are, and each process's own account.
+
+Theory of operation. An outer job is several jobs and a server, and all of them may log into one folder. `split` tells
+them apart: the outer jobs, one after the other, and the elastic clusters' own jobs, which `observe/audit.py` and
+`observe/report.py` judge and show as ever. `OuterRun` takes the events of one outer job in, one after the other, and
+holds what leaders, followers and clusters say, without comparing them: that is for `outer_audit.py`.
+
+*Whose.* A follower's file begins with `follower_started`. A cluster's events name the incarnation, or the push and so
+the incarnation, or stand in the file of who was welcomed as one.
+
+*Which job.* A leader that finds an empty chain begins another job than the one whose entries are there already, if
+nobody who wrote of that one writes anything afterwards. Else it is the same job whose store was lost, and the two
+chains disagree, which an audit must see.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from chaos_lightning.events.reader import Record
+from chaos_lightning.events.registry import known
+from chaos_lightning.observe import fields as f
+from chaos_lightning.observe.outer_entries import ToldEntry, read_entry
+from chaos_lightning.outer.events import EVENTS
+from chaos_lightning.outer.types import Removed
+
+OUTER = frozenset(event.name for event in EVENTS)
+_AFTERWARDS = frozenset({"outer_leader_ended", "cluster_over", "cluster_stream", "follower_stream"})
+"""What may still be written when a job is over."""
+_SERVER_GOES = _AFTERWARDS - {"cluster_over"}
+"""A server stays for a while after its job, for whoever asks."""
+INNER = frozenset({"welcomed", "committed", "view", "decide", "joined"})
+"""Who writes one of these is of a job of members."""
+
+# ------------------------------------------------------------------------------------------------ accounts
+
+
+@dataclass(slots=True)
+class LeaderTerm:
+    """One time that a process led."""
+
+    source: str
+    t: float
+    endpoint: str
+    job: str
+    term: int
+    position: int
+    store: str
+    ended: float | None = None
+    reason: str = ""
+    failed: bool = False
+
+
+class SavedShard(NamedTuple):
+    """A `version_saved`."""
+
+    t: float
+    version: str
+    digest: str
+    nbytes: int
+    seconds: float
+
+
+class StateStep(NamedTuple):
+    """Where a follower's state stood: `how` is "started", "computed" or "loaded"."""
+
+    t: float
+    how: str
+    version: str
+    seconds: float
+    source: str
+
+
+@dataclass(slots=True)
+class FollowerLog:
+    """What one follower says, over all its starts.
+
+    Attributes:
+        name: Its name.
+        endpoint: HOST:PORT of its data connections.
+        last: Its last word, wall time in s.
+        states: In order.
+        saved: In order.
+        staged: By push: each time that it was there, bytes, seconds that it took.
+        damaged: Versions whose file was not what the chain says.
+        trouble: What keeps it from saving now; "" for nothing.
+    """
+
+    name: str
+    endpoint: str = ""
+    last: float = 0.0
+    states: list[StateStep] = field(default_factory=list)
+    saved: list[SavedShard] = field(default_factory=list)
+    staged: dict[str, list[tuple[float, int, float]]] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
+    trouble: str = ""
+
+
+class FrozenPush(NamedTuple):
+    """A `push_frozen`."""
+
+    t: float
+    push: str
+    base: str
+    steps: int
+    samples: int
+    nbytes: int
+    seconds: float
+    """From the instant that fixed its content to its line."""
+
+
+class HeardAnswer(NamedTuple):
+    """A `push_answered`."""
+
+    t: float
+    push: str
+    answer: str
+    version: str
+    reason: str
+
+
+class Adoption(NamedTuple):
+    """A `version_adopted`."""
+
+    t: float
+    version: str
+    outright: bool
+    steps: int
+    waited_s: float
+    progress_samples: int
+    progress_steps: int
+
+
+class Fetch(NamedTuple):
+    """A `version_fetched`."""
+
+    t: float
+    version: str
+    nbytes: int
+    seconds: float
+
+
+class InnerSteps(NamedTuple):
+    """An `inner_steps`."""
+
+    t: float
+    steps: int
+    samples: int
+    loss: float | None
+
+
+Happening = FrozenPush | HeardAnswer | Adoption | Fetch | InnerSteps
+
+
+@dataclass(slots=True)
+class ClusterLog:
+    """What one incarnation says.
+
+    Attributes:
+        name: The incarnation.
+        first: Its first word, wall time in s.
+        last: Its last word.
+        told: What happened, by file in order; an elastic cluster writes several.
+        steps: Inner steps in all, by file.
+        answers: How often it heard each answer.
+        waits: That training stood still in all, s, by file.
+        over: When it was over, by its own word or the chain's; None: it is not.
+        reason: Why.
+        again: Whether the cluster was to come in again.
+    """
+
+    name: str
+    first: float
+    last: float = 0.0
+    told: dict[str, list[Happening]] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    answers: dict[str, int] = field(default_factory=dict)
+    waits: dict[str, float] = field(default_factory=dict)
+    over: float | None = None
+    reason: str = ""
+    again: bool = False
+
+    def take(self, source: str, one: Happening) -> None:
+        """What happened next in this file."""
+        self.told.setdefault(source, []).append(one)
+        match one:
+            case InnerSteps():
+                self.steps[source] = self.steps.get(source, 0) + one.steps
+            case HeardAnswer():
+                self.answers[one.answer] = self.answers.get(one.answer, 0) + 1
+            case Adoption():
+                self.waits[source] = self.waits.get(source, 0.0) + one.waited_s
+            case _:
+                pass
+
+    @property
+    def waited_s(self) -> float:
+        """Of the process that waited longest."""
+        return max(self.waits.values(), default=0.0)
+
+    @property
+    def pushes(self) -> dict[str, FrozenPush]:
+        """By name."""
+        found = (one for told in self.told.values() for one in told if isinstance(one, FrozenPush))
+        return {one.push: one for one in found}
+
+    @property
+    def adoptions(self) -> list[Adoption]:
+        """Of the file that tells of most."""
+        return max(([x for x in t if isinstance(x, Adoption)] for t in self.told.values()), key=len, default=[])
+
+    @property
+    def inner(self) -> list[InnerSteps]:
+        """Of the file that tells of most."""
+        return max(([x for x in t if isinstance(x, InnerSteps)] for t in self.told.values()), key=len, default=[])
+
+    @property
+    def fetched(self) -> int:
+        """Bytes of versions, over all its processes: each fetches what it alone needs."""
+        return sum(one.nbytes for told in self.told.values() for one in told if isinstance(one, Fetch))
+
+
+class OuterWords(NamedTuple):
+    """An event that is shown as a line of text."""
+
+    t: float
+    name: str
+    who: str
+    text: str
+
+
+@dataclass(slots=True)
+class OuterRun:
+    """See the module.
+
+    Attributes:
+        start: Wall time of the first event, s.
+        stop: Of the last one that is not of a server that goes.
+        leaders: In the order of their starts.
+        entries: As they were written, of all leaders.
+        followers: By name.
+        clusters: By incarnation.
+        streams: Who has a stream to a leader, as the last one said.
+        hosts: Where each file was written.
+        lost: Lines that did not fit on the disk, by file.
+        notes: In order.
+        stray: Events of no known process, by name.
+    """
+
+    start: float = 0.0
+    stop: float = 0.0
+    leaders: list[LeaderTerm] = field(default_factory=list)
+    entries: list[ToldEntry] = field(default_factory=list)
+    followers: dict[str, FollowerLog] = field(default_factory=dict)
+    clusters: dict[str, ClusterLog] = field(default_factory=dict)
+    streams: dict[str, bool] = field(default_factory=dict)
+    hosts: dict[str, str] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)
+    notes: list[OuterWords] = field(default_factory=list)
+    stray: dict[str, int] = field(default_factory=dict)
+    _file_of: dict[str, str] = field(default_factory=dict)
+    """Which incarnation or follower writes a file now."""
+
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> OuterRun:
+        """The run of these events, in order of time."""
+        run = cls()
+        for record in records:
+            run.add(record)
+        return run
+
+    def next_job(self) -> OuterRun:
+        """An empty run for the job that begins in the same folder; it knows who writes which file."""
+        return OuterRun(_file_of=self._file_of)
+
+    def prune(self, kept: int) -> None:
+        """Forget all but so many of the latest entries, notes and happenings of each file; totals stay."""
+        del self.entries[:-kept], self.notes[:-kept]
+        for cluster in self.clusters.values():
+            for told in cluster.told.values():
+                del told[:-kept]
+        for follower in self.followers.values():
+            del follower.states[:-kept], follower.saved[:-kept]
+            follower.staged = dict(list(follower.staged.items())[-kept:])
+
+    def add(self, r: Record) -> None:
+        """Take one event in."""
+        self.start = r.t if not self.start else min(self.start, r.t)
+        if r.name not in _SERVER_GOES:
+            self.stop = max(self.stop, r.t)
+        match r.name:
+            case "opened":
+                self.hosts[r.source] = str(r.get("host", ""))
+            case "lost":
+                self.lost[r.source] = self.lost.get(r.source, 0) + f.integer(r.get("count"))
+            case "entry":
+                self._entry(read_entry(r))
+            case "outer_leader_started" | "outer_leader_ended":
+                self._leader(r)
+            case "cluster_stream" | "follower_stream":
+                if r.get("of"):
+                    self.streams[str(r["of"])] = bool(r.get("up"))
+            case "follower_started" | "version_computed" | "version_saved" | "version_loaded" | "push_staged":
+                self._follower(r)
+            case "push_not_fetched" | "file_damaged" | "late_leader" | "disk_trouble":
+                self._follower(r)
+            case "cluster_welcomed" | "push_frozen" | "push_answered" | "version_fetched" | "version_adopted":
+                self._cluster(r)
+            case "cluster_over" | "inner_steps":
+                self._cluster(r)
+        event = known().get(r.name)
+        if event is not None and event.note:
+            who = self._file_of.get(r.source) or r.member or r.node or r.source
+            self.notes.append(OuterWords(r.t, r.name, who, event.words(r.fields)))
+
+    def _entry(self, told: ToldEntry) -> None:
+        self.entries.append(told)
+        if told.entry is not None and isinstance(told.entry.body, Removed):
+            one = self.clusters.get(str(told.entry.body.incarnation))
+            if one is not None and one.over is None:
+                one.over, one.reason = told.t, told.entry.body.reason
+
+    def _leader(self, r: Record) -> None:
+        if r.name == "outer_leader_started":
+            numbers = f.integer(r.get("term")), f.integer(r.get("position"))
+            words = str(r.get("endpoint", "")), str(r.get("job", ""))
+            self.leaders.append(LeaderTerm(r.source, r.t, *words, *numbers, str(r.get("store", ""))))
+            self._file_of[r.source] = f"leader {words[0]}"
+            return
+        for one in reversed(self.leaders):
+            if one.source == r.source and one.ended is None:
+                one.ended, one.reason, one.failed = r.t, str(r.get("reason", "")), bool(r.get("failed"))
+                return
+
+    def _follower(self, r: Record) -> None:
+        if r.name == "follower_started":
+            self._file_of[r.source] = str(r.get("follower", ""))
+        name = self._file_of.get(r.source) or r.member or r.node
+        if not name:
+            self.stray[r.name] = self.stray.get(r.name, 0) + 1
+            return
+        one = self.followers.setdefault(name, FollowerLog(name))
+        one.last = r.t
+        version, seconds = str(r.get("version", "")), f.number(r.get("seconds"))
+        match r.name:
+            case "follower_started":
+                one.endpoint, one.trouble = str(r.get("endpoint", "")), ""
+                one.states.append(StateStep(r.t, "started", "", 0.0, r.source))
+            case "version_computed" | "version_loaded":
+                one.states.append(StateStep(r.t, r.name.removeprefix("version_"), version, seconds, r.source))
+            case "version_saved":
+                one.saved.append(
+                    SavedShard(r.t, version, str(r.get("digest", "")), f.integer(r.get("nbytes")), seconds)
+                )
+            case "push_staged":
+                one.staged.setdefault(str(r.get("push", "")), []).append((r.t, f.integer(r.get("nbytes")), seconds))
+            case "file_damaged":
+                one.damaged.append(version)
+            case "disk_trouble":
+                one.trouble = str(r.get("reason", ""))
+
+    def _cluster(self, r: Record) -> None:
+        if r.name == "cluster_welcomed":
+            self._file_of[r.source] = str(r.get("incarnation", ""))
+        push = str(r.get("push", ""))
+        name = str(r.get("incarnation", "")) or push.rpartition("/")[0] or self._file_of.get(r.source, "")
+        if not name:
+            self.stray[r.name] = self.stray.get(r.name, 0) + 1
+            return
+        one = self.clusters.setdefault(name, ClusterLog(name, r.t))
+        one.last = r.t
+        if r.name == "cluster_over":
+            one.over, one.reason, one.again = r.t, str(r.get("reason", "")), bool(r.get("again"))
+        elif (happened := _happening(r)) is not None:
+            one.take(r.source, happened)
+
+
+def _happening(r: Record) -> Happening | None:
+    """A cluster's event as a value; None for others."""
+
+    def number(key: str) -> int:
+        return f.integer(r.get(key))
+
+    version = str(r.get("version", ""))
+    match r.name:
+        case "push_frozen":
+            counts = number("steps"), number("samples"), number("nbytes")
+            names = str(r.get("push", "")), str(r.get("base", ""))
+            return FrozenPush(r.t, *names, *counts, f.number(r.get("seconds")))
+        case "push_answered":
+            return HeardAnswer(r.t, str(r.get("push", "")), str(r.get("answer", "")), version, str(r.get("reason", "")))
+        case "version_fetched":
+            return Fetch(r.t, version, number("nbytes"), f.number(r.get("seconds")))
+        case "version_adopted":
+            progress = number("progress_samples"), number("progress_steps")
+            waited_s = f.number(r.get("waited_s"))
+            return Adoption(r.t, version, bool(r.get("outright")), number("steps"), waited_s, *progress)
+        case "inner_steps":
+            loss = f.number(r.get("loss"), math.nan)
+            return InnerSteps(r.t, number("steps"), number("samples"), loss if math.isfinite(loss) else None)
+        case _:
+            return None
+
+
+# ------------------------------------------------------------------------------------------------ whose events
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLogs:
+    """The events of a folder.
+
+    Attributes:
+        outer: Of each outer job, oldest first.
+        inner: Of each elastic cluster, or of the one job of members that there is: its label, all its events.
+    """
+
+    outer: list[list[Record]]
+    inner: list[tuple[str, list[Record]]]
+
+
+@dataclass(slots=True)
+class _Account:
+    """What one process wrote of an outer job from one `opened` to the next."""
+
+    first: float
+    ended: float
+    entries: bool = False
+    begins: bool = False
+    """It led an empty chain."""
+    job: int = -1
+
+
+def split(records: Iterable[Record]) -> SplitLogs:
+    """Tells the jobs of a folder apart.
+
+    Args:
+        records: All events, in order of time.
+    """
+    everything = list(records)
+    if not any(r.name in OUTER for r in everything):
+        return SplitLogs([], [("", everything)])
+    return SplitLogs(_outer_jobs(everything), _inner_jobs(everything))
+
+
+def _outer_jobs(everything: Sequence[Record]) -> list[list[Record]]:
+    opened: dict[str, int] = {}
+    accounts: dict[tuple[str, int], _Account] = {}
+    keys = []
+    for r in everything:
+        opened[r.source] = opened.get(r.source, 0) + (r.name == "opened")
+        key = (r.source, opened[r.source])
+        keys.append(key)
+        if r.name not in OUTER:
+            continue
+        one = accounts.setdefault(key, _Account(r.t, r.t))
+        if r.name not in _AFTERWARDS:
+            one.ended = r.t
+        one.entries |= r.name == "entry"
+        one.begins |= r.name == "outer_leader_started" and f.integer(r.get("position")) == 0
+    groups: list[list[_Account]] = [[]]
+    for one in sorted(accounts.values(), key=lambda each: each.first):
+        groups[-1].append(one)
+        if one.begins and (cut := _cut(groups[-1])):
+            groups[-1:] = [groups[-1][:cut], groups[-1][cut:]]
+    for number, group in enumerate(groups):
+        for one in group:
+            one.job = number
+    begins = [min(one.first for one in group) for group in groups]
+    found: list[list[Record]] = [[] for _ in groups]
+    for r, key in zip(everything, keys, strict=True):
+        if key in accounts and (r.name in OUTER or r.name in ("lost", "opened")):
+            found[accounts[key].job].append(r)
+        elif r.name == "fault_injected":
+            found[max(0, sum(begin <= r.t for begin in begins) - 1)].append(r)
+    return found
+
+
+def _cut(group: Sequence[_Account]) -> int:
+    """Where the job of the leader that began last begins; 0: it is the same job."""
+    for at in range(len(group) - 1, 0, -1):
+        before = group[:at]
+        if any(one.entries for one in before) and all(one.ended <= group[at].first for one in before):
+            return at
+    return 0
+
+
+def _inner_jobs(everything: Sequence[Record]) -> list[tuple[str, list[Record]]]:
+    """Jobs of members, told apart by their chains: a process that is of two of them makes them one."""
+    chains: dict[str, set[str]] = {}
+    inner, labels = set(), {}
+    for r in everything:
+        if r.name in INNER:
+            inner.add(r.source)
+            if r.get("chain"):
+                chains.setdefault(r.source, set()).add(str(r["chain"]))
+        elif r.name == "cluster_welcomed":
+            labels[r.source] = str(r.get("incarnation", ""))
+    groups: list[tuple[set[str], set[str]]] = []
+    for source in sorted(inner, key=lambda one: (one not in chains, one)):
+        # Who names no chain is of the one job that logged into its folder.
+        folder = PurePosixPath(source).parent
+        near = [group for group in groups if any(PurePosixPath(other).parent == folder for other in group[1])]
+        mine = chains.get(source) or (near[0][0] if len(near) == 1 else {str(folder)})
+        same = [group for group in groups if group[0] & mine]
+        groups = [group for group in groups if group not in same]
+        groups.append((mine.union(*(g[0] for g in same)), {source}.union(*(g[1] for g in same))))
+    found = []
+    for number, (_, sources) in enumerate(groups, 1):
+        names = sorted({f.node_of(labels[source]) for source in sources if source in labels})
+        label = ", ".join(names) or f"elastic cluster {number}"
+        kept = [r for r in everything if _of_members(r, sources, inner)]
+        found.append((label, kept))
+    return found
+
+
+def _of_members(r: Record, sources: set[str], inner: set[str]) -> bool:
+    """Whether it belongs to the job that these files tell of; faults are everybody's."""
+    if r.source in sources:
+        return r.name not in OUTER
+    return r.source not in inner and r.name == "fault_injected"
