@@ -10,6 +10,8 @@ many parameters, from a gradient in fp32 and without a version.
 Also: a round that only collects (the buffer is written, the momentum stays), pushes in int8, and the products of two
 pushes, from which the leader has norms and cosines.
 
+Then the way there: 256 MiB pushed and fetched (outer_data.py), each at least at 0.6 of a socket's rate.
+
 Torch has one thread. The order of the cases changes from turn to turn; each figure is the median over the turns, each
 ratio the median of the turns' own ratios. Bounds, for one push in bf16: 2 GB/s at least, and at least half of what
 copying alone would reach.
@@ -24,6 +26,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.common import MIB, Options, Result, median, run
+from benchmarks.outer_data import transfers
 from chaos_lightning.outer.codec import BF16, INT8, Format, Part
 from chaos_lightning.outer.grid import Grid, Shard
 from chaos_lightning.outer.kernel import OuterState, RoundUpdate, products
@@ -115,6 +118,8 @@ def main() -> int:
     p = Options(__doc__)
     p.add_count("--turns", 21, 7, "turns of all cases")
     p.add_count("--state-mib", 256, 128, "MiB of fp32 parameters; far beyond the caches, or it says nothing")
+    p.add_count("--transfers", 11, 3, "turns of all transfers between two processes")
+    p.add_count("--transfer-mib", 256, 256, "MiB of a transfer")
     p.add_series("--pushes", [1, 2, 4, 8], "accepted pushes in a round")
     p.add_seed("of the order of cases")
     args = p.parse_args()
@@ -122,6 +127,7 @@ def main() -> int:
     result = Result("outer_server")
     shard = Grid((args.state_mib * MIB // 4,)).whole
     updates(result, shard, args.pushes, args.turns, args.seed)
+    transfers(result, args.transfer_mib, args.transfers, args.seed)
     return result.finish(args)
 
 

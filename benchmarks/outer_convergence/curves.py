@@ -1,0 +1,52 @@
+"""Loss over samples and over time: one run's curve, and what is read from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Point(NamedTuple):
+    """Where a run stands: virtual seconds, samples spent, validation loss."""
+
+    time_s: float
+    samples: int
+    loss: float
+
+
+Curve = Sequence[Point]
+
+
+def _at(curve: Curve, x: float, axis: Callable[[Point], float]) -> float:
+    """The loss there, by linear interpolation; at an end beyond it."""
+    before = curve[0]
+    for point in curve:
+        if axis(point) >= x:
+            width = axis(point) - axis(before)
+            part = (x - axis(before)) / width if width else 1.0
+            return before.loss + part * (point.loss - before.loss)
+        before = point
+    return before.loss
+
+
+def at_samples(curve: Curve, samples: float) -> float:
+    """The loss after so many samples."""
+    return _at(curve, samples, lambda point: point.samples)
+
+
+def at_time(curve: Curve, time_s: float) -> float:
+    """The loss at that time."""
+    return _at(curve, time_s, lambda point: point.time_s)
+
+
+def time_to(curve: Curve, loss: float) -> float:
+    """When the loss is first that low, by linear interpolation; infinite if never."""
+    before = curve[0]
+    for point in curve:
+        if point.loss <= loss:
+            height = before.loss - point.loss
+            part = (before.loss - loss) / height if height > 0 else 1.0
+            return before.time_s + min(1.0, max(0.0, part)) * (point.time_s - before.time_s)
+        before = point
+    return math.inf

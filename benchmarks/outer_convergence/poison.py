@@ -1,0 +1,121 @@
+"""Pushes that went wrong at the cluster that made them, and what became of each."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chaos_lightning.outer.types import Entry, PushId, Round
+
+KINDS = ("noise", "not finite", "flipped")
+"""Ten times the norm in noise; a NaN and infinities; the sign turned."""
+NOISE = 10.0
+
+
+@dataclass
+class Poison:
+    """Which pushes are poisoned: one in some, after the warm-up, the kinds in turn.
+
+    Attributes:
+        share: This part of all pushes; 0.0: none.
+        seed: Of the choice.
+        warmup: So many pushes must have been accepted before.
+        kinds: Of each poisoned push.
+    """
+
+    share: float
+    seed: int
+    warmup: int
+    kinds: dict[PushId, str] = field(default_factory=dict)
+
+    def spoil(self, push: PushId, accepted: int, gained: Tensor) -> bool:
+        """Perhaps poisons a push in place; whether it did is a function of its name.
+
+        Args:
+            push: Its name.
+            accepted: Pushes that were accepted so far.
+            gained: What it holds, fp32, flat.
+        """
+        chance = Random(f"{self.seed} {push.incarnation.cluster} {push.number}")
+        if accepted < self.warmup or chance.random() >= self.share:
+            return False
+        kind = KINDS[len(self.kinds) % len(KINDS)]
+        self.kinds[push] = kind
+        draw = torch.Generator().manual_seed(chance.randrange(1 << 40))
+        if kind == "noise":
+            noise = torch.randn(gained.shape, generator=draw)
+            gained.add_(noise, alpha=float(NOISE * gained.norm() / noise.norm()))
+        elif kind == "not finite":
+            some = torch.randint(len(gained), (3,), generator=draw)
+            gained[some] = torch.tensor([math.nan, math.inf, -math.inf])
+        else:
+            gained.neg_()
+        return True
+
+
+@dataclass
+class Verdicts:
+    """What rounds made of good and of poisoned pushes.
+
+    Attributes:
+        good: Good ones that were answered.
+        good_rejected: Of them.
+        made: Poisoned ones that were answered, by kind.
+        caught: Of them.
+        flipped_in_company: Turned ones in windows of three and more pushes.
+        flipped_caught: Of them.
+        alone: Turned ones that were alone in their window.
+        reasons: Why good ones were rejected.
+    """
+
+    good: int = 0
+    good_rejected: int = 0
+    made: Counter[str] = field(default_factory=Counter)
+    caught: Counter[str] = field(default_factory=Counter)
+    flipped_in_company: int = 0
+    flipped_caught: int = 0
+    alone: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def read(self, entry: Entry, kinds: Mapping[PushId, str]) -> None:
+        """Takes an entry of the chain in."""
+        if not isinstance(entry.body, Round):
+            return
+        rejected = {refusal.offer.push: refusal.reason for refusal in entry.body.rejected}
+        pushes = [*(weighed.offer.push for weighed in entry.body.accepted), *rejected]
+        for push in pushes:
+            kind = kinds.get(push)
+            if kind is None:
+                self.good += 1
+                if push in rejected:
+                    self.good_rejected += 1
+                    self.reasons.append(f"{push}: {rejected[push]}")
+                continue
+            self.made[kind] += 1
+            self.caught[kind] += push in rejected
+            if kind == "flipped":
+                self.flipped_in_company += len(pushes) > 2
+                self.flipped_caught += len(pushes) > 2 and push in rejected
+                self.alone += len(pushes) == 1
+
+    def add(self, other: Verdicts) -> None:
+        """Adds another run's."""
+        self.good += other.good
+        self.good_rejected += other.good_rejected
+        self.made.update(other.made)
+        self.caught.update(other.caught)
+        self.flipped_in_company += other.flipped_in_company
+        self.flipped_caught += other.flipped_caught
+        self.alone += other.alone
+        self.reasons += other.reasons
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it."""
+        return vars(self) | {"made": dict(self.made), "caught": dict(self.caught)}
